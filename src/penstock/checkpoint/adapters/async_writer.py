@@ -206,10 +206,10 @@ def _parts_of(items: RankItems, *, copies: bool) -> dict[str, list[bytes | torch
 def _write_files(task: WriteTask) -> WrittenShare:
     payloads = {
         file: [
-            payload_of_tensor(each) if isinstance(each, torch.Tensor) else payload_of_bytes(each)
-            for each in of_file
+            payload_of_tensor(item) if isinstance(item, torch.Tensor) else payload_of_bytes(item)
+            for item in items
         ]
-        for file, of_file in task.parts.items()
+        for file, items in task.parts.items()
     }
     share = SaveShare(
         rank=task.rank,

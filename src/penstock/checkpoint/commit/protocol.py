@@ -387,7 +387,7 @@ class FolderCatalog:
         )
 
     def remove(self, committed: Committed) -> None:
-        """Rename it durably to a name that is no checkpoint's, then remove its files."""
+        """Rename it durably to a hidden name, then remove its files."""
         remove_folder(self._tree, committed.folder)
 
     @staticmethod

@@ -174,12 +174,12 @@ def find_droppable(
 ) -> list[DroppableStep]:
     """What these caches have of `steps`, or of all steps, ascending; `ObjectNotFound` if one is in none."""
     nodes = [_open_node(cache) for cache in caches]
-    held = {step for node in nodes for name in node.names() if (step := parse_step(name)) is not None}
-    absent = sorted(set(steps or ()) - held)
+    cached_steps = {step for node in nodes for name in node.names() if (step := parse_step(name)) is not None}
+    absent = sorted(set(steps or ()) - cached_steps)
     if absent:
         raise ObjectNotFound(
             f"Step {absent[0]} is in none of these caches",
-            fix=f"They hold {', '.join(map(str, sorted(held))) or 'no step'}.",
+            fix=f"They hold {', '.join(map(str, sorted(cached_steps))) or 'no step'}.",
         )
     known = None if durable is None else set(StepCatalog(open_here(durable)).committed())
     ordered = {step for cache in caches for step in FlushFolder(cache).orders.steps()}
@@ -190,7 +190,7 @@ def find_droppable(
             is_durable=None if known is None else step in known,
             is_ordered=step in ordered,
         )
-        for step in sorted(held if steps is None else steps)
+        for step in sorted(cached_steps if steps is None else steps)
     ]
 
 

@@ -163,8 +163,8 @@ def _failures(
 def _warnings(machine: Machine, cached_s: float, durable_s: float) -> tuple[str, ...]:
     if cached_s < durable_s:
         return ()
-    told = f"{machine.nodes} nodes write a checkpoint to it in {cached_s:,.1f} s"
-    return (f"the cache does not pay: {told}, and to the durable storage in {durable_s:,.1f} s",)
+    cached = f"{machine.nodes} nodes write a checkpoint to it in {cached_s:,.1f} s"
+    return (f"the cache does not pay off: {cached}, and to the durable storage in {durable_s:,.1f} s",)
 
 
 def efficiency(strategy: Strategy, interval_s: float) -> float:
@@ -194,7 +194,7 @@ def best_interval_s(strategy: Strategy) -> float:
 def simulate(
     strategy: Strategy, interval_s: float, *, random: np.random.Generator, num_failures: int = 4000
 ) -> float:
-    """The share of useful time when failures come by chance, one after another, until so many have come."""
+    """The share of useful time in a simulation of random failures, one after another."""
     if not strategy.failures:
         return interval_s / (interval_s + strategy.blocked_s)
     period_s = interval_s + strategy.blocked_s
@@ -202,8 +202,7 @@ def simulate(
     waits = random.exponential(1 / sum(rates), num_failures)
     kinds = random.choice(len(rates), num_failures, p=[rate / sum(rates) for rate in rates])
     reached, elapsed_s = 0, 0.0
-    # Checkpoints are numbered through; `safe` holds, for each kind, the newest that survived a failure
-    # before.
+    # Checkpoints are numbered; `reached` is the one that the last failure left to restart from.
     for wait_s, kind in zip(waits.tolist(), kinds.tolist(), strict=True):
         failure = strategy.failures[kind]
         taken = int(wait_s // period_s)
@@ -233,7 +232,7 @@ def predict_all(
         predict(strategy, interval_s or best_interval_s(strategy), random=random) for strategy in strategies
     ]
     direct, *cached = predictions
-    return [direct, *(_add_warning(each, direct) for each in cached)]
+    return [direct, *(_add_warning(prediction, direct) for prediction in cached)]
 
 
 def _add_warning(prediction: Prediction, direct: Prediction) -> Prediction:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
-from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
+from penstock.checkpoint.commit.transaction import SaveTransaction
 from penstock.checkpoint.engine import RankSaveStats, WrittenFile, WrittenShare
 from penstock.checkpoint.formats.manifest import (
     Manifest,
@@ -27,6 +27,7 @@ from penstock.checkpoint.formats.manifest import (
     read_manifest,
 )
 from penstock.checkpoint.levels.flush.file_copy import FileCopy, RateLimiter, copy_files
+from penstock.checkpoint.levels.flush.flusher import copy_share, flush_step
 from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment, choose_home_rank
 from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
 from penstock.checkpoint.tools.verify import find_damage
@@ -51,20 +52,20 @@ def find_damaged_shares(cache: CacheLevel, comm: Comm, name: str, assessment: As
     """
 
     def check_own() -> list[int]:
-        mine = [
+        own_ranks = [
             rank
             for rank, actor in assessment.holders.items()
             if actor == comm.rank and rank not in assessment.lost
         ]
-        if not mine:
+        if not own_ranks:
             return []
         share = cache.node.find(name)
         try:
             manifest = _read_sound_manifest(share)
         except StorageError as error:
             logger.warning("%s: %s", share.uri, error)
-            return mine
-        return [rank for rank in mine if _is_damaged(share, manifest, assessment, rank)]
+            return own_ranks
+        return [rank for rank in own_ranks if _is_damaged(share, manifest, assessment, rank)]
 
     answers = all_gather_results(comm, check_own, awaiting=f"all ranks to check the files of {name}")
     return tuple(sorted(rank for ranks in answers for rank in ranks))
@@ -74,8 +75,8 @@ def _is_damaged(share: CheckpointRef, manifest: Manifest, assessment: Assessment
     names = {file.name for file in assessment.files_of(rank)}
     files = [file for file in manifest.files if file.name in names]
     damage = find_damage(share.storage, share.committed.folder, manifest, files)
-    for each in damage:
-        logger.warning("%s: %s", share.uri, each)
+    for damaged_bytes in damage:
+        logger.warning("%s: %s", share.uri, damaged_bytes)
     bad = [
         file.name
         for file in assessment.kept_by(rank)
@@ -240,16 +241,8 @@ def _make_durable(
     if _is_durable(comm, durable, step, manifest):
         return uri
     sizes = {file.name: file.size_bytes for file in read_manifest(manifest, uri).files}
-    with ExitStack() as undo:
-        transaction = begin_save(durable.storage, name, comm)
-        undo.callback(transaction.abandon)
-        all_gather_results(
-            comm,
-            lambda: _copy_shares(cache, assessment, transaction, name, comm.rank),
-            awaiting=f"all ranks to copy what they hold of {name}",
-        )
-        transaction.commit(lambda: Seal(manifest=manifest, metadata=metadata, sizes=sizes))
-        undo.pop_all()
+    seal = Seal(manifest=manifest, metadata=metadata, sizes=sizes)
+    flush_step(name, seal, durable.storage, comm, partial(_copy_shares, cache, assessment, comm.rank))
     if comm.rank == 0 and step == max(durable.committed()):
         durable.set_latest(step)
     return uri
@@ -267,24 +260,9 @@ def _is_durable(comm: Comm, durable: StepCatalog, step: int, manifest: bytes) ->
     return run_on_rank0(comm, compare_manifests, awaiting="rank 0 to look at the durable level")
 
 
-def _copy_shares(
-    cache: CacheLevel, assessment: Assessment, transaction: SaveTransaction, name: str, rank: int
-) -> None:
+def _copy_shares(cache: CacheLevel, assessment: Assessment, rank: int, transaction: SaveTransaction) -> None:
     """Copy the files of all shares that this rank holds."""
-    files = [
-        file
-        for saved, actor in assessment.holders.items()
-        if actor == rank
-        for file in assessment.files_of(saved)
-    ]
-    if not files:
-        return
-    share = cache.node.find(name)
-    copies = [FileCopy(from_key=share.key(file.name), to_key=transaction.key(file.name)) for file in files]
-    copy_files(
-        copies,
-        prefer_direct_access(share.storage),
-        transaction.data_storage,
-        threads=NUM_THREADS,
-        pace=RateLimiter(None),
-    )
+    saved = [saved for saved, holder in assessment.holders.items() if holder == rank]
+    names = [file.name for saved_rank in saved for file in assessment.files_of(saved_rank)]
+    if names:
+        copy_share(cache.node.find(transaction.draft.name), names, transaction)

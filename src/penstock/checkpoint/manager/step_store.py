@@ -123,7 +123,7 @@ class DurableStore:
         )
 
     def find_local(self, step: int) -> CheckpointRef:
-        """A step whose files have paths already; `Unavailable` if the storage is no file system."""
+        """A step whose files have paths already; `Unavailable` if the storage is not a file system."""
         checkpoint = self.catalog.find(step)
         local_path(checkpoint.storage, checkpoint.committed.folder)
         return checkpoint

@@ -390,18 +390,19 @@ class Restart:
     ) -> None:
         if self.step is None or (kind is not None and not issubclass(kind, Exception)):
             return
-        cause = "" if error is None else format_cause(error)
+        own_cause = "" if error is None else format_cause(error)
         views = self._comm.gather(
-            (self._is_valid, cause, self._comm.host), awaiting=f"all ranks to restart from step {self.step}"
+            (self._is_valid, own_cause, self._comm.host),
+            awaiting=f"all ranks to restart from step {self.step}",
         )
         bad = [rank for rank, (is_valid, _, _) in enumerate(views) if not is_valid]
         self._is_valid = not bad
         if bad:
             self.search.reject(f"rank {bad[0]} marked it invalid")
             logger.warning("Step %d is rejected: rank %d marked it invalid", self.step, bad[0])
-        for rank, (_, each, host) in enumerate(views):
-            if each and error is None:
-                raise RankFailed(rank, host, f"restarting from step {self.step}: {each}")
+        for rank, (_, cause, host) in enumerate(views):
+            if cause and error is None:
+                raise RankFailed(rank, host, f"restarting from step {self.step}: {cause}")
 
 
 def find_restart(search: step_store.RestoreSearch, comm: Comm, uri: str) -> Restart:

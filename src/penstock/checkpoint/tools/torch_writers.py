@@ -11,7 +11,6 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -74,22 +73,6 @@ def write_dcp(
     return written.size_bytes
 
 
-@dataclass(slots=True)
-class _Items:
-    """The items that were written, as columns, in the order of the file."""
-
-    offset: list[int] = field(default_factory=list)
-    num_bytes: list[int] = field(default_factory=list)
-    payload: list[int] = field(default_factory=list)
-    sums: list[bytes] = field(default_factory=list)
-
-    def add(self, offset: int, num_bytes: int, payload: int, item_sum: bytes) -> None:
-        self.offset.append(offset)
-        self.num_bytes.append(num_bytes)
-        self.payload.append(payload)
-        self.sums.append(item_sum)
-
-
 class _DcpWriter:
     def __init__(
         self,
@@ -107,7 +90,8 @@ class _DcpWriter:
         new_number[list(chosen.tensors)] = np.arange(len(chosen.tensors))
         self._new_number = new_number
         self._rows = np.flatnonzero(new_number[checkpoint.index.stored.regions.tensor] >= 0)
-        self._items = _Items()
+        self._items: list[tuple[int, int, int, bytes]] = []
+        """Offset, size, payload offset and checksum of each item, in the order of the file."""
 
     def write(self, transaction: SaveTransaction) -> WrittenFile:
         """Write the data file: objects first, then regions."""
@@ -115,8 +99,8 @@ class _DcpWriter:
         with ExitStack() as undo, closing(SlabReader(self._checkpoint)) as reader:
             undo.callback(sink.abort)
             appender = SinkAppender(sink, WriteBuffers())
-            for one in self._objects:
-                self._write_whole(appender, self._object_item(one))
+            for part in self._objects:
+                self._write_whole(appender, self._object_item(part))
             for row in self._rows.tolist():
                 if self._descriptors:
                     self._write_whole(
@@ -126,26 +110,27 @@ class _DcpWriter:
                     self._write_row(appender, reader, row)
             sink.finish()
             undo.pop_all()
+        columns = np.array([item[:3] for item in self._items], dtype=np.int64).reshape(-1, 3).T.copy()
         return WrittenFile(
             name=_FILE,
             size_bytes=appender.position,
-            item_offset=np.array(self._items.offset, dtype=np.int64),
-            item_bytes=np.array(self._items.num_bytes, dtype=np.int64),
-            payload_offset=np.array(self._items.payload, dtype=np.int64),
-            sums=b"".join(self._items.sums),
+            item_offset=columns[0],
+            item_bytes=columns[1],
+            payload_offset=columns[2],
+            sums=b"".join(item[3] for item in self._items),
         )
 
-    def _object_item(self, one: StoredObject) -> bytes:
+    def _object_item(self, part: StoredObject) -> bytes:
         """An object's archive, taken over unparsed if it was one."""
         checkpoint = self._checkpoint
         if checkpoint.archive is not None:
-            return dcp_item.object_bytes(checkpoint.value(one), descriptors=self._descriptors)
-        item, packed = bytes(checkpoint.read_object_item(one)), checkpoint.descriptors(one)
-        plain = dcp_item.undo_transforms(item, packed, f"{checkpoint.uri}, {one.name}") if packed else item
+            return dcp_item.object_bytes(checkpoint.value(part), descriptors=self._descriptors)
+        item, packed = bytes(checkpoint.read_object_item(part)), checkpoint.descriptors(part)
+        plain = dcp_item.undo_transforms(item, packed, f"{checkpoint.uri}, {part.name}") if packed else item
         return dcp_item.apply_transforms(plain, self._descriptors)
 
     def _write_whole(self, appender: SinkAppender, item: bytes) -> None:
-        self._items.add(appender.position, len(item), appender.position, checksum_of(item))
+        self._items.append((appender.position, len(item), appender.position, checksum_of(item)))
         appender.write(item)
 
     def _dtype(self, row: int) -> str:
@@ -175,7 +160,7 @@ class _DcpWriter:
             self._progress.advance(num_bytes)
         total.update(around.suffix)
         appender.write(around.suffix)
-        self._items.add(start, around.item_bytes, start + len(around.prefix), total.digest())
+        self._items.append((start, around.item_bytes, start + len(around.prefix), total.digest()))
 
     def seal(self, file: WrittenFile) -> Seal:
         """Metadata and manifest of what was written."""
@@ -206,16 +191,16 @@ class _DcpWriter:
         )
         columns = zip(self._objects, file.item_offset.tolist(), file.item_bytes.tolist(), strict=False)
         objects = tuple(
-            StoredObject(one.name, 0, offset, num_bytes, is_packed) for one, offset, num_bytes in columns
+            StoredObject(part.name, 0, offset, num_bytes, is_packed) for part, offset, num_bytes in columns
         )
         files = (file.name,) if len(file.item_offset) else ()
-        names = [*(facts.name for facts in self._tensors), *(one.name for one in objects)]
+        names = [*(facts.name for facts in self._tensors), *(part.name for part in objects)]
         return DcpMetadata(
             index=CheckpointIndex(self._tensors, stored, objects, files),
             paths=_paths(checkpoint, names),
             transforms=((), self._descriptors) if is_packed else ((),),
             row_transform=np.ones(num_rows, dtype=np.int64) if is_packed else None,
-            object_transforms={one.name: self._descriptors for one in objects} if is_packed else {},
+            object_transforms={part.name: self._descriptors for part in objects} if is_packed else {},
         )
 
 
@@ -337,8 +322,8 @@ def _nested_state(checkpoint: CheckpointSource, chosen: PartSelection, *, trust:
     for number, tensor in enumerate(chosen.tensors):
         facts = checkpoint.index.tensors[tensor]
         leaves[facts.name] = _TensorStub(number, facts.dtype, facts.shape)
-    for one in chosen.objects:
-        leaves[one.name] = checkpoint.value(one, trust=trust)
+    for part in chosen.objects:
+        leaves[part.name] = checkpoint.value(part, trust=trust)
     tree: dict[Any, Any] = {}
     for name, path in _paths(checkpoint, list(leaves)).items():
         *parents, last = path

@@ -257,9 +257,15 @@ def _items(checkpoint: CheckpointSource) -> Iterator[_Item]:
     for row, (file, begin, size, tensor) in enumerate(rows):
         through = checkpoint.metadata.descriptors(row) if checkpoint.metadata else ()
         yield _Item(contents.files[file], begin, size, contents.tensors[tensor].name, tuple(through))
-    for one in contents.objects:
-        through = checkpoint.descriptors(one)
-        yield _Item(contents.files[one.file], one.offset, one.size_bytes, one.name, tuple(through))
+    for stored_object in contents.objects:
+        through = checkpoint.descriptors(stored_object)
+        yield _Item(
+            contents.files[stored_object.file],
+            stored_object.offset,
+            stored_object.size_bytes,
+            stored_object.name,
+            tuple(through),
+        )
 
 
 def _archive_stretches(items: Sequence[_Item]) -> Iterator[file_scan.Stretch]:
@@ -267,7 +273,7 @@ def _archive_stretches(items: Sequence[_Item]) -> Iterator[file_scan.Stretch]:
     run: list[_Item] = []
     for item in items:
         if run and (
-            item.file != run[0].file or sum(one.size_bytes for one in run) >= file_scan.STRETCH_BYTES
+            item.file != run[0].file or sum(archive.size_bytes for archive in run) >= file_scan.STRETCH_BYTES
         ):
             yield _archive_stretch(run)
             run = []

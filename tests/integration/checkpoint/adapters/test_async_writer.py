@@ -63,7 +63,7 @@ def test_stock_torch_reads_what_was_written_elsewhere(tmp_path: Path) -> None:
     assert not verify(tmp_path / "one").damage
 
 
-def test_files_of_the_framework_may_lie_beside(tmp_path: Path) -> None:
+def test_files_of_the_framework_may_be_in_the_same_folder(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "common.pt").write_bytes(b"theirs")
     save = Save(state_of(), tmp_path / "one")
@@ -92,13 +92,13 @@ def test_nothing_is_a_checkpoint_before_it_is_finished(tmp_path: Path) -> None:
     assert not (tmp_path / "one" / "penstock.json").exists()
 
 
-def test_a_writing_process_that_ended_early_is_told_as_a_failure_of_its_rank(tmp_path: Path) -> None:
+def test_a_writer_process_that_ended_early_is_a_failure_of_its_rank(tmp_path: Path) -> None:
     failure, _ = Save(state_of(), tmp_path / "one").writer.retrieve_write_results()
     assert isinstance(failure, StorageError)
     assert "ended early" in str(failure)
 
 
-def test_why_writing_failed_comes_back_from_where_it_was_tried(tmp_path: Path) -> None:
+def test_a_failure_in_the_writer_process_is_returned(tmp_path: Path) -> None:
     save = Save(state_of(), tmp_path / "one")
     (tmp_path / "one" / "__0_0.distcp" / "in the way").mkdir(parents=True)
     save.write()
@@ -116,7 +116,7 @@ def test_a_file_that_vanished_is_noticed_before_there_is_a_checkpoint(tmp_path: 
     assert not (tmp_path / "one" / ".metadata").exists()
 
 
-def test_a_rank_with_nothing_to_write_is_asked_for_nothing(tmp_path: Path) -> None:
+def test_a_rank_without_items_has_nothing_to_call(tmp_path: Path) -> None:
     save = Save({}, tmp_path / "one")
     assert (save.function, save.preload, save.arguments) == (None, None, [])
     assert save.writer.retrieve_write_results() == []

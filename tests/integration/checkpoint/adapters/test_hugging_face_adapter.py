@@ -14,7 +14,7 @@ def seen(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return programs.seen_by("hugging_face_resumes", root, needs="transformers")
 
 
-def test_a_trainer_that_was_stopped_resumes_to_the_very_weights_of_one_that_never_was(seen: Any) -> None:
+def test_a_resumed_trainer_reaches_the_weights_of_an_uninterrupted_one(seen: Any) -> None:
     assert (seen["stopped_at"], seen["resumed_from"], seen["ended_at"]) == (7, 4, 10)
     assert seen["same"]
     assert seen["same_rate"]
@@ -25,10 +25,10 @@ def test_a_trainers_checkpoints_are_the_managers_steps_and_nothing_is_saved_twic
     assert seen["weights_beside"] == []
 
 
-def test_what_would_look_for_weights_elsewhere_is_refused(seen: Any) -> None:
+def test_load_best_model_at_end_is_refused(seen: Any) -> None:
     assert "load_best_model_at_end" in seen["refused"]
 
 
-def test_an_accelerator_goes_on_where_it_was_with_its_random_numbers(seen: Any) -> None:
+def test_an_accelerator_resumes_with_its_random_numbers(seen: Any) -> None:
     assert seen["accelerate_resumed_from"] == 3
     assert seen["accelerate_same"]

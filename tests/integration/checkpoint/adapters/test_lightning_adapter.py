@@ -17,7 +17,7 @@ def seen(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("plugin", ["blocking", "background"])
-def test_a_stopped_fit_resumes_to_the_very_weights_of_one_that_never_stopped(seen: Any, plugin: str) -> None:
+def test_a_resumed_fit_reaches_the_weights_of_an_uninterrupted_one(seen: Any, plugin: str) -> None:
     assert seen[f"{plugin}_epochs"] == 4
     assert seen[f"{plugin}_same"]
 
@@ -31,7 +31,7 @@ def test_a_file_of_lightnings_own_plugin_is_resumed_from(seen: Any) -> None:
     assert seen["own_file_same"]
 
 
-def test_an_older_checkpoint_stays_where_the_newer_one_fails_and_the_failure_is_told(seen: Any) -> None:
+def test_an_older_checkpoint_stays_if_the_newer_one_fails(seen: Any) -> None:
     assert seen["failure"]
     assert seen["kept"] == [1.0, 1.0, 1.0]
 

@@ -55,5 +55,5 @@ def test_a_save_that_fails_in_the_background_fails_on_all_ranks_and_leaves_the_t
         assert not rank["has_metadata_after"]
 
 
-def test_a_tracker_that_was_cut_off_is_told_as_damage(ranks: Any) -> None:
+def test_a_truncated_tracker_is_damage(ranks: Any) -> None:
     assert "newest whole iter_* folder" in ranks[0]["empty_tracker"]

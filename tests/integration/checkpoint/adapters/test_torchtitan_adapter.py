@@ -16,7 +16,7 @@ def seen(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_goes_on_to_the_very_weights_of_one_that_never_stopped(seen: Any, way: str) -> None:
+def test_a_resumed_run_reaches_the_weights_of_an_uninterrupted_one(seen: Any, way: str) -> None:
     assert seen[f"{way}_found"]
     assert seen[f"{way}_step"] == 4
     assert seen[f"{way}_same"]
@@ -27,5 +27,5 @@ def test_as_many_steps_are_kept_as_the_configuration_says(seen: Any, way: str) -
     assert seen[f"{way}_steps"] == ["step-4", "step-6"]
 
 
-def test_a_run_without_steps_begins_anew(seen: Any) -> None:
+def test_a_run_without_steps_starts_anew(seen: Any) -> None:
     assert not seen["found_in_nothing"]

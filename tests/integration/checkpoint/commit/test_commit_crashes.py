@@ -115,7 +115,7 @@ def test_a_commit_that_syncs_nothing_is_caught_by_the_power_cut(tmp_path: Path) 
         assert_known(files_below(tmp_path / "cut", REAL_CALLS))
 
 
-def test_a_program_that_fails_by_itself_is_no_victim(tmp_path: Path) -> None:
+def test_a_program_that_fails_before_the_kill_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     broken = partial(save_known_alone, root=tmp_path / "file", name="step-1", generation=1)
     with pytest.raises(AssertionError, match="cannot be both an object and a folder"):

@@ -110,7 +110,7 @@ def num_calls(root: Path, *, over: bool) -> int:
     return len(log.names)
 
 
-def test_all_see_how_far_the_others_are(tmp_path: Path) -> None:
+def test_all_nodes_see_the_progress_of_the_others(tmp_path: Path) -> None:
     one, other = shared(tmp_path, node=0), shared(tmp_path, node=1)
     one.join()
     other.join()
@@ -122,7 +122,7 @@ def test_all_see_how_far_the_others_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an older one"])
-def test_what_is_published_is_the_checkpoint_and_leaves_nothing_beside_it(tmp_path: Path, over: bool) -> None:  # noqa: FBT001
+def test_publishing_leaves_the_checkpoint_and_nothing_else(tmp_path: Path, over: bool) -> None:  # noqa: FBT001
     copied(tmp_path, over=over).publish(seal_of(1))
     require_committed(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
@@ -164,7 +164,7 @@ def test_two_publish_at_once_and_the_step_is_committed_whatever_comes_first(
         require_committed(root)
 
 
-def test_what_is_missing_is_told_and_nothing_is_published(tmp_path: Path) -> None:
+def test_missing_files_are_named_and_nothing_is_published(tmp_path: Path) -> None:
     draft = copied(tmp_path, over=True)
     (tmp_path / draft.draft.folder / FILES[1]).unlink()
     with pytest.raises(StorageError, match="1 of 4 files"):
@@ -173,7 +173,7 @@ def test_what_is_missing_is_told_and_nothing_is_published(tmp_path: Path) -> Non
     assert assert_known(files_below(tmp_path, UNSYNCED)) == {NAME: 0}
 
 
-def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     draft = copied(tmp_path, over=False)
     (tmp_path / NAME).mkdir()
     (tmp_path / NAME / "notes.txt").write_text("mine")
@@ -182,7 +182,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / NAME / "notes.txt").read_text() == "mine"
 
 
-def test_a_draft_that_others_go_on_with_is_not_swept_when_its_first_process_dies(tmp_path: Path) -> None:
+def test_a_draft_survives_the_death_of_its_first_process(tmp_path: Path) -> None:
     draft = copied(tmp_path, over=False)
     begin_save(files_below(tmp_path, UNSYNCED), "step-9", SoloComm()).abandon()
     draft.publish(seal_of(1))
@@ -208,7 +208,7 @@ def test_many_threads_publish_one_draft(tmp_path: Path) -> None:
     require_committed(tmp_path)
 
 
-def test_what_nobody_wants_any_more_is_swept_once_its_lease_is_over(tmp_path: Path) -> None:
+def test_an_abandoned_shared_draft_is_swept_once_its_lease_expires(tmp_path: Path) -> None:
     copied(tmp_path, over=False)
     storage = files_below(tmp_path, UNSYNCED)
     tree = find_folder_tree(storage)

@@ -103,7 +103,7 @@ def test_whichever_hosts_are_lost_their_caches_come_back_bit_for_bit(
         (DoubleParity(group=4), [0, 1, 2], "double-parity survives 2 losses"),
     ],
 )
-def test_one_loss_more_is_said_and_nothing_is_made_up(
+def test_one_loss_too_many_is_reported_and_nothing_is_rebuilt(
     scheme: Scheme, hosts: list[int], told: str, tmp_path: Path
 ) -> None:
     _run(lambda comm: _save(comm, tmp_path, [scheme]))
@@ -113,7 +113,7 @@ def test_one_loss_more_is_said_and_nothing_is_made_up(
         assert told in found.reason
 
 
-def test_copies_survive_two_losses_that_are_no_neighbours(tmp_path: Path) -> None:
+def test_copies_survive_two_losses_that_are_not_neighbours(tmp_path: Path) -> None:
     scheme = Partner(group=4)
     _run(lambda comm: _save(comm, tmp_path, [scheme]))
     for host in (0, 2):
@@ -180,7 +180,7 @@ def _doubt(folder: Path, *hosts: int) -> None:
         (folder / f"host-{host}/.penstock-doubt-step-1").write_bytes(b"a save")
 
 
-def test_a_step_that_a_crash_kept_from_being_committed_everywhere_is_none(tmp_path: Path) -> None:
+def test_a_step_committed_on_too_few_nodes_is_removed(tmp_path: Path) -> None:
     _run(lambda comm: _save(comm, tmp_path, [Xor(group=4)]))
     _doubt(tmp_path, 1, 2)
     for host in (0, 3):
@@ -189,7 +189,7 @@ def test_a_step_that_a_crash_kept_from_being_committed_everywhere_is_none(tmp_pa
     assert _tree(tmp_path) == {}
 
 
-def test_a_doubtful_step_of_which_enough_is_left_is_one(tmp_path: Path) -> None:
+def test_an_unconfirmed_step_that_can_be_restored_counts(tmp_path: Path) -> None:
     _run(lambda comm: _save(comm, tmp_path, [Xor(group=4)]))
     before = _tree(tmp_path)
     _doubt(tmp_path, 0, 1, 2, 3)
@@ -228,6 +228,6 @@ def test_ranks_of_one_host_alone_cannot_protect_each_other(tmp_path: Path) -> No
         on_ranks(2, make)
 
 
-def test_a_cache_that_is_no_folder_is_refused() -> None:
+def test_a_cache_that_is_not_a_folder_is_refused() -> None:
     with pytest.raises(RankFailed, match="A cache must be a local folder"):
         on_ranks(1, lambda comm: CacheLevel(open_storage("mem://cache", {}), comm, schemes=[Single()]))

@@ -100,7 +100,7 @@ def test_one_loss_too_many_falls_back_to_the_durable_level(tmp_path: Path) -> No
     assert on_gloo_ranks(HOSTS, restore, tmp_path, scheme) == [(2, [])] * HOSTS
 
 
-def test_a_step_that_no_level_can_give_is_passed_over_for_an_older_one_and_told(tmp_path: Path) -> None:
+def test_a_step_that_no_level_can_provide_is_skipped_with_a_reason(tmp_path: Path) -> None:
     scheme = Single()
     on_gloo_ranks(HOSTS, save, tmp_path, scheme, 3, Flush(every=2, by="trainer"))
     lose(tmp_path, 3)
@@ -191,7 +191,7 @@ def flush_badly(rank: int, root: Path) -> str:
     return "nothing was raised"
 
 
-def test_a_flush_that_fails_is_told_and_the_step_stays_cached(tmp_path: Path) -> None:
+def test_a_failed_flush_is_reported_and_the_step_stays_cached(tmp_path: Path) -> None:
     for told in on_gloo_ranks(2, flush_badly, tmp_path):
         assert "making durable step 1 in the background" in told
         assert "notes.txt" in told
@@ -206,7 +206,7 @@ def save_when_due(rank: int, root: Path) -> list[int]:
         return manager.steps()
 
 
-def test_what_is_due_is_due_on_all_ranks(tmp_path: Path) -> None:
+def test_all_ranks_agree_when_a_save_is_due(tmp_path: Path) -> None:
     assert on_gloo_ranks(2, save_when_due, tmp_path) == [[3, 6]] * 2
 
 

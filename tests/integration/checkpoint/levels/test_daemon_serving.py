@@ -99,7 +99,7 @@ def durable(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "durable").iterdir())
 
 
-def test_what_was_durable_when_the_disk_filled_up_is_not_copied_again(tmp_path: Path) -> None:
+def test_durable_files_are_not_copied_again_after_a_full_disk(tmp_path: Path) -> None:
     save_cached(tmp_path, 1)
     folder = order(tmp_path, 1)
     first, second = (file.name for file in files_of(folder.cache, 1))
@@ -115,7 +115,7 @@ def test_what_was_durable_when_the_disk_filled_up_is_not_copied_again(tmp_path: 
     assert verify(str(tmp_path / "durable/step-1")).is_whole
 
 
-def test_what_changed_in_the_draft_meanwhile_is_copied_again(tmp_path: Path) -> None:
+def test_files_that_changed_in_the_draft_are_copied_again(tmp_path: Path) -> None:
     save_cached(tmp_path, 1)
     folder = order(tmp_path, 1)
     first, second = (file.name for file in files_of(folder.cache, 1))
@@ -251,7 +251,7 @@ def test_nodes_copy_their_own_files_and_the_first_publishes(tmp_path: Path, two_
     assert durable(tmp_path) == ["latest", "step-1"]
 
 
-def test_another_node_publishes_where_the_first_one_does_not(tmp_path: Path, two_nodes: Path) -> None:
+def test_another_node_publishes_if_the_first_does_not(tmp_path: Path, two_nodes: Path) -> None:
     first, second = both(tmp_path, two_nodes)
     serve(second)
     # The first node dies between its last copy and the commit: all is marked, and nobody publishes.
@@ -272,7 +272,7 @@ def _interrupts(name: str) -> bool:
     return False
 
 
-def test_a_draft_that_somebody_removed_is_copied_again_by_all(tmp_path: Path, two_nodes: Path) -> None:
+def test_a_removed_draft_is_copied_again_by_all_nodes(tmp_path: Path, two_nodes: Path) -> None:
     first, second = both(tmp_path, two_nodes)
     serve(second)
     (draft,) = (tmp_path / "durable").glob(".penstock-save-*-step-1")
@@ -303,7 +303,7 @@ def test_it_pauses_while_a_living_trainer_saves_and_not_for_a_dead_one(tmp_path:
     assert outcome(folder, 1) == "durable"
 
 
-def test_a_durable_level_that_comes_back_gets_what_it_was_to_get(tmp_path: Path) -> None:
+def test_pending_steps_are_flushed_once_the_durable_level_is_back(tmp_path: Path) -> None:
     save_cached(tmp_path, 1)
     (tmp_path / "durable").write_text("not mounted")
     folder = order(tmp_path, 1)
@@ -314,7 +314,7 @@ def test_a_durable_level_that_comes_back_gets_what_it_was_to_get(tmp_path: Path)
     assert outcome(folder, 1) == "durable"
 
 
-def test_an_order_that_cannot_be_read_harms_no_other(tmp_path: Path) -> None:
+def test_an_unreadable_order_does_not_affect_others(tmp_path: Path) -> None:
     save_cached(tmp_path, 1)
     folder = order(tmp_path, 1)
     whole = json.loads((folder.path / "orders/step-1.json").read_bytes())

@@ -102,7 +102,7 @@ def test_a_daemon_that_was_killed_is_started_again_by_the_trainer_that_waits_for
     assert durable_steps(tmp_path) == [1]
 
 
-def test_a_daemon_is_nobodys_child_and_steps_behind_those_that_train(tmp_path: Path) -> None:
+def test_a_daemon_is_detached_and_has_the_lowest_priority(tmp_path: Path) -> None:
     with manager_of(tmp_path, flush=Flush(by="daemon", bandwidth="200KiB/s")) as manager:
         manager.save(1, state_of(1))
         folder = FlushFolder(tmp_path / "cache")
@@ -115,7 +115,7 @@ def test_a_daemon_is_nobodys_child_and_steps_behind_those_that_train(tmp_path: P
         assert int(fields[1]) != os.getpid()
 
 
-def test_what_will_not_mend_by_itself_is_told_by_the_next_call_and_tried_again(tmp_path: Path) -> None:
+def test_a_lasting_failure_is_raised_by_the_next_call_and_retried(tmp_path: Path) -> None:
     (tmp_path / "durable/step-1").mkdir(parents=True)
     notes = tmp_path / "durable/step-1/notes.txt"
     notes.write_text("not a checkpoint")
@@ -150,7 +150,7 @@ def written_by(pid: int) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("wchar:")))
 
 
-def test_where_no_daemon_can_write_the_trainer_does_and_says_so(
+def test_without_a_daemon_the_trainer_flushes_and_logs_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     durable = open_here("mem://where-no-daemon-can-write")
@@ -178,7 +178,7 @@ def save_two(rank: int, root: Path, first: int, flush: Flush | None) -> list[int
     return manager.steps()
 
 
-def test_orders_that_a_kill_left_on_one_node_are_completed_or_taken_back(tmp_path: Path) -> None:
+def test_orders_that_a_kill_left_on_one_node_are_completed_or_removed(tmp_path: Path) -> None:
     on_gloo_ranks(2, save_two, tmp_path, 1, None)
     for step in (1, 2):
         order(tmp_path, step, "node-0", "node-1", node=0)
@@ -191,7 +191,7 @@ def test_orders_that_a_kill_left_on_one_node_are_completed_or_taken_back(tmp_pat
         assert verify(str(tmp_path / f"durable/step-{step}")).is_whole
 
 
-def test_a_save_in_the_foreground_fails_where_its_step_cannot_become_durable(tmp_path: Path) -> None:
+def test_a_foreground_save_fails_if_its_step_cannot_become_durable(tmp_path: Path) -> None:
     (tmp_path / "durable/step-1").mkdir(parents=True)
     (tmp_path / "durable/step-1/notes.txt").write_text("not a checkpoint")
     manager = manager_of(tmp_path, flush=Flush(by="daemon", background=False))
@@ -201,7 +201,7 @@ def test_a_save_in_the_foreground_fails_where_its_step_cannot_become_durable(tmp
         manager.close()
 
 
-def test_what_an_earlier_job_could_not_flush_does_not_keep_a_new_one_from_restoring(
+def test_failed_flushes_of_an_earlier_job_do_not_prevent_a_restore(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_of(tmp_path, flush=None) as manager:

@@ -126,7 +126,7 @@ def test_a_lost_cache_is_full_again(caches: Path) -> None:
     }
 
 
-def test_a_flipped_byte_is_found_and_mended_unless_names_and_sizes_are_believed(caches: Path) -> None:
+def test_a_flipped_byte_is_rebuilt_unless_checksums_are_skipped(caches: Path) -> None:
     (data,) = (caches / "host-1" / "step-2").glob("*1*.distcp")
     right = data.read_bytes()
     flip(data)
@@ -154,7 +154,7 @@ def test_the_surviving_hosts_make_a_step_durable_that_stock_torch_loads(caches: 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_an_older_step_is_taken_where_the_newest_is_beyond_repair(caches: Path) -> None:
+def test_an_older_step_is_scavenged_if_the_newest_is_beyond_repair(caches: Path) -> None:
     shutil.rmtree(caches / "host-0" / "step-2")
     flip(next((caches / "host-1" / "step-2").glob("*1*.distcp")))
     held = files_below(caches / "host-1" / "step-2")
@@ -167,7 +167,7 @@ def test_an_older_step_is_taken_where_the_newest_is_beyond_repair(caches: Path) 
     require_step(caches, 1)
 
 
-def test_one_loss_too_many_is_told_and_leaves_nothing(caches: Path) -> None:
+def test_one_loss_too_many_is_reported_and_leaves_nothing(caches: Path) -> None:
     found = rescue(caches, [1, 3])
     assert found.step is None
     assert [each.step for each in found.looked_at] == [2, 1]
@@ -192,7 +192,9 @@ def test_the_verbs_run_on_a_rank_for_each_cache(caches: Path) -> None:
     assert (caches / "host-3" / "step-2").is_dir()
 
 
-def test_alone_a_verb_says_what_it_cannot_do(caches: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verb_on_a_single_rank_reports_what_it_cannot_do(
+    caches: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache, durable = str(caches / "host-0"), str(caches / "durable")
     assert main(["checkpoint", "scavenge", cache, "--to", durable]) == 1
     assert "step 2: ranks 1, 2, 3 of one group lost their files" in capsys.readouterr().err

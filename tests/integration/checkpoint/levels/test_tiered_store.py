@@ -88,7 +88,7 @@ def test_a_rebuild_that_fails_leads_to_the_durable_level(tmp_path: Path) -> None
         assert told == ["cache"]
 
 
-def test_without_any_copy_that_is_said(tmp_path: Path) -> None:
+def test_a_step_without_any_copy_is_an_error(tmp_path: Path) -> None:
     assert (
         on_ranks(2, lambda comm: looked(comm, keeper_of(comm, tmp_path, scheme=Single()), 3))
         == [["no level has it"]] * 2

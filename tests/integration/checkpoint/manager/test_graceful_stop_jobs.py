@@ -80,7 +80,7 @@ def test_the_command_stops_the_next_job_once(tmp_path: Path) -> None:
     assert steps_until_halt(tmp_path) == 0
 
 
-def test_a_halt_can_be_taken_back(tmp_path: Path) -> None:
+def test_a_stop_request_can_be_cancelled(tmp_path: Path) -> None:
     run = str(tmp_path)
     assert "requested by" in penstock(run)
     assert json.loads(penstock(run, "--cancel", "--json")) == {"cancelled": True}
@@ -88,7 +88,7 @@ def test_a_halt_can_be_taken_back(tmp_path: Path) -> None:
     assert steps_until_halt(tmp_path) == 0
 
 
-def test_options_that_exclude_each_other_are_said(tmp_path: Path) -> None:
+def test_mutually_exclusive_options_are_an_error(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["checkpoint", "halt", str(tmp_path), "--cancel", "--status"])
     assert "mutually exclusive" in f"{done.output}{done.exception}"
 

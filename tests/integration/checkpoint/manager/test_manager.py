@@ -106,7 +106,7 @@ def test_saves_in_the_background_are_committed_in_their_order(tmp_path: Path) ->
     assert StepCatalog(open_here(tmp_path)).committed() == [2, 3, 4]
 
 
-def test_a_result_that_does_not_come_in_time_says_what_was_awaited(tmp_path: Path) -> None:
+def test_a_late_result_is_a_timeout_that_names_the_step(tmp_path: Path) -> None:
     with held_manager(tmp_path) as (manager, go_on):
         handle = manager.save_async(7, state_of(7), staging="background")
         handle.wait_staged(60)
@@ -148,7 +148,7 @@ def test_a_save_that_fails_leaves_the_older_checkpoint_of_its_step(tmp_path: Pat
         assert state == state_of(1)
 
 
-def test_a_cancelled_save_is_no_failure_of_the_next_call(tmp_path: Path) -> None:
+def test_a_cancelled_save_does_not_fail_the_next_call(tmp_path: Path) -> None:
     with held_manager(tmp_path) as (manager, go_on):
         handle = manager.save_async(1, state_of(1))
         handle.cancel()
@@ -190,7 +190,7 @@ def test_an_interrupt_cancels_what_is_under_way(tmp_path: Path) -> None:
     assert StepCatalog(open_here(tmp_path)).committed() == []
 
 
-def test_a_damaged_newest_step_is_passed_over_and_told(
+def test_a_damaged_newest_step_is_skipped_with_a_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Manager(tmp_path, engine=BytesEngine()) as manager:
@@ -242,7 +242,7 @@ def test_keeping_nothing_is_refused(tmp_path: Path, keep: int) -> None:
         Manager(tmp_path, keep=keep, engine=BytesEngine())
 
 
-def test_words_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with Manager(tmp_path, engine=BytesEngine()) as manager:
         with pytest.raises(UsageError, match="Invalid staging='fast'"):
             manager.save_async(1, state_of(1), staging="fast")  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ def test_words_that_mean_nothing_are_refused(tmp_path: Path) -> None:
         assert manager.save(1, state_of(1)).step == 1
 
 
-def test_a_place_that_cannot_be_read_is_an_error_and_no_empty_run(tmp_path: Path) -> None:
+def test_an_unreadable_folder_is_an_error_and_not_an_empty_run(tmp_path: Path) -> None:
     calls = faulty_calls(FailFileCall.and_all_after("scandir", 1, errno.EACCES))
     with (
         Manager(files_below(tmp_path, calls), engine=BytesEngine()) as manager,
@@ -274,7 +274,7 @@ def test_progress_is_seen_on_the_handle_and_passed_on(tmp_path: Path) -> None:
         assert manager.save_async(2, state_of(2)).result().step == 2
 
 
-def test_names_of_steps_lie_in_the_root_of_the_run(tmp_path: Path) -> None:
+def test_steps_are_folders_in_the_root_of_the_run(tmp_path: Path) -> None:
     with Manager(tmp_path, engine=BytesEngine()) as manager:
         manager.save(12, state_of(1))
     assert (tmp_path / step_dirname(12) / ".metadata").exists()

@@ -89,7 +89,7 @@ def fail_in_the_background(rank: int, root: Path) -> list[str]:
     return [str(error) for error in told]
 
 
-def test_a_background_failure_of_one_rank_is_told_once_and_on_all(tmp_path: Path) -> None:
+def test_a_background_failure_of_one_rank_is_raised_once_on_all(tmp_path: Path) -> None:
     first, second = on_gloo_ranks(2, fail_in_the_background, tmp_path)
     assert first == second
     assert "Rank 1 on" in first[0]
@@ -129,7 +129,7 @@ def fall_back(rank: int, root: Path) -> tuple[Any, ...]:
         return restored, str(wanted), str(none), [each.reason for each in passed], str(absent)
 
 
-def test_a_step_that_one_rank_finds_damaged_is_passed_over_by_all(tmp_path: Path) -> None:
+def test_a_step_that_one_rank_finds_damaged_is_skipped_by_all(tmp_path: Path) -> None:
     one, other = on_gloo_ranks(2, fall_back, tmp_path)
     assert one == other
     restored, wanted, none, passed, absent = one
@@ -180,7 +180,7 @@ def save_in_groups(rank: int, root: Path) -> str:
     return str(outside)
 
 
-def test_disjoint_groups_save_at_once_and_a_rank_outside_is_told(tmp_path: Path) -> None:
+def test_disjoint_groups_save_at_once_and_other_ranks_are_refused(tmp_path: Path) -> None:
     messages = on_gloo_ranks(2, save_in_groups, tmp_path)
     assert [f"Rank {rank} is not in the process group" in text for rank, text in enumerate(messages)] == [
         True,
@@ -225,7 +225,7 @@ def stay_away(rank: int, root: Path) -> str:
     return told
 
 
-def test_a_rank_that_does_not_come_is_waited_for_in_vain_and_named(tmp_path: Path) -> None:
+def test_a_missing_rank_is_a_timeout_that_names_it(tmp_path: Path) -> None:
     told, _ = on_gloo_ranks(2, stay_away, tmp_path)
     assert "Timed out after 0.5 s waiting for all ranks to begin saving step-1" in told
     assert "out of step with the others" in told

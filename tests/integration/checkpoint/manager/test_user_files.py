@@ -46,7 +46,7 @@ def test_files_are_committed_with_their_sums_and_found_again(tmp_path: Path) -> 
     ]
 
 
-def test_nothing_is_there_before_anything_was_committed(tmp_path: Path) -> None:
+def test_nothing_is_visible_before_the_commit(tmp_path: Path) -> None:
     with Manager(tmp_path) as manager, manager.restart() as found:
         assert found.step is None
         with pytest.raises(UsageError, match="No step was ever committed"):
@@ -118,7 +118,7 @@ def test_a_path_that_was_asked_for_and_not_written_fails_the_set(tmp_path: Path)
         assert manager.steps() == []
 
 
-def test_an_invalid_step_gives_way_to_the_one_before(tmp_path: Path) -> None:
+def test_after_an_invalid_step_the_previous_one_is_returned(tmp_path: Path) -> None:
     with Manager(tmp_path) as manager:
         for step in (1, 2):
             put(manager, step)
@@ -146,7 +146,7 @@ def test_a_flipped_byte_is_found_before_a_path_is_given(tmp_path: Path) -> None:
             found.path("other")
 
 
-def test_states_and_sets_of_files_are_told_apart(tmp_path: Path) -> None:
+def test_states_and_user_files_are_distinguished(tmp_path: Path) -> None:
     with Manager(tmp_path) as manager:
         manager.save(1, {"a": torch.ones(3)})
         put(manager, 2)
@@ -192,7 +192,7 @@ def by_two(rank: int, root: Path) -> list[str]:
     return told
 
 
-def test_one_rank_decides_for_all_and_all_are_told(tmp_path: Path) -> None:
+def test_one_rank_that_rejects_files_rejects_them_on_all(tmp_path: Path) -> None:
     first, second = on_gloo_ranks(2, by_two, tmp_path)
     assert first[:2] == second[:2] == ["committed", "discarded"]
     assert "Rank 1" in first[2]

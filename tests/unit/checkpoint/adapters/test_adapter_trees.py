@@ -43,13 +43,13 @@ def same(one: Any, other: Any) -> bool:
 
 
 @given(_TREES)
-def test_what_is_taken_apart_is_put_together_as_it_was(state: Any) -> None:
+def test_a_split_state_joins_to_the_same_state(state: Any) -> None:
     parts = split(state)
     assert TREE_NAME not in parts.tensors
     assert same(join(parts), state)
 
 
-def test_taking_apart_leaves_the_state_solo_group() -> None:
+def test_splitting_leaves_the_state_unchanged() -> None:
     weights = torch.ones(2)
     state = {"a": [weights, {"b": (weights, 1)}]}
     split(state)
@@ -59,20 +59,20 @@ def test_taking_apart_leaves_the_state_solo_group() -> None:
 
 @given(_TREES)
 @settings(max_examples=6)
-def test_what_is_saved_is_loaded_as_it_was(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
+def test_a_saved_tree_loads_unchanged(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
     path = tmp_path_factory.mktemp("trees") / "one"
     save_tree({"state": state}, path, Saver())
     assert same(load_tree(path), {"state": state})
 
 
-def test_facts_that_a_module_hangs_on_its_state_come_back(tmp_path: Path) -> None:
+def test_metadata_of_a_module_state_is_restored(tmp_path: Path) -> None:
     state = torch.nn.BatchNorm1d(3).state_dict()
     save_tree({"model": state}, tmp_path / "one", Saver())
     loaded = load_tree(tmp_path / "one")["model"]
     assert loaded._metadata == state._metadata  # type: ignore[attr-defined]
 
 
-def test_an_object_that_is_no_data_is_loaded_only_on_trust(tmp_path: Path) -> None:
+def test_objects_other_than_plain_data_need_trust(tmp_path: Path) -> None:
     save_tree({"where": Path("/data"), "weights": torch.ones(1)}, tmp_path / "one", Saver())
     with pytest.raises(UsageError, match="trust=True"):
         load_tree(tmp_path / "one")

@@ -24,12 +24,12 @@ from penstock.errors import ObjectNotFound, UsageError
         (Path("/data/step-1"), "file:///data", "step-1"),
     ],
 )
-def test_a_path_is_a_name_in_a_storage(path: str | Path, above: str, name: str) -> None:
+def test_a_path_splits_into_storage_and_name(path: str | Path, above: str, name: str) -> None:
     assert split_path(path) == (above, name)
 
 
 @pytest.mark.parametrize("path", ["/", "file:///", "s3://bucket", "s3://bucket/"])
-def test_the_root_of_a_storage_is_no_checkpoint(path: str) -> None:
+def test_the_root_of_a_storage_is_not_a_checkpoint(path: str) -> None:
     with pytest.raises(UsageError, match=r"root of a storage.*Add the name"):
         split_path(path)
 
@@ -45,6 +45,6 @@ def test_a_committed_checkpoint_is_found_by_its_path(tmp_path: Path) -> None:
     assert found.key("a") == "one/a"
 
 
-def test_a_manifest_that_cannot_be_read_makes_no_whole_checkpoint(tmp_path: Path) -> None:
+def test_an_unreadable_manifest_makes_a_checkpoint_incomplete(tmp_path: Path) -> None:
     storage, name = open_parent(tmp_path / "one")
     assert not CheckpointRef(storage, save_known(storage, name, 0, SoloComm())).is_whole()

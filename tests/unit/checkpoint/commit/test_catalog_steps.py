@@ -20,18 +20,18 @@ def test_a_step_is_found_by_its_name(step: int) -> None:
 @pytest.mark.parametrize(
     "name", ["step-01", "step-", "step--1", "step-1.tmp", "xstep-1", "step-1\n", "latest"]
 )
-def test_other_names_are_no_steps(name: str) -> None:
+def test_other_names_are_not_steps(name: str) -> None:
     assert parse_step(name) is None
 
 
 @pytest.mark.parametrize("step", [-1, True])
-def test_what_is_no_step_is_refused(step: int) -> None:
+def test_invalid_steps_are_refused(step: int) -> None:
     with pytest.raises(UsageError, match="Invalid step"):
         step_dirname(step)
 
 
 @given(STEPS, st.integers(1, 6), STEPS)
-def test_the_newest_stay_and_the_last_whole_one_is_never_removed(
+def test_the_newest_steps_and_the_last_complete_one_are_kept(
     steps: set[int], keep: int, whole: set[int]
 ) -> None:
     removed = choose_surplus(list(steps), keep, whole.__contains__)
@@ -46,7 +46,7 @@ def test_the_newest_stay_and_the_last_whole_one_is_never_removed(
 
 
 @given(STEPS)
-def test_without_a_number_to_keep_all_stay_and_nothing_is_checked(steps: set[int]) -> None:
+def test_keep_none_keeps_all_steps_and_checks_nothing(steps: set[int]) -> None:
     def never(_step: int) -> bool:
         raise AssertionError("nobody needs to know")
 

@@ -86,7 +86,7 @@ def test_of_two_saves_of_one_name_one_wins_whole_and_the_other_fails() -> None:
     assert len(keys(storage)) == 5
 
 
-def test_a_record_that_was_written_though_its_answer_was_lost_counts() -> None:
+def test_a_record_whose_answer_was_lost_is_committed() -> None:
     storage = MemoryStorage()
 
     class _LosesAnswers(MemoryStorage):
@@ -127,7 +127,7 @@ def test_a_lease_that_outlived_its_commit_is_swept_alone() -> None:
     assert keys(storage) == before
 
 
-def test_a_committed_save_is_not_swept_however_old_and_neither_are_strangers() -> None:
+def test_old_committed_saves_and_foreign_objects_are_not_swept() -> None:
     storage = MemoryStorage()
     save_known(storage, NAME, 0, SoloComm())
     write_object(storage, "notes/of/mine", [b"x"])
@@ -141,7 +141,7 @@ def test_a_committed_save_is_not_swept_however_old_and_neither_are_strangers() -
 @pytest.mark.parametrize(
     "verb", ["create", "submit", "finish", "list", "stat", "open", "read_into", "delete"]
 )
-def test_whichever_call_fails_the_old_checkpoint_or_the_new_is_there_whole(verb: Verb) -> None:
+def test_any_failed_call_leaves_the_old_or_the_new_checkpoint_complete(verb: Verb) -> None:
     for number in range(1, 20):
         storage = MemoryStorage()
         save_known(storage, NAME, 0, SoloComm())
@@ -154,7 +154,7 @@ def test_whichever_call_fails_the_old_checkpoint_or_the_new_is_there_whole(verb:
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"save_id": 1}'])
-def test_a_record_that_makes_no_sense_is_an_error_that_names_it(text: bytes) -> None:
+def test_an_unparsable_record_is_an_error_that_names_it(text: bytes) -> None:
     storage = MemoryStorage()
     write_object(storage, f"{NAME}/{RECORD_NAME}", [text])
     with pytest.raises(StorageError, match=r"cannot be parsed.*step-1/penstock-commit.json"):
@@ -169,7 +169,7 @@ def test_a_record_of_a_later_version_is_refused() -> None:
         open_catalog(storage).find(NAME)
 
 
-def test_a_checkpoint_that_others_put_there_is_found_and_removed() -> None:
+def test_a_foreign_checkpoint_is_found_and_removed() -> None:
     storage = MemoryStorage()
     for name in (".metadata", "__0_0.distcp"):
         write_object(storage, f"plain/{name}", [b"x"])
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_others_put_there_is_found_and_removed() -> None:
         shelf.find("plain")
 
 
-def test_a_storage_that_can_neither_rename_nor_ask_is_refused_before_anything_is_written() -> None:
+def test_a_storage_without_rename_or_conditional_writes_is_refused() -> None:
     class _Plain(MemoryStorage):
         @property
         def has_conditions(self) -> bool:
@@ -205,7 +205,7 @@ def test_what_was_committed_is_not_dropped_with_its_draft() -> None:
     assert len(keys(storage)) == 4
 
 
-def test_an_abandoned_save_leaves_nothing_and_one_that_cannot_be_removed_is_told(
+def test_an_abandoned_save_is_removed_or_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     storage = MemoryStorage()
@@ -219,7 +219,7 @@ def test_an_abandoned_save_leaves_nothing_and_one_that_cannot_be_removed_is_told
     assert f"Could not remove the unfinished checkpoint {place.draft.folder}" in caplog.text
 
 
-def test_what_cannot_be_swept_fails_no_save() -> None:
+def test_remains_that_cannot_be_swept_do_not_fail_a_save() -> None:
     storage = MemoryStorage()
     dead = RecordDraftStore(storage, storage, owner=always(replace(current_process(), started="1")))
     write_object(storage, dead.start("step-9", "a" * 16).key("__0_0.distcp"), [b"123"])
@@ -228,7 +228,7 @@ def test_what_cannot_be_swept_fails_no_save() -> None:
     assert assert_known(storage) == {NAME: 0}
 
 
-def test_a_lease_that_ends_while_it_is_looked_at_keeps_its_save() -> None:
+def test_a_lease_that_ends_during_a_sweep_keeps_its_save() -> None:
     class _Ending(MemoryStorage):
         def open(self, key: str) -> MemorySource:
             if key.endswith(LEASE_ENDING):

@@ -88,6 +88,6 @@ def test_a_cache_that_is_slower_than_the_durable_storage_is_warned_of() -> None:
     assert any("of the time for training" in warning for warning in single.strategy.warnings)
 
 
-def test_single_copies_have_no_third_way() -> None:
+def test_without_redundancy_there_are_two_strategies() -> None:
     single = Protection(name="single", losses=0, kept_share=1.0, group=1)
     assert len(build_strategies(MACHINE, single, flush_every=10)) == 2

@@ -45,7 +45,7 @@ def test_each_scheme_says_what_it_survives_and_what_it_keeps(
     assert scheme.kept_share(8) == share
 
 
-def test_groups_and_intervals_that_make_no_sense_are_refused() -> None:
+def test_invalid_groups_and_intervals_are_refused() -> None:
     with pytest.raises(UsageError, match="every must be at least 1"):
         Single(every=0)
     with pytest.raises(UsageError, match="Invalid group of 1"):

@@ -66,7 +66,7 @@ def test_saving_longer_than_failures_are_apart_leaves_one_checkpoint_a_failure()
     "make",
     [lambda: EverySteps(0), lambda: EverySeconds(0), lambda: Overhead(-1), lambda: Daly(float("inf"))],
 )
-def test_intervals_that_make_no_sense_are_refused(make: Callable[[], SavePolicy]) -> None:
+def test_invalid_intervals_are_refused(make: Callable[[], SavePolicy]) -> None:
     with pytest.raises(UsageError):
         make()
 

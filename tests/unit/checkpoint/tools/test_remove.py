@@ -33,14 +33,14 @@ RUN = [
 ]
 
 
-def test_the_newest_other_one_is_asked_first_and_suffices() -> None:
+def test_the_newest_other_checkpoint_is_verified_first() -> None:
     assert asked(RUN, "step-1", {"step-2", "a"}) == ("step-2", ["step-2"])
 
 
-def test_older_ones_are_asked_when_newer_ones_are_damaged() -> None:
+def test_older_checkpoints_are_verified_if_newer_ones_are_damaged() -> None:
     assert asked(RUN, "step-1", {"a"}) == ("a", ["step-2", "a"])
     assert asked(RUN, "step-2", set()) == (None, ["step-1", "a"])
 
 
-def test_what_looks_damaged_is_not_even_read_and_oneself_does_not_count() -> None:
+def test_damaged_checkpoints_and_the_removed_one_are_not_verified() -> None:
     assert asked(RUN[2:], "step-2", {"step-2", "step-9"}) == (None, [])

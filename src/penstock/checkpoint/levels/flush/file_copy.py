@@ -78,8 +78,8 @@ def copy_files(
     copies: Sequence[FileCopy], source: Storage, target: Storage, *, threads: int, pace: RateLimiter
 ) -> None:
     """Copy files, several at a time; all are durable on return."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-flush") as crew:
-        for copied in [crew.submit(copy_file, each, source, target, pace.take) for each in copies]:
+    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-flush") as pool:
+        for copied in [pool.submit(copy_file, copy, source, target, pace.take) for copy in copies]:
             copied.result()
 
 

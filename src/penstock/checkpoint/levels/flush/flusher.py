@@ -8,13 +8,15 @@ and a durable step has the same manifest as the cached one, so its checksums pro
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from penstock.checkpoint.commit.protocol import Committed
+from penstock.checkpoint.commit.catalog import CheckpointRef
+from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.levels.flush.file_copy import BURST_S, FileCopy, RateLimiter, copy_files
 from penstock.checkpoint.manager.step_store import DurableStore, apply_retention, start_lasting_worker
@@ -152,59 +154,57 @@ class TrainerFlusher:
         return FlushState(phase="durable", size_bytes=size_bytes, copied_bytes=size_bytes)
 
     def _flush(self, step: int, cached: CachedSave) -> None:
+        comm = self._members.comm
         flush_step(
-            cached,
-            self._cache,
+            cached.name,
+            cached.seal,
             self._durable.catalog.storage,
-            self._members.comm,
-            threads=self._settings.threads,
-            pace=self._pace,
+            comm,
+            partial(self._copy_share, cached),
             timeout_s=self._durable.timeout_s,
         )
         logger.info("Step %d is durable", step)
-        if self._members.comm.rank == 0:
+        if comm.rank == 0:
             apply_retention(self._durable.catalog, step, self._durable.keep)
+
+    def _copy_share(self, cached: CachedSave, transaction: SaveTransaction) -> None:
+        names = [file.name for file in cached.shares[self._members.comm.rank].files]
+        share = self._cache.node.find(cached.name)
+        copy_share(share, names, transaction, threads=self._settings.threads, pace=self._pace)
 
 
 def flush_step(
-    cached: CachedSave,
-    cache: CacheLevel,
+    name: str,
+    seal: Seal,
     durable: Storage,
     comm: Comm,
+    copy: Callable[[SaveTransaction], None],
     *,
-    threads: int,
-    pace: RateLimiter,
-    timeout_s: float,
-) -> Committed:
-    """Copy a cached step to the durable level and commit it there. Collective."""
+    timeout_s: float | None = None,
+) -> None:
+    """Let each rank `copy` its files of a step to the durable level, and commit it there. Collective."""
     with ExitStack() as undo:
-        transaction = begin_save(durable, cached.name, comm)
+        transaction = begin_save(durable, name, comm)
         undo.callback(transaction.abandon)
         all_gather_results(
             comm,
-            lambda: _copy_share(cached, cache, transaction, comm.rank, threads=threads, pace=pace),
-            awaiting=f"all ranks to copy their files of {cached.name}",
+            lambda: copy(transaction),
+            awaiting=f"all ranks to copy their files of {name}",
             timeout_s=timeout_s,
         )
-        committed = transaction.commit(lambda: cached.seal)
+        transaction.commit(lambda: seal)
         undo.pop_all()
-    return committed
 
 
-def _copy_share(
-    cached: CachedSave,
-    cache: CacheLevel,
+def copy_share(
+    share: CheckpointRef,
+    names: Sequence[str],
     transaction: SaveTransaction,
-    rank: int,
     *,
-    threads: int,
-    pace: RateLimiter,
+    threads: int = 2,
+    pace: RateLimiter | None = None,
 ) -> None:
-    share = cache.node.find(cached.name)
-    copies = [
-        FileCopy(from_key=share.key(file.name), to_key=transaction.key(file.name))
-        for file in cached.shares[rank].files
-    ]
-    copy_files(
-        copies, prefer_direct_access(share.storage), transaction.data_storage, threads=threads, pace=pace
-    )
+    """Copy files of a share in a cache into a draft on the durable level."""
+    copies = [FileCopy(from_key=share.key(name), to_key=transaction.key(name)) for name in names]
+    source = prefer_direct_access(share.storage)
+    copy_files(copies, source, transaction.data_storage, threads=threads, pace=pace or RateLimiter(None))

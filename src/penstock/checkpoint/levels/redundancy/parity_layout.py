@@ -41,12 +41,8 @@ class StripePiece:
     chunk: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One summand: `factor` times a piece."""
-
-    piece: StripePiece
-    factor: int
+Sum = dict[StripePiece, int]
+"""A weighted sum: the factor of each piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,30 +93,25 @@ def build_layout(members: int, parities: int, largest_bytes: int, *, align_bytes
     )
 
 
-def recover(layout: ParityLayout, stripe: int, lost: Collection[int]) -> dict[StripePiece, tuple[Term, ...]]:
+def recover(layout: ParityLayout, stripe: int, lost: Collection[int]) -> dict[StripePiece, Sum]:
     """For each piece of the stripe that `lost` members had, the sum of surviving pieces that it equals.
 
     Raises `ValueError` if more members are lost than there are parities.
     """
     if len(set(lost)) > layout.parities:
         raise ValueError(f"{len(set(lost))} members are lost, but the group survives {layout.parities}")
-    data = layout.data(stripe)
     sums = _recover_data(layout, stripe, lost)
     for parity in layout.parity(stripe):
         if parity.member in lost:
-            sums[parity] = _substituted(_encoding(layout, data, parity), sums)
+            total: Sum = {}
+            for piece in layout.data(stripe):
+                factor = 1 if parity.role is PieceRole.PLAIN else layout.weight(piece)
+                total = _add(total, sums.get(piece, {piece: 1}), factor)
+            sums[parity] = total
     return sums
 
 
-def _encoding(layout: ParityLayout, data: tuple[StripePiece, ...], parity: StripePiece) -> tuple[Term, ...]:
-    if parity.role is PieceRole.PLAIN:
-        return tuple(Term(piece, 1) for piece in data)
-    return tuple(Term(piece, layout.weight(piece)) for piece in data)
-
-
-def _recover_data(
-    layout: ParityLayout, stripe: int, lost: Collection[int]
-) -> dict[StripePiece, tuple[Term, ...]]:
+def _recover_data(layout: ParityLayout, stripe: int, lost: Collection[int]) -> dict[StripePiece, Sum]:
     """Lost data as sums of surviving pieces, by whichever parities survive.
 
     With both parities and two lost pieces x and y of weights v and w, the plain parity gives x + y, the
@@ -131,35 +122,24 @@ def _recover_data(
     if not missing:
         return {}
     present = [piece for piece in data if piece.member not in lost]
-    plain = (Term(parities[0], 1), *(Term(piece, 1) for piece in present))
+    plain = {parities[0]: 1, **dict.fromkeys(present, 1)}
     if len(missing) == 1 and parities[0].member not in lost:
         return {missing[0]: plain}
-    weighted = (Term(parities[1], 1), *(Term(piece, layout.weight(piece)) for piece in present))
+    weighted = {parities[1]: 1, **{piece: layout.weight(piece) for piece in present}}
     first, last = missing[0], missing[-1]
     if len(missing) == 1:
-        return {first: _scaled(weighted, inverse(layout.weight(first)))}
+        return {first: _add({}, weighted, inverse(layout.weight(first)))}
     shared = inverse(layout.weight(first) ^ layout.weight(last))
-    first_sum = _added(_scaled(weighted, shared), _scaled(plain, multiply(shared, layout.weight(last))))
-    return {first: first_sum, last: _added(plain, first_sum)}
+    first_sum = _add(_add({}, weighted, shared), plain, multiply(shared, layout.weight(last)))
+    return {first: first_sum, last: _add(plain, first_sum)}
 
 
-def _scaled(terms: tuple[Term, ...], factor: int) -> tuple[Term, ...]:
-    return tuple(Term(term.piece, multiply(term.factor, factor)) for term in terms)
-
-
-def _added(left: tuple[Term, ...], right: tuple[Term, ...]) -> tuple[Term, ...]:
-    factors: dict[StripePiece, int] = {}
-    for term in (*left, *right):
-        factors[term.piece] = factors.get(term.piece, 0) ^ term.factor
-    return tuple(Term(piece, factor) for piece, factor in factors.items() if factor)
-
-
-def _substituted(terms: tuple[Term, ...], sums: dict[StripePiece, tuple[Term, ...]]) -> tuple[Term, ...]:
-    """The same sum, with every lost piece replaced by the sum that it equals."""
-    result: tuple[Term, ...] = ()
-    for term in terms:
-        result = _added(result, _scaled(sums.get(term.piece, (Term(term.piece, 1),)), term.factor))
-    return result
+def _add(left: Sum, right: Sum, factor: int = 1) -> Sum:
+    """`left` plus `factor` times `right`, without pieces that cancel out."""
+    factors = dict(left)
+    for piece, own_factor in right.items():
+        factors[piece] = factors.get(piece, 0) ^ multiply(own_factor, factor)
+    return {piece: total for piece, total in factors.items() if total}
 
 
 Group = tuple[int, ...]

@@ -93,10 +93,10 @@ class Ring:
 
 def encode(ring: Ring, layout: ParityLayout, own: ConcatenatedReader, kept: ConcatenatedWriter) -> None:
     """Compute the parity of the group; this member's part goes to `kept`, by blocks, plain then weighted."""
-    mine = aligned_buffer(ring.block_bytes)
+    own_block = aligned_buffer(ring.block_bytes)
     sums, others = (aligned_buffer(layout.parities * ring.block_bytes) for _ in range(2))
     for start, length in ring.blocks(layout.chunk_bytes):
-        block, wide = mine[:length], layout.parities * length
+        block, wide = own_block[:length], layout.parities * length
         for chunk in range(layout.num_chunks):
             own.read_into(chunk * layout.chunk_bytes + start, block)
             _add_own(sums[:wide], block, is_first=chunk == 0)
@@ -123,11 +123,11 @@ def _add_own(sums: memoryview, block: memoryview, *, is_first: bool) -> None:
 
 def mirror(ring: Ring, sizes: Sequence[int], own: ConcatenatedReader, kept: ConcatenatedWriter) -> None:
     """Send this member's bytes to the next one, store those of the one before; `sizes` are of all members."""
-    mine, theirs = (aligned_buffer(ring.block_bytes) for _ in range(2))
+    own_block, received = (aligned_buffer(ring.block_bytes) for _ in range(2))
     for start, length in ring.blocks(max(sizes)):
-        own.read_into(start, mine[:length])
-        ring.exchange(mine[:length], theirs[:length])
-        kept.write(theirs[:length])
+        own.read_into(start, own_block[:length])
+        ring.exchange(own_block[:length], received[:length])
+        kept.write(received[:length])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +160,9 @@ def rebuild(
     block, total = aligned_buffer(ring.block_bytes), aligned_buffer(ring.block_bytes)
     for lost_member in lost:
         for stripe, piece, start, length in _list_lost_blocks(ring, layout, lost_member):
-            terms = recover(layout, stripe, lost)[piece]
+            terms = list(recover(layout, stripe, lost)[piece].items())
             # The sum travels along the survivors, each of which adds its term, and ends at the lost member.
-            path = [*(term.piece.member for term in terms), lost_member]
+            path = [*(summand.member for summand, _ in terms), lost_member]
             sums, part = total[:length], block[:length]
             for place, member in enumerate(path):
                 if not ring.is_here(member):
@@ -174,8 +174,9 @@ def rebuild(
                 if place == len(terms):
                     restored[member].write(piece, sums)
                     continue
-                survivors[member].read(layout, terms[place].piece, start, part)
-                gf256.add_scaled(sums, part, terms[place].factor)
+                summand, factor = terms[place]
+                survivors[member].read(layout, summand, start, part)
+                gf256.add_scaled(sums, part, factor)
                 ring.send_to(path[place + 1], sums)
 
 

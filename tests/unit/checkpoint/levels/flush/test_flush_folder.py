@@ -57,7 +57,7 @@ def test_only_one_process_is_the_daemon_of_a_cache(tmp_path: Path) -> None:
     assert not folder.daemon_is_running()
 
 
-def test_notes_of_the_dead_count_for_nothing_and_are_removed(tmp_path: Path) -> None:
+def test_presence_files_of_dead_processes_are_ignored_and_removed(tmp_path: Path) -> None:
     dead = PresenceFiles(tmp_path, "saving", owner=lambda: replace(current_process(), started="1"))
     path = dead.put()
     living = PresenceFiles(tmp_path, "saving")
@@ -69,7 +69,7 @@ def test_notes_of_the_dead_count_for_nothing_and_are_removed(tmp_path: Path) -> 
     assert not PresenceFiles(tmp_path, "never-used").any_alive()
 
 
-def test_an_order_says_what_is_to_be_done_and_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_an_order_survives_a_round_trip(tmp_path: Path) -> None:
     book = FlushOrders(tmp_path)
     assert book.steps() == []
     order = order_of(7)
@@ -79,7 +79,7 @@ def test_an_order_says_what_is_to_be_done_and_comes_back_as_it_was(tmp_path: Pat
     assert [file.name for file in order.files] == ["b"]
 
 
-def test_a_newer_order_of_a_step_is_not_taken_away_with_the_older_one(tmp_path: Path) -> None:
+def test_removing_an_order_keeps_a_newer_one_of_its_step(tmp_path: Path) -> None:
     book = FlushOrders(tmp_path)
     older, newer = order_of(7), order_of(7, save_id="f" * 16)
     book.put(older)
@@ -95,13 +95,13 @@ def test_a_newer_order_of_a_step_is_not_taken_away_with_the_older_one(tmp_path: 
     ("field", "value"),
     [("step", -1), ("save_id", "x"), ("nodes", []), ("threads", 0), ("bytes_per_s", 0), ("colour", "red")],
 )
-def test_an_order_that_makes_no_sense_names_the_field(field: str, value: object) -> None:
+def test_an_invalid_order_is_an_error_that_names_the_field(field: str, value: object) -> None:
     text = json.dumps({**json.loads(order_of(1).model_dump_json()), field: value})
     with pytest.raises(DataDamaged, match=field):
         read_order(text.encode(), "the cache")
 
 
-def test_speed_is_told_and_its_absence_too(tmp_path: Path) -> None:
+def test_progress_is_reported_and_may_be_absent(tmp_path: Path) -> None:
     folder = FlushFolder(tmp_path)
     assert folder.progress() is None
     assert folder.log_tail() == ""

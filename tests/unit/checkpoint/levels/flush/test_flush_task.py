@@ -23,14 +23,14 @@ def test_a_step_is_superseded_only_if_retention_would_remove_it_at_once(
     assert set(newer) <= durable
 
 
-def test_failures_are_tried_again_ever_more_seldom_and_never_not_at_all() -> None:
+def test_retry_delays_double_up_to_a_limit() -> None:
     pauses = [retry_delay(number) for number in range(100)]
     assert pauses[:4] == [0.0, 1.0, 2.0, 4.0]
     assert pauses == sorted(pauses)
     assert pauses[-1] == 60.0
 
 
-def test_a_shared_storage_is_looked_at_more_seldom_the_longer_it_takes() -> None:
+def test_poll_delays_grow_with_the_wait() -> None:
     assert poll_delay(0.0) == 0.05
     assert poll_delay(10.0) == 1.0
     assert poll_delay(9e9) == 5.0

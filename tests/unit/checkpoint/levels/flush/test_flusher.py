@@ -58,7 +58,7 @@ def test_a_short_wait_for_the_disk_costs_nothing_of_the_rate() -> None:
     assert time.now_s - before_s == pytest.approx(1.0)
 
 
-def test_without_a_cap_nobody_waits() -> None:
+def test_without_a_limit_bytes_pass_at_once() -> None:
     pace = RateLimiter(None, sleep=lambda _: pytest.fail("slept"))
     pace.take(1 << 40)
 
@@ -83,6 +83,6 @@ def test_rates_are_numbers_or_words() -> None:
 @pytest.mark.parametrize(
     "fields", [{"every": 0}, {"threads": 0}, {"bandwidth": "0MiB/s"}, {"bandwidth": "fast"}, {"by": "nobody"}]
 )
-def test_what_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
+def test_invalid_flush_settings_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         Flush(**fields)  # type: ignore[arg-type]

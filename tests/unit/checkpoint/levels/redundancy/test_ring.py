@@ -135,7 +135,7 @@ def test_any_two_members_come_back_from_two_parities(sizes: Sizes) -> None:
         _lose_and_rebuild(sizes, 2, lost)
 
 
-def test_two_members_that_are_no_neighbours_come_back_from_copies() -> None:
+def test_two_members_that_are_not_neighbours_come_back_from_copies() -> None:
     _lose_and_rebuild([[5000], [7000], [1], [9000]], 0, (0, 2))
 
 
@@ -151,7 +151,7 @@ def test_members_without_any_bytes_have_parity_of_nothing() -> None:
     _lose_and_rebuild([[], [0], []], 1, (1,))
 
 
-def test_a_run_of_files_goes_on_with_zeros() -> None:
+def test_concatenated_files_are_followed_by_zeros() -> None:
     storage, files = _stored(1, [10, 0, 6])
     whole = b"".join(bytes(read_object(storage, file.name)) for file in files)
     with ConcatenatedReader(files, storage.open) as run:
@@ -162,7 +162,7 @@ def test_a_run_of_files_goes_on_with_zeros() -> None:
         assert bytes(buffer) == bytes(32)
 
 
-def test_files_that_fail_half_way_are_not_there() -> None:
+def test_a_failed_write_leaves_no_file() -> None:
     storage = MemoryStorage("mem://half")
     with ConcatenatedWriter([("a", 4), ("b", 4)], storage.create) as out:
         out.write(memoryview(b"12345"))

@@ -81,19 +81,19 @@ def test_as_many_losses_as_the_scheme_survives_are_rebuildable_and_one_more_is_n
                 assert bool(found.reason) is (num_lost > losses)
 
 
-def test_a_loss_too_many_is_told_with_its_files_and_hosts() -> None:
+def test_one_loss_too_many_is_explained_with_files_and_hosts() -> None:
     reason = assess(at_home(records_of("xor", 1, 4), (1, 3))).reason
     assert "ranks 2, 6 of one group lost their files (__2_0.distcp, __6_0.distcp" in reason
     assert "saved on host-1, host-3" in reason
     assert reason.endswith("xor survives 1 loss")
 
 
-def test_a_share_that_nothing_protected_is_told_by_the_host_that_had_it() -> None:
+def test_a_lost_unprotected_share_is_explained_with_its_host() -> None:
     found = assess(at_home(records_of("single", 0, 1), (2,)))
     assert found.reason == "no record of the share of rank 4 is left; the cache of host-2 is lost"
 
 
-def test_nobody_with_anything_is_no_step() -> None:
+def test_a_step_that_no_cache_has_is_explained() -> None:
     assert assess([NodeShares(ranks=(0, 1))]).reason == "no cache has it"
 
 
@@ -124,7 +124,7 @@ def test_of_two_saves_of_a_step_the_one_that_can_be_restored_counts() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
-def test_every_share_has_a_home_among_those_that_are_there(num_saved: int, num_present: int) -> None:
+def test_every_share_has_a_home_among_the_present_ranks(num_saved: int, num_present: int) -> None:
     homes = [choose_home_rank(rank, num_saved, num_present) for rank in range(num_saved)]
     assert all(0 <= home < num_present for home in homes)
     assert homes == sorted(homes)
@@ -132,7 +132,7 @@ def test_every_share_has_a_home_among_those_that_are_there(num_saved: int, num_p
 
 
 @given(st.integers(1, 12), st.sets(st.integers(0, 3)), st.data())
-def test_whoever_acts_for_a_share_has_it_or_is_its_home(
+def test_the_holder_of_a_share_has_it_or_is_its_home(
     num_present: int, lost_hosts: set[int], data: st.DataObject
 ) -> None:
     records = records_of("double-parity", 2, 4)

@@ -105,7 +105,7 @@ def test_files_that_rank_0_cannot_see_fail_the_commit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stranger", ["notes.txt", "folder/"])
-def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path: Path, stranger: str) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_never_replaced(tmp_path: Path, stranger: str) -> None:
     precious = tmp_path / NAME / stranger
     precious.parent.mkdir(parents=True, exist_ok=True)
     precious.mkdir() if stranger.endswith("/") else precious.write_text("precious")
@@ -144,14 +144,14 @@ class _NoExchange:
         return refuse if name == "exchange" else call
 
 
-def test_where_nothing_exchanges_the_older_checkpoint_steps_aside(tmp_path: Path) -> None:
+def test_without_exchange_the_older_checkpoint_is_renamed_first(tmp_path: Path) -> None:
     save(tmp_path, 0)
     save(tmp_path, 1, _NoExchange())
     assert names(tmp_path) == [NAME]
     assert assert_known(files(tmp_path)) == {NAME: 1}
 
 
-def test_where_nothing_exchanges_every_failure_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_without_exchange_every_failure_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "counted", 0)
     log = CallLog()
     save(tmp_path / "counted", 1, _NoExchange(), log)
@@ -255,7 +255,9 @@ def test_leftovers_of_killed_writes_and_removals_are_swept(tmp_path: Path) -> No
     assert names(tmp_path) == sorted([*strangers, ".penstock-link"])
 
 
-def test_what_cannot_be_swept_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_remains_that_cannot_be_swept_do_not_fail_a_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dead = start(tmp_path, replace(current_process(), started="1"))
     log = CallLog()
     files(tmp_path, log)
@@ -277,7 +279,7 @@ def test_a_sweep_that_takes_a_paused_save_away_fails_that_save_alone(tmp_path: P
     assert assert_known(files(tmp_path)) == {NAME: 0}
 
 
-def test_a_replacement_that_was_killed_between_two_renames_is_found_and_taken_back(tmp_path: Path) -> None:
+def test_a_replacement_killed_between_two_renames_is_rolled_back(tmp_path: Path) -> None:
     save(tmp_path, 0)
     aside = f".penstock-old-{'0' * 16}-{NAME}"
     (tmp_path / NAME).rename(tmp_path / aside)
@@ -305,9 +307,7 @@ def test_a_lease_is_renewed_as_long_as_the_save_lives(tmp_path: Path) -> None:
     assert not keeper._thread.is_alive()
 
 
-def test_a_lease_that_cannot_be_renewed_is_told_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lease_that_cannot_be_renewed_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     storage = files(tmp_path, FailFileCall.and_all_after("pwrite", 2, errno.EIO))
     draft = open_draft_store(storage).start(NAME, "a" * 16)
     keeper = _LeaseRenewer(open_draft_store(storage), draft, every_s=0.001)

@@ -86,7 +86,7 @@ def write_boxes(folder: Path, whole: np.ndarray[tuple[int, ...], np.dtype[np.int
 
 
 @given(cut=cut_tensors(), most_bytes=st.integers(2, 300))
-def test_slabs_are_put_together_from_any_boxes(
+def test_slabs_are_assembled_from_any_regions(
     tmp_path_factory: pytest.TempPathFactory, cut: tuple[tuple[int, ...], Cuts], most_bytes: int
 ) -> None:
     shape, cuts = cut

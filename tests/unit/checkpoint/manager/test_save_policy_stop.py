@@ -55,7 +55,7 @@ class Job:
 ORDER = StopRequest(asked_by="me@here", asked_at_s=5.0, reason="maintenance")
 
 
-def test_a_job_that_nobody_asks_goes_on() -> None:
+def test_a_job_without_a_reason_to_stop_continues() -> None:
     job = Job()
     assert [job.step(1e6) for _ in range(3)] == ["", "", ""]
 
@@ -74,7 +74,7 @@ def test_a_job_leaves_in_time_for_a_step_two_slowest_saves_and_the_margin() -> N
     assert "s are left, and one step" in job.step(100)
 
 
-def test_a_marker_is_seen_by_rank_0_and_not_at_every_step() -> None:
+def test_rank_0_looks_for_a_request_and_not_at_every_step() -> None:
     job = Job(StopConditions(look_s=10))
     assert job.step(1) == ""
     request_stop(job.storage, ORDER)
@@ -83,7 +83,7 @@ def test_a_marker_is_seen_by_rank_0_and_not_at_every_step() -> None:
     assert Job(rank=1, storage=job.storage).step(100) == ""
 
 
-def test_what_one_rank_says_all_hear_and_the_first_reason_stays() -> None:
+def test_all_ranks_agree_on_the_first_reason() -> None:
     job = Job()
     job.halting.agree(["", "", "SIGTERM was received"])
     job.halting.agree(["requested by me@here", "", ""])
@@ -91,7 +91,7 @@ def test_what_one_rank_says_all_hear_and_the_first_reason_stays() -> None:
     assert job.halting.find_reason() == job.halting.reason
 
 
-def test_whoever_obeys_removes_the_marker_and_who_did_not_leaves_it() -> None:
+def test_only_the_job_that_obeyed_removes_the_request() -> None:
     job = Job()
     request_stop(job.storage, ORDER)
     job.halting.close()
@@ -101,7 +101,7 @@ def test_whoever_obeys_removes_the_marker_and_who_did_not_leaves_it() -> None:
     assert not exists(job.storage, MARKER_NAME)
 
 
-def test_an_order_is_found_as_it_was_put_and_taken_back() -> None:
+def test_a_stop_request_is_found_and_cancelled() -> None:
     storage = MemoryStorage("mem://orders")
     assert find_stop_request(storage) is None
     assert not cancel_stop_request(storage)
@@ -111,7 +111,7 @@ def test_an_order_is_found_as_it_was_put_and_taken_back() -> None:
     assert find_stop_request(storage) is None
 
 
-def test_a_damaged_marker_is_an_error_to_look_at_and_stops_a_job_all_the_same() -> None:
+def test_an_unparsable_request_is_an_error_and_stops_a_job() -> None:
     job = Job()
     write_object(job.storage, MARKER_NAME, [b'{"version": 9}'])
     with pytest.raises(DataDamaged, match="The stop request cannot be parsed"):
@@ -119,7 +119,7 @@ def test_a_damaged_marker_is_an_error_to_look_at_and_stops_a_job_all_the_same() 
     assert "cannot be read" in job.step(1)
 
 
-def test_a_watched_signal_is_noted_and_handed_to_who_was_there_before() -> None:
+def test_a_signal_is_noted_and_passed_to_the_former_handler() -> None:
     heard: list[int] = []
 
     def earlier(number: int, _frame: FrameType | None) -> None:
@@ -138,7 +138,7 @@ def test_a_watched_signal_is_noted_and_handed_to_who_was_there_before() -> None:
         signal.signal(signal.SIGUSR2, first)
 
 
-def test_a_handler_that_came_later_stays_and_may_call_ours() -> None:
+def test_a_handler_installed_later_stays() -> None:
     first: Any = signal.getsignal(signal.SIGUSR2)
     try:
         watch = SignalWatch(["SIGUSR2"])
@@ -171,6 +171,6 @@ def test_signals_are_for_the_main_thread() -> None:
         ({"margin_s": -1}, "must not be negative"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(choices: dict[str, Any], told: str) -> None:
+def test_invalid_stop_conditions_are_refused(choices: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         StopConditions(**choices)

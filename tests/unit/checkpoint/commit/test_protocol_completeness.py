@@ -13,7 +13,7 @@ FILES = st.dictionaries(st.text("ab_0", min_size=1, max_size=4), st.integers(0, 
 
 
 @given(FILES, FILES)
-def test_only_exactly_what_was_written_is_whole(found: dict[str, int], expected: dict[str, int]) -> None:
+def test_only_exactly_the_written_files_are_complete(found: dict[str, int], expected: dict[str, int]) -> None:
     if found == expected:
         require_complete(found, expected, "file:///run")
     else:
@@ -21,7 +21,7 @@ def test_only_exactly_what_was_written_is_whole(found: dict[str, int], expected:
             require_complete(found, expected, "file:///run")
 
 
-def test_what_is_wrong_is_named_with_what_it_may_mean() -> None:
+def test_errors_name_wrong_files_and_their_likely_cause() -> None:
     sizes = {f"__{rank}_0.distcp": 10 for rank in range(5)}
     with pytest.raises(
         StorageError, match=r"4 of 5 files .* missing.*__1_0.distcp.* and 1 more.*shared file"

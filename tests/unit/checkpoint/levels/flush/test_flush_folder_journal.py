@@ -39,7 +39,7 @@ lines = st.builds(
 
 
 @given(st.lists(lines, max_size=12), st.integers(0, 400))
-def test_a_journal_cut_anywhere_says_what_its_whole_lines_say(
+def test_a_truncated_journal_counts_its_complete_lines(
     tmp_path_factory: pytest.TempPathFactory, written: list[JournalEntry], cut: int
 ) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal"
@@ -61,7 +61,7 @@ def test_a_journal_cut_anywhere_says_what_its_whole_lines_say(
 
 
 @given(st.lists(lines, max_size=12), st.integers(0, 12))
-def test_a_reader_that_looks_in_between_sees_the_same(
+def test_a_reader_of_a_growing_journal_sees_complete_lines(
     tmp_path_factory: pytest.TempPathFactory, written: list[JournalEntry], first: int
 ) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal"
@@ -77,7 +77,7 @@ def test_a_reader_that_looks_in_between_sees_the_same(
     assert reader.states() == replay(written)
 
 
-def test_a_long_journal_is_begun_anew_with_what_is_still_needed(tmp_path: Path) -> None:
+def test_a_long_journal_is_rewritten_with_the_entries_still_needed(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     for step in range(1, 5):

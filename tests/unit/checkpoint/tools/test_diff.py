@@ -27,7 +27,7 @@ def test_the_largest_difference_of_numbers(dtype: str) -> None:
     assert count_differences(view(first), view(first), dtype, first.itemsize) == (0, None)
 
 
-def test_bfloat16_is_measured_though_numpy_has_it_not() -> None:
+def test_bfloat16_differences_are_measured_without_numpy_support() -> None:
     first = np.array([1.0, 2.0], dtype=np.float32)
     second = np.array([1.0, 4.0], dtype=np.float32)
     upper = [(each.view(np.uint32) >> 16).astype(np.uint16) for each in (first, second)]
@@ -59,5 +59,5 @@ def test_bools_are_numbers_too() -> None:
         ([Opaque()], "<list>"),
     ],
 )
-def test_values_are_told_in_a_few_words(value: object, text: str) -> None:
+def test_values_are_formatted_briefly(value: object, text: str) -> None:
     assert format_value(value) == text

@@ -26,7 +26,7 @@ def test_a_dead_process_loses_its_save_at_once() -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [{"kernel": "another"}, {"numbering": "another"}, {"kernel": ""}])
-def test_of_a_process_elsewhere_only_the_age_of_its_lease_tells(elsewhere: dict[str, str]) -> None:
+def test_the_lease_of_a_remote_process_is_judged_by_age(elsewhere: dict[str, str]) -> None:
     me = current_process()
     lease = lease_text(replace(me, pid=2**22 + 1, **elsewhere))
     assert not is_lease_expired(lease, age_s=YOUNG_S, observer=me)
@@ -34,12 +34,12 @@ def test_of_a_process_elsewhere_only_the_age_of_its_lease_tells(elsewhere: dict[
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff", b"[]", b"{}", b'{"owner": 7}', b'{"owner": {"pid": 1}}'])
-def test_a_lease_that_makes_no_sense_is_judged_by_its_age(text: bytes) -> None:
+def test_an_unparsable_lease_is_judged_by_its_age(text: bytes) -> None:
     assert not is_lease_expired(text, age_s=YOUNG_S, observer=current_process())
     assert is_lease_expired(text, age_s=OLD_S, observer=current_process())
 
 
-def test_a_lease_says_who_holds_it_in_words_that_others_read() -> None:
+def test_a_lease_names_its_owner_as_json() -> None:
     document = json.loads(lease_text(current_process()))
     assert document["owner"]["pid"] == current_process().pid
     assert document["owner"]["host"]

@@ -66,9 +66,7 @@ def segments_of(content: bytes, cuts: list[int]) -> list[Segment]:
     cuts=st.lists(st.integers(0, 9000), max_size=8),
     streams=st.integers(1, 3),
 )
-def test_what_is_whole_has_no_damage_and_one_flipped_byte_is_found_in_its_segment(
-    content: bytes, cuts: list[int], streams: int
-) -> None:
+def test_a_flipped_byte_is_damage_of_its_segment_alone(content: bytes, cuts: list[int], streams: int) -> None:
     segments = segments_of(content, cuts)
     work = [alone(one) for one in segments]
     assert scan(held(f=content), key_of, work, Silent(), streams=streams) == []
@@ -86,13 +84,13 @@ def test_gaps_must_be_zeros_and_known_damage_stays_damage() -> None:
     assert [damage.what for damage in found] == ["something was written between items", "no archive"]
 
 
-def test_bytes_behind_the_end_of_a_file_are_damage() -> None:
+def test_bytes_past_the_end_of_a_file_are_damage() -> None:
     work = list(cut_into_stretches("f", [Segment(0, 5, "a", ZeroCheck), Segment(5, 50, "b", ZeroCheck)]))
     (damage,) = scan(held(f=bytes(20)), key_of, work, Silent())
     assert (damage.item, damage.what) == ("b", "the file ends before it")
 
 
-def test_a_read_that_fails_is_damage_of_its_segment_and_the_scan_goes_on() -> None:
+def test_a_failed_read_is_damage_of_its_segment_and_the_scan_continues() -> None:
     pages = bytes(64 << 10)
     segments = [Segment(begin, begin + 4096, str(begin), ZeroCheck) for begin in (0, 40960)]
     work = [alone(one) for one in segments]
