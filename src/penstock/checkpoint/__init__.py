@@ -1,9 +1,9 @@
-"""The checkpoint engine, a library for training loops that knows nothing of benchmarks.
+"""The checkpoint engine, a library for training loops that does not depend on the benchmarks.
 
     import penstock.checkpoint as pc
     manager = pc.Manager("/pfs/run", keep=3)
 
-Nothing is imported before it is asked for: torch is loaded by the first use of what needs it.
+Names are imported when they are first used, so torch is loaded by the first use of a name that needs it.
 """
 
 from __future__ import annotations
@@ -55,42 +55,29 @@ __all__ = [
     "save",
 ]
 
-_PLACES: Final = MappingProxyType(
+_MODULES: Final = MappingProxyType(
     {
-        "Daly": "manager.save_policy",
-        "DoubleParity": "levels.options",
-        "DryRun": "api",
-        "EverySeconds": "manager.save_policy",
-        "EverySteps": "manager.save_policy",
-        "Flush": "levels.options",
-        "LoadPlanner": "torch_dcp.planners",
-        "LoadReport": "loading.loader",
-        "Manager": "manager.manager",
-        "Overhead": "manager.save_policy",
-        "Partner": "levels.options",
-        "Reader": "torch_dcp.reader",
-        "SaveHandle": "manager.manager",
-        "SavePlanner": "torch_dcp.planners",
-        "SaveReport": "manager.manager",
-        "Single": "levels.options",
-        "StopConditions": "manager.save_policy",
-        "Writer": "torch_dcp.writer",
-        "Xor": "levels.options",
-        "dry_run": "api",
-        "load": "api",
-        "save": "api",
+        "api": ("DryRun", "dry_run", "load", "save"),
+        "levels.options": ("DoubleParity", "Flush", "Partner", "Single", "Xor"),
+        "loading.loader": ("LoadReport",),
+        "manager.manager": ("Manager", "SaveHandle", "SaveReport"),
+        "manager.save_policy": ("Daly", "EverySeconds", "EverySteps", "Overhead", "StopConditions"),
+        "torch_dcp.planners": ("LoadPlanner", "SavePlanner"),
+        "torch_dcp.reader": ("Reader",),
+        "torch_dcp.writer": ("Writer",),
     }
 )
-"""Public name -> the module here that has it."""
+"""Modules of this package and the public names that each defines."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"penstock.checkpoint has no {name!r}. It has: {', '.join(__all__)}.")
-    with explained_imports():
-        value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
-    globals()[name] = value  # the next use finds it without this function
-    return value
+    for module, names in _MODULES.items():
+        if name in names:
+            with explained_imports():
+                value = getattr(import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value  # so that the next use does not call this function
+            return value
+    raise AttributeError(f"penstock.checkpoint has no {name!r}. It has: {', '.join(__all__)}.")
 
 
 def __dir__() -> list[str]:

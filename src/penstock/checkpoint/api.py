@@ -18,14 +18,8 @@ from penstock.checkpoint.commit.transaction import write_and_commit
 from penstock.checkpoint.engine import LoadChoice, NamePatterns, RankSaveStats, SaveChoice, State
 from penstock.checkpoint.formats.checkpoint_source import open_path_together
 from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport
+from penstock.checkpoint.plan import save_plan
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
-from penstock.checkpoint.plan.save_plan import (
-    Holdings,
-    MergedHoldings,
-    SaveOptions,
-    SharedSavePlan,
-    merge_holdings,
-)
 from penstock.checkpoint.saving.saver import (
     DEFAULT_STAGING_BYTES,
     WAITING_BUFFER_BYTES,
@@ -40,10 +34,10 @@ from penstock.progress import Progress
 from penstock.units import format_bytes
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
-"""The slowest rank may read so much longer than the fastest."""
+"""How much longer the slowest rank may take than the fastest."""
 
 
-def load(  # noqa: PLR0913 - each is a choice of its own, and none without a default is left out
+def load(  # noqa: PLR0913 - each option is independent of the others
     state: State,
     path: AnyPath,
     *,
@@ -56,31 +50,24 @@ def load(  # noqa: PLR0913 - each is a choice of its own, and none without a def
     process_group: Any = None,
     progress: Progress | None = None,
 ) -> LoadReport:
-    """Load the checkpoint at `path` into `state`, in place; what was loaded and what was left. Collective.
+    """Load the checkpoint at `path` into `state` in place, and report what was loaded. Collective.
 
     >>> report = pc.load({"model": model.state_dict()}, "/pfs/run/step-100", only="model.*")
 
-    Tensors are filled where they are, everything else is replaced in its dict or list. `path` may be a folder
-    of torch's distributed checkpoints, a file of torch.save, or safetensors. `rename` maps names of the state
-    to the checkpoint's, as in `{"model.*": "module.*"}`. With `strict=False`, parts that the checkpoint lacks
-    stay as they are; a part of another shape is an error always, one of another dtype unless
-    `convert_dtypes`. `trust` allows objects whose unpickling may run code out of the checkpoint.
+    Tensors are filled where they are; everything else is replaced in its dict or list. `path` may be a folder
+    with a distributed checkpoint of torch, a file of torch.save, or safetensors. `rename` maps names of the
+    state to names in the checkpoint, as in `{"model.*": "module.*"}`. With `strict=False`, parts that are
+    missing from the checkpoint stay as they are. A different shape is always an error, a different dtype
+    unless `convert_dtypes` is set. `trust` allows objects whose unpickling may run code from the checkpoint.
     """
-    choice = LoadChoice(
-        only=only,
-        exclude=exclude,
-        rename=rename,
-        strict=strict,
-        convert_dtypes=convert_dtypes,
-        trust=trust,
-    )
+    choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
     with borrowed_group(process_group) as group, closing(CheckpointLoader()) as loader:
         group.comm.timeout_s = DEFAULT_TIMEOUT_S
         checkpoint = open_path_together(path, group.comm)
         return loader.load_from(state, checkpoint, group, choice, progress)
 
 
-def save(  # noqa: PLR0913 - a save has as many choices
+def save(  # noqa: PLR0913 - each option is independent of the others
     state: State,
     path: AnyPath,
     *,
@@ -92,15 +79,15 @@ def save(  # noqa: PLR0913 - a save has as many choices
     process_group: Any = None,
     progress: Progress | None = None,
 ) -> tuple[RankSaveStats, ...]:
-    """Save `state` as one checkpoint at `path`; what each rank spent on it, in rank order. Collective.
+    """Save `state` as one checkpoint at `path`; returns the statistics of each rank. Collective.
 
     >>> pc.save({"model": model.state_dict(), "step": 100}, "/pfs/run/step-100")
 
-    A checkpoint that lies there already is replaced in one step, once the new one is whole. `only` saves the
-    parts whose names match, `dtype` converts tensors of floating point. With `transforms`, as in
-    `["stream.zstd/1"]`, items are smaller, but can be read only as wholes.
+    An existing checkpoint at `path` is replaced in one step, once the new one is complete. `only` saves the
+    parts whose names match, `dtype` converts floating-point tensors. With `transforms`, as in
+    `["stream.zstd/1"]`, items are smaller but can only be read whole.
     """
-    options = SaveOptions(writers=writers, separation_hint=separation_hint)
+    options = save_plan.SaveOptions(writers=writers, separation_hint=separation_hint)
     saver = Saver(options, staging_bytes=WAITING_BUFFER_BYTES, transforms=transforms)
     with borrowed_group(process_group) as group, closing(saver):
         storage, name = open_parent(path, rank=group.comm.rank)
@@ -118,12 +105,15 @@ def save(  # noqa: PLR0913 - a save has as many choices
 
 
 class TorchEngine:
-    """An `Engine` for nested states of tensors and other values. `staging_bytes` bounds a rank's copies."""
+    """An `Engine` for nested states of tensors and other values.
+
+    `staging_bytes` limits the memory of a rank's copies.
+    """
 
     def __init__(
-        self, options: SaveOptions | None = None, *, staging_bytes: int = DEFAULT_STAGING_BYTES
+        self, options: save_plan.SaveOptions | None = None, *, staging_bytes: int = DEFAULT_STAGING_BYTES
     ) -> None:
-        self._saver = Saver(options or SaveOptions(), staging_bytes=staging_bytes)
+        self._saver = Saver(options or save_plan.SaveOptions(), staging_bytes=staging_bytes)
         self._loader = CheckpointLoader()
 
     def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> TensorSave:
@@ -142,7 +132,7 @@ class TorchEngine:
         return self._loader.load(state, stored, group, choice, progress)
 
     def close(self) -> None:
-        """Let go of the memory of both halves."""
+        """Free the memory of both directions. May be called twice."""
         self._saver.close()
         self._loader.close()
 
@@ -152,7 +142,7 @@ NUM_TENSORS_SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTraffic:
-    """Bytes of tensors on one rank. What it holds and does not read when loading, others send it."""
+    """Bytes of tensors on one rank. While loading, other ranks send what it holds but does not read."""
 
     rank: int
     holds_bytes: int
@@ -163,7 +153,7 @@ class RankTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWrite:
-    """One piece that a rank writes: `offsets` and `sizes` are in the whole tensor."""
+    """One region that a rank writes: `offsets` and `sizes` are in the whole tensor."""
 
     tensor: str
     dtype: str
@@ -176,15 +166,15 @@ class PlannedWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """Who writes and who reads what. `print` it, or look at its parts."""
+    """Which rank would write and read what. `print` it, or look at its fields."""
 
     unique_bytes: int
-    """Of all tensors, each element counted once: so much is written, and so much is read by all together."""
+    """Of all tensors, each element counted once: what all ranks together write, and read."""
     ranks: tuple[RankTraffic, ...]
-    pieces: tuple[PlannedWrite, ...]
-    """What is written, tensor by tensor."""
+    writes: tuple[PlannedWrite, ...]
+    """Tensor by tensor."""
     objects: tuple[tuple[str, ...], ...]
-    """Names of what is no tensor, by the rank that writes it; `rng@rank3` is rank 3's own."""
+    """By rank, the names of the objects that it writes; `rng@rank3` is rank 3's own."""
 
     def __str__(self) -> str:
         return "\n".join([*self._about_ranks(), "", *self._about_tensors()])
@@ -196,51 +186,52 @@ class DryRun:
             f"{'rank':>4}  {'holds':>10}  {'writes':>10}  {'reads':>10}  {'receives':>10}  objects",
         ]
         for part, objects in zip(self.ranks, self.objects, strict=True):
-            counted = (part.holds_bytes, part.writes_bytes, part.reads_bytes, part.receives_bytes)
-            figures = "  ".join(f"{format_bytes(each):>10}" for each in counted)
+            sizes = (part.holds_bytes, part.writes_bytes, part.reads_bytes, part.receives_bytes)
+            figures = "  ".join(f"{format_bytes(size):>10}" for size in sizes)
             lines.append(f"{part.rank:>4}  {figures}  {len(objects)}")
         return lines
 
     def _about_tensors(self) -> list[str]:
         by_name: dict[str, list[PlannedWrite]] = {}
-        for piece in self.pieces:
-            by_name.setdefault(piece.tensor, []).append(piece)
-        largest = sorted(by_name, key=lambda name: -sum(piece.size_bytes for piece in by_name[name]))
+        for write in self.writes:
+            by_name.setdefault(write.tensor, []).append(write)
+        largest = sorted(by_name, key=lambda name: -sum(write.size_bytes for write in by_name[name]))
         lines = []
         for name in largest[:NUM_TENSORS_SHOWN]:
             first = by_name[name][0]
             lines.append(f"{name}  {first.dtype} {list(first.shape)}")
-            lines += [f"    rank {piece.rank} writes {_ranges(piece)}" for piece in by_name[name]]
+            lines += [f"    rank {write.rank} writes {_ranges(write)}" for write in by_name[name]]
         if len(largest) > NUM_TENSORS_SHOWN:
             lines.append(f"and {len(largest) - NUM_TENSORS_SHOWN} smaller tensors")
         return lines
 
 
 def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
-    """What `save` and `load` of `state` would do on these ranks. Collective; moves no tensor.
+    """Plan what `save` and `load` of `state` would do on these ranks. Collective; moves no tensor data.
 
     >>> print(pc.dry_run({"model": model.state_dict()}))
 
-    Loading is told for the same ranks and placements as saving.
+    The load is planned for the same ranks and placements as the save.
     """
     from penstock.checkpoint.state.tensors import collect_for_save  # noqa: PLC0415 - loads torch
 
     with borrowed_group(process_group) as group:
         holdings = collect_for_save(expand_stateful(state)).holdings
-        agreed = SavePlanCache(group.comm).agree(holdings, SaveOptions())
-        everybodys: list[Holdings] = group.comm.gather(holdings, awaiting="what all ranks hold")
-    merged = merge_holdings(everybodys)
+        agreed = SavePlanCache(group.comm).agree(holdings, save_plan.SaveOptions())
+        all_holdings: list[save_plan.Holdings] = group.comm.gather(holdings, awaiting="what all ranks hold")
+    merged = save_plan.merge_holdings(all_holdings)
     item_bytes = element_sizes(merged.tensors)
-    objects = tuple(tuple(each.stored_name for each in rank) for rank in agreed.objects)
     return DryRun(
-        unique_bytes=int(agreed.shared.regions.num_bytes(item_bytes).sum()),
-        ranks=tuple(_parts(agreed.shared, merged, item_bytes)),
-        pieces=tuple(_written(agreed.shared, item_bytes)),
-        objects=objects,
+        unique_bytes=_sum(agreed.shared.regions, item_bytes),
+        ranks=tuple(_count_traffic(agreed.shared, merged, item_bytes)),
+        writes=tuple(_list_writes(agreed.shared, item_bytes)),
+        objects=tuple(tuple(placed.stored_name for placed in rank) for rank in agreed.objects),
     )
 
 
-def _parts(shared: SharedSavePlan, merged: MergedHoldings, item_bytes: Ints) -> list[RankTraffic]:
+def _count_traffic(
+    shared: save_plan.SharedSavePlan, merged: save_plan.MergedHoldings, item_bytes: Ints
+) -> list[RankTraffic]:
     options = LoadOptions()
     wanted = [merged.regions.take(merged.rank == rank) for rank in range(shared.num_ranks)]
     plan = plan_load(_as_stored(shared, item_bytes), item_bytes, wanted, options)
@@ -259,8 +250,8 @@ def _parts(shared: SharedSavePlan, merged: MergedHoldings, item_bytes: Ints) -> 
     return parts
 
 
-def _as_stored(shared: SharedSavePlan, item_bytes: Ints) -> StoredRegions:
-    """The checkpoint that this plan would make, with one file a rank and no envelopes."""
+def _as_stored(shared: save_plan.SharedSavePlan, item_bytes: Ints) -> StoredRegions:
+    """The checkpoint that this plan would make, with one file per rank and no envelopes."""
     size = shared.regions.num_bytes(item_bytes)
     end = np.cumsum(size)
     packed = np.zeros(len(size), dtype=np.bool_)
@@ -271,13 +262,13 @@ def _sum(regions: Regions, item_bytes: Ints) -> int:
     return int(regions.num_bytes(item_bytes).sum())
 
 
-def _written(shared: SharedSavePlan, item_bytes: Ints) -> list[PlannedWrite]:
+def _list_writes(shared: save_plan.SharedSavePlan, item_bytes: Ints) -> list[PlannedWrite]:
     size = shared.regions.num_bytes(item_bytes)
-    found = []
+    writes = []
     for row in np.argsort(shared.regions.tensor, kind="stable").tolist():
         facts = shared.tensors[int(shared.regions.tensor[row])]
         offsets, sizes = shared.regions.region(row, len(facts.shape))
-        found.append(
+        writes.append(
             PlannedWrite(
                 tensor=facts.name,
                 dtype=facts.dtype,
@@ -288,15 +279,15 @@ def _written(shared: SharedSavePlan, item_bytes: Ints) -> list[PlannedWrite]:
                 size_bytes=int(size[row]),
             )
         )
-    return found
+    return writes
 
 
-def _ranges(piece: PlannedWrite) -> str:
+def _ranges(write: PlannedWrite) -> str:
     """As numpy would slice it: `[0:512, :]`."""
-    if not piece.shape:
+    if not write.shape:
         return "its one element"
-    slices: Sequence[str] = [
+    slices = [
         ":" if (begin, extent) == (0, whole) else f"{begin}:{begin + extent}"
-        for begin, extent, whole in zip(piece.offsets, piece.sizes, piece.shape, strict=True)
+        for begin, extent, whole in zip(write.offsets, write.sizes, write.shape, strict=True)
     ]
-    return f"[{', '.join(slices)}], {format_bytes(piece.size_bytes)}"
+    return f"[{', '.join(slices)}], {format_bytes(write.size_bytes)}"

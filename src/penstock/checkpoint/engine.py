@@ -1,15 +1,15 @@
 """The interface between a manager and what moves the bytes of a state.
 
-A manager decides when, where and which step; an `Engine` decides which rank moves what. A save goes through
-`Engine.prepare` (ranks agree on a plan), `PreparedSave.stage` (copying begins), `StagedSave.write_to` (files
-become durable), `PreparedSave.seal` and the commit. This module needs no torch. Invariant: an engine fails
-on all ranks or on none, except for errors that `StagedSave` raises on one rank.
+A manager decides when and where to save and which step to load; an `Engine` decides which rank moves what. A
+save goes through `Engine.prepare` (ranks agree on a plan), `PreparedSave.stage` (copying begins),
+`StagedSave.write_to` (files become durable), `PreparedSave.seal` and the commit. This module needs no torch.
+Invariant: an engine fails on all ranks or on none, except for errors that `StagedSave` raises on one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.errors import PenstockError
@@ -25,34 +25,35 @@ if TYPE_CHECKING:
 
 State = Mapping[str, Any]
 NamePatterns = str | Sequence[str]
-"""One pattern of names, or several: `model.*`."""
+"""One pattern for names of leaves, or several: `model.*`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveChoice:
-    """What of a state is saved, and as what. None is all of it, as it is."""
+    """Which parts of a state are saved, and with which dtype. By default everything, unchanged."""
 
     only: NamePatterns | None = None
     dtype: Any = None
-    """A torch.dtype that tensors of floating point are converted to."""
+    """The torch.dtype that floating-point tensors are converted to."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """What of a state is loaded, and how freely."""
+    """Which parts of a state are loaded, and how strictly they must match the checkpoint."""
 
     only: NamePatterns | None = None
     exclude: NamePatterns | None = None
     rename: Mapping[str, str] | None = None
+    _: KW_ONLY
     strict: bool = True
     convert_dtypes: bool = False
-    """Whether a tensor of another dtype than the checkpoint's takes its values all the same."""
+    """Whether values are converted where a tensor's dtype differs from the checkpoint's."""
     trust: bool = False
-    """Whether objects of any kind may be unpickled, which can run code out of the checkpoint."""
+    """Whether objects of any kind may be unpickled, which can run code from the checkpoint."""
 
 
 class Engine(Protocol):
-    """Moves states. Collective calls are made by all members in the same order, never two at once."""
+    """Saves and loads states. All ranks make collective calls in the same order, never two at once."""
 
     def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> PreparedSave:
         """Let all ranks agree who writes what; collective."""
@@ -65,19 +66,19 @@ class Engine(Protocol):
         choice: LoadChoice,
         progress: Progress | None,
     ) -> Any:
-        """Fill `state` in place from a checkpoint; collective. What came of it, for the caller to look at.
+        """Fill `state` in place from a checkpoint, and return a report for the caller. Collective.
 
-        Raises `StorageError` and its kinds where the checkpoint is at fault, and `UsageError` where the state
-        does not fit it.
+        Raises `StorageError` and its subclasses where the checkpoint is at fault, and `UsageError` where the
+        state does not match it.
         """
 
     def close(self) -> None:
-        """Let go of memory and threads. Safe twice."""
+        """Free memory and threads. May be called twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSaveStats:
-    """What one rank's share of a save cost. `memory_bytes` is what its buffers took."""
+    """What one rank's share of a save cost. `memory_bytes` is the size of its buffers."""
 
     rank: int
     payload_bytes: int
@@ -92,9 +93,9 @@ class RankSaveStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WrittenFile:
-    """One durable file of one rank: its items in order, objects first, then boxes, as in its bucket.
+    """One durable file of one rank: its items in order, objects first, then regions, as in its bucket.
 
-    `sums` has one XXH3-128 of 16 bytes for each item, over the item as it lies in the file; gaps are zeros.
+    `sums` has the XXH3-128 of each item as stored in the file, 16 bytes each; gaps between items are zeros.
     """
 
     name: str
@@ -107,9 +108,9 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenShare:
-    """What one rank reports to rank 0 when all its files are durable; travels pickled.
+    """What one rank reports to rank 0, pickled, when all its files are durable.
 
-    `paths` tells where in the nested state the names stand that this rank is to describe.
+    `paths` has the place in the nested state of each name that this rank is to describe.
     """
 
     rank: int
@@ -121,48 +122,45 @@ class WrittenShare:
 Urgency = Literal["copy", "commit"]
 """What the caller waits for.
 
-"copy": that tensors may change. All of the staging memory is used, and where it holds everything, nothing
-is written before everything is copied, as a disk at work slows memory down. "commit": few buffers are written
-while others are filled, and stay in caches.
+"copy": until tensors may change. All of the staging memory is used, and if it holds everything, nothing is
+written before everything is copied, because a busy disk slows memory down. "commit": until the checkpoint is
+durable. A few buffers are written while others are filled, so they stay in the processor's caches.
 """
 
 
 class SaveCancelled(PenstockError):
-    """Somebody gave this save up before it was committed."""
+    """The save was cancelled before it was committed."""
 
     def __init__(self) -> None:
         super().__init__("The save was cancelled before it was committed", fix="Save the step again.")
 
 
 class StagedSave(Protocol):
-    """One rank's share, being copied into warm memory since it exists. Nothing in here is collective."""
+    """One rank's share of a save. Copying begins with the object; none of its methods is collective."""
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Return when the tensors may change; `WaitTimeout` after so long, or the failure of staging.
+        """Return when the tensors may change; raises `WaitTimeout`, or what made staging fail.
 
-        With less memory than the share needs, this waits for `write_to` to take the rest to storage.
+        With less memory than the share needs, this waits for `write_to` to write the rest to storage.
         """
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:
-        """Write all files, each durable, under `key_of(file name)`. Called once, from any thread."""
+        """Write all files durably, each under `key_of(file name)`. Called once, from any thread."""
 
     def cancel(self) -> None:
-        """Give up: `wait_staged` and `write_to` raise, nothing stays in flight. Safe twice."""
+        """Make `wait_staged` and `write_to` raise; nothing stays in flight. May be called twice."""
 
 
 class PreparedSave(Protocol):
-    """A save that all ranks have planned together and of which nothing is copied yet."""
+    """A save that all ranks have planned together; nothing is copied yet."""
 
     def stage(self, urgent: Urgency = "copy") -> StagedSave:
-        """Begin to copy this rank's share. Not collective.
-
-        Waits for the memory of earlier saves where there is not enough.
-        """
+        """Begin to copy this rank's share, waiting for the memory of earlier saves. Not collective."""
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
-        """On rank 0: what commits the checkpoint, from the shares of all ranks in rank order.
+        """On rank 0: describe the whole checkpoint from the shares of all ranks, in rank order.
 
-        `facts` go into the manifest: at least `step`, where the checkpoint is one.
+        `facts` go into the manifest; a step's checkpoint has at least `step`.
         """

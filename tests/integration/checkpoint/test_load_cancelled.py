@@ -94,7 +94,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_gloo_ranks(2, programs, tmp_path_factory.mktemp("cancelled"))
 
 
-def test_an_interrupt_on_one_rank_ends_the_load_there_and_is_told_on_the_others(
+def test_an_interrupt_on_one_rank_ends_the_load_on_all_ranks(
     told: list[dict[str, Any]],
 ) -> None:
     first, last = (each["interrupted"] for each in told)

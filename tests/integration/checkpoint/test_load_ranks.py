@@ -181,7 +181,7 @@ def read_once(rank: int, root: Path) -> tuple[int, int]:
     for number, expected in enumerate(plain):
         assert state[f"w{number}"].to_local().equal(expected)
     assert report.received_bytes == 8 << 20
-    assert report.num_summed == 8
+    assert report.num_verified == 8
     return report.read_bytes, read
 
 
@@ -239,7 +239,7 @@ def fail_together(rank: int, root: Path) -> list[str]:
     return told
 
 
-def test_a_failure_on_one_rank_is_told_on_all(told: Told) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all(told: Told) -> None:
     first, second = told["fail_together"]
     assert first == second
     assert "Rank 1" in first[0]
@@ -261,7 +261,7 @@ def disjoint_groups(rank: int, root: Path) -> None:
         load(found, root / f"group-{rank}", process_group=other)
 
 
-def test_groups_load_apart_and_a_rank_outside_is_told_so(told: Told) -> None:
+def test_groups_load_separately_and_an_outside_rank_gets_an_error(told: Told) -> None:
     assert told["disjoint_groups"] == [None, None]
 
 
@@ -273,12 +273,12 @@ def groups_again_and_again(rank: int, root: Path) -> None:
     if rank == 0:
         # A rank that belongs to more groups than others still meets them.
         alone = dist.new_group([0], use_local_synchronization=True)
-        assert make_own_group(alone).group is None
+        assert make_own_group(alone).torch_group is None
     first, second = make_own_group(), make_own_group()
     assert first.comm.gather(rank, awaiting="ranks") == second.comm.gather(rank, awaiting="ranks") == [0, 1]
 
 
-def test_groups_of_our_own_are_made_as_often_as_needed(told: Told) -> None:
+def test_separate_groups_can_be_made_repeatedly(told: Told) -> None:
     assert told["groups_again_and_again"] == [None, None]
 
 
@@ -334,10 +334,10 @@ def one_large_item(rank: int, root: Path) -> list[Any]:
     ):
         with pytest.raises(BaseException, match="w is not as it was written"):
             way()
-    return [report.read_bytes, report.num_summed]
+    return [report.read_bytes, report.num_verified]
 
 
-def test_an_item_that_ranks_read_in_shares_is_verified_where_it_landed(told: Told) -> None:
+def test_an_item_that_ranks_read_in_parts_is_verified_in_memory(told: Told) -> None:
     (first_bytes, first_summed), (second_bytes, second_summed) = told["one_large_item"]
     assert first_summed + second_summed == 1
     assert first_bytes == pytest.approx(4 << 20, rel=0.01)
@@ -398,7 +398,7 @@ def explained(rank: int, root: Path) -> str:
     return str(told)
 
 
-def test_who_writes_and_reads_what_is_explained_alike_on_all_ranks(told: Told) -> None:
+def test_a_dry_run_is_the_same_on_all_ranks(told: Told) -> None:
     first, second = told["explained"]
     assert first == second
     assert "rank 0 writes [0:512, :], 1 MiB" in first

@@ -108,7 +108,7 @@ def test_every_format_loads_in_place(tmp_path: Path, saver: str, loader: str) ->
     assert found["model"]["weight"] is weight
 
 
-def test_stock_planner_and_stock_reader_work_with_our_other_half(tmp_path: Path) -> None:
+def test_stock_planner_and_reader_work_with_our_counterparts(tmp_path: Path) -> None:
     save(state_of(1), tmp_path / "ours")
     stock(state_of(1), tmp_path / "stock")
     found = state_of(2)
@@ -190,7 +190,7 @@ def test_names_can_be_mapped(saved: Path) -> None:
     assert found["m"].equal(state_of(1)["optimizer"][0]["moment"])
 
 
-def test_what_the_checkpoint_lacks_stays_where_that_is_allowed(saved: Path) -> None:
+def test_missing_parts_stay_unchanged_if_not_strict(saved: Path) -> None:
     found: State = {"note": "", "extra": torch.ones(3)}
     report = load(found, saved, strict=False)
     assert found["note"] == "seed 1"
@@ -203,21 +203,21 @@ def test_what_the_checkpoint_lacks_stays_where_that_is_allowed(saved: Path) -> N
     [
         (
             {"modle": {"half": torch.zeros(17)}},
-            "does not hold 'modle.half'.*nearest name there is 'model.half'",
+            "does not hold 'modle.half'.*most similar name is 'model.half'",
         ),
         ({"note": torch.zeros(3)}, "'note' is a tensor in the state, but 'note' is an object"),
-        ({"model": {"half": 5}}, "'model.half' is no tensor in the state"),
+        ({"model": {"half": 5}}, "'model.half' is an object in the state"),
         ({"model": {"half": torch.zeros(18)}}, r"is \[18\] in the state and \[17\] in the checkpoint"),
         ({"model": {"half": torch.zeros(17)}}, "is float32 in the state and bfloat16 in the checkpoint"),
-        ({"model": {"half": torch.zeros(17, device="meta")}}, "lies on the meta device"),
+        ({"model": {"half": torch.zeros(17, device="meta")}}, "is on the meta device"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused(saved: Path, state: State, complaint: str) -> None:
+def test_a_state_that_does_not_match_is_refused(saved: Path, state: State, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         load(state, saved)
 
 
-def test_another_dtype_is_converted_when_asked(saved: Path) -> None:
+def test_another_dtype_is_converted_on_request(saved: Path) -> None:
     found = {"model": {"half": torch.zeros(17), "counts": torch.zeros(9, dtype=torch.int8)}}
     load(found, saved, convert_dtypes=True)
     assert found["model"]["half"].equal(state_of(1)["model"]["half"].float())
@@ -228,7 +228,7 @@ def test_another_dtype_is_converted_when_asked(saved: Path) -> None:
     assert again["model"]["half"].equal(found["model"]["half"])
 
 
-def test_a_place_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFound, match="no checkpoint here"):
         load({"w": torch.zeros(1)}, tmp_path / "absent")
 
@@ -290,7 +290,7 @@ def test_a_flipped_bit_is_found_and_named(saved: Path, place: str) -> None:
     assert f"{path.name}, bytes {begin} to" in str(caught.value)
 
 
-def test_a_file_cut_short_and_a_missing_one_are_told(saved: Path) -> None:
+def test_truncated_and_missing_files_are_errors(saved: Path) -> None:
     path = largest_file(saved)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
@@ -318,7 +318,7 @@ def test_stock_tensors_in_another_order_are_loaded_whole(tmp_path: Path) -> None
     assert found["w"].equal(turned)
 
 
-def test_stock_tensors_that_stand_for_their_conjugates_are_loaded_as_what_they_stand_for(
+def test_conjugate_views_in_stock_checkpoints_are_resolved(
     tmp_path: Path,
 ) -> None:
     tensor = torch.randn(6, 5, dtype=torch.complex64).conj()
@@ -334,9 +334,7 @@ def test_stock_tensors_that_stand_for_their_conjugates_are_loaded_as_what_they_s
 
 
 @pytest.mark.parametrize("flipped", [None, 9 << 20])
-def test_a_storage_of_any_alignment_is_read_straight_into_tensors(
-    tmp_path: Path, flipped: int | None
-) -> None:
+def test_unaligned_storage_is_read_directly_into_tensors(tmp_path: Path, flipped: int | None) -> None:
     big = torch.arange(3 << 20, dtype=torch.float32)
     save({"big": big, "small": torch.ones(3)}, tmp_path / "step")
     storage = MemoryStorage()
@@ -390,7 +388,7 @@ class Counter:
         self.taken = state
 
 
-def test_parts_that_take_their_own_state_do_so_when_all_is_read(tmp_path: Path) -> None:
+def test_stateful_parts_load_after_everything_is_read(tmp_path: Path) -> None:
     save({"counter": Counter(3)}, tmp_path / "step")
     part = Counter(0)
     load({"counter": part}, tmp_path / "step")

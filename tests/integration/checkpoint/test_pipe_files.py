@@ -47,7 +47,7 @@ def _storage(folder: Path, access: FileAccess, *faults: CallFault, in_flight: in
 
 @pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("access", ACCESSES)
-def test_bytes_are_complete_though_no_call_moves_all_it_was_asked_to(
+def test_bytes_are_complete_despite_short_reads_and_writes(
     tmp_path: Path, access: str, in_flight: int
 ) -> None:
     storage = _storage(tmp_path, ACCESSES[access], ShortTransfers(5 * 4096), in_flight=in_flight)
@@ -84,7 +84,7 @@ def test_a_failure_of_any_call_on_the_way_to_durability_fails_the_phase(tmp_path
         write_objects([storage], PLANNED, Keyed(), SETTINGS)
 
 
-def test_a_flipped_byte_on_disk_is_found_where_it_is(tmp_path: Path) -> None:
+def test_a_flipped_byte_on_disk_is_located(tmp_path: Path) -> None:
     storage = _storage(tmp_path, ACCESSES["buffered"])
     write_objects([storage], PLANNED, Keyed(), SETTINGS)
     with (tmp_path / "step/b.distcp").open("r+b") as file:

@@ -31,14 +31,14 @@ def _run(folder: Path, rest: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_saves_that_nobody_waits_for_are_committed_before_the_program_ends(tmp_path: Path) -> None:
+def test_saves_without_wait_are_committed_before_the_program_ends(tmp_path: Path) -> None:
     ended = _run(tmp_path / "run")
     assert ended.returncode == 0, ended.stderr
     assert StepCatalog(open_here(tmp_path / "run")).committed() == [1, 2]
 
 
 @pytest.mark.slow
-def test_so_are_they_when_the_program_ends_with_an_error(tmp_path: Path) -> None:
+def test_saves_are_committed_when_the_program_ends_with_an_error(tmp_path: Path) -> None:
     ended = _run(tmp_path / "run", "raise ValueError('of the trainer')")
     assert "of the trainer" in ended.stderr
     assert StepCatalog(open_here(tmp_path / "run")).committed() == [1, 2]

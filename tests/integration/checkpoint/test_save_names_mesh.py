@@ -30,7 +30,7 @@ def test_the_mesh_of_a_state_is_in_its_manifest(tmp_path: Path) -> None:
     assert manifest.world_size == 2
 
 
-def test_a_state_without_a_mesh_says_none(tmp_path: Path) -> None:
+def test_a_state_without_a_mesh_has_none_in_its_manifest(tmp_path: Path) -> None:
     save({"w": torch.ones(3)}, tmp_path / "saved")
     manifest = read_manifest((tmp_path / "saved" / MANIFEST_NAME).read_bytes(), "saved")
     assert dict(manifest.mesh) == {}

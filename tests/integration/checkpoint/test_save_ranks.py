@@ -115,7 +115,7 @@ def one_cannot_pack(rank: int, root: Path) -> str:
     return str(caught.value)
 
 
-def test_what_one_rank_cannot_pack_fails_on_all_before_anything_is_written(both_ranks: Job) -> None:
+def test_an_object_that_cannot_be_packed_fails_all_ranks_before_writing(both_ranks: Job) -> None:
     told = [both_ranks.told("one_cannot_pack", rank) for rank in range(2)]
     assert told[0] == told[1]
     assert "Rank 1" in told[0]
@@ -130,7 +130,7 @@ def nothing_on_one(rank: int, root: Path) -> None:
     assert found["small"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_rank_with_nothing_to_write_writes_no_file_and_holds_nobody_up(both_ranks: Job) -> None:
+def test_a_rank_with_nothing_to_write_does_not_block_others(both_ranks: Job) -> None:
     written = (both_ranks.root / "nothing_on_one/step").glob("*.distcp")
     assert [path.name for path in written] == ["__0_0.distcp"]
 
@@ -158,7 +158,7 @@ def torchs_async_save(rank: int, root: Path) -> bool:
     return set((found["weight"] - _weight()).flatten().tolist()) == {0.0, 1.0}
 
 
-def test_torchs_own_background_save_goes_through_the_writer_untorn(both_ranks: Job) -> None:
+def test_torchs_async_save_through_the_writer_is_consistent(both_ranks: Job) -> None:
     assert both_ranks.told("torchs_async_save", 0)
     assert both_ranks.told("torchs_async_save", 1)
 

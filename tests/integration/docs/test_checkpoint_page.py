@@ -38,7 +38,7 @@ def test_its_examples_run_and_print_what_it_shows(tmp_path: Path, monkeypatch: p
 
 
 def test_its_limits_are_those_of_the_code() -> None:
-    assert f"A box below {2 * SaveOptions().min_cut_bytes >> 10} KiB is not cut" in WORDS
+    assert f"A region below {2 * SaveOptions().min_cut_bytes >> 10} KiB is not cut" in WORDS
     assert f"where a gap is {LoadOptions().min_gap_bytes >> 10} KiB or more" in WORDS
     assert f"less than {GAP_BYTES >> 10} KiB apart" in WORDS
     assert ReadSettings() == ReadSettings(streams=4, block_bytes=8 << 20)

@@ -27,7 +27,7 @@ from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, re
 from penstock.checkpoint.engine import WrittenShare
 from penstock.checkpoint.plan.save_plan import SaveOptions
 from penstock.checkpoint.saving.file_layout import FileLayout, payload_of_bytes, payload_of_tensor
-from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, pipe_settings
+from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
 from penstock.checkpoint.torch_dcp.writer import RankItems, build_seal
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
 from penstock.storage.capabilities import prefer_direct_access
@@ -219,7 +219,7 @@ def _write_files(task: WriteTask) -> WrittenShare:
         paths={},
         plan_s=0.0,
     )
-    settings = pipe_settings(task.layouts, task.writers, task.staging_bytes)
+    settings = choose_pipeline_settings(task.layouts, task.writers, task.staging_bytes)
     memory = StagingMemory(task.staging_bytes)
     staged = StagedFiles(share, memory, settings, copies_first=False, timeout_s=TIMEOUT_S)
     storage = open_here(task.folder, rank=task.rank)

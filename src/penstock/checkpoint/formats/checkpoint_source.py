@@ -1,6 +1,6 @@
 """An opened checkpoint of any format: DCP (ours or stock), `torch.save` archives, safetensors.
 
-The single entry for everything that reads: `open_checkpoint` detects the format and reads what describes the
+The single entry point for reading: `open_checkpoint` detects the format and reads the description of the
 tensors, but no tensor. Invariant: index and manifest of an opened checkpoint agree, the manifest's checksum
 of `.metadata` matched, and ranks that open together see the same description or all get the same error.
 """
@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
+from penstock.checkpoint.formats import safetensors, torch_save
 from penstock.checkpoint.formats.dcp_item import open_item, payload_in, tensor_bytes, undo_transforms
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, Path, read_metadata
 from penstock.checkpoint.formats.manifest import (
@@ -28,35 +29,16 @@ from penstock.checkpoint.formats.manifest import (
     read_manifest,
 )
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
-from penstock.checkpoint.formats.safetensors import (
-    INDEX_NAME,
-    build_index,
-    check_index,
-    read_header,
-    read_index,
-)
-from penstock.checkpoint.formats.torch_save import (
-    ReadRange,
-    TorchSaveArchive,
-    is_plain,
-    read_archive,
-    row_major,
-    tensors_inside,
-    with_elements,
-)
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, StoredObject
-from penstock.cluster.comm import all_gather_results, run_on_all_ranks
+from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
 from penstock.storage import Storage
 from penstock.storage.in_memory import MemorySource
 from penstock.storage.protocol import Source, WrappedStorage, exists, read_object
 
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-
 
 class Format(StrEnum):
-    """How a checkpoint lies on disk."""
+    """The format of a checkpoint on disk."""
 
     DCP = "dcp"
     """Torch's distributed checkpoints, ours among them."""
@@ -66,33 +48,33 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointSource:
-    """A checkpoint that was looked into. Reading tensors is up to the caller: ranges of `key(file)`."""
+    """An opened checkpoint and its index. Callers read tensors themselves, as ranges of `key(file)`."""
 
     uri: str
     format: Format
     storage: Storage
     folder: str
-    """Where its files lie below the storage's root; empty for the root itself."""
+    """The folder of its files below the storage's root; empty for the root itself."""
     index: CheckpointIndex
     paths: Mapping[str, Path] = field(default_factory=dict)
-    """Where each name stands in the nested state; names that are missing stand at the top."""
+    """The place of each name in the nested state; names without one are at the top level."""
     summed: ChecksummedIndex | None = None
-    """With checksums, where a manifest has them."""
+    """The checksums, if a manifest has them."""
     manifest: Manifest | None = None
     metadata: DcpMetadata | None = None
-    archive: TorchSaveArchive | None = None
+    archive: torch_save.TorchSaveArchive | None = None
 
     def key(self, file_name: str) -> str:
         """The key of one of its files in `storage`."""
-        return f"{self.folder}/{file_name}" if self.folder else file_name
+        return _key(self.folder, file_name)
 
     def shape(self, row: int) -> tuple[int, ...]:
-        """Of one stored box."""
+        """The shape of one stored region."""
         regions = self.index.stored.regions
         return regions.region(row, len(self.index.tensors[int(regions.tensor[row])].shape))[1]
 
     def payload_in(self, row: int, head: Bytes) -> int | None:
-        """Where in a row's item its payload begins, by the item's first bytes; None: see `tensor_bytes`."""
+        """The payload's offset in a row's item, from the item's first bytes; None: see `tensor_bytes`."""
         stored = self.index.stored
         if stored.packed[row]:
             return None
@@ -102,15 +84,15 @@ class CheckpointSource:
         return payload_in(head, int(stored.item_bytes[row]), dtype, self.shape(row))
 
     def tensor_bytes(self, row: int, item: Bytes) -> memoryview:
-        """The elements of a row's box in row-major order, from its whole item: for packed ones."""
+        """The elements of a row's region in row-major order, from its whole item; for packed items."""
         if self.archive is not None:
-            return row_major(self.archive.strided[row], memoryview(item))
+            return torch_save.row_major(self.archive.strided[row], memoryview(item))
         descriptors = self.metadata.descriptors(row) if self.metadata else ()
         dtype = self.index.tensors[int(self.index.stored.regions.tensor[row])].dtype
         return tensor_bytes(item, dtype, self.shape(row), descriptors=descriptors, where=self.where(row))
 
     def where(self, row: int) -> str:
-        """How messages name a row's item: file, tensor and range."""
+        """A row's item as messages name it: file, tensor and range."""
         stored = self.index.stored
         begin = int(stored.item_offset[row])
         file = self.index.files[int(stored.file[row])]
@@ -122,16 +104,16 @@ class CheckpointSource:
         return self.metadata.object_transforms.get(stored.name, ()) if self.metadata else ()
 
     def read_object_item(self, stored: StoredObject) -> bytearray:
-        """An object's item as it lies in its file."""
+        """An object's item as stored in its file."""
         item = bytearray(stored.size_bytes)
         with closing(self.storage.open(self.key(self.index.files[stored.file]))) as source:
             source.read_into(stored.offset, memoryview(item))
         return item
 
     def comparable(self, stored: StoredObject) -> Any:
-        """An object with its tensors as (type, shape, bytes), so that `==` tells whether two are the same."""
+        """An object with its tensors as (type, shape, bytes), so that two can be compared with `==`."""
         if self.archive is not None:
-            return with_elements(self.archive.values[stored.name], self._inner_elements)
+            return torch_save.with_elements(self.archive.values[stored.name], self._inner_elements)
         where = f"{self.uri}, {stored.name}"
         item, descriptors = self.read_object_item(stored), self.descriptors(stored)
         plain = memoryview(undo_transforms(item, descriptors, where) if descriptors else item)
@@ -139,12 +121,12 @@ class CheckpointSource:
 
         def elements(tensor: TensorRef) -> bytearray:
             offset, size_bytes = archive.records[tensor.storage.key]
-            return bytearray(row_major(tensor, plain[offset : offset + size_bytes]))
+            return bytearray(torch_save.row_major(tensor, plain[offset : offset + size_bytes]))
 
-        return with_elements(archive.value, elements)
+        return torch_save.with_elements(archive.value, elements)
 
     def safe_value(self, stored: StoredObject) -> Any:
-        """An object without torch and without running anything; classes come out as `Opaque`."""
+        """An object, read without torch and without running any code; unknown classes become `Opaque`."""
         if self.archive is not None:
             return self.archive.values[stored.name]
         where = f"{self.uri}, {stored.name}"
@@ -153,7 +135,10 @@ class CheckpointSource:
         return open_item(undo_transforms(item, descriptors, where) if descriptors else item, where).value
 
     def value(self, stored: StoredObject, *, trust: bool = False) -> Any:
-        """An object as it was saved. Without `trust`, `UsageError` for one whose reading could run code."""
+        """An object as it was saved.
+
+        Without `trust`, `UsageError` for one whose unpickling could run code.
+        """
         where = f"{self.uri}, {stored.name}"
         if self.archive is None:
             from penstock.checkpoint.formats.dcp_item import load_object  # noqa: PLC0415 - it loads torch
@@ -161,13 +146,13 @@ class CheckpointSource:
             item, descriptors = self.read_object_item(stored), self.descriptors(stored)
             return load_object(item, stored.name, descriptors=descriptors, trust=trust, where=where)
         value = self.archive.values[stored.name]
-        if not is_plain(value):
+        if not torch_save.is_plain(value):
             raise UsageError(
                 f"{stored.name} holds {value!r}, which only its own program can rebuild",
                 where=where,
-                fix="Load this archive with torch.load, if you trust whoever wrote it.",
+                fix="If you trust the source of this archive, load it with torch.load.",
             )
-        if not tensors_inside(value):
+        if not torch_save.tensors_inside(value):
             return value
         from penstock.checkpoint.formats.dcp_item import with_tensors  # noqa: PLC0415 - it loads torch
 
@@ -180,7 +165,7 @@ class CheckpointSource:
         record = bytearray(size_bytes)
         with closing(self.storage.open(self.key(self.index.files[0]))) as source:
             source.read_into(offset, memoryview(record))
-        return bytearray(row_major(tensor, memoryview(record)))
+        return bytearray(torch_save.row_major(tensor, memoryview(record)))
 
 
 def open_checkpoint(path: AnyPath, *, rank: int = 0) -> CheckpointSource:
@@ -193,12 +178,12 @@ def open_checkpoint(path: AnyPath, *, rank: int = 0) -> CheckpointSource:
 
 
 def checkpoint_uri(storage: Storage, name: str) -> str:
-    """How messages name a checkpoint."""
+    """A checkpoint's URI as messages name it."""
     return f"{storage.uri}{name}" if storage.uri.endswith("/") else f"{storage.uri}/{name}"
 
 
 def find_folder(storage: Storage, name: str) -> str:
-    """Where the files of the checkpoint called `name` lie: a commit may have put them elsewhere."""
+    """The folder of the checkpoint called `name`: a commit may have stored its files under another name."""
     try:
         return open_catalog(storage).find(name).folder
     except ObjectNotFound:
@@ -207,9 +192,8 @@ def find_folder(storage: Storage, name: str) -> str:
 
 def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
     """Open the checkpoint whose files lie in a folder of a storage."""
-    metadata_key = f"{folder}/{METADATA_NAME}" if folder else METADATA_NAME
     try:
-        content = read_object(storage, metadata_key)
+        content = read_object(storage, _key(folder, METADATA_NAME))
     except ObjectNotFound:
         return _open_safetensors_folder(storage, folder, uri)
     return _open_dcp(storage, folder, uri, content)
@@ -221,7 +205,7 @@ def _is_file(storage: Storage, name: str) -> bool:
     except ObjectNotFound:
         return False
     except StorageError:
-        # A folder is no object: file systems say so in their own ways.
+        # Asked for a folder as an object, file systems raise different errors.
         return False
     return True
 
@@ -255,19 +239,18 @@ def _open_dcp(storage: Storage, folder: str, uri: str, content: bytearray) -> Ch
 
 
 def _manifest(storage: Storage, folder: str, uri: str) -> Manifest | None:
-    key = f"{folder}/{MANIFEST_NAME}" if folder else MANIFEST_NAME
     try:
-        content = read_object(storage, key)
+        content = read_object(storage, _key(folder, MANIFEST_NAME))
     except ObjectNotFound:
         return None
     return read_manifest(content, f"{uri}/{MANIFEST_NAME}")
 
 
 def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
-    """One file: an archive by its first bytes, else safetensors."""
+    """Open one file: an archive if its first bytes say so, else safetensors."""
     with open_ranges(storage, name) as (source, read):
         if source.size_bytes >= 4 and bytes(read(0, 2)) in (b"PK", b"\x80\x02"):
-            archive = read_archive(read, source.size_bytes, name, uri)
+            archive = torch_save.read_archive(read, source.size_bytes, name, uri)
             return CheckpointSource(
                 uri=uri,
                 format=Format.TORCH_SAVE,
@@ -277,28 +260,30 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
                 paths=archive.paths,
                 archive=archive,
             )
-        tensors = read_header(read, source.size_bytes, uri)
-    index = build_index([(name, tensors)], uri)
+        tensors = safetensors.read_header(read, source.size_bytes, uri)
+    index = safetensors.build_index([(name, tensors)], uri)
     return CheckpointSource(uri=uri, format=Format.SAFETENSORS, storage=storage, folder="", index=index)
 
 
 def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
-    index_key = f"{folder}/{INDEX_NAME}" if folder else INDEX_NAME
-    file_of = read_index(read_object(storage, index_key), uri) if exists(storage, index_key) else None
+    index_key = _key(folder, safetensors.INDEX_NAME)
+    file_of = (
+        safetensors.read_index(read_object(storage, index_key), uri) if exists(storage, index_key) else None
+    )
     names = sorted(set(file_of.values())) if file_of is not None else _safetensors_names(storage, folder)
     if not names:
         raise ObjectNotFound(
             "There is no checkpoint here: neither .metadata nor safetensors files",
             uri=uri,
-            fix="Name a checkpoint's own folder, as run/step-100, or a .pt or .safetensors file.",
+            fix="Give the folder of one checkpoint, as run/step-100, or a .pt or .safetensors file.",
         )
     files = []
     for name in names:
-        with open_ranges(storage, f"{folder}/{name}" if folder else name) as (source, read):
-            files.append((name, read_header(read, source.size_bytes, f"{uri}/{name}")))
-    index = build_index(files, uri)
+        with open_ranges(storage, _key(folder, name)) as (source, read):
+            files.append((name, safetensors.read_header(read, source.size_bytes, f"{uri}/{name}")))
+    index = safetensors.build_index(files, uri)
     if file_of is not None:
-        check_index(file_of, index, f"{uri}/{INDEX_NAME}")
+        safetensors.check_index(file_of, index, f"{uri}/{safetensors.INDEX_NAME}")
     return CheckpointSource(uri=uri, format=Format.SAFETENSORS, storage=storage, folder=folder, index=index)
 
 
@@ -309,8 +294,8 @@ def _safetensors_names(storage: Storage, folder: str) -> list[str]:
 
 
 @contextmanager
-def open_ranges(storage: Storage, key: str) -> Iterator[tuple[Source, ReadRange]]:
-    """An object, and ranges of it as bytes; a range beyond its end is damage."""
+def open_ranges(storage: Storage, key: str) -> Iterator[tuple[Source, torch_save.ReadRange]]:
+    """Open an object to read ranges of it; a range beyond its end is damage."""
     with closing(storage.open(key)) as source:
 
         def read(offset: int, size: int) -> bytearray:
@@ -329,19 +314,19 @@ def open_ranges(storage: Storage, key: str) -> Iterator[tuple[Source, ReadRange]
 def require_dcp(opened: CheckpointSource) -> DcpMetadata:
     """The metadata of a distributed checkpoint; `UsageError` for other formats."""
     if opened.metadata is None:
-        raise UsageError(f"{opened.uri} is no distributed checkpoint but {opened.format}")
+        raise UsageError(f"{opened.uri} is not a distributed checkpoint but {opened.format}")
     return opened.metadata
 
 
 class DescribedStorage(WrappedStorage):
-    """A storage some of whose small objects are known already; None for one that is known not to be there."""
+    """A storage with some small objects held in memory; None for one that is known to be missing."""
 
     def __init__(self, inside: Storage, known: Mapping[str, bytes | None]) -> None:
         super().__init__(inside)
         self._known = known
 
     def open(self, key: str) -> Source:
-        """Open what is known from memory, all else inside."""
+        """Open known objects from memory, all others in the storage."""
         if key not in self._known:
             return self.inside.open(key)
         content = self._known[key]
@@ -351,7 +336,7 @@ class DescribedStorage(WrappedStorage):
 
 
 def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> CheckpointSource:
-    """Open the checkpoint in a folder; collective. Formats without `.metadata` are opened by each rank."""
+    """Open the checkpoint in a folder. Collective. Rank 0 reads `.metadata` and manifest for all ranks."""
 
     def read() -> dict[str, bytes | None]:
         return _description(storage, folder) if comm.rank == 0 else {}
@@ -362,12 +347,12 @@ def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Checkp
     return run_on_all_ranks(
         comm,
         lambda: open_folder(DescribedStorage(storage, known), folder, uri),
-        awaiting="all ranks to understand the checkpoint",
+        awaiting="all ranks to parse the checkpoint's description",
     )
 
 
 def open_path_together(path: AnyPath, comm: Comm) -> CheckpointSource:
-    """Open any path or URI that can hold a checkpoint, one file of `torch.save` among them; collective."""
+    """Open a checkpoint at any path or URI, of any format. Collective."""
     return run_on_all_ranks(
         comm,
         lambda: open_checkpoint(path, rank=comm.rank),
@@ -376,11 +361,15 @@ def open_path_together(path: AnyPath, comm: Comm) -> CheckpointSource:
 
 
 def _description(storage: Storage, folder: str) -> dict[str, bytes | None]:
-    found: dict[str, bytes | None] = {}
+    description: dict[str, bytes | None] = {}
     for name in (METADATA_NAME, MANIFEST_NAME):
-        key = f"{folder}/{name}" if folder else name
+        key = _key(folder, name)
         try:
-            found[key] = bytes(read_object(storage, key))
+            description[key] = bytes(read_object(storage, key))
         except ObjectNotFound:
-            found[key] = None
-    return found
+            description[key] = None
+    return description
+
+
+def _key(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name

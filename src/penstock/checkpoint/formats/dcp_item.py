@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 ZSTD: Final = "stream.zstd/1"
-"""The one transform that torch has built in."""
+"""The only transform that torch has built in."""
 
 
 def apply_transforms(content: Bytes, descriptors: Sequence[str]) -> bytes:
-    """`content` through the transforms in their order, the first one innermost."""
+    """Apply the transforms to `content` in order, the first one innermost."""
     packed = bytes(content)
     for descriptor in descriptors:
         _require_known(descriptor, UsageError)
@@ -43,7 +43,7 @@ def apply_transforms(content: Bytes, descriptors: Sequence[str]) -> bytes:
 
 
 def undo_transforms(content: Bytes, descriptors: Sequence[str], where: str) -> bytes:
-    """What `content` was before its transforms; `Unavailable` names one that is unknown here."""
+    """Undo the transforms of `content`; `Unavailable` names one that is not supported."""
     plain = bytes(content)
     for descriptor in descriptors:
         _require_known(descriptor, Unavailable)
@@ -52,7 +52,7 @@ def undo_transforms(content: Bytes, descriptors: Sequence[str], where: str) -> b
 
 
 def require_known_transforms(descriptors: Sequence[str]) -> None:
-    """Raise `UsageError` unless all can be written here."""
+    """Raise `UsageError` unless all transforms are supported."""
     for descriptor in descriptors:
         _require_known(descriptor, UsageError)
 
@@ -61,8 +61,8 @@ def _require_known(descriptor: str, error: type[UsageError | Unavailable]) -> No
     name, _, version = descriptor.partition("/")
     if name != "stream.zstd" or version.partition(".")[0] != "1":
         raise error(
-            f"The stream transform {descriptor!r} is unknown here",
-            fix=f"Known is {ZSTD}. Load checkpoints of other extensions with torch and its extension.",
+            f"The stream transform {descriptor!r} is not supported",
+            fix=f"Use {ZSTD}. Load checkpoints with other transforms with torch and their extension.",
         )
 
 
@@ -86,7 +86,7 @@ def _decompressed(content: bytes, where: str) -> bytes:
 
 
 def load_object(item: Bytes, name: str, *, descriptors: Sequence[str] = (), trust: bool, where: str) -> Any:
-    """The object of one item. Without `trust`, a `UsageError` names what torch does not know as harmless."""
+    """The object of one item. Without `trust`, `UsageError` names what torch does not know to be harmless."""
     import torch  # noqa: PLC0415 - the rest of this module serves programs without torch
 
     plain = io.BytesIO(undo_transforms(item, descriptors, where) if descriptors else item)
@@ -99,14 +99,14 @@ def load_object(item: Bytes, name: str, *, descriptors: Sequence[str] = (), trus
         raise UsageError(
             f"The object {name} is more than data: {reason or error}",
             where=where,
-            fix="If you trust whoever wrote this checkpoint, load it with trust=True: that runs its code.",
+            fix="If you trust the source of this checkpoint, load it with trust=True, which runs its code.",
         ) from error
     except (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         raise DataDamaged(f"The object {name} cannot be read: {error}", where=where) from error
 
 
 def with_tensors(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
-    """A value with real tensors for those it refers to; `elements` gives theirs in row-major order."""
+    """A value with its `TensorRef`s replaced by tensors; `elements` returns theirs in row-major order."""
     if isinstance(value, TensorRef):
         import torch  # noqa: PLC0415 - see `load_object`
 
@@ -140,7 +140,7 @@ _FULL = 0xFFFFFFFF
 _PADDING_ID = b"FB"
 """The extra field that torch itself pads its headers with."""
 _FLAGS = 0x0808
-"""Bit 3: sums and sizes follow the record, as the payload's are unknown before. Bit 11: names are UTF-8."""
+"""Bit 3: checksum and sizes follow the record, because the payload's are not known before. Bit 11: UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def begin_record(name: str, offset: int, *, align: int = 1) -> bytes:
 
 
 def _padding(num_bytes: int, align: int) -> bytes:
-    """An extra field `num_bytes` long; one that is too short to be a field grows by `align`."""
+    """An extra field of `num_bytes`; if that is too short for a field, of `align` bytes more."""
     if num_bytes == 0:
         return b""
     while num_bytes < 4:
@@ -213,7 +213,7 @@ def _central_entry(record: Record) -> bytes:
 
 PAYLOAD_ALIGNMENT = 4096
 _PREFIX_ALIGNMENT = 64
-"""As torch aligns tensors inside its archives; it also makes the prefixes of most shapes equally long."""
+"""The alignment of tensors in torch's archives. It also gives the prefixes of most shapes the same length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +223,12 @@ class Envelope:
     prefix: bytes
     payload_bytes: int
     suffix: bytes
-    """With no CRC-32 for the payload (0), which torch accepts; `with_crc32` has one for stricter readers."""
+    """Has no CRC-32 of the payload (0), which torch accepts; `with_crc32` adds one for strict readers."""
     _records: tuple[Record, ...]
 
     @property
     def item_bytes(self) -> int:
-        """Of the whole item."""
+        """The size of the whole item."""
         return len(self.prefix) + self.payload_bytes + len(self.suffix)
 
     def with_crc32(self, crc32: int) -> bytes:
@@ -261,7 +261,7 @@ def envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
 
 
 def item_start(position: int, prefix_bytes: int) -> int:
-    """The first place at or behind `position` where an item's payload is aligned."""
+    """The first offset from `position` on at which an item's payload is aligned."""
     return position + -(position + prefix_bytes) % PAYLOAD_ALIGNMENT
 
 
@@ -272,7 +272,10 @@ def _suffix(records: tuple[Record, ...], prefix_bytes: int) -> bytes:
 
 
 def tensor_pickle(kind: ElementType, shape: Sequence[int]) -> bytes:
-    """The pickle that rebuilds one contiguous tensor from storage 0, byte for byte as torch writes it."""
+    """The pickle of one contiguous tensor in storage 0, byte for byte as torch writes it.
+
+    Equal bytes let `payload_in` recognise our own items and torch's by comparison, without unpickling.
+    """
     num_elements = math.prod(shape)
     typed = kind.typed_storage is not None
     storage = f"ctorch\n{kind.typed_storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
@@ -320,17 +323,16 @@ def _pickled_int(number: int) -> bytes:
 
 
 HEAD_BYTES: Final = 4096
-"""So much of an item's beginning tells its payload's position."""
+"""This much of an item's beginning is enough to locate its payload."""
 
-_LOCAL_HEADER: Final = struct.Struct("<IHHHHHIIIHH")
 _SIGNATURE: Final = b"PK\x03\x04"
 
 
 def payload_in(head: Bytes, item_bytes: int, dtype: str, shape: Sequence[int]) -> int | None:
-    """Where in an item its payload begins, from the item's first `HEAD_BYTES`.
+    """The offset of the payload in an item, from the item's first `HEAD_BYTES`.
 
-    None where only `tensor_bytes` of the whole item tells: elements in another order, a big-endian writer,
-    or an archive that is laid out otherwise than torch does.
+    None if only `tensor_bytes` of the whole item can tell: elements in another order, a big-endian writer, or
+    an archive in another layout than torch's.
     """
     kind = element_type(dtype)
     head = bytes(head)
@@ -354,22 +356,22 @@ def payload_in(head: Bytes, item_bytes: int, dtype: str, shape: Sequence[int]) -
 
 
 def _content_offset(head: bytes, at: int) -> int | None:
-    """Where the bytes of the record begin whose local header is at `at`."""
-    if not head.startswith(_SIGNATURE, at) or len(head) < at + _LOCAL_HEADER.size:
+    """Where the content begins of the record whose local header is at `at`."""
+    if not head.startswith(_SIGNATURE, at) or len(head) < at + _LOCAL.size:
         return None
-    fields = _LOCAL_HEADER.unpack_from(head, at)
-    return at + _LOCAL_HEADER.size + int(fields[9]) + int(fields[10])
+    fields = _LOCAL.unpack_from(head, at)
+    return at + _LOCAL.size + int(fields[9]) + int(fields[10])
 
 
 def _name(head: bytes, at: int) -> bytes:
-    length = int(_LOCAL_HEADER.unpack_from(head, at)[9])
-    return head[at + _LOCAL_HEADER.size : at + _LOCAL_HEADER.size + length]
+    length = int(_LOCAL.unpack_from(head, at)[9])
+    return head[at + _LOCAL.size : at + _LOCAL.size + length]
 
 
 def tensor_bytes(
     item: Bytes, dtype: str, shape: Sequence[int], *, descriptors: Sequence[str] = (), where: str
 ) -> memoryview:
-    """A tensor's elements in row-major order, from its whole item; `DataDamaged` if it is another tensor."""
+    """A tensor's elements in row-major order, from its whole item; `DataDamaged` if it has another tensor."""
     plain = memoryview(undo_transforms(item, descriptors, where) if descriptors else item)
     archive = open_item(plain, where)
     facts = archive.index.tensors
@@ -385,13 +387,13 @@ def tensor_bytes(
 
 
 def open_item(item: Bytes, where: str) -> TorchSaveArchive:
-    """An item, its transforms undone, as the archive of `torch.save` that it is."""
+    """Open an item without transforms as the archive of `torch.save` that it is."""
     view = memoryview(item)
 
     def read(offset: int, size: int) -> bytes:
-        found = bytes(view[offset : offset + size])
-        if len(found) != size:
+        content = bytes(view[offset : offset + size])
+        if len(content) != size:
             raise DataDamaged("An item ends too early", where=where)
-        return found
+        return content
 
     return read_archive(read, len(view), "", where)

@@ -1,8 +1,8 @@
 """The `.metadata` file of a torch distributed checkpoint (DCP): read into columns and written from them.
 
-Reading and writing need no torch; `pickle.load` under torch gives the same objects for our files as for its
-own. Invariant: what is returned has been checked: every region has one place, lies inside its tensor, and no
-file name leaves the checkpoint's folder; and only names that torch's own metadata has are written.
+Reading and writing need no torch; with torch, `pickle.load` returns the same objects for our files as for its
+own. Invariant: what is returned has been checked: every region has one place and is inside its tensor, and no
+file name leaves the checkpoint's folder. Only names that torch's own metadata has are written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from penstock.checkpoint.formats.restricted_pickle import read_pickle
+from penstock.checkpoint.formats.restricted_pickle import read_metadata_pickle
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
     CheckpointIndex,
@@ -32,7 +32,7 @@ from penstock.errors import AccessRefused, DataDamaged, UsageError
 from penstock.storage.uri import check_key
 
 Path = tuple[str | int, ...]
-"""Where a leaf stands in the nested state dict that its name was made of."""
+"""The place of a leaf in the nested state dict, from which its name was made."""
 Descriptors = tuple[str, ...]
 """The stream transforms of an item, outermost last: `("stream.zstd/1",)`; () for none."""
 
@@ -41,7 +41,7 @@ VERSION = "1.0.0"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DcpMetadata:
-    """All that a `.metadata` says."""
+    """The content of a `.metadata` file."""
 
     index: CheckpointIndex
     paths: Mapping[str, Path] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class DcpMetadata:
     version: str | None = VERSION
 
     def descriptors(self, row: int) -> Descriptors:
-        """The stream transforms of one stored box."""
+        """The stream transforms of one stored region."""
         return () if self.row_transform is None else self.transforms[int(self.row_transform[row])]
 
 
@@ -65,9 +65,9 @@ def read_metadata(content: bytes | bytearray | memoryview, where: str) -> DcpMet
 
 
 def _read(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
-    root = read_pickle(content, where)
+    root = read_metadata_pickle(content, where)
     if getattr(root, "kind", None) != "Metadata":
-        _refuse("It holds no checkpoint's metadata", where)
+        _refuse("It is not the metadata of a checkpoint", where)
     try:
         return _Parsing(root, where).result()
     except UsageError:
@@ -83,7 +83,7 @@ def _refuse(what: str, where: str) -> NoReturn:
 
 
 class _Parsing:
-    """One reading: torch's records in, columns out."""
+    """Parses one file: torch's records in, columns out."""
 
     def __init__(self, root: Any, where: str) -> None:
         self._root = root
@@ -125,7 +125,7 @@ class _Parsing:
         )
 
     def _walk(self) -> tuple[list[tuple[int, Any]], list[Any]]:
-        """Every part of every tensor, with its tensor's number, and the place of each."""
+        """The chunks of all tensors, each with its tensor's number, and the place of each."""
         parts, places = [], []
         for name, about in self._root.state_dict_metadata.items():
             if about.kind == "BytesStorageMetadata":
@@ -153,7 +153,7 @@ class _Parsing:
             place = self._places.get((name, None)) if not any(offsets or ()) else None
         if place is None:
             at = f" at {list(offsets)}" if offsets is not None else ""
-            _refuse(f"{name}{at} was never written: no file holds it", self._where)
+            _refuse(f"{name}{at} was not written: no file holds it", self._where)
         return place
 
     def _add_object(self, name: str) -> None:
@@ -163,7 +163,7 @@ class _Parsing:
             self._object_transforms[name] = descriptors
         size_bytes, offset = int(place.length), int(place.offset)
         if size_bytes < 0 or offset < 0:
-            _refuse(f"The object {name} lies at {offset}, {size_bytes} bytes long", self._where)
+            _refuse(f"The object {name} has {size_bytes} bytes at offset {offset}", self._where)
         number = self._file_number(place)
         self._objects.append(StoredObject(str(name), number, offset, size_bytes, bool(descriptors)))
 
@@ -209,15 +209,18 @@ class _Parsing:
         for row in np.flatnonzero(wrong)[:1].tolist():
             facts = self._tensors[int(regions.tensor[row])]
             offsets, sizes = regions.region(row, len(facts.shape))
-            part = f"A part of {facts.name} at {list(offsets)}, {list(sizes)} large"
-            _refuse(f"{part}, is not in its {list(facts.shape)}", self._where)
+            _refuse(
+                f"A region of {facts.name} at {list(offsets)} of {list(sizes)} is outside its shape"
+                f" {list(facts.shape)}",
+                self._where,
+            )
 
     def _check_items(self, stored: StoredRegions) -> None:
         wrong = (stored.item_offset < 0) | (stored.item_bytes < 0)
         for row in np.flatnonzero(wrong)[:1].tolist():
             name = self._tensors[int(stored.regions.tensor[row])].name
             _refuse(
-                f"{name} lies at {stored.item_offset[row]}, {stored.item_bytes[row]} bytes long", self._where
+                f"{name} has {stored.item_bytes[row]} bytes at offset {stored.item_offset[row]}", self._where
             )
 
 
@@ -235,7 +238,7 @@ def _descriptors(place: Any) -> Descriptors:
 
 
 def _paths(planner_data: object) -> dict[str, Path]:
-    """The default planner's own record; that of another one is its business."""
+    """The names' places as the default planner records them; data of other planners is ignored."""
     if not isinstance(planner_data, dict):
         return {}
     return {
@@ -271,7 +274,10 @@ def metadata_bytes(metadata: DcpMetadata) -> bytes:
 
 
 class _Pickling:
-    """One writing: what is said often is said once, at the front, and referred to from then on."""
+    """Writes one file: what recurs is put into the pickle's memo at the front, and fetched from there.
+
+    A checkpoint may have a million rows: each is then a few bytes that are joined, without objects to pickle.
+    """
 
     def __init__(self, metadata: DcpMetadata) -> None:
         self._metadata = metadata
@@ -302,7 +308,7 @@ class _Pickling:
         }
 
     def _remember(self, value: bytes) -> bytes:
-        """Put a value into the memo, and give what fetches it."""
+        """Put a value into the memo, and return the bytes that fetch it."""
         self._front.append(value + b"\x940")
         number, self._num_remembered = self._num_remembered, self._num_remembered + 1
         return b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
@@ -325,7 +331,7 @@ class _Pickling:
         ]
 
     def _state(self) -> list[bytes]:
-        """Each name, and for a tensor its properties, shape and parts."""
+        """Each name and, for a tensor, its properties, shape and chunks."""
         index = self._metadata.index
         chunks = self._chunks(index.stored.regions)
         parts: list[bytes] = []
@@ -339,7 +345,7 @@ class _Pickling:
         return parts
 
     def _chunks(self, regions: Regions) -> list[list[bytes]]:
-        """Each tensor's parts, in the order of the rows."""
+        """Each tensor's chunks, in the order of the rows."""
         tensors = self._metadata.index.tensors
         by_tensor: list[list[bytes]] = [[] for _ in tensors]
         opening, between = self._chunk, b"\x85R" + self._word["sizes"] + self._size
@@ -398,7 +404,7 @@ class _Pickling:
         return self._transforms(self._metadata.descriptors(row)) + b"ub"
 
     def _transforms(self, descriptors: Descriptors) -> bytes:
-        """Left out where there are none, as older versions of torch had no such field."""
+        """The field of transforms; left out if there are none, as older versions of torch lack it."""
         if not descriptors:
             return b""
         return self._word["transform_descriptors"] + b"](" + b"".join(map(_text, descriptors)) + b"e"
@@ -432,7 +438,7 @@ def _number(number: int) -> bytes:
 
 @lru_cache(maxsize=1 << 16)
 def _dimensions(numbers: tuple[int, ...]) -> bytes:
-    """The argument of a `torch.Size`, wrapped for its call but for the wrapping itself."""
+    """The tuple that is the argument of a `torch.Size`."""
     encoded = b"".join(map(_number, numbers))
     if 1 <= len(numbers) <= 3:
         return encoded + (b"\x85", b"\x86", b"\x87")[len(numbers) - 1]
@@ -445,7 +451,7 @@ def _path(path: Path) -> bytes:
 
 @contextmanager
 def paused_garbage_collection() -> Iterator[None]:
-    """Without the garbage collector, which takes as long as the reading itself for a million records."""
+    """Pause the garbage collector, which takes as long as the reading itself for a million records."""
     was_on = gc.isenabled()
     gc.disable()
     try:

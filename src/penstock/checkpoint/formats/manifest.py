@@ -37,30 +37,30 @@ Bytes = bytes | bytearray | memoryview
 
 
 class RunningChecksum(Protocol):
-    """A sum that grows with the bytes it is given, in order."""
+    """A checksum that is computed piece by piece, in order."""
 
     def update(self, data: Bytes, /) -> None:
         """Add the next bytes."""
 
     def digest(self) -> bytes:
-        """The sum of all bytes so far."""
+        """The checksum of all bytes so far."""
 
 
 def start_checksum() -> RunningChecksum:
-    """The sum of nothing yet."""
+    """The checksum of no bytes yet."""
     return xxhash.xxh3_128()
 
 
 def checksum_of(*buffers: Bytes) -> bytes:
-    """The sum of `buffers`, one after another."""
+    """The checksum of `buffers`, one after another."""
     total = start_checksum()
     for buffer in buffers:
         total.update(buffer)
     return total.digest()
 
 
-def checksum_object(storage: Storage, key: str, seen: Callable[[int], None] | None = None) -> bytes:
-    """The sum of one object, read block by block; `seen` is called with the bytes of each."""
+def checksum_object(storage: Storage, key: str, progress: Callable[[int], None] | None = None) -> bytes:
+    """The sum of one object, read block by block; `progress` is called with the bytes of each."""
     total = start_checksum()
     with closing(storage.open(key)) as source:
         block = aligned_buffer(max(1, min(BLOCK_BYTES, source.size_bytes)))
@@ -68,8 +68,8 @@ def checksum_object(storage: Storage, key: str, seen: Callable[[int], None] | No
             part = block[: min(BLOCK_BYTES, source.size_bytes - start)]
             source.read_into(start, part)
             total.update(part)
-            if seen is not None:
-                seen(part.nbytes)
+            if progress is not None:
+                progress(part.nbytes)
     return total.digest()
 
 
@@ -77,29 +77,29 @@ Fact = str | int | float | bool | None
 
 MANIFEST_VERSION: Final = 1
 _OPENING: Final = b'{"format":"penstock.checkpoint","xxh3_128":"'
-"""Every manifest begins so; the hexadecimal sum of all other bytes follows."""
+"""Every manifest begins with this; the hexadecimal checksum of all other bytes follows."""
 _HEX: Final = 2 * SUM_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ManifestFile:
-    """One data file: columns of its items in the order of their offsets. Bytes outside of items are zeros."""
+    """One data file: columns of its items in the order of their offsets. Bytes between items are zeros."""
 
     name: str
     size_bytes: int
     item_name: Ints
-    """Counts in the manifest's `names`."""
+    """Numbers of the manifest's `names`."""
     item_offset: Ints
     item_bytes: Ints
     payload_offset: Ints
     sums: bytes
-    """XXH3-128 of each item as it lies in the file: 16 bytes each, one after another."""
+    """The XXH3-128 of each item as stored in the file, 16 bytes each."""
 
     def __len__(self) -> int:
         return len(self.item_offset)
 
     def sum_at(self, row: int) -> bytes:
-        """One item's sum."""
+        """One item's checksum."""
         return self.sums[row * SUM_BYTES : (row + 1) * SUM_BYTES]
 
 
@@ -115,7 +115,7 @@ class Manifest:
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Size of each named dimension of the device mesh, outermost first; empty without one."""
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    """What else the one who saved wants to be known."""
+    """Further facts that the program that saved wants to record."""
     metadata_bytes: int
     metadata_sum: bytes
     names: tuple[str, ...]
@@ -129,7 +129,7 @@ class Manifest:
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The file, its own sum included."""
+    """The content of the file, with its own checksum."""
     document = {
         "version": MANIFEST_VERSION,
         "step": manifest.step,
@@ -203,7 +203,7 @@ class _Document(_Strict):
 
 
 def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manifest:
-    """Check a manifest's own sum, then all that it says; `DataDamaged` names the first thing wrong."""
+    """Check a manifest's own checksum, then its content; `DataDamaged` names the first error."""
     content = bytes(content)
     _check_own_sum(content, where)
     try:
@@ -227,8 +227,8 @@ def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manife
 
 def _check_own_sum(content: bytes, where: str) -> None:
     end = len(_OPENING) + _HEX
-    said = content[len(_OPENING) : end]
-    if not content.startswith(_OPENING) or said != checksum_of(_OPENING, content[end:]).hex().encode():
+    stated = content[len(_OPENING) : end]
+    if not content.startswith(_OPENING) or stated != checksum_of(_OPENING, content[end:]).hex().encode():
         raise DataDamaged(
             "The manifest is not as it was written: its own checksum differs",
             where=where,
@@ -237,21 +237,21 @@ def _check_own_sum(content: bytes, where: str) -> None:
 
 
 def _unreadable(content: bytes, error: ValidationError, where: str) -> DataDamaged | Unavailable:
-    """Whole, but of another version: ours cannot read it, which is no damage."""
+    """The error for content that is as it was written: another version is not damage."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     if place == "version":
         version: Any = json.loads(content).get("version")
         return Unavailable(
-            f"The manifest has version {version}, this Penstock knows {MANIFEST_VERSION}",
+            f"The manifest has version {version}, this Penstock reads {MANIFEST_VERSION}",
             where=where,
-            fix="Read it with the version that wrote it, or a newer one.",
+            fix="Use the version of Penstock that wrote it, or a newer one.",
         )
     return DataDamaged(f"The manifest's {place}: {first['msg']}", where=where)
 
 
 def _file(file: _File, num_names: int, where: str) -> ManifestFile:
-    """A file's columns, checked: items in order, apart from each other, and inside the file."""
+    """Check a file's columns: items are in order, do not overlap, and are inside the file."""
     try:
         check_key(file.name, where)
         columns = [np.array(column, dtype=np.int64) for column in _columns(file.items)]
@@ -292,10 +292,10 @@ def build_manifest(
     mesh: Mapping[str, int] | None = None,
     facts: Mapping[str, Fact] | None = None,
 ) -> Manifest:
-    """The manifest of what was written: `index` as `metadata` tells them, `files` as ranks report them.
+    """The manifest of what was written: `index` as in `metadata`, `files` as ranks report them.
 
-    This is the check of coverage, too: an item that `index` know and no file has, or the other way round,
-    is a `DataDamaged` that names it.
+    Also checks that both agree: an item that is in `index` and in no file, or the other way round, is a
+    `DataDamaged` that names it.
     """
     names = (*(facts.name for facts in index.tensors), *(stored.name for stored in index.objects))
     by_name = {file.name: file for file in files if len(file.item_offset)}
@@ -334,16 +334,16 @@ def build_manifest(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChecksummedIndex:
-    """A checkpoint's contents with what its manifest adds: where payloads are, and each item's sum."""
+    """A checkpoint's index with what its manifest adds: payload positions and each item's checksum."""
 
     index: CheckpointIndex
     sums: NDArray[np.uint8]
-    """(rows of `contents.stored`, 16): of the item as it lies in the file, its envelope included."""
+    """(rows of `stored`, 16): of each item as stored in the file, with its envelope."""
     object_sums: tuple[bytes, ...]
 
 
 def join_manifest(index: CheckpointIndex, manifest: Manifest, where: str) -> ChecksummedIndex:
-    """Join what `.metadata` and the manifest say of one checkpoint; `DataDamaged` where they disagree."""
+    """Join `.metadata` and manifest of one checkpoint; raises `DataDamaged` where they disagree."""
     items = _ItemTable(index)
     by_name = {file.name: file for file in manifest.files}
     num_rows = len(index.stored)
@@ -367,7 +367,7 @@ def join_manifest(index: CheckpointIndex, manifest: Manifest, where: str) -> Che
 
 
 class _ItemTable:
-    """All items of some contents, boxes first, then objects: found by file and offset."""
+    """All items of an index, regions first, then objects, to be found by file and offset."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         objects, stored = index.objects, index.stored
@@ -380,12 +380,10 @@ class _ItemTable:
         self._begins = np.searchsorted(self._file[self._order], np.arange(len(index.files) + 1))
 
     def match(self, file: int, file_name: str, offsets: Ints, sizes: Ints) -> Ints:
-        """The rows of a file's items, whose offsets and sizes must be these, in order."""
+        """The rows of a file's items in order; their offsets and sizes must match."""
         rows = self._order[self._begins[file] : self._begins[file + 1]]
         if not (np.array_equal(self._offset[rows], offsets) and np.array_equal(self._bytes[rows], sizes)):
-            raise DataDamaged(
-                f"The items of {file_name} are not those that the metadata tells", where=file_name
-            )
+            raise DataDamaged(f"The items of {file_name} are not those in the metadata", where=file_name)
         return np.asarray(rows)
 
 

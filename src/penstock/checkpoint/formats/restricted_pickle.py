@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -20,6 +20,8 @@ from penstock.errors import DataDamaged
 if TYPE_CHECKING:
     from penstock.checkpoint.formats.manifest import Bytes
 
+StandIns = Mapping[tuple[str, str], Any]
+"""(module, name) as a pickle has them -> what takes their place."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -37,7 +39,7 @@ _RECORDS = (
 )
 """Classes whose instances are attributes and nothing more."""
 
-_CALLED: dict[tuple[str, str], Callable[..., Any]] = {
+_METADATA_CALLABLES: StandIns = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
     (_METADATA, "_MEM_FORMAT_ENCODING"): int,
@@ -50,7 +52,6 @@ _CALLED: dict[tuple[str, str], Callable[..., Any]] = {
         for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
 }
-"""Callables, and what stands in for them."""
 
 
 class PickledRecord:
@@ -63,60 +64,6 @@ class PickledRecord:
             self.__dict__.update(state)
         else:
             self.__dict__["state"] = state
-
-
-def read_pickle(content: bytes | bytearray | memoryview, where: str) -> Any:
-    """The value of a pickle whose classes are torch's metadata; `DataDamaged` for anything else."""
-    reader = _MetadataUnpickler(io.BytesIO(content), where)
-    try:
-        return reader.load()
-    except DataDamaged:
-        raise
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        MemoryError,
-        OverflowError,
-    ) as error:
-        raise DataDamaged(
-            f"This is no readable pickle: {error}",
-            where=where,
-            fix="The file is damaged or of another format; load an older checkpoint.",
-        ) from error
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles with stand-ins of its own, so that no file can leave anything behind in them."""
-
-    def __init__(self, file: io.BytesIO, where: str) -> None:
-        super().__init__(file)
-        self._where = where
-        self._known: dict[tuple[str, str], Any] = dict(_CALLED)
-        for module, name in _RECORDS:
-            # Plain attribute dictionaries are filled several times faster without a method of our own.
-            bases = (PickledRecord,) if name in ("TensorProperties", "Metadata") else (object,)
-            self._known[module, name] = type(name, bases, {"kind": name})
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a name; never the thing itself."""
-        if module == "torch" and name in ELEMENT_TYPES:
-            return name
-        known = self._known.get((module, name))
-        if known is None:
-            raise DataDamaged(
-                f"It names {module}.{name}, which no checkpoint's metadata needs",
-                where=self._where,
-                fix="Nothing of it was run. Do not open it with torch, which would run it.",
-            )
-        return known
-
-    def persistent_load(self, pid: object) -> NoReturn:  # noqa: ARG002 - pickle's interface
-        """Metadata refers to nothing outside itself."""
-        raise DataDamaged("It refers to something outside of itself", where=self._where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,74 +91,127 @@ class TensorRef:
 
 
 class Opaque:
-    """A value of a class that is not rebuilt here; `kind` names the class."""
+    """A value of a class that is not rebuilt here; `kind` names it. Its state and items are dropped."""
 
     kind = ""
 
     def __new__(cls, *_: object, **__: object) -> Self:
-        """Take whatever the real one would have been made from."""
+        """Accept any arguments, as the real class may."""
         return super().__new__(cls)
 
-    def __setstate__(self, _: object) -> None:
-        """Let its state go."""
+    def _drop(self, *_: object) -> None:
+        """Ignore what the pickle would put into the real object."""
 
-    def append(self, _: object) -> None:
-        """Let an item go, as of a list of its own class."""
-
-    def extend(self, _: object) -> None:
-        """Let items go."""
-
-    def __setitem__(self, _: object, __: object) -> None:
-        """Let an item go, as of a mapping of its own class."""
+    # The names by which the unpickler fills instances, subclasses of list and of dict.
+    __setstate__ = append = extend = __setitem__ = _drop
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"
 
 
+def read_metadata_pickle(content: Bytes, where: str) -> Any:
+    """The value of a pickle whose classes are torch's metadata; `DataDamaged` for anything else."""
+    # Classes are made for each file, so that no file can leave anything behind in them. Only two records may
+    # have another state than a dictionary: the others are filled several times faster without a method.
+    records = {
+        (module, name): type(
+            name, (PickledRecord if name in ("TensorProperties", "Metadata") else object,), {"kind": name}
+        )
+        for module, name in _RECORDS
+    }
+    return _Unpickler(content, {**_METADATA_CALLABLES, **records}, where, is_archive=False).read()
+
+
 def read_torch_pickle(content: Bytes, where: str) -> Any:
-    """The value, with `TensorRef` for tensors and `Opaque` for what is not known here."""
-    try:
-        return _ArchiveUnpickler(io.BytesIO(content), where).load()
-    except DataDamaged:
-        raise
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        MemoryError,
-        OverflowError,
-    ) as error:
-        raise DataDamaged(f"Its pickle cannot be read: {error}", where=where) from error
+    """The value of an archive, with `TensorRef` for tensors and `Opaque` for instances of unknown classes."""
+    return _Unpickler(content, _ARCHIVE_NAMES, where, is_archive=True).read()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Looks up every name in a table of stand-ins. Archives refer to their records, metadata to nothing."""
+
+    def __init__(self, content: Bytes, stand_ins: StandIns, where: str, *, is_archive: bool) -> None:
+        super().__init__(io.BytesIO(content), encoding="utf-8")
+        self._stand_ins = dict(stand_ins)
+        self._where = where
+        self._is_archive = is_archive
+
+    def read(self) -> Any:
+        """The pickle's value; whatever else the unpickler raises is damage, too."""
+        try:
+            return self.load()
+        except DataDamaged:
+            raise
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            MemoryError,
+            OverflowError,
+        ) as error:
+            raise DataDamaged(
+                f"The pickle cannot be read: {error}",
+                where=self._where,
+                fix="The file is damaged or of another format; load an older checkpoint.",
+            ) from error
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for a name; never the thing itself."""
+        if module == "torch" and name in ELEMENT_TYPES:
+            return name
+        if (module, name) not in self._stand_ins:
+            if not self._is_archive:
+                raise DataDamaged(
+                    f"It names {module}.{name}, which no checkpoint's metadata needs",
+                    where=self._where,
+                    fix="Nothing of it was run. Do not open it with torch, which would run it.",
+                )
+            self._stand_ins[module, name] = type(name, (Opaque,), {"kind": f"{module}.{name}"})
+        return self._stand_ins[module, name]
+
+    def persistent_load(self, pid: Any) -> StorageRef:
+        """A record of the archive."""
+        if not self._is_archive:
+            raise DataDamaged("It refers to something outside of itself", where=self._where)
+        if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):
+            self._refuse(pid)
+        _, dtype, key, _, num_elements = pid[:5]
+        if not (isinstance(dtype, str | None) and isinstance(num_elements, int) and num_elements >= 0):
+            self._refuse(pid)
+        return StorageRef(str(key), dtype, num_elements)
+
+    def _refuse(self, pid: object) -> NoReturn:
+        raise DataDamaged(f"It refers to {pid!r}, which is no record of its archive", where=self._where)
 
 
 def _rebuild_typed(
     storage: StorageRef, offset: int, size: Any, strides: Any, *rest: Any
 ) -> TensorRef | Opaque:
-    _, _, *about = rest
+    _, _, *notes = rest
     if storage.dtype is None:
         raise DataDamaged("A tensor has elements without a type")
-    return _view_of(TensorRef(storage, storage.dtype, tuple(size), tuple(strides), int(offset)), about)
+    return _view_of(TensorRef(storage, storage.dtype, tuple(size), tuple(strides), int(offset)), notes)
 
 
 def _rebuild_untyped(
     storage: StorageRef, offset: int, size: Any, strides: Any, *rest: Any
 ) -> TensorRef | Opaque:
-    _, _, dtype, *about = rest
+    _, _, dtype, *notes = rest
     kind = element_type(dtype)
-    return _view_of(TensorRef(storage, kind.name, tuple(size), tuple(strides), int(offset)), about)
+    return _view_of(TensorRef(storage, kind.name, tuple(size), tuple(strides), int(offset)), notes)
 
 
-def _view_of(tensor: TensorRef, about: list[Any]) -> TensorRef | Opaque:
-    """The tensor as what torch notes of it says; of notes that are unknown here nothing may be guessed."""
-    notes = about[0] if about else None
-    if not notes:
+def _view_of(tensor: TensorRef, notes: list[Any]) -> TensorRef | Opaque:
+    """Apply torch's notes on a tensor; one with notes that are unknown here is opaque, never guessed."""
+    if not notes or not notes[0]:
         return tensor
-    if not isinstance(notes, dict) or not notes.keys() <= {"conj", "neg"}:
+    if not isinstance(notes[0], dict) or not notes[0].keys() <= {"conj", "neg"}:
         return Opaque()
-    return replace(tensor, is_conjugate=bool(notes.get("conj")), is_negative=bool(notes.get("neg")))
+    flags = notes[0]
+    return replace(tensor, is_conjugate=bool(flags.get("conj")), is_negative=bool(flags.get("neg")))
 
 
 def _rebuild_parameter(data: Any, *_: Any) -> Any:
@@ -222,7 +222,14 @@ def _rebuild_subclass(function: Callable[..., Any], _: object, arguments: Any, _
     return function(*arguments) if function in (_rebuild_typed, _rebuild_untyped) else Opaque()
 
 
-_KNOWN: dict[tuple[str, str], Any] = {
+_ARCHIVE_NAMES: StandIns = {
+    **{
+        (module, storage): kind.name
+        for module in ("torch", "torch.storage")
+        for storage, kind in BY_STORAGE.items()
+    },
+    ("torch.storage", "UntypedStorage"): None,
+    ("torch.storage", "TypedStorage"): None,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_typed,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_untyped,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
@@ -231,55 +238,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): tuple,
     ("torch", "device"): lambda *parts: ":".join(map(str, parts)),
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "complex"): complex,
-    ("builtins", "bytearray"): bytearray,
-    ("builtins", "slice"): slice,
-    ("builtins", "range"): range,
-    ("__builtin__", "set"): set,
-    ("__builtin__", "complex"): complex,
-    ("__builtin__", "bytearray"): bytearray,
+    **{("builtins", kind.__name__): kind for kind in (set, frozenset, complex, bytearray, slice, range)},
+    **{("__builtin__", kind.__name__): kind for kind in (set, complex, bytearray)},
     ("_codecs", "encode"): lambda text, _: text.encode("latin-1"),
 }
-
-
-class _ArchiveUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, where: str) -> None:
-        super().__init__(file, encoding="utf-8")
-        self._where = where
-        self._opaque: dict[tuple[str, str], type[Opaque]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What stands in for a name."""
-        if module in ("torch", "torch.storage") and name in BY_STORAGE:
-            return BY_STORAGE[name].name
-        if module == "torch.storage" and name in ("UntypedStorage", "TypedStorage"):
-            return None
-        if module == "torch" and name in ELEMENT_TYPES:
-            return name
-        known = self._known(module, name)
-        return known if known is not None else self._opaque_class(module, name)
-
-    @staticmethod
-    def _known(module: str, name: str) -> Any:
-        return _KNOWN.get((module, name))
-
-    def _opaque_class(self, module: str, name: str) -> type[Opaque]:
-        made = self._opaque.get((module, name))
-        if made is None:
-            made = type(name, (Opaque,), {"kind": f"{module}.{name}"})
-            self._opaque[module, name] = made
-        return made
-
-    def persistent_load(self, pid: Any) -> StorageRef:
-        """A record of the archive."""
-        if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):
-            self._refuse(f"It refers to {pid!r}")
-        _, dtype, key, _, num_elements = pid[:5]
-        if not (isinstance(dtype, str | None) and isinstance(num_elements, int) and num_elements >= 0):
-            self._refuse(f"It refers to {pid!r}")
-        return StorageRef(str(key), dtype, num_elements)
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise DataDamaged(f"{what}, which is no record of its archive", where=self._where)

@@ -1,7 +1,7 @@
 """safetensors files as checkpoints: a single file, or a folder of them with or without an index.
 
-Invariant: what is returned has been checked as the format requires: ranges inside the file, of the length
-that dtype and shape need, without overlap; and an index is only trusted as far as its files agree.
+Invariant: what is returned has been checked as the format requires: ranges are inside the file, as long as
+dtype and shape need, and do not overlap; an index must agree with its files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _INDEX: Final = TypeAdapter(dict[str, str])
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of one file: facts, and where its payload begins in it."""
+    """One tensor of one file, and where its payload begins."""
 
     facts: TensorFacts
     offset: int
@@ -68,18 +68,20 @@ def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTens
         facts = _facts(name, entry, where)
         if begin != position or end - begin != facts.size_bytes:
             raise _damaged(
-                f"{name} lies at {begin} to {end}, which does not fit its neighbours or its shape", where
+                f"the range of {name}, {begin} to {end}, does not match its neighbours or its shape", where
             )
         tensors.append(StoredTensor(facts, 8 + header_bytes + begin))
         position = end
     if 8 + header_bytes + position != size_bytes:
-        raise _damaged(f"it has {size_bytes} bytes, its header tells of {8 + header_bytes + position}", where)
+        raise _damaged(
+            f"it has {size_bytes} bytes, but its header needs {8 + header_bytes + position}", where
+        )
     return tensors
 
 
 def _damaged(what: str, where: str) -> DataDamaged:
     return DataDamaged(
-        f"This is no whole safetensors file: {what}", where=where, fix="Fetch or save it again."
+        f"This is not a complete safetensors file: {what}", where=where, fix="Fetch or save it again."
     )
 
 
@@ -101,20 +103,20 @@ def _facts(name: str, entry: _Entry, where: str) -> TensorFacts:
     kind = BY_SAFETENSORS.get(entry.dtype)
     if kind is None:
         raise Unavailable(
-            f"{name} has elements of type {entry.dtype}, which torch has no tensors of", where=where
+            f"{name} has elements of type {entry.dtype}, which torch does not support", where=where
         )
     return TensorFacts(name, kind.name, tuple(entry.shape), kind.size_bytes)
 
 
 def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str) -> CheckpointIndex:
-    """One checkpoint of several files. A tensor that two files hold is damage."""
+    """The index of a checkpoint of several files. A tensor in two files is damage."""
     tensors = [stored for _, of_file in files for stored in of_file]
     facts = tuple(stored.facts for stored in tensors)
-    seen: set[str] = set()
+    names: set[str] = set()
     for one in facts:
-        if one.name in seen:
-            raise _damaged(f"{one.name} lies in two of the files", where)
-        seen.add(one.name)
+        if one.name in names:
+            raise _damaged(f"{one.name} is in two of the files", where)
+        names.add(one.name)
     offsets = np.array([stored.offset for stored in tensors], dtype=np.int64)
     sizes = np.array([one.size_bytes for one in facts], dtype=np.int64)
     file = np.repeat(np.arange(len(files)), [len(of_file) for _, of_file in files])
@@ -135,7 +137,7 @@ def read_index(content: bytes | bytearray, where: str) -> Mapping[str, str]:
         document: Any = json.loads(content)
         return _INDEX.validate_python(document["weight_map"], strict=True)
     except (ValueError, ValidationError, KeyError, TypeError) as error:
-        raise DataDamaged(f"This index tells no file for each tensor: {error}", where=where) from error
+        raise DataDamaged(f"This index does not list a file for each tensor: {error}", where=where) from error
 
 
 def check_index(file_of: Mapping[str, str], index: CheckpointIndex, where: str) -> None:

@@ -1,13 +1,14 @@
-"""Archives of `torch.save` as checkpoints: every tensor as a byte range of the file, none of them read.
+"""Archives of `torch.save` as checkpoints: every tensor is a byte range of the file, and none is read.
 
-Names are the keys of the nested state joined by dots, as in DCP. Invariant: a tensor with a payload offset
-lies there whole, in row-major order, inside its record.
+Names are the keys of the nested state joined by dots, as in DCP. Invariant: a tensor with a payload offset is
+there in full, in row-major order, inside its record.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -33,15 +34,12 @@ if TYPE_CHECKING:
 
 
 ReadRange = Callable[[int, int], bytes | bytearray]
-"""(offset, size) -> so many bytes of the archive, exactly."""
+"""(offset, size) -> exactly `size` bytes of the archive from `offset` on."""
 
-_END: Final = struct.Struct("<IHHHHIIH")
-_LOCATOR64: Final = struct.Struct("<IIQI")
-_END64: Final = struct.Struct("<IQHHIIQQQQ")
-_CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
-_LOCAL: Final = struct.Struct("<IHHHHHIIIHH")
-_LONGEST_END: Final = _END.size + 0xFFFF + _LOCATOR64.size
-_FULL: Final = 0xFFFFFFFF
+_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
+"""Of a local header, its signature and the lengths of the name and the extra field that follow it."""
+_SHORTEST_ARCHIVE: Final = 98
+"""Bytes of an empty archive with a ZIP64 end, which torch always writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,128 +56,113 @@ class ZipRecord:
     crc32: int
 
 
+class _Ranges:
+    """The part of a file object that `zipfile` needs to read a directory: it reads ranges, no record."""
+
+    def __init__(self, read: ReadRange, size_bytes: int) -> None:
+        self._read = read
+        self._size_bytes = size_bytes
+        self._position = 0
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Move to `offset` from the beginning (0), the position (1) or the end (2)."""
+        self._position = offset + (0, self._position, self._size_bytes)[whence]
+        if self._position < 0:
+            raise ValueError("its directory is outside of the file")
+        return self._position
+
+    def tell(self) -> int:
+        """The position."""
+        return self._position
+
+    def read(self, size: int = -1, /) -> bytes:
+        """At most `size` bytes, fewer at the end; a damaged directory may ask for any number."""
+        remaining = max(self._size_bytes - self._position, 0)
+        size = remaining if size < 0 else min(size, remaining)
+        content = bytes(self._read(self._position, size))
+        self._position += size
+        return content
+
+
 def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str, ZipRecord]:
     """All records by name; `DataDamaged` where the archive is cut short or was never one."""
+    if size_bytes < _SHORTEST_ARCHIVE:
+        raise _not_whole("its end is missing", where)
     try:
-        begin, length = _find_directory(read, size_bytes)
-        if begin + length > size_bytes:
-            raise _not_whole("its directory lies outside of it", where)
-        return dict(_entries(read(begin, length), size_bytes))
-    except (struct.error, UnicodeDecodeError, ValueError, IndexError) as error:
+        listed = zipfile.ZipFile(_Ranges(read, size_bytes)).infolist()
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, IndexError) as error:
         raise _not_whole(str(error), where) from error
+    for info in listed:
+        # `zipfile` corrects positions for bytes before the archive, so damaged ones may be negative.
+        if not 0 <= info.header_offset <= size_bytes - _LOCAL_HEADER.size - info.file_size:
+            raise _not_whole(f"{info.filename} is outside of the file", where)
+    return {
+        info.filename: ZipRecord(
+            info.filename,
+            info.header_offset,
+            info.file_size,
+            is_stored=info.compress_type == zipfile.ZIP_STORED,
+            crc32=info.CRC,
+        )
+        for info in listed
+    }
 
 
 def data_offset(read: ReadRange, record: ZipRecord, where: str) -> int:
-    """Where a record's bytes begin."""
-    header = _LOCAL.unpack(read(record.header_offset, _LOCAL.size))
-    if header[0] != 0x04034B50:
+    """Where a record's bytes begin. Only its local header says so: the directory's lengths may differ."""
+    begin = record.header_offset
+    signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(read(begin, _LOCAL_HEADER.size))
+    if signature != b"PK\x03\x04":
         raise _not_whole(f"no record begins where {record.name} should", where)
-    return record.header_offset + _LOCAL.size + int(header[9]) + int(header[10])
+    return begin + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
 
 
 def _not_whole(what: str, where: str) -> DataDamaged:
     return DataDamaged(
-        f"This is no whole archive of torch.save: {what}",
+        f"This is not a complete archive of torch.save: {what}",
         where=where,
-        fix="It was cut short, or another program wrote it.",
+        fix="The file was cut short, or another program wrote it.",
     )
-
-
-def _find_directory(read: ReadRange, size_bytes: int) -> tuple[int, int]:
-    tail_offset = max(size_bytes - _LONGEST_END, 0)
-    tail = bytes(read(tail_offset, size_bytes - tail_offset))
-    at = tail.rfind(b"PK\x05\x06")
-    if at < 0:
-        raise ValueError("its end is missing")
-    end = _END.unpack_from(tail, at)
-    length, begin = int(end[5]), int(end[6])
-    if at >= _LOCATOR64.size and tail[at - _LOCATOR64.size : at].startswith(b"PK\x06\x07"):
-        end64_offset = int(_LOCATOR64.unpack_from(tail, at - _LOCATOR64.size)[2])
-        if end64_offset + _END64.size <= size_bytes:
-            end64 = _END64.unpack(read(end64_offset, _END64.size))
-            length, begin = int(end64[8]), int(end64[9])
-    return begin, length
-
-
-def _entries(directory: bytes | bytearray, archive_bytes: int) -> list[tuple[str, ZipRecord]]:
-    entries, at = [], 0
-    while at < len(directory):
-        fields = _CENTRAL.unpack_from(directory, at)
-        if fields[0] != 0x02014B50:
-            raise ValueError("its directory is garbled")
-        name_end = at + _CENTRAL.size + fields[10]
-        name = bytes(directory[at + _CENTRAL.size : name_end]).decode()
-        extra = bytes(directory[name_end : name_end + fields[11]])
-        size, header_offset = _long_fields(extra, stored=fields[8], size=fields[9], offset=fields[16])
-        if header_offset + _LOCAL.size + size > archive_bytes:
-            raise ValueError(f"{name} lies outside of it")
-        entries.append(
-            (name, ZipRecord(name, header_offset, size, is_stored=fields[4] == 0, crc32=fields[7]))
-        )
-        at = name_end + fields[11] + fields[12]
-    return entries
-
-
-def _long_fields(extra: bytes, *, stored: int, size: int, offset: int) -> tuple[int, int]:
-    """Size and position of a record, from the ZIP64 field where they are beyond 4 GiB."""
-    numbers = _zip64_numbers(extra)
-    if size == _FULL:
-        size = numbers.pop(0)
-    if stored == _FULL:
-        numbers.pop(0)
-    if offset == _FULL:
-        offset = numbers.pop(0)
-    return size, offset
-
-
-def _zip64_numbers(extra: bytes) -> list[int]:
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            return list(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
-        at += 4 + length
-    return []
 
 
 Path = tuple[str | int, ...]
 
 _LARGEST_PICKLE: Final = 1 << 32
 SOLE_NAME: Final = "value"
-"""What the one value of an archive is called that holds no mapping."""
+"""The name of the only value in an archive that does not hold a mapping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TorchSaveArchive:
-    """One archive: its contents, the values that are no tensors, and tensors that are not row-major."""
+    """One archive: its index, the values that are not tensors, and tensors that are not row-major."""
 
     index: CheckpointIndex
     paths: Mapping[str, Path]
     values: Mapping[str, Any]
-    """By object name; `Opaque` where torch alone could say what it is."""
+    """By object name; `Opaque` for classes that only torch can rebuild."""
     strided: Mapping[int, TensorRef] = field(default_factory=dict)
-    """By row: tensors whose elements lie in another order, or stand for conjugates or negatives.
+    """By row: tensors whose elements are in another order, or stand for conjugates or negatives.
 
     Their items are their whole records.
     """
     value: Any = None
-    """All of it, as it was nested."""
+    """The whole value, nested as it was saved."""
     records: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Offset and size of every tensor's record, by key."""
 
 
 def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -> TorchSaveArchive:
-    """Look into an archive without reading its tensors."""
+    """Read an archive's directory and pickle, but not its tensors."""
     if bytes(read(0, min(4, size_bytes))) != b"PK\x03\x04":
         raise DataDamaged(
-            "This is no archive that torch.save writes since 1.6",
+            "This is not an archive as torch.save writes since 1.6",
             where=where,
-            fix="Open it once with torch.load and save it again, if torch can read it.",
+            fix="If torch can read it, load it with torch.load and save it again.",
         )
     records = read_directory(read, size_bytes, where)
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise DataDamaged("This archive holds no state that torch.save wrote", where=where)
+        raise DataDamaged("This archive was not written by torch.save", where=where)
     root = pickles[0].removesuffix("data.pkl")
     archive = _Archive(read, records, root, where)
     archive.check_byte_order()
@@ -197,7 +180,7 @@ class _Archive:
     where: str
 
     def record(self, name: str) -> ZipRecord:
-        """A record that must be there, as it is."""
+        """A record that must exist and be uncompressed."""
         record = self.records.get(self.root + name)
         if record is None or not record.is_stored:
             raise DataDamaged(f"Its record {name} is missing or compressed", where=self.where)
@@ -215,7 +198,7 @@ class _Archive:
         return bytes(self.read(self.offset(name), record.size_bytes))
 
     def check_byte_order(self) -> None:
-        """Elements are taken as they lie."""
+        """Raise `UsageError` for big-endian elements, as the bytes of elements are not converted."""
         if f"{self.root}byteorder" in self.records and self.content("byteorder") != b"little":
             raise UsageError("Its numbers are big-endian", where=self.where, fix="Convert it with torch.")
 
@@ -278,7 +261,7 @@ def _places(archive: _Archive, tensors: list[TensorRef]) -> Iterator[tuple[int, 
 
 
 def _extent(tensor: TensorRef) -> tuple[int, int]:
-    """The first element in its record, and the one behind the last."""
+    """The first element in its record, and the one after the last."""
     if len(tensor.shape) != len(tensor.strides) or 0 in tensor.shape:
         return tensor.offset, tensor.offset
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
@@ -286,7 +269,7 @@ def _extent(tensor: TensorRef) -> tuple[int, int]:
 
 
 def _is_row_major(tensor: TensorRef) -> bool:
-    """Whether elements follow one another; the stride of a dimension of one element does not matter."""
+    """Whether elements are contiguous; the stride of a dimension of one element does not matter."""
     wanted = contiguous_strides(tensor.shape)
     if tensor.strides == wanted:
         return True
@@ -295,7 +278,7 @@ def _is_row_major(tensor: TensorRef) -> bool:
 
 
 def row_major(tensor: TensorRef, record: memoryview) -> memoryview:
-    """The elements of a tensor that does not lie there as it is, in row-major order: a copy."""
+    """A copy of a tensor's elements in row-major order, from its whole record."""
     width = element_type(tensor.dtype).size_bytes
     elements = np.frombuffer(record, dtype=np.dtype((np.void, width)))[tensor.offset :]
     strides = tuple(stride * width for stride in tensor.strides)
@@ -309,7 +292,7 @@ def row_major(tensor: TensorRef, record: memoryview) -> memoryview:
 
 
 def _flip_signs(tensor: TensorRef, elements: NDArray[np.uint8]) -> None:
-    """Of imaginary parts, of all parts, or of real ones where both are asked for."""
+    """Flip the signs of imaginary parts (conjugate), of all parts (negative), or of real parts (both)."""
     imaginary, real = elements.shape[1] - 1, elements.shape[1] // 2 - 1
     if tensor.is_conjugate != tensor.is_negative:
         elements[:, imaginary] ^= 0x80
@@ -318,17 +301,17 @@ def _flip_signs(tensor: TensorRef, elements: NDArray[np.uint8]) -> None:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is known whole, without a class that only its own program can rebuild."""
+    """Whether a value is complete, without a class that only its own program can rebuild."""
     return not any(isinstance(inner, Opaque) for inner in _inside(value))
 
 
 def tensors_inside(value: object) -> list[TensorRef]:
-    """All tensors in a value that is none."""
+    """All tensors inside a value that is not a tensor."""
     return [inner for inner in _inside(value) if isinstance(inner, TensorRef)]
 
 
 def with_elements(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
-    """A value with (type, shape, bytes) for each tensor in it."""
+    """A value with each tensor in it replaced by (type, shape, bytes)."""
     if isinstance(value, TensorRef):
         return value.dtype, value.shape, bytes(elements(value))
     if isinstance(value, Mapping):
@@ -339,7 +322,7 @@ def with_elements(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any
 
 
 def _inside(value: object) -> Iterator[object]:
-    """A value and all that it holds."""
+    """A value and all values inside it."""
     yield value
     if isinstance(value, Mapping):
         for pair in value.items():

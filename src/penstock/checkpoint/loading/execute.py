@@ -12,87 +12,75 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
-from penstock.checkpoint.formats.manifest import start_checksum
-from penstock.checkpoint.loading.placement import Destinations, Target, incoming_messages, outgoing_messages
-from penstock.checkpoint.loading.reader import (
-    BlockReader,
-    OpenFiles,
-    ReadBuffers,
-    Span,
-    SummedItem,
-    damaged,
-    plan_blocks,
-)
-from penstock.checkpoint.loading.transport import Outbox, Transport, run_rounds
+from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
+from penstock.checkpoint.formats.manifest import checksum_of
+from penstock.checkpoint.loading import placement, reader
+from penstock.checkpoint.loading.requests import ByteItemIndex
+from penstock.checkpoint.loading.transport import GlooTransport, Outbox, run_rounds
 from penstock.checkpoint.plan.load_plan import LoadPlan, payload_starts
 from penstock.checkpoint.plan.region_arithmetic import find_overlaps
 from penstock.checkpoint.saving.buffers import pin_memory
-from penstock.checkpoint.state.regions import Ints, Regions, element_sizes
-from penstock.cluster.comm import format_cause
+from penstock.checkpoint.state.process_group import RankGroup
+from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, element_sizes
+from penstock.cluster.comm import Comm, format_cause
 from penstock.errors import RankFailed, WaitTimeout
+from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES
 from penstock.storage.capabilities import find_local_paths
 from penstock.storage.protocol import Source
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
-    from penstock.checkpoint.loading.requests import ByteItemIndex
-    from penstock.cluster.comm import Comm
-    from penstock.progress import Progress
-
-
 Result = TypeVar("Result")
 
 HEARTBEAT_S = 1.0
-"""So late may a rank hear of another's failure: one small message of all ranks in that time costs nothing."""
+"""How late a rank may hear of another's failure. A small message of all ranks at this rate costs nothing."""
 
 INTERRUPTED = "it was interrupted (Ctrl-C) while loading"
+AWAITED = "all ranks to load their parts"
+NUM_VERIFYING_THREADS = 2
 
 
 class CancelToken:
-    """Tells work that it is to end; safe from any thread, at any time."""
+    """Tells work to end early. All methods may be called from any thread, at any time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: list[Callable[[], None]] = []
-        self._is_stopped = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._is_cancelled = False
         self.is_interrupted = False
 
-    def on_cancel(self, call: Callable[[], None]) -> None:
-        """Have `call` made when it is to end; now, where that is already so."""
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on cancellation; at once if that has happened."""
         with self._lock:
-            self._calls.append(call)
-            is_late = self._is_stopped
+            self._callbacks.append(callback)
+            is_late = self._is_cancelled
         if is_late:
-            call()
+            callback()
 
-    def stop(self) -> None:
-        """It is to end. Safe twice."""
+    def cancel(self) -> None:
+        """End the work. May be called twice."""
         with self._lock:
-            self._is_stopped = True
-            calls, self._calls = self._calls, []
-        for call in calls:
-            call()
+            self._is_cancelled = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def interrupt(self) -> None:
-        """It is to end, because the caller was interrupted; other ranks will hear so."""
+        """End the work because the caller was interrupted, which is what other ranks will report."""
         self.is_interrupted = True
-        self.stop()
+        self.cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class _RankStatus:
-    """How one rank stands at one beat."""
+    """The status of one rank at one heartbeat."""
 
     state: Literal["busy", "done", "failed"]
     host: str = ""
@@ -102,67 +90,70 @@ class _RankStatus:
 def run_with_heartbeat(
     comm: Comm, work: Callable[[CancelToken], Result], *, awaiting: str, limit_s: float | None = None
 ) -> Result:
-    """What `work` gives on this rank once it is done on all; where it raises on any, all raise. Collective.
+    """Run `work` on all ranks and return its result here, or raise on all ranks if it fails on any.
 
-    `work` runs in a thread and ends soon after its `CancelToken` is cancelled. No other thread may use `comm`
-    meanwhile.
-    A rank that is done waits for the others at most `limit_s`, by default the limit of `comm`. Alone, the
-    error is its own.
+    Collective.
+
+    `work` runs in a thread and must end soon after its `CancelToken` is cancelled. No other thread may use
+    `comm` meanwhile. A rank that is done waits at most `limit_s` for the others, by default the limit of
+    `comm`. On a single rank, the error is raised as it is.
     """
     cancel_token = CancelToken()
     if comm.size == 1:
         with ExitStack() as undo:
-            undo.callback(cancel_token.stop)
+            undo.callback(cancel_token.cancel)
             return work(cancel_token)
     with (
         ThreadPoolExecutor(1, thread_name_prefix="penstock-work") as workers,
-        ThreadPoolExecutor(1, thread_name_prefix="penstock-vigil") as keepers,
+        ThreadPoolExecutor(1, thread_name_prefix="penstock-heartbeat") as heartbeats,
         ExitStack() as undo,
     ):
-        # On the way out of an interrupt, too: the vigil then tells the others, and ends.
+        # An interrupt leaves this block, too: the heartbeat then tells the other ranks, and ends.
         undo.callback(cancel_token.interrupt)
         limit_s = comm.timeout_s if limit_s is None else limit_s
-        vigil = _Heartbeat(comm, cancel_token, awaiting, limit_s)
-        # The vigil begins the work, so that an interrupt finds both or neither.
-        keeping = keepers.submit(vigil.keep, lambda: workers.submit(work, cancel_token))
-        wait([keeping])
+        heartbeat = _Heartbeat(comm, cancel_token, awaiting, limit_s)
+        # The heartbeat's thread starts the work, so that an interrupt finds both running or neither.
+        beating = heartbeats.submit(heartbeat.beat, lambda: workers.submit(work, cancel_token))
+        # With time limits, because Ctrl-C does not end a wait that it precedes by an instant.
+        while wait([beating], timeout=HEARTBEAT_S).not_done:
+            pass
         undo.pop_all()
-        cancel_token.stop()
-        working, stands = keeping.result()
+        cancel_token.cancel()
+        working, statuses = beating.result()
         wait([working])
-    for rank, stand in enumerate(stands):
-        if stand.state == "failed":
+    for rank, status in enumerate(statuses):
+        if status.state == "failed":
             own = working.exception() if rank == comm.rank else None
-            raise RankFailed(rank, stand.host, stand.cause) from own
+            raise RankFailed(rank, status.host, status.cause) from own
     return working.result()
 
 
 @dataclass(frozen=True, slots=True)
 class _Heartbeat:
-    """Beat by beat, until all ranks are done or one has failed."""
+    """Exchanges the status of all ranks until all are done or one has failed."""
 
     comm: Comm
     cancel_token: CancelToken
     awaiting: str
     limit_s: float
 
-    def keep(self, begin: Callable[[], Future[Result]]) -> tuple[Future[Result], Sequence[_RankStatus]]:
-        """The work of this rank, and how each rank stood last."""
+    def beat(self, start: Callable[[], Future[Result]]) -> tuple[Future[Result], Sequence[_RankStatus]]:
+        """Start the work; returns it and the last status of each rank."""
         with ExitStack() as undo:
-            undo.callback(self.cancel_token.stop)
-            working, done_s = begin(), None
+            undo.callback(self.cancel_token.cancel)
+            working, done_s = start(), None
             while True:
                 wait([working], timeout=HEARTBEAT_S)
                 if done_s is None and working.done():
                     done_s = time.monotonic()
-                stands = self.comm.gather(self._stand(working, done_s), awaiting=self.awaiting)
-                if any(each.state == "failed" for each in stands):
-                    return working, stands
-                if all(each.state == "done" for each in stands):
+                statuses = self.comm.gather(self._status(working, done_s), awaiting=self.awaiting)
+                if any(status.state == "failed" for status in statuses):
+                    return working, statuses
+                if all(status.state == "done" for status in statuses):
                     undo.pop_all()
-                    return working, stands
+                    return working, statuses
 
-    def _stand(self, working: Future[Result], done_s: float | None) -> _RankStatus:
+    def _status(self, working: Future[Result], done_s: float | None) -> _RankStatus:
         cause = ""
         if self.cancel_token.is_interrupted:
             cause = INTERRUPTED
@@ -177,153 +168,167 @@ class _Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTotals:
-    """What moving cost."""
+    """What this rank has read, received and verified."""
 
     read_bytes: int
     received_bytes: int
-    num_summed: int
+    num_verified: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadContext:
-    """What moving needs besides the plan."""
+    """What executing a plan needs besides the plan."""
 
     checkpoint: CheckpointSource
-    storage: Storage
-    """The opened one, or a faster way to the same files."""
-    transport: Transport | None
-    buffers: ReadBuffers
+    item_index: ByteItemIndex
+    group: RankGroup
+    buffers: reader.ReadBuffers
     progress: Progress
-    timeout_s: float
+    storage: Storage
+    """The checkpoint's, or faster access to the same files."""
 
     @property
-    def takes_any_address(self) -> bool:
-        """Whether the storage reads into any memory as fast as into aligned huge pages."""
-        paths = find_local_paths(self.storage)
-        return paths is None or paths.uses_page_cache
+    def element_sizes(self) -> Ints:
+        """Bytes of one element, by tensor number."""
+        return element_sizes(self.item_index.tensors)
 
     def open_file(self, number: int) -> Source:
         """One of the checkpoint's files."""
         return self.storage.open(self.checkpoint.key(self.checkpoint.index.files[number]))
 
-    def summed(self, item_index: ByteItemIndex, row: int) -> SummedItem | None:
-        """The sum of the item of a row of `item_index`, where it is known."""
+    def checksummed_item(self, row: int) -> reader.ChecksummedItem | None:
+        """The item of a row of `item_index` with its checksum, if that is known."""
         summed = self.checkpoint.summed
         if summed is None:
             return None
-        source = int(item_index.source_row[row])
-        expected = summed.object_sums[-1 - source] if source < 0 else summed.sums[source].tobytes()
-        begin = int(item_index.stored.item_offset[row])
-        return SummedItem(
-            name=item_index.tensors[int(item_index.stored.regions.tensor[row])].name,
-            file=f"{self.checkpoint.uri}/{self.checkpoint.index.files[int(item_index.stored.file[row])]}",
+        stored = self.item_index.stored
+        source = int(self.item_index.source_row[row])
+        begin = int(stored.item_offset[row])
+        return reader.ChecksummedItem(
+            name=self.item_index.tensors[int(stored.regions.tensor[row])].name,
+            file=f"{self.checkpoint.uri}/{self.checkpoint.index.files[int(stored.file[row])]}",
             begin=begin,
-            end=begin + int(item_index.stored.item_bytes[row]),
-            expected=expected,
+            end=begin + int(stored.item_bytes[row]),
+            expected=summed.object_sums[-1 - source] if source < 0 else summed.sums[source].tobytes(),
         )
 
 
 def execute_plan(
-    plan: LoadPlan,
-    item_index: ByteItemIndex,
-    targets: Sequence[Target],
-    context: LoadContext,
-    cancel_token: CancelToken,
+    plan: LoadPlan, wanted: Regions, targets: Sequence[placement.Target], context: LoadContext
 ) -> LoadTotals:
-    """Read, sum, exchange and put in place; `targets` are this rank's wanted boxes, in their order.
+    """Read, exchange, place and verify this rank's part. Collective.
 
-    Once `cancel_token` says so, nothing more is read, and what others wait for is sent as it is.
+    `targets` are the memory of the `wanted` regions, row by row. Raises on all ranks if one fails.
     """
-    begin, end = _ranges(plan, item_index)
-    items = _whole_items(plan, item_index, begin, end, context)
-    spans = _spans(plan, item_index, begin, end, items)
+
+    def work(cancel_token: CancelToken) -> LoadTotals:
+        totals = _move(plan, targets, context, cancel_token)
+        num_verified = _verify_cut_items(plan, wanted, targets, context)
+        return replace(totals, num_verified=totals.num_verified + num_verified)
+
+    placement.wait_for_devices(targets)
+    return run_with_heartbeat(context.group.comm, work, awaiting=AWAITED)
+
+
+def _move(
+    plan: LoadPlan, targets: Sequence[placement.Target], context: LoadContext, cancel_token: CancelToken
+) -> LoadTotals:
+    """Read, exchange and place. After a cancellation nothing more is read.
+
+    What other ranks wait for is then sent with whatever content it has, so that they end as well.
+    """
+    tensors, timeout_s = context.item_index.tensors, context.group.comm.timeout_s
+    begin, end = _payload_ranges(plan, context)
+    items = _find_whole_items(plan, begin, end, context)
+    spans = _plan_spans(plan, context.item_index.stored.file, begin, end, items)
     settings = context.buffers.settings
-    blocks = plan_blocks(spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
-    messages, places = outgoing_messages(plan.sends, item_index.tensors)
-    outbox = Outbox(messages, context.timeout_s)
-    destinations = Destinations(
+    blocks = reader.plan_blocks(spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
+    messages, places = placement.outgoing_messages(plan.sends, tensors)
+    outbox = Outbox(messages, timeout_s)
+    paths = find_local_paths(context.storage)
+    destinations = placement.Destinations(
         plan,
         begin.tolist(),
         targets,
-        tensors=item_index.tensors,
+        tensors=tensors,
         outbox=outbox,
         messages=places,
-        takes_any_address=context.takes_any_address,
+        # Direct I/O needs aligned memory, and is slower into small pages than into our huge ones.
+        takes_any_address=paths is None or paths.uses_page_cache,
     )
-    files = OpenFiles(blocks, context.open_file)
-    reading = BlockReader(
+    files = reader.OpenFiles(blocks, context.open_file)
+    block_reader = reader.BlockReader(
         blocks,
         spans,
         files=files,
-        landing=destinations,
+        sink=destinations,
         items=items,
         progress=context.progress,
         wait_for_room=outbox.wait_for_room,
     )
-    incoming = incoming_messages(plan.receives, item_index.tensors, targets)
+    incoming = placement.incoming_messages(plan.receives, tensors, targets)
     context.progress.begin("loading", sum(block.end - block.begin for block in blocks))
     with ThreadPoolExecutor(settings.streams + 1, thread_name_prefix="penstock-load") as threads:
-        is_for_cuda = any(each.memory.device.type == "cuda" for each in targets)
-        under_way = list(reading.start(context.buffers, threads, pin_memory if is_for_cuda else None))
-        if context.transport is not None and (messages or incoming):
-            exchange = threads.submit(run_rounds, context.transport, outbox, incoming, context.timeout_s)
-            under_way.append(exchange)
+        is_for_cuda = any(target.memory.device.type == "cuda" for target in targets)
+        futures = list(block_reader.start(context.buffers, threads, pin_memory if is_for_cuda else None))
+        if context.group.torch_group is not None and (messages or incoming):
+            transport = GlooTransport(context.group.torch_group)
+            futures.append(threads.submit(run_rounds, transport, outbox, incoming, timeout_s))
 
         def stop() -> None:
-            reading.stop()
+            block_reader.stop()
             outbox.give_up()
 
         cancel_token.on_cancel(stop)
-        for future in under_way:
+        for future in futures:
             future.add_done_callback(lambda done: stop() if done.exception() is not None else None)
         with ExitStack() as undo:
             undo.callback(stop)
-            wait(under_way)
+            wait(futures)
     files.close()
-    for future in under_way:
+    for future in futures:
         future.result()
     return LoadTotals(
         read_bytes=sum(block.end - block.begin for block in blocks),
         received_bytes=sum(message.size_bytes for message in incoming),
-        num_summed=len(items),
+        num_verified=len(items),
     )
 
 
-def _ranges(plan: LoadPlan, item_index: ByteItemIndex) -> tuple[Ints, Ints]:
+def _payload_ranges(plan: LoadPlan, context: LoadContext) -> tuple[Ints, Ints]:
     """Where each read's payload begins and ends in its file."""
-    item_bytes = element_sizes(item_index.tensors)
-    outer = item_index.stored.regions.take(plan.row)
-    begin = item_index.stored.payload_offset[plan.row]
-    begin = begin + payload_starts(plan.regions, outer) * item_bytes[plan.regions.tensor]
+    item_bytes, stored = context.element_sizes, context.item_index.stored
+    starts = payload_starts(plan.regions, stored.regions.take(plan.row)) * item_bytes[plan.regions.tensor]
+    begin = stored.payload_offset[plan.row] + starts
     return begin, begin + plan.regions.num_bytes(item_bytes)
 
 
-def _whole_items(
-    plan: LoadPlan, item_index: ByteItemIndex, begin: Ints, end: Ints, context: LoadContext
-) -> dict[int, SummedItem]:
-    """Items that this rank reads from end to end, by row of `ByteItemIndex`: they are verified on the way."""
-    found = {}
-    item_bytes = element_sizes(item_index.tensors)
-    sizes = item_index.stored.regions.num_bytes(item_bytes)
+def _find_whole_items(
+    plan: LoadPlan, begin: Ints, end: Ints, context: LoadContext
+) -> dict[int, reader.ChecksummedItem]:
+    """Items that this rank reads from end to end, by row of `ByteItemIndex`: they are verified while read."""
+    stored = context.item_index.stored
+    sizes = stored.regions.num_bytes(context.element_sizes)
     is_first = np.ones(len(plan.row), dtype=np.bool_)
     is_first[1:] = plan.row[1:] != plan.row[:-1]
     bounds = [*np.flatnonzero(is_first).tolist(), len(plan.row)]
     rows, counts = np.unique(plan.row[is_first], return_counts=True)
     in_one_run = dict(zip(rows.tolist(), (counts == 1).tolist(), strict=True))
+    whole_items = {}
     for low, high in pairwise(bounds):
         row = int(plan.row[low])
-        payload = int(item_index.stored.payload_offset[row])
+        payload = int(stored.payload_offset[row])
         follows = (begin[low + 1 : high] == end[low : high - 1]).all()
         is_whole = begin[low] == payload and end[high - 1] == payload + sizes[row]
-        if in_one_run[row] and follows and is_whole and (item := context.summed(item_index, row)) is not None:
-            found[row] = item
-    return found
+        if in_one_run[row] and follows and is_whole and (item := context.checksummed_item(row)) is not None:
+            whole_items[row] = item
+    return whole_items
 
 
-def _spans(
-    plan: LoadPlan, item_index: ByteItemIndex, begin: Ints, end: Ints, items: Mapping[int, SummedItem]
-) -> list[Span]:
-    """What each read asks of its file: its payload, and of a summed item also the envelope around."""
+def _plan_spans(
+    plan: LoadPlan, files: Ints, begin: Ints, end: Ints, items: Mapping[int, reader.ChecksummedItem]
+) -> list[reader.Span]:
+    """The bytes that each read needs: its payload and, of an item to verify, also the envelope around it."""
     spans = []
     last = len(plan.row) - 1
     for read, row in enumerate(plan.row.tolist()):
@@ -332,84 +337,74 @@ def _spans(
         if item is not None:
             low = item.begin if read == 0 or plan.row[read - 1] != row else low
             high = item.end if read == last or plan.row[read + 1] != row else high
-        spans.append(Span(int(item_index.stored.file[row]), low, high, row if item is not None else None))
+        spans.append(reader.Span(int(files[row]), low, high, row if item is not None else None))
     return spans
 
 
-NUM_THREADS = 2
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Landed:
-    item: SummedItem
+class _LoadedItem:
+    """An item whose payload is complete in this rank's memory."""
+
+    item: reader.ChecksummedItem
     file: int
     payload_offset: int
-    payload: NDArray[np.uint8]
+    payload: ByteArray
 
 
-def verify_cut_items(
-    plan: LoadPlan,
-    item_index: ByteItemIndex,
-    wanted: Regions,
-    targets: Sequence[Target],
-    context: LoadContext,
+def _verify_cut_items(
+    plan: LoadPlan, wanted: Regions, targets: Sequence[placement.Target], context: LoadContext
 ) -> int:
-    """Verify what this rank answers for; how many items that were. `DataDamaged` names the first bad one.
+    """Verify items that several ranks have read in parts; returns how many this rank verified.
 
-    `wanted` is row by row what `targets` hold.
+    The rank that read the beginning of an item verifies it, if the item ended up whole in its memory.
+    `DataDamaged` names the first bad one.
     """
-    found = [
-        landed
-        for row in _opened_here(plan, item_index).tolist()
-        if (landed := _landed(row, item_index, wanted, targets, context)) is not None
+    loaded = [
+        item
+        for row in _find_cut_rows(plan, context).tolist()
+        if (item := _find_loaded_item(row, wanted, targets, context)) is not None
     ]
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        list(threads.map(lambda landed: _verify(landed, context), found))
-    return len(found)
+    with ThreadPoolExecutor(NUM_VERIFYING_THREADS) as threads:
+        list(threads.map(lambda item: _verify(item, context), loaded))
+    return len(loaded)
 
 
-def _opened_here(plan: LoadPlan, item_index: ByteItemIndex) -> Ints:
-    """Rows whose payload this rank began to read, and others went on with."""
-    item_bytes = element_sizes(item_index.tensors)
-    outer = item_index.stored.regions.take(plan.row)
+def _find_cut_rows(plan: LoadPlan, context: LoadContext) -> Ints:
+    """Rows of which this rank read the beginning of the payload, and other ranks the rest."""
+    item_bytes, stored = context.element_sizes, context.item_index.stored
+    outer = stored.regions.take(plan.row)
     starts = payload_starts(plan.regions, outer) == 0
-    own = np.zeros(len(item_index.stored), dtype=np.int64)
-    np.add.at(own, plan.row, plan.regions.num_bytes(item_bytes))
-    is_cut = own[plan.row] < outer.num_bytes(item_bytes)
+    own_bytes = np.zeros(len(stored), dtype=np.int64)
+    np.add.at(own_bytes, plan.row, plan.regions.num_bytes(item_bytes))
+    is_cut = own_bytes[plan.row] < outer.num_bytes(item_bytes)
     return np.unique(plan.row[starts & is_cut])
 
 
-def _landed(
-    row: int, item_index: ByteItemIndex, wanted: Regions, targets: Sequence[Target], context: LoadContext
-) -> _Landed | None:
-    item = context.summed(item_index, row)
+def _find_loaded_item(
+    row: int, wanted: Regions, targets: Sequence[placement.Target], context: LoadContext
+) -> _LoadedItem | None:
+    item = context.checksummed_item(row)
     if item is None:
         return None
-    region = item_index.stored.regions.take(np.array([row]))
-    met = find_overlaps(region, wanted)
-    whole = np.flatnonzero(met.regions.num_elements == region.num_elements)
-    for place in met.right[whole].tolist():
-        facts = item_index.tensors[int(region.tensor[0])]
-        payload = targets[place].straight(*region.region(0, len(facts.shape)))
+    stored = context.item_index.stored
+    region = stored.regions.take(np.array([row]))
+    overlaps = find_overlaps(region, wanted)
+    whole = np.flatnonzero(overlaps.regions.num_elements == region.num_elements)
+    for place in overlaps.right[whole].tolist():
+        facts = context.item_index.tensors[int(region.tensor[0])]
+        payload = targets[place].contiguous_bytes(*region.region(0, len(facts.shape)))
         if payload is not None:
-            offset = int(item_index.stored.payload_offset[row])
-            return _Landed(item, int(item_index.stored.file[row]), offset, payload)
+            return _LoadedItem(item, int(stored.file[row]), int(stored.payload_offset[row]), payload)
     return None
 
 
-def _verify(landed: _Landed, context: LoadContext) -> None:
-    item = landed.item
-    prefix = bytearray(landed.payload_offset - item.begin)
-    end = landed.payload_offset + landed.payload.nbytes
-    suffix = bytearray(item.end - end)
-    source = context.open_file(landed.file)
-    try:
+def _verify(loaded: _LoadedItem, context: LoadContext) -> None:
+    """Checksum the payload in memory between the envelope's two parts, which are read from the file."""
+    item = loaded.item
+    end = loaded.payload_offset + loaded.payload.nbytes
+    prefix, suffix = bytearray(loaded.payload_offset - item.begin), bytearray(item.end - end)
+    with closing(context.open_file(loaded.file)) as source:
         source.read_into(item.begin, memoryview(prefix))
         source.read_into(end, memoryview(suffix))
-    finally:
-        source.close()
-    total = start_checksum()
-    for part in (prefix, landed.payload.data, suffix):
-        total.update(part)
-    if total.digest() != item.expected:
-        raise damaged(item)
+    if checksum_of(prefix, loaded.payload.data, suffix) != item.expected:
+        raise reader.damaged(item)

@@ -1,8 +1,8 @@
-"""From what was read to where it belongs: tensors of this rank, and messages to other ranks.
+"""Places what was read: in tensors of this rank, and in messages to other ranks.
 
-A share that is one contiguous part of a tensor in host memory is read right there; every other one passes
-through memory of its own. Invariant: a share is passed on once, when its last byte has arrived, by the thread
-that read that byte.
+A share that is one contiguous part of a tensor in host memory is read right into it; any other share passes
+through a buffer of its own. Invariant: a share is passed on once, when its last byte has arrived, by the
+thread that read that byte.
 """
 
 from __future__ import annotations
@@ -15,66 +15,69 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from penstock.checkpoint.loading.reader import Part
 from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing
+from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
+from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
+from penstock.checkpoint.state.tensors import narrow_region
 from penstock.storage.aligned import copy_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.checkpoint.loading.reader import Part
-    from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
-    from penstock.checkpoint.state.regions import Regions, TensorFacts
 
-Memory = "NDArray[np.uint8]"
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """Memory of this rank that a wanted box is loaded into; `facts` are those of the stored tensor."""
+    """Memory of this rank that a wanted region is loaded into; `facts` are those of the stored tensor."""
 
     offsets: tuple[int, ...]
     memory: torch.Tensor
     facts: TensorFacts
 
     def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The memory of a box inside."""
-        found = self.memory
-        for dim, (mine, begin, extent) in enumerate(zip(self.offsets, offsets, sizes, strict=True)):
-            found = found.narrow(dim, begin - mine, extent)
-        return found
+        """The memory of a region inside."""
+        return narrow_region(self.memory, self.offsets, offsets, sizes)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether stored bytes are this memory's own bytes."""
-        same = str(self.memory.dtype) == f"torch.{self.facts.dtype}"
-        return same and self.memory.device.type == "cpu" and not _is_view_of_other_bits(self.memory)
+    def has_stored_dtype(self) -> bool:
+        """Whether values need no conversion."""
+        return str(self.memory.dtype) == f"torch.{self.facts.dtype}"
 
-    def straight(self, offsets: Sequence[int], sizes: Sequence[int]) -> NDArray[np.uint8] | None:
-        """The bytes of a box inside, where they lie in one run as they are stored."""
-        found = self.view(offsets, sizes)
-        if not self.is_plain or not found.is_contiguous():
-            return None
-        return _words(found, 1).reshape(-1).numpy()
+    @property
+    def has_stored_layout(self) -> bool:
+        """Whether the stored bytes are this memory's bytes."""
+        is_on_host = self.memory.device.type == "cpu"
+        return self.has_stored_dtype and is_on_host and not _is_view_of_other_bits(self.memory)
 
-    def straight_on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
-        """The bytes of a box inside, where they lie in one run on a device, as they are stored."""
-        found = self.view(offsets, sizes)
-        same = str(self.memory.dtype) == f"torch.{self.facts.dtype}"
-        if self.memory.device.type == "cpu" or not same or _is_view_of_other_bits(found):
+    def contiguous_bytes(self, offsets: Sequence[int], sizes: Sequence[int]) -> ByteArray | None:
+        """The bytes of a region inside, if they are contiguous and as stored."""
+        view = self.view(offsets, sizes)
+        if not self.has_stored_layout or not view.is_contiguous():
             return None
-        return found.reshape(-1).view(torch.uint8) if found.is_contiguous() else None
+        return _words(view, 1).reshape(-1).numpy()
+
+    def contiguous_bytes_on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
+        """The bytes of a region inside, if they are on a device, contiguous and as stored."""
+        view = self.view(offsets, sizes)
+        if self.memory.device.type == "cpu" or not self.has_stored_dtype or _is_view_of_other_bits(view):
+            return None
+        return view.reshape(-1).view(torch.uint8) if view.is_contiguous() else None
 
     def fill(self, offsets: Sequence[int], sizes: Sequence[int], content: NDArray[Any]) -> None:
-        """Copy a box from words of the stored element size."""
-        found = self.view(offsets, sizes)
-        if self.is_plain:
-            np.copyto(_words(found, self.facts.item_bytes).numpy(), content)
+        """Copy a region from words of the stored element size."""
+        view = self.view(offsets, sizes)
+        if self.has_stored_layout:
+            np.copyto(_words(view, self.facts.item_bytes).numpy(), content)
             return
         dtype = getattr(torch, self.facts.dtype)
         words = torch.from_numpy(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
-        found.copy_(words.view(dtype).reshape(tuple(sizes)))
+        view.copy_(words.view(dtype).reshape(tuple(sizes)))
 
 
 def _is_view_of_other_bits(memory: torch.Tensor) -> bool:
@@ -82,14 +85,14 @@ def _is_view_of_other_bits(memory: torch.Tensor) -> bool:
 
 
 def wait_for_devices(targets: Sequence[Target]) -> None:
-    """Return when devices have done what this thread asked of them: others copy there, in other streams."""
-    devices = {each.memory.device for each in targets if each.memory.device.type in ("cuda", "xpu")}
+    """Wait for this thread's work on devices, because other threads copy to them in other streams."""
+    devices = {target.memory.device for target in targets if target.memory.device.type in ("cuda", "xpu")}
     for device in devices:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def _words(memory: torch.Tensor, item_bytes: int) -> torch.Tensor:
-    """Main memory of any dtype and strides as words of its element size, or as bytes where it is one run."""
+    """Host memory of any dtype and strides as words of its element size, or as bytes if it is contiguous."""
     storage = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
     own = memory.element_size()
     if item_bytes == 1 and own > 1:
@@ -101,21 +104,21 @@ def _words(memory: torch.Tensor, item_bytes: int) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """One read of the plan on its way: `memory` is made when its first byte comes."""
+    """One read of the plan in progress; `memory` is allocated when its first byte arrives."""
 
     begin: int
     """Of its payload in the file."""
     num_bytes: int
     num_missing: int
-    memory: NDArray[np.uint8] | None = None
+    memory: ByteArray | None = None
     is_own: bool = False
-    """`memory` is a tensor's."""
+    """Whether `memory` is a tensor's."""
     on_device: torch.Tensor | None = None
-    """A tensor's bytes on a device, which take each part as it comes: none is gathered in main memory."""
+    """A tensor's bytes on a device, to which each part is copied as it arrives, without a host buffer."""
 
 
 class Destinations:
-    """The `Landing` of a load plan: `begins` says where each read's payload begins in its file."""
+    """The `SpanSink` of a load plan: `begins` says where each read's payload begins in its file."""
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class Destinations:
                 share.on_device = self._device_memory(number)
 
     def place(self, span: int, begin: int, end: int) -> memoryview | None:
-        """The share's memory, where the storage reads to any address."""
+        """The share's memory, if the storage can read to any address."""
         share = self._shares[span]
         is_inside = share.begin <= begin and end <= share.begin + share.num_bytes
         if not self._takes_any_address or not is_inside or share.on_device is not None:
@@ -153,7 +156,7 @@ class Destinations:
         return memoryview(memory.data)[begin - share.begin : end - share.begin]
 
     def take(self, span: int, begin: int, content: memoryview) -> None:
-        """Copy what is payload; the rest of an item was only summed."""
+        """Copy the part that is payload; the rest of an item was only needed for its checksum."""
         share = self._shares[span]
         skipped = max(share.begin - begin, 0)
         end = min(begin + len(content), share.begin + share.num_bytes)
@@ -168,7 +171,7 @@ class Destinations:
         copy_bytes(target, content[skipped : end - begin])
 
     def arrived(self, part: Part) -> None:
-        """Pass the share on once all of its payload has come."""
+        """Pass the share on once all of its payload has arrived."""
         share = self._shares[part.span]
         end = min(part.end, share.begin + share.num_bytes)
         with self._lock:
@@ -178,7 +181,7 @@ class Destinations:
             self._pass_on(part.span, share, share.memory)
             share.memory = None
 
-    def _memory(self, number: int) -> NDArray[np.uint8]:
+    def _memory(self, number: int) -> ByteArray:
         share = self._shares[number]
         with self._lock:
             if share.memory is None:
@@ -188,34 +191,35 @@ class Destinations:
             return share.memory
 
     def _device_memory(self, number: int) -> torch.Tensor | None:
-        """Where all of a share belongs to one place on a device, and to nobody else."""
+        """The place on a device that a share belongs to, if it is needed nowhere else."""
         rows = self._local.get(number, ())
         if len(rows) != 1 or number in self._sends or not self._covers(rows[0], number):
             return None
         target = self._targets[int(self._plan.local.want[rows[0]])]
-        return target.straight_on_device(*self._box(self._plan.local.regions, rows[0]))
+        return target.contiguous_bytes_on_device(*self._region(self._plan.local.regions, rows[0]))
 
     def _covers(self, row: int, number: int) -> bool:
         return self._num_bytes(self._plan.local.regions, row) == self._shares[number].num_bytes
 
-    def _own_memory(self, number: int) -> NDArray[np.uint8] | None:
+    def _own_memory(self, number: int) -> ByteArray | None:
         rows = self._local.get(number, ())
         for row in rows:
             if self._covers(row, number):
                 target = self._targets[int(self._plan.local.want[row])]
-                found = target.straight(*self._box(self._plan.local.regions, row))
-                if found is not None:
-                    return found
+                memory = target.contiguous_bytes(*self._region(self._plan.local.regions, row))
+                if memory is not None:
+                    return memory
         return None
 
-    def _pass_on(self, number: int, share: _Share, memory: NDArray[np.uint8]) -> None:
+    def _pass_on(self, number: int, share: _Share, memory: ByteArray) -> None:
+        # Own tensors first: the share may lie in one of them, from which messages are then sent unbuffered.
         local, sends = self._plan.local, self._plan.sends
         for row in self._local.get(number, ()):
             target = self._targets[int(local.want[row])]
-            region = self._box(local.regions, row)
+            region = self._region(local.regions, row)
             if share.is_own:
-                straight = target.straight(*region)
-                if straight is not None and _same_place(straight, memory):
+                own = target.contiguous_bytes(*region)
+                if own is not None and _same_place(own, memory):
                     continue
             target.fill(*region, self._cut(number, memory, local.regions, row))
         for row in self._sends.get(number, ()):
@@ -229,21 +233,15 @@ class Destinations:
                 np.copyto(place.view(content.dtype).reshape(content.shape), content)
             self._outbox.filled(message)
 
-    def _cut(self, number: int, memory: NDArray[np.uint8], regions: Regions, row: int) -> NDArray[Any]:
-        """A box inside a share, as words of its element size."""
-        offsets, sizes = self._box(regions, row)
-        own_offsets, own_sizes = self._box(self._plan.regions, number)
-        words = memory.view(_word(self._facts(regions, row).item_bytes)).reshape(own_sizes)
-        inside = tuple(
-            slice(begin - own, begin - own + extent)
-            for begin, own, extent in zip(offsets, own_offsets, sizes, strict=True)
-        )
-        return words[inside]
+    def _cut(self, number: int, memory: ByteArray, regions: Regions, row: int) -> NDArray[Any]:
+        """A region inside a share, as words of its element size."""
+        outer = self._region(self._plan.regions, number)
+        return cut_region(memory, self._facts(regions, row).item_bytes, outer, self._region(regions, row))
 
     def _facts(self, regions: Regions, row: int) -> TensorFacts:
         return self._tensors[int(regions.tensor[row])]
 
-    def _box(self, regions: Regions, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _region(self, regions: Regions, row: int) -> Region:
         return regions.region(row, len(self._facts(regions, row).shape))
 
     def _num_bytes(self, regions: Regions, row: int) -> int:
@@ -254,7 +252,16 @@ def _word(item_bytes: int) -> np.dtype[Any]:
     return np.dtype("c16") if item_bytes == 16 else np.dtype(f"u{item_bytes}")
 
 
-def _same_place(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
+def cut_region(memory: ByteArray, item_bytes: int, outer: Region, inner: Region) -> NDArray[Any]:
+    """The elements of the region `inner` as words, from the contiguous bytes of the region `outer`."""
+    words = memory.view(_word(item_bytes)).reshape(outer[1])
+    inside = tuple(
+        slice(begin - own, begin - own + extent) for own, begin, extent in zip(outer[0], *inner, strict=True)
+    )
+    return words[inside]
+
+
+def _same_place(one: ByteArray, other: ByteArray) -> bool:
     return bool(one.ctypes.data == other.ctypes.data and one.nbytes == other.nbytes)
 
 
@@ -268,44 +275,38 @@ def _by_read(transfers: Transfers) -> dict[int, list[int]]:
 def outgoing_messages(
     transfers: Transfers, tensors: Sequence[TensorFacts]
 ) -> tuple[list[Outgoing], list[tuple[Outgoing, int]]]:
-    """The messages of some sends, and for each send its message and its place in there."""
-    found: dict[tuple[int, int], Outgoing] = {}
+    """The messages of some sends, and for each send its message and its offset in it."""
+    messages: dict[tuple[int, int], Outgoing] = {}
     places: list[tuple[Outgoing, int]] = []
     for row, (peer, number) in enumerate(_ends(transfers)):
-        if (peer, number) not in found:
-            found[peer, number] = Outgoing(peer, number, int(transfers.in_round[row]), 0, 0)
-        message = found[peer, number]
+        if (peer, number) not in messages:
+            messages[peer, number] = Outgoing(peer, number, int(transfers.in_round[row]), 0, 0)
+        message = messages[peer, number]
         places.append((message, message.size_bytes))
         message.size_bytes += _transfer_bytes(transfers, row, tensors)
         message.num_missing += 1
-    return list(found.values()), places
+    return list(messages.values()), places
 
 
 def incoming_messages(
     transfers: Transfers, tensors: Sequence[TensorFacts], targets: Sequence[Target]
 ) -> list[Incoming]:
-    """The messages of some receives, each with how it gets to its place."""
+    """The messages of some receives, each with its place or the function that copies it there."""
     rows: dict[tuple[int, int], list[int]] = {}
     for row, ends in enumerate(_ends(transfers)):
         rows.setdefault(ends, []).append(row)
     messages = []
-    for (peer, number), own in rows.items():
-        parcel = _Parcel(transfers, own, tensors, targets)
+    for (peer, number), own_rows in rows.items():
+        parts = _MessageParts(transfers, own_rows, tensors, targets)
+        in_round = int(transfers.in_round[own_rows[0]])
         messages.append(
-            Incoming(
-                peer,
-                number,
-                int(transfers.in_round[own[0]]),
-                parcel.size_bytes,
-                parcel.straight(),
-                parcel.unpack,
-            )
+            Incoming(peer, number, in_round, parts.size_bytes, parts.contiguous_bytes(), parts.unpack)
         )
     return messages
 
 
-class _Parcel:
-    """Transfers that come in one message."""
+class _MessageParts:
+    """Transfers that arrive in one message."""
 
     def __init__(
         self, transfers: Transfers, rows: list[int], tensors: Sequence[TensorFacts], targets: Sequence[Target]
@@ -317,13 +318,13 @@ class _Parcel:
         self._sizes = [_transfer_bytes(transfers, row, tensors) for row in rows]
         self.size_bytes = sum(self._sizes)
 
-    def straight(self) -> NDArray[np.uint8] | None:
+    def contiguous_bytes(self) -> ByteArray | None:
         if len(self._rows) > 1:
             return None
         target, region = self._place(self._rows[0])
-        return target.straight(*region)
+        return target.contiguous_bytes(*region)
 
-    def unpack(self, memory: NDArray[np.uint8]) -> None:
+    def unpack(self, memory: ByteArray) -> None:
         begin = 0
         for row, size in zip(self._rows, self._sizes, strict=True):
             target, region = self._place(row)
@@ -333,7 +334,7 @@ class _Parcel:
             target.fill(*region, content.view(_word(target.facts.item_bytes)).reshape(region[1]))
             begin += size
 
-    def _place(self, row: int) -> tuple[Target, tuple[tuple[int, ...], tuple[int, ...]]]:
+    def _place(self, row: int) -> tuple[Target, Region]:
         regions = self._transfers.regions
         facts = self._tensors[int(regions.tensor[row])]
         return self._targets[int(self._transfers.want[row])], regions.region(row, len(facts.shape))

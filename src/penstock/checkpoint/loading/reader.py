@@ -1,6 +1,6 @@
-"""Blocks from storage into memory: several threads read, checksum and pass on.
+"""Reads blocks from storage into memory: several threads read, checksum and pass on.
 
-A block whose destination is contiguous and aligned is read straight into it; other blocks pass through a
+A block whose destination is contiguous and aligned is read directly into it; other blocks pass through a
 buffer. Invariant: the blocks cover every span once, each part is passed on once, and the parts of an item are
 checksummed in order, whichever thread reads them.
 """
@@ -13,33 +13,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from penstock.checkpoint.formats.manifest import RunningChecksum, start_checksum
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import DataDamaged
+from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.protocol import Source
 
-if TYPE_CHECKING:
-    from penstock.progress import Progress
-
-
 STEP_BYTES = 1 << 20
-"""Bytes are summed and copied in steps that stay in the processor's cache."""
+"""Bytes are checksummed and copied in steps that stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSettings:
-    """How a rank reads. Memory for buffers: twice as many blocks as streams."""
+    """How a rank reads. Its buffers take twice as many blocks as there are streams."""
 
     streams: int = 4
     block_bytes: int = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SummedItem:
-    """An item that is read whole, and the sum it must have."""
+class ChecksummedItem:
+    """An item that is read whole, and the checksum it must have."""
 
     name: str
     file: str
@@ -52,17 +49,17 @@ class SpanSink(Protocol):
     """Where the bytes of spans go; called from the reading threads."""
 
     def place(self, span: int, begin: int, end: int) -> memoryview | None:
-        """Memory that bytes `begin` to `end` of the file may be read into as they are; None: `take` them."""
+        """Memory that bytes `begin` to `end` of the file can be read into; None if `take` must copy them."""
 
     def take(self, span: int, begin: int, content: memoryview) -> None:
-        """Copy a part's bytes, which lie at `begin` in the file."""
+        """Copy a part's bytes, which begin at `begin` in the file."""
 
     def arrived(self, part: Part) -> None:
-        """All bytes of a part are in their place, whether by `place` or by `take`."""
+        """All bytes of a part are in place, by `place` or by `take`."""
 
 
 class OpenFiles:
-    """Files that are open while blocks of them are to be read: few at a time, however many there are."""
+    """Keeps files open while blocks of them are left to read, so that few are open at a time."""
 
     def __init__(self, blocks: Sequence[Block], open_file: Callable[[int], Source]) -> None:
         self._num_left = Counter(block.file for block in blocks)
@@ -71,28 +68,28 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def open(self, file: int) -> Source:
-        """The file, opened by the first who needs it."""
+        """The file; the first call opens it."""
         with self._lock:
             if file not in self._open:
                 self._open[file] = self._open_file(file)
             return self._open[file]
 
     def done(self, file: int) -> None:
-        """One more block of the file has been read; the last one closes it."""
+        """Note that a block of the file has been read; the last one closes it."""
         with self._lock:
             self._num_left[file] -= 1
             if not self._num_left[file]:
                 self._open.pop(file).close()
 
     def close(self) -> None:
-        """Close what a failure left open; nobody reads any more."""
+        """Close what a failure left open, after all threads have ended."""
         for source in self._open.values():
             source.close()
         self._open.clear()
 
 
 class ReadBuffers:
-    """Warm memory for blocks, kept from load to load by whoever loads more than once."""
+    """Warm memory for blocks, which is kept from load to load."""
 
     def __init__(self, settings: ReadSettings) -> None:
         self.settings = settings
@@ -102,7 +99,7 @@ class ReadBuffers:
     def blocks(
         self, num_blocks: int, prepare: Callable[[WarmMemory], object] | None = None
     ) -> list[memoryview]:
-        """Buffers for a load of so many blocks, in memory that `prepare` has seen."""
+        """Buffers for a load of `num_blocks`; `prepare` is called with their memory."""
         size = self.settings.block_bytes
         num_buffers = min(2 * self.settings.streams, num_blocks)
         with self._lock:
@@ -117,15 +114,15 @@ class ReadBuffers:
 
 @dataclass(slots=True)
 class _Item:
-    """An item being summed."""
+    """An item whose checksum is being computed."""
 
-    about: SummedItem
+    expected: ChecksummedItem
     sum: RunningChecksum = field(default_factory=start_checksum)
     done_bytes: int = 0
 
 
 class BlockReader:
-    """One pass over some blocks."""
+    """Reads some blocks once, in several threads."""
 
     def __init__(
         self,
@@ -133,16 +130,16 @@ class BlockReader:
         spans: Sequence[Span],
         *,
         files: OpenFiles,
-        landing: SpanSink,
-        items: Mapping[int, SummedItem],
+        sink: SpanSink,
+        items: Mapping[int, ChecksummedItem],
         progress: Progress,
         wait_for_room: Callable[[], None],
     ) -> None:
         self._blocks = blocks
         self._spans = spans
         self._files = files
-        self._landing = landing
-        self._items = {number: _Item(about) for number, about in items.items()}
+        self._sink = sink
+        self._items = {number: _Item(expected) for number, expected in items.items()}
         self._progress = progress
         self._wait_for_room = wait_for_room
         self._lock = threading.Condition()
@@ -154,7 +151,7 @@ class BlockReader:
     def start(
         self, buffers: ReadBuffers, threads: Executor, prepare: Callable[[WarmMemory], object] | None = None
     ) -> list[Future[None]]:
-        """Begin to read in `threads`; each future has what went wrong in one, and the others stop then.
+        """Begin to read in `threads`; when one fails, its future has the error and the others stop.
 
         `prepare` is called with the memory of the buffers first.
         """
@@ -180,7 +177,7 @@ class BlockReader:
             undo.pop_all()
 
     def _take(self) -> tuple[int, memoryview] | None:
-        """The next block and a free buffer, together: so the earliest block under way always has one."""
+        """The next block and a free buffer, taken together so that the earliest block always has one."""
         with self._lock:
             while not self._free and not self._is_stopped and self._next < len(self._blocks):
                 self._lock.wait()
@@ -197,57 +194,57 @@ class BlockReader:
     def _read(self, number: int, buffer: memoryview) -> None:
         block = self._blocks[number]
         source = self._files.open(block.file)
-        straight = self._straight(block)
-        if straight is not None:
-            source.read_into(block.begin, straight)
-            content = straight
+        in_place = self._find_destination(block)
+        if in_place is not None:
+            source.read_into(block.begin, in_place)
+            content = in_place
         else:
             content = buffer[: block.end - block.begin]
-            # Up to the end of the last page, so that direct I/O needs no second request for the tail.
+            # Read to the end of the last page, so that direct I/O needs no second request for the tail.
             whole = min(round_up(len(content), PAGE_BYTES), source.size_bytes - block.begin)
             source.read_into(block.begin, buffer[: max(whole, len(content))])
         self._files.done(block.file)
-        if self._may_sum(number, buffer, straight):
-            self._hand_on(number, content, is_straight=straight is not None)
+        if self._try_claim_turn(number, buffer, in_place):
+            self._pass_on(number, content, is_in_place=in_place is not None)
             self._give_back(buffer)
-            self._follow(number)
+            self._pass_on_parked(number)
 
-    def _straight(self, block: Block) -> memoryview | None:
+    def _find_destination(self, block: Block) -> memoryview | None:
         if len(block.parts) != 1:
             return None
         (part,) = block.parts
         if (part.begin, part.end) != (block.begin, block.end):
             return None
-        return self._landing.place(part.span, part.begin, part.end)
+        return self._sink.place(part.span, part.begin, part.end)
 
-    def _may_sum(self, number: int, buffer: memoryview, straight: memoryview | None) -> bool:
-        """Whether this block's turn has come; otherwise it is parked for whoever finishes the one before."""
+    def _try_claim_turn(self, number: int, buffer: memoryview, in_place: memoryview | None) -> bool:
+        """Whether it is this block's turn; if not, park it for the thread that finishes the one before."""
         with self._lock:
-            if not self._blocks[number].continues or self._summed_before(number):
+            if not self._blocks[number].continues or self._is_predecessor_summed(number):
                 return True
-            self._parked[number] = (buffer, straight)
+            self._parked[number] = (buffer, in_place)
             return False
 
-    def _summed_before(self, number: int) -> bool:
+    def _is_predecessor_summed(self, number: int) -> bool:
         item = self._spans[self._blocks[number].parts[0].span].item
         assert item is not None, "a block that continues an item begins with it"
         progress = self._items[item]
-        return progress.about.begin + progress.done_bytes == self._blocks[number].parts[0].begin
+        return progress.expected.begin + progress.done_bytes == self._blocks[number].parts[0].begin
 
-    def _follow(self, number: int) -> None:
-        """Take on the blocks behind that have been waiting for this one."""
+    def _pass_on_parked(self, number: int) -> None:
+        """Pass on the following blocks that were parked until this one was done."""
         while True:
             number += 1
             with self._lock:
                 if number not in self._parked:
                     return
-                buffer, straight = self._parked.pop(number)
+                buffer, in_place = self._parked.pop(number)
             block = self._blocks[number]
-            content = buffer[: block.end - block.begin] if straight is None else straight
-            self._hand_on(number, content, is_straight=straight is not None)
+            content = buffer[: block.end - block.begin] if in_place is None else in_place
+            self._pass_on(number, content, is_in_place=in_place is not None)
             self._give_back(buffer)
 
-    def _hand_on(self, number: int, content: memoryview, *, is_straight: bool) -> None:
+    def _pass_on(self, number: int, content: memoryview, *, is_in_place: bool) -> None:
         block = self._blocks[number]
         for part in block.parts:
             inside = content[part.begin - block.begin : part.end - block.begin]
@@ -256,25 +253,24 @@ class BlockReader:
                 step = inside[start : start + STEP_BYTES]
                 if item is not None:
                     self._items[item].sum.update(step)
-                if not is_straight:
-                    self._landing.take(part.span, part.begin + start, step)
+                if not is_in_place:
+                    self._sink.take(part.span, part.begin + start, step)
             if item is not None:
                 self._count(self._items[item], len(inside))
-            self._landing.arrived(part)
+            self._sink.arrived(part)
         self._progress.advance(block.end - block.begin)
 
     def _count(self, item: _Item, num_bytes: int) -> None:
         with self._lock:
             item.done_bytes += num_bytes
-        about = item.about
-        if about.begin + item.done_bytes < about.end:
-            return
-        if item.sum.digest() != about.expected:
-            raise damaged(about)
+        expected = item.expected
+        is_complete = expected.begin + item.done_bytes == expected.end
+        if is_complete and item.sum.digest() != expected.expected:
+            raise damaged(expected)
 
 
-def damaged(item: SummedItem) -> DataDamaged:
-    """The error for an item whose sum is wrong."""
+def damaged(item: ChecksummedItem) -> DataDamaged:
+    """The error for an item with a wrong checksum."""
     return DataDamaged(
         f"{item.name} is not as it was written: its checksum differs",
         where=f"{item.file}, bytes {item.begin} to {item.end}",
@@ -283,12 +279,12 @@ def damaged(item: SummedItem) -> DataDamaged:
 
 
 GAP_BYTES = 64 * 1024
-"""Unwanted bytes between spans that are read along: one request costs more than reading so much."""
+"""Gaps between spans up to this size are read as well, because another request would cost more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes of one file that are wanted. Spans with the same `item` are summed together, in order."""
+    """Wanted bytes of one file. Spans with the same `item` share its checksum, in order."""
 
     file: int
     begin: int
@@ -298,7 +294,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a block has of a span: bytes `begin` to `end` of the file."""
+    """The part of a span in a block: bytes `begin` to `end` of the file."""
 
     span: int
     begin: int
@@ -314,14 +310,14 @@ class Block:
     end: int
     parts: tuple[Part, ...]
     continues: bool
-    """The first part's item began in the block before: that one is summed first."""
+    """Whether the first part's item began in the block before, which must be checksummed first."""
 
 
 def plan_blocks(spans: Sequence[Span], *, block_bytes: int, alignment_bytes: int) -> list[Block]:
     """Blocks for `spans`, which are sorted by file and beginning.
 
-    Blocks begin at multiples of `alignment_bytes`, which `block_bytes` is one of as well; they end where the
-    spans do, so a reader may round up as far as its file goes.
+    Blocks begin at multiples of `alignment_bytes`, as `block_bytes` is one; they end where the spans do, and
+    a reader may round the end up within its file.
     """
     blocks: list[Block] = []
     for first, last, begin, end in _extents(spans):

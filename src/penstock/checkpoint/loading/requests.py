@@ -29,7 +29,7 @@ from penstock.checkpoint.state.regions import (
     StoredRegions,
     TensorFacts,
 )
-from penstock.cluster.comm import run_on_all_ranks
+from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import DataDamaged, UsageError
 from penstock.suggest import nearest
 
@@ -37,16 +37,15 @@ if TYPE_CHECKING:
     from penstock.checkpoint.engine import LoadChoice
     from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
     from penstock.checkpoint.state.tensors import LocalState
-    from penstock.cluster.comm import Comm
     from penstock.storage.protocol import Source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteItemIndex:
-    """A checkpoint's contents with its whole items as tensors of bytes behind its own tensors.
+    """A checkpoint's index in which items that are read whole are tensors of bytes, after its own tensors.
 
-    Rows of `stored` are those of the contents that are no whole items, then one for each packed row, then one
-    for each object; `source_row` tells the row of the contents, or -1 - k for the k-th object.
+    The rows of `stored` are first those that can be read in part, then one for each packed row, then one for
+    each object; `source_row` has the row in the checkpoint's index, or -1 - k for the k-th object.
     """
 
     tensors: tuple[TensorFacts, ...]
@@ -64,7 +63,7 @@ class ByteItemIndex:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unpacking:
-    """A part of a wanted box that is cut out of a packed item once that has come."""
+    """A part of a wanted region that is cut out of a packed item once that is loaded."""
 
     row: int
     want: int
@@ -74,44 +73,42 @@ class Unpacking:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadRequests:
-    """`regions` are wanted in the numbers of `ByteItemIndex`: first the pieces of tensors, then whole items.
+    """What a rank wants: `regions` in the tensor numbers of `ByteItemIndex`, shards first, then whole items.
 
-    `names` says of each piece which leaf it is of, and the how manieth of its pieces.
+    `names` has for each shard its leaf's name, and its number among the leaf's shards.
     """
 
     regions: Regions
     names: tuple[tuple[str, int], ...]
     items: tuple[int, ...]
-    """Tensor numbers of the whole items, in the order of their rows behind the pieces."""
+    """Tensor numbers of the whole items, in the order of their rows after the shards."""
     unpacking: tuple[Unpacking, ...]
     objects: Mapping[str, int]
-    """Leaf name to the object's number in the contents."""
+    """Leaf name -> the object's number in the checkpoint's index."""
 
 
 def index_byte_items(index: CheckpointIndex) -> ByteItemIndex:
-    """Lay whole items out as tensors of bytes."""
+    """Index packed regions and objects as tensors of bytes, so that one plan serves all of them."""
     stored = index.stored
     packed_rows = np.flatnonzero(stored.packed)
     plain_rows = np.flatnonzero(~stored.packed)
     objects = index.objects
     first_packed = len(index.tensors)
     packed = stored.take(packed_rows)
-    sizes = np.concatenate(
-        [packed.item_bytes, np.array([each.size_bytes for each in objects], dtype=np.int64)]
-    )
-    offsets = np.concatenate(
-        [packed.item_offset, np.array([each.offset for each in objects], dtype=np.int64)]
-    )
-    file = np.concatenate([packed.file, np.array([each.file for each in objects], dtype=np.int64)])
+    columns = [(stored.size_bytes, stored.offset, stored.file) for stored in objects]
+    object_sizes, object_offsets, object_files = np.array(columns, dtype=np.int64).reshape(-1, 3).T
+    sizes = np.concatenate([packed.item_bytes, object_sizes])
+    offsets = np.concatenate([packed.item_offset, object_offsets])
+    file = np.concatenate([packed.file, object_files])
     names = [index.tensors[number].name for number in packed.regions.tensor.tolist()]
-    names += [each.name for each in objects]
-    item_index = tuple(
+    names += [stored.name for stored in objects]
+    byte_tensors = tuple(
         TensorFacts(name, "uint8", (size,), 1) for name, size in zip(names, sizes.tolist(), strict=True)
     )
-    whole = _byte_regions(np.arange(len(item_index)) + first_packed, sizes)
+    whole = _byte_regions(np.arange(len(byte_tensors)) + first_packed, sizes)
     plain = stored.take(plain_rows)
     return ByteItemIndex(
-        tensors=(*index.tensors, *item_index),
+        tensors=(*index.tensors, *byte_tensors),
         stored=StoredRegions(
             Regions.concatenated([plain.regions, whole]),
             np.concatenate([plain.file, file]),
@@ -139,12 +136,12 @@ def build_requests(
     converts: bool,
     where: str,
 ) -> LoadRequests:
-    """What this rank wants. Raises `UsageError` where state and checkpoint do not fit together.
+    """What this rank wants. Raises `UsageError` where state and checkpoint do not match.
 
-    `DataDamaged` where the checkpoint lacks a part of what it says it holds. `converts` allows other dtypes.
+    Raises `DataDamaged` where the checkpoint lacks a part of what it lists. `converts` allows other dtypes.
     """
     numbers = {facts.name: number for number, facts in enumerate(index.tensors)}
-    objects = {each.name: number for number, each in enumerate(index.objects)}
+    objects = {stored.name: number for number, stored in enumerate(index.objects)}
     wanted_objects: dict[str, int] = {}
     rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
     names: list[tuple[str, int]] = []
@@ -172,9 +169,9 @@ def build_matched_requests(
     index: CheckpointIndex,
     item_index: ByteItemIndex,
 ) -> LoadRequests:
-    """The same for boxes and objects that were matched and checked already."""
+    """The requests for regions and objects that are already matched and checked."""
     unpacking = _unpackings(index, item_index, regions)
-    items = dict.fromkeys(item_index.first_packed + each.row for each in unpacking)
+    items = dict.fromkeys(item_index.first_packed + part.row for part in unpacking)
     items.update(dict.fromkeys(item_index.first_object + number for number in wanted_objects.values()))
     sizes = np.array([item_index.tensors[number].shape[0] for number in items], dtype=np.int64)
     whole = _byte_regions(np.array(list(items), dtype=np.int64), sizes)
@@ -191,25 +188,25 @@ def _check_fit(own: TensorFacts, stored: TensorFacts, *, converts: bool) -> None
     if own.shape != stored.shape:
         raise UsageError(
             f"{own.name!r} is {list(own.shape)} in the state and {list(stored.shape)} in the checkpoint",
-            fix="Build the state with the configuration it was saved with, or leave this part out: exclude=.",
+            fix="Build the state with the configuration it was saved with, or skip this part with exclude=.",
         )
     if own.dtype != stored.dtype and not converts:
         raise UsageError(
             f"{own.name!r} is {own.dtype} in the state and {stored.dtype} in the checkpoint",
-            fix="Give the state the checkpoint's dtype, or ask for the conversion: convert_dtypes=True.",
+            fix="Give the state the checkpoint's dtype, or convert it with convert_dtypes=True.",
         )
 
 
 def _kinds_differ(name: str, stored_name: str, *, is_tensor: bool) -> UsageError:
-    holdings, stored = ("a tensor", "an object") if is_tensor else ("no tensor", "a tensor")
+    own, stored = ("a tensor", "an object") if is_tensor else ("an object", "a tensor")
     return UsageError(
-        f"{name!r} is {holdings} in the state, but {stored_name!r} is {stored} in the checkpoint",
-        fix="Give the state the same kind of value there, or leave this part out with exclude=.",
+        f"{name!r} is {own} in the state, but {stored_name!r} is {stored} in the checkpoint",
+        fix="Give the state the same kind of value, or skip this part with exclude=.",
     )
 
 
 def check_covered(index: CheckpointIndex, regions: Regions, where: str) -> None:
-    """Raise `DataDamaged` for the first wanted box that stored ones do not make up, each element once."""
+    """Raise `DataDamaged` for the first wanted region whose elements are not all stored exactly once."""
     missing = missing_elements(index.stored.regions, regions)
     rows = np.flatnonzero(missing)
     if len(rows):
@@ -234,7 +231,7 @@ def _unpackings(index: CheckpointIndex, item_index: ByteItemIndex, regions: Regi
 
 
 def with_payloads(index: CheckpointIndex, positions: Ints, rows: Ints) -> CheckpointIndex:
-    """`index` with payload positions in the file for `rows`; -1 means that an item is only read whole."""
+    """`index` with payload positions in the file for `rows`; -1 means that an item must be read whole."""
     payload, packed = index.stored.payload_offset.copy(), index.stored.packed.copy()
     payload[rows] = positions
     packed[rows] |= positions < 0
@@ -243,7 +240,10 @@ def with_payloads(index: CheckpointIndex, positions: Ints, rows: Ints) -> Checkp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafSelection:
-    """`stored_names` by leaf name; `left` leaves stay as they are, `unused` names nobody asked for."""
+    """`stored_names` by leaf name.
+
+    `left` leaves are not changed, `unused` names of the checkpoint not read.
+    """
 
     stored_names: Mapping[str, str]
     left: tuple[str, ...]
@@ -253,11 +253,11 @@ class LeafSelection:
 def select_leaves(
     names: Iterable[str], stored: Collection[str], choice: LoadChoice, *, rank: int
 ) -> LeafSelection:
-    """Match the leaves of a state with what a checkpoint holds.
+    """Match the leaves of a state with the names in a checkpoint.
 
-    `UsageError` for a leaf that it does not hold, unless the choice is not strict.
+    Raises `UsageError` for a chosen leaf that the checkpoint lacks, unless the choice is not strict.
     """
-    found: dict[str, str] = {}
+    stored_names: dict[str, str] = {}
     left = []
     missing = []
     for name in names:
@@ -266,18 +266,18 @@ def select_leaves(
             continue
         stored_name = find_stored_name(apply_rename(name, choice.rename or {}), rank, stored)
         if stored_name is not None:
-            found[name] = stored_name
+            stored_names[name] = stored_name
         else:
             missing.append(name)
     if missing and choice.strict:
         raise _missing(missing, stored, choice)
-    used = set(found.values())
+    used = set(stored_names.values())
     unused = (name for name in stored if name not in used and name.partition(RANK_MARK)[0] not in used)
-    return LeafSelection(stored_names=found, left=(*left, *missing), unused=tuple(unused))
+    return LeafSelection(stored_names=stored_names, left=(*left, *missing), unused=tuple(unused))
 
 
 def apply_rename(name: str, rename: Mapping[str, str]) -> str:
-    """What the checkpoint calls the leaf `name`: `{"model.*": "module.*"}` gives it another beginning."""
+    """The checkpoint's name for the leaf `name`: `{"model.*": "module.*"}` replaces its beginning."""
     if name in rename:
         return rename[name]
     for pattern, target in rename.items():
@@ -293,50 +293,48 @@ def _is_chosen(name: str, choice: LoadChoice) -> bool:
 
 
 def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) -> UsageError:
-    looked_for = apply_rename(missing[0], choice.rename or {})
-    near = nearest(looked_for, list(stored)[:10_000])
-    hint = f"The nearest name there is {near!r}. " if near else ""
+    wanted = apply_rename(missing[0], choice.rename or {})
+    similar = nearest(wanted, list(stored)[:10_000])
+    hint = f"The most similar name is {similar!r}. " if similar else ""
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return UsageError(
-        f"The checkpoint does not hold {looked_for!r}{more}",
-        fix=f"{hint}Map names with rename=, leave parts out with exclude=, or keep what is missing as it is"
-        " with strict=False.",
+        f"The checkpoint does not hold {wanted!r}{more}",
+        fix=f"{hint}Map names with rename=, skip parts with exclude=, or keep missing parts unchanged with"
+        " strict=False.",
     )
 
 
 NUM_HEAD_READERS = 16
-"""Heads are small, so it is latency that counts."""
+"""Heads are small, so reading them is bound by latency."""
 
 
 def locate_payloads(checkpoint: CheckpointSource, comm: Comm) -> CheckpointIndex:
-    """The contents with all payloads' positions; collective. Costs nothing where a manifest tells them.
+    """The index with the positions of all payloads, read from items that no manifest describes. Collective.
 
-    Heads are read as the checkpoint was opened: past the page cache a page here and there takes four times as
-    long, and there are as many as tensors.
+    Heads of items are read through the page cache: with direct I/O, scattered pages take four times as long.
     """
     index = checkpoint.index
     rows = unlocated_rows(index)
     if not len(rows):
         return index
-    mine = rows[comm.rank :: comm.size]
-    found = run_on_all_ranks(
-        comm, lambda: _positions(checkpoint, mine), awaiting="all ranks to look into foreign items"
+    own_rows = rows[comm.rank :: comm.size]
+    own_positions = run_on_all_ranks(
+        comm, lambda: _positions(checkpoint, own_rows), awaiting="all ranks to locate payloads"
     )
-    everybodys = comm.gather(found, awaiting="where all payloads begin")
     positions = np.empty(len(rows), dtype=np.int64)
-    for rank, each in enumerate(everybodys):
-        positions[rank :: comm.size] = each
+    for rank, part in enumerate(comm.gather(own_positions, awaiting="where all payloads begin")):
+        positions[rank :: comm.size] = part
     return with_payloads(index, positions, rows)
 
 
 def unlocated_rows(index: CheckpointIndex) -> Ints:
-    """Rows of plain items whose payload only their own heads can tell."""
+    """Rows of plain items whose payload can only be located from their own heads."""
     stored = index.stored
     return np.flatnonzero((stored.payload_offset == UNKNOWN) & ~stored.packed)
 
 
 def _positions(checkpoint: CheckpointSource, rows: Ints) -> Ints:
-    """Positions in the file, -1 where only the whole item tells."""
+    """Positions in the file, -1 where only the whole item has the payload."""
     stored = checkpoint.index.stored
     positions = np.full(len(rows), UNKNOWN, dtype=np.int64)
     with ThreadPoolExecutor(NUM_HEAD_READERS) as threads:
@@ -355,5 +353,5 @@ def _position(checkpoint: CheckpointSource, source: Source, row: int) -> int:
     begin, size = int(stored.item_offset[row]), int(stored.item_bytes[row])
     head = bytearray(min(HEAD_BYTES, size))
     source.read_into(begin, memoryview(head))
-    found = checkpoint.payload_in(row, head)
-    return UNKNOWN if found is None else begin + found
+    offset = checkpoint.payload_in(row, head)
+    return UNKNOWN if offset is None else begin + offset

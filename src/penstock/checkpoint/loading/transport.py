@@ -1,7 +1,8 @@
 """Messages between ranks during a load: known sizes between known pairs, round by round.
 
-Both ends know every message from the plan. Invariant: a rank finishes a round before it begins the next, and
-what it reads for one round waits for no later one, so ranks cannot deadlock. A rank that fails still sends.
+Both ends know every message from the plan, so no sizes are negotiated. Invariant: a rank finishes a round
+before it begins the next, and what it reads for one round waits for no later one, so ranks cannot deadlock. A
+rank that fails still sends.
 """
 
 from __future__ import annotations
@@ -11,16 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from penstock.checkpoint.state.regions import ByteArray
 from penstock.errors import RankError, WaitTimeout
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 UNSENT_BYTES = 256 << 20
 """Reading pauses while more than this waits to be sent."""
@@ -29,19 +27,19 @@ _AWAITED = "parts of the checkpoint that other ranks read"
 
 
 class Pending(Protocol):
-    """A message under way."""
+    """A message in flight."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when its memory may be used again; `RankError` where the connection broke or time is up."""
+        """Return when its memory may be used again; `RankError` if the connection breaks or time is up."""
 
 
 class Transport(Protocol):
     """Point-to-point messages between ranks: bytes, matched by peer and number."""
 
-    def send(self, peer: int, number: int, memory: NDArray[np.uint8]) -> Pending:
-        """Begin to send; `memory` stays as it is until the wait is over."""
+    def send(self, peer: int, number: int, memory: ByteArray) -> Pending:
+        """Begin to send; `memory` must not change until the wait is over."""
 
-    def receive(self, peer: int, number: int, memory: NDArray[np.uint8]) -> Pending:
+    def receive(self, peer: int, number: int, memory: ByteArray) -> Pending:
         """Begin to receive exactly as many bytes as `memory` has."""
 
 
@@ -55,21 +53,21 @@ class Outgoing:
     size_bytes: int
     num_missing: int
     """Transfers that have not been read yet."""
-    memory: NDArray[np.uint8] | None = None
-    """Where it lies: a tensor of the state, or memory of its own that is let go once it is sent."""
+    memory: ByteArray | None = None
+    """A tensor's memory, or a buffer that is freed once it is sent."""
     is_buffered: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incoming:
-    """A message that will come: `memory` is where it belongs, or None: `place` copies it there."""
+    """A message to receive, into `memory`, or if that is None into a buffer that `place` copies."""
 
     peer: int
     number: int
     in_round: int
     size_bytes: int
-    memory: NDArray[np.uint8] | None
-    place: Callable[[NDArray[np.uint8]], None]
+    memory: ByteArray | None
+    place: Callable[[ByteArray], None]
 
 
 class Outbox:
@@ -83,12 +81,12 @@ class Outbox:
         self._has_failed = False
 
     def wait_for_room(self) -> None:
-        """Called before reading more: returns while little waits to be sent."""
+        """Wait before reading more, until little is left to be sent."""
         with self._lock:
             self._lock.wait_for(lambda: self._has_failed or self._buffered_bytes <= UNSENT_BYTES)
 
-    def buffer(self, message: Outgoing) -> NDArray[np.uint8]:
-        """Memory to put the transfers of `message` together in."""
+    def buffer(self, message: Outgoing) -> ByteArray:
+        """A buffer for the transfers of `message`."""
         with self._lock:
             if message.memory is None:
                 message.memory = np.empty(message.size_bytes, dtype=np.uint8)
@@ -96,8 +94,8 @@ class Outbox:
                 self._buffered_bytes += message.size_bytes
             return message.memory
 
-    def lend(self, message: Outgoing, memory: NDArray[np.uint8], *, counts: bool) -> None:
-        """Send `message` from where it lies. `counts`: that memory is let go once it is sent."""
+    def lend(self, message: Outgoing, memory: ByteArray, *, counts: bool) -> None:
+        """Send `message` from `memory` itself. `counts` if that is a buffer, which is freed once sent."""
         with self._lock:
             message.memory = memory
             message.is_buffered = counts
@@ -109,8 +107,8 @@ class Outbox:
             message.num_missing -= 1
             self._lock.notify_all()
 
-    def wait_filled(self, message: Outgoing) -> NDArray[np.uint8]:
-        """The memory of `message` when it may be sent: filled, or of whatever content after a failure."""
+    def wait_filled(self, message: Outgoing) -> ByteArray:
+        """The memory of `message` when it may be sent: filled, or with any content after a failure."""
         with self._lock:
             if not self._lock.wait_for(
                 lambda: self._has_failed or message.num_missing == 0, timeout=self._timeout_s
@@ -120,7 +118,7 @@ class Outbox:
         return np.empty(message.size_bytes, dtype=np.uint8) if memory is None else memory
 
     def sent(self, message: Outgoing) -> None:
-        """`message` needs its memory no longer."""
+        """Free the memory of `message`."""
         with self._lock:
             if message.is_buffered:
                 self._buffered_bytes -= message.size_bytes
@@ -128,16 +126,16 @@ class Outbox:
             self._lock.notify_all()
 
     def give_up(self) -> None:
-        """Nobody will fill the rest: it is sent as it is, because others wait for it."""
+        """Send the rest without waiting for its content, because other ranks wait for it."""
         with self._lock:
             self._has_failed = True
             self._lock.notify_all()
 
 
-def run_rounds(item_index: Transport, outbox: Outbox, incoming: Sequence[Incoming], timeout_s: float) -> None:
-    """Send and receive everything, in a thread of its own beside the reading ones.
+def run_rounds(transport: Transport, outbox: Outbox, incoming: Sequence[Incoming], timeout_s: float) -> None:
+    """Send and receive everything, in a separate thread beside the reading ones.
 
-    Raises `RankError` and its kinds where the connection breaks or nothing comes for `timeout_s`.
+    Raises `RankError` and its subclasses if the connection breaks or nothing arrives for `timeout_s`.
     """
     out: dict[int, list[Outgoing]] = {}
     into: dict[int, list[Incoming]] = {}
@@ -146,14 +144,16 @@ def run_rounds(item_index: Transport, outbox: Outbox, incoming: Sequence[Incomin
     for awaited in incoming:
         into.setdefault(awaited.in_round, []).append(awaited)
     for number in sorted(out.keys() | into.keys()):
+        # All receives are posted before the first send is waited for: even if ranks send around a ring, each
+        # send finds its receive, and messages need no memory beyond that of their round.
         receiving = [
-            (awaited, *_begin_receive(item_index, awaited))
-            for awaited in sorted(into.get(number, ()), key=lambda each: each.number)
+            (awaited, *_begin_receive(transport, awaited))
+            for awaited in sorted(into.get(number, ()), key=lambda message: message.number)
         ]
         sending = []
         for message in out.get(number, ()):
             memory = outbox.wait_filled(message)
-            sending.append((message, item_index.send(message.peer, message.number, memory)))
+            sending.append((message, transport.send(message.peer, message.number, memory)))
         for awaited, memory, pending in receiving:
             pending.wait(timeout_s)
             if awaited.memory is None:
@@ -163,15 +163,15 @@ def run_rounds(item_index: Transport, outbox: Outbox, incoming: Sequence[Incomin
             outbox.sent(message)
 
 
-def _begin_receive(item_index: Transport, awaited: Incoming) -> tuple[NDArray[np.uint8], Pending]:
+def _begin_receive(transport: Transport, awaited: Incoming) -> tuple[ByteArray, Pending]:
     memory = awaited.memory
     if memory is None:
         memory = np.empty(awaited.size_bytes, dtype=np.uint8)
-    return memory, item_index.receive(awaited.peer, awaited.number, memory)
+    return memory, transport.receive(awaited.peer, awaited.number, memory)
 
 
 FIRST_TAG = 1 << 20
-"""Tags of our messages begin here, above those that programs choose for their own."""
+"""Our tags begin here, above those that programs choose for their own messages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -190,20 +190,20 @@ class _GlooPending:
 
 
 class GlooTransport:
-    """`Lines` of one group with a gloo part, a trainer's or our own; peers are ranks of the group."""
+    """Messages over gloo in a trainer's process group or our own; peers are ranks of the group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def send(self, peer: int, number: int, memory: NDArray[np.uint8]) -> _GlooPending:
+    def send(self, peer: int, number: int, memory: ByteArray) -> _GlooPending:
         """Begin to send."""
         return self._begin(self._group.send, peer, number, memory)
 
-    def receive(self, peer: int, number: int, memory: NDArray[np.uint8]) -> _GlooPending:
+    def receive(self, peer: int, number: int, memory: ByteArray) -> _GlooPending:
         """Begin to receive."""
         return self._begin(self._group.recv, peer, number, memory)
 
-    def _begin(self, move: Any, peer: int, number: int, memory: NDArray[np.uint8]) -> _GlooPending:
+    def _begin(self, move: Any, peer: int, number: int, memory: ByteArray) -> _GlooPending:
         try:
             work = move([torch.from_numpy(memory)], peer, FIRST_TAG + number)
         except RuntimeError as error:
@@ -214,5 +214,5 @@ class GlooTransport:
 def _broken(peer: int, error: RuntimeError) -> RankError:
     return RankError(
         f"The connection to rank {peer} broke while loading: {error}",
-        fix="Look for a rank that died, or for a network that drops connections.",
+        fix="Look for a rank that died, or a network that drops connections.",
     )

@@ -1,8 +1,8 @@
-"""Which rank reads which bytes, from what all ranks want and what the checkpoint holds, and who gets them.
+"""Plans which rank reads which bytes of a checkpoint, and to which ranks it sends them.
 
 Pure: every rank calls `plan_load` with the same arguments and takes its own part. Bytes that several ranks
 want are read by one of them and sent to the others. Invariant: every wanted element has exactly one reader,
-and that rank can open the file.
+which can open the file.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from penstock.errors import PenstockError
 
 
 class UnreadableFile(PenstockError):
-    """A wanted file can be opened by no rank; `file` counts in the checkpoint's files."""
+    """No rank can open a wanted file; `file` is its number in the checkpoint."""
 
     file: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """What each wanted box has in common with each unit; sorted by unit."""
+    """The intersections of wanted regions with units; sorted by unit."""
 
     want: Ints
     unit: Ints
@@ -43,7 +43,7 @@ class _Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Requests:
-    """Which rank wants which of the different wanted boxes, and as which of its rows; sorted by box."""
+    """Which rank wants which of the distinct wanted regions, as which of its rows; sorted by region."""
 
     want: Ints
     rank: Ints
@@ -52,7 +52,7 @@ class _Requests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedLoadPlan:
-    """Who reads what. A unit is a stretch of one item's payload; a share of it is read by one rank.
+    """Which rank reads what. A unit is a contiguous part of one item's payload; a rank reads a share of it.
 
     Shares are in the order of files and of positions in them.
     """
@@ -65,15 +65,15 @@ class SharedLoadPlan:
     share_rank: Ints
     share_round: Ints
     pieces: _Pieces
-    wishes: _Requests
+    requests: _Requests
 
 
 def missing_elements(stored: Regions, wanted: Regions) -> Ints:
-    """How many elements of each wanted box no stored box has."""
+    """How many elements of each wanted region are not stored; negative if some are stored twice."""
     met = find_overlaps(wanted, stored)
-    found = np.zeros(len(wanted), dtype=np.int64)
-    np.add.at(found, met.left, met.regions.num_elements)
-    return wanted.num_elements - found
+    stored_elements = np.zeros(len(wanted), dtype=np.int64)
+    np.add.at(stored_elements, met.left, met.regions.num_elements)
+    return wanted.num_elements - stored_elements
 
 
 def plan_load(
@@ -87,16 +87,16 @@ def plan_load(
     """Decide which rank reads which bytes; `wanted` is by rank, in the checkpoint's tensor numbers.
 
     `item_bytes` is by tensor number. `readable` says which rank (row) can open which file (column); without
-    it all can open all. Elements that nobody stored are for `missing_elements` to find, not for this.
+    it, all can open all. Elements that are not stored are ignored here, see `missing_elements`.
     """
-    every = Regions.concatenated(wanted)
-    ranks = np.repeat(np.arange(len(wanted)), [len(each) for each in wanted])
-    rows = np.concatenate([np.arange(len(each)) for each in wanted])
-    groups = group_equal_rows(region_table(every))
+    all_wanted = Regions.concatenated(wanted)
+    ranks = np.repeat(np.arange(len(wanted)), [len(regions) for regions in wanted])
+    rows = np.concatenate([np.arange(len(regions)) for regions in wanted])
+    groups = group_equal_rows(region_table(all_wanted))
     order = np.argsort(groups.number, kind="stable")
-    wishes = _Requests(groups.number[order], ranks[order], rows[order])
+    requests = _Requests(groups.number[order], ranks[order], rows[order])
 
-    met = find_overlaps(every.take(groups.first), stored.regions)
+    met = find_overlaps(all_wanted.take(groups.first), stored.regions)
     source, regions = _without_wide_gaps(
         met.regions, stored.regions.take(met.right), item_bytes, options.min_gap_bytes
     )
@@ -107,7 +107,7 @@ def plan_load(
     pieces = _Pieces(want[by_unit], units.number[by_unit], regions.take(by_unit))
     unit_row, unit_regions = row[units.first], hulls.take(units.first)
 
-    sets = _reader_sets(pieces, wishes, stored.file[unit_row], readable, len(units))
+    sets = _reader_sets(pieces, requests, stored.file[unit_row], readable, len(units))
     total = int(unit_regions.num_bytes(item_bytes).sum())
     shares = divide_among_ranks(
         unit_regions, item_bytes, sets, len(wanted), min_cut_bytes=_min_cut_bytes(total, len(wanted), options)
@@ -127,12 +127,12 @@ def plan_load(
         share_rank=share_rank,
         share_round=_rounds(share_rank, share_regions.num_bytes(item_bytes), round_bytes),
         pieces=pieces,
-        wishes=wishes,
+        requests=requests,
     )
 
 
 def _min_cut_bytes(total: int, num_ranks: int, options: LoadOptions) -> int:
-    """Items below this are not cut: only who reads a whole item can check its sum on the way.
+    """Items smaller than this are not cut, because a rank that reads a whole item verifies it at no cost.
 
     A sixteenth of a rank's fair share keeps the loads of ranks within about six percent of each other.
     """
@@ -140,13 +140,13 @@ def _min_cut_bytes(total: int, num_ranks: int, options: LoadOptions) -> int:
 
 
 def _round_bytes(sets: RankSets, options: LoadOptions) -> int:
-    """What each rank reads for one round, so that what a rank receives in it stays within its memory."""
+    """The bytes that each rank reads for one round, so that what a rank receives in it fits its memory."""
     most = int(sets.size.max(initial=1))
     return min(max(options.exchange_bytes // most, options.message_bytes), options.exchange_bytes // 4)
 
 
 def _rounds(rank: Ints, num_bytes: Ints, round_bytes: int) -> Ints:
-    """Of each share: how often its rank has read `round_bytes` before it."""
+    """The round of each share: how many times its rank has read `round_bytes` before it."""
     order = np.argsort(rank, kind="stable")
     begin = np.cumsum(num_bytes[order]) - num_bytes[order]
     is_first = np.ones(len(rank), dtype=np.bool_)
@@ -163,7 +163,7 @@ def _run_starts(is_first: Bools) -> Ints:
 
 
 def payload_starts(inner: Regions, outer: Regions) -> Ints:
-    """Where, in elements, each inner box begins in the row-major payload of its outer box."""
+    """Where, in elements, each inner region begins in the row-major payload of its outer region."""
     width = max(inner.num_dims, outer.num_dims)
     inner, outer = inner.widened(width), outer.widened(width)
     strides = np.ones((len(outer), width), dtype=np.int64)
@@ -173,13 +173,13 @@ def payload_starts(inner: Regions, outer: Regions) -> Ints:
 
 
 def _hulls(regions: Regions, outer: Regions) -> Regions:
-    """The smallest boxes around `regions` that are contiguous in the payload of `outer`."""
+    """The smallest regions around `regions` that are contiguous in the payload of `outer`."""
     width = outer.num_dims
     regions = regions.widened(width)
     offsets, sizes = regions.offsets.copy(), regions.sizes.copy()
     varies = np.zeros(len(regions), dtype=np.bool_)
     for dim in range(width):
-        # Behind the first dimension that varies, contiguous means whole.
+        # After the first dimension with more than one element, contiguous means complete.
         offsets[varies, dim] = outer.offsets[varies, dim]
         sizes[varies, dim] = outer.sizes[varies, dim]
         varies |= regions.sizes[:, dim] > 1
@@ -189,9 +189,9 @@ def _hulls(regions: Regions, outer: Regions) -> Regions:
 def _without_wide_gaps(
     regions: Regions, outer: Regions, item_bytes: Ints, min_gap_bytes: int
 ) -> tuple[Ints, Regions]:
-    """Cut boxes that leave out much of each row of `outer` into rows, so that the gaps need not be read.
+    """Cut regions that skip large parts of each row of `outer` into rows, so that the gaps are not read.
 
-    Also says which of `regions` each part is of.
+    Also returns which of `regions` each part comes from.
     """
     source = np.arange(len(regions))
     outer = outer.widened(max(regions.num_dims, outer.num_dims))
@@ -215,14 +215,16 @@ def _without_wide_gaps(
 
 
 def _reader_sets(
-    pieces: _Pieces, wishes: _Requests, file: Ints, readable: Bools | None, num_units: int
+    pieces: _Pieces, requests: _Requests, file: Ints, readable: Bools | None, num_units: int
 ) -> RankSets:
-    """Which ranks may read each unit: those that want it and can; if none of them can, all that can.
+    """Which ranks may read each unit: those that want it and can open it, or if there are none, all that can.
 
-    Works on sets of ranks, never on pairs of units and ranks: those are a billion where a thousand ranks all
-    want a million units.
+    Works on sets of ranks, never on pairs of units and ranks: there are a billion of them when a thousand
+    ranks all want a million units.
     """
-    by_want = find_rank_sets(wishes.want, wishes.rank, int(wishes.want[-1]) + 1 if len(wishes.want) else 0)
+    by_want = find_rank_sets(
+        requests.want, requests.rank, int(requests.want[-1]) + 1 if len(requests.want) else 0
+    )
     unions = find_rank_sets(pieces.unit, by_want.of_group[pieces.want], num_units)
     number = np.repeat(np.arange(len(unions)), unions.size)
     owner, place = expand_ranges(by_want.start[unions.members], by_want.size[unions.members])
@@ -236,7 +238,7 @@ def _reader_sets(
 
 
 def _able_sets(wanting: RankSets, number: Ints, file: Ints, readable: Bools) -> RankSets:
-    """For each pair of a wanting set and a file, who of the set can open it, or else whoever can."""
+    """For each pair of a wanting set and a file, the ranks of the set that can open it, else all that can."""
     pair, place = expand_ranges(wanting.start[number], wanting.size[number])
     rank = wanting.members[place]
     able = readable[rank, file[pair]]
@@ -251,22 +253,22 @@ def _able_sets(wanting: RankSets, number: Ints, file: Ints, readable: Bools) -> 
 
 
 def plan_rank_load(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options: LoadOptions) -> LoadPlan:
-    """What one rank reads, where it goes, and what it gets from others."""
+    """What one rank reads, where that goes, and what the rank receives from others."""
     reads = np.flatnonzero(shared.share_rank == rank)
     out = _deliveries_of_shares(shared, reads)
-    to = shared.wishes.rank[out.wish]
-    mine = to == rank
-    incoming = _deliveries_of_wishes(shared, np.flatnonzero(shared.wishes.rank == rank))
+    to = shared.requests.rank[out.request]
+    is_own = to == rank
+    incoming = _deliveries_to_requests(shared, np.flatnonzero(shared.requests.rank == rank))
     source = shared.share_rank[incoming.share]
     others = source != rank
 
-    def transfers(found: _Deliveries, rows: Bools, peer: Ints) -> Transfers:
-        regions = found.regions.take(rows)
-        num_bytes, in_round = regions.num_bytes(item_bytes), shared.share_round[found.share[rows]]
+    def transfers(deliveries: _Deliveries, rows: Bools, peer: Ints) -> Transfers:
+        regions = deliveries.regions.take(rows)
+        num_bytes, in_round = regions.num_bytes(item_bytes), shared.share_round[deliveries.share[rows]]
         return Transfers(
-            read=np.searchsorted(reads, found.share[rows]),
+            read=np.searchsorted(reads, deliveries.share[rows]),
             peer=peer[rows],
-            want=shared.wishes.row[found.wish[rows]],
+            want=shared.requests.row[deliveries.request[rows]],
             regions=regions,
             in_round=in_round,
             message=_messages(peer[rows], in_round, num_bytes, options.message_bytes),
@@ -276,43 +278,43 @@ def plan_rank_load(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options:
         rank=rank,
         row=shared.share_row[reads],
         regions=shared.share_regions.take(reads),
-        local=transfers(out, mine, to),
-        sends=transfers(out, ~mine, to),
+        local=transfers(out, is_own, to),
+        sends=transfers(out, ~is_own, to),
         receives=transfers(incoming, others, source),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Deliveries:
-    """What of a share goes to which wish; sorted by share, piece and wish, on every rank alike."""
+    """Which part of a share goes to which request, sorted by share, piece and request on every rank alike."""
 
     share: Ints
-    wish: Ints
+    request: Ints
     regions: Regions
 
 
 def _deliveries_of_shares(shared: SharedLoadPlan, shares: Ints) -> _Deliveries:
-    """All that is to come of some shares."""
+    """All deliveries of some shares."""
     unit = shared.share_unit[shares]
     begin = np.searchsorted(shared.pieces.unit, unit)
     count = np.searchsorted(shared.pieces.unit, unit, side="right") - begin
     owner, piece = expand_ranges(begin, count)
     share, piece, regions = _common(shared, shares[owner], piece)
     want = shared.pieces.want[piece]
-    begin = np.searchsorted(shared.wishes.want, want)
-    count = np.searchsorted(shared.wishes.want, want, side="right") - begin
-    row, wish = expand_ranges(begin, count)
-    return _ordered(share[row], piece[row], wish, regions.take(row))
+    begin = np.searchsorted(shared.requests.want, want)
+    count = np.searchsorted(shared.requests.want, want, side="right") - begin
+    row, request = expand_ranges(begin, count)
+    return _ordered(share[row], piece[row], request, regions.take(row))
 
 
-def _deliveries_of_wishes(shared: SharedLoadPlan, wishes: Ints) -> _Deliveries:
-    """All that some wishes are to get."""
+def _deliveries_to_requests(shared: SharedLoadPlan, requests: Ints) -> _Deliveries:
+    """All deliveries to some requests."""
     by_want = np.argsort(shared.pieces.want, kind="stable")
     sorted_want = shared.pieces.want[by_want]
-    want = shared.wishes.want[wishes]
+    want = shared.requests.want[requests]
     begin = np.searchsorted(sorted_want, want)
     owner, place = expand_ranges(begin, np.searchsorted(sorted_want, want, side="right") - begin)
-    wish, piece = wishes[owner], by_want[place]
+    request, piece = requests[owner], by_want[place]
     by_unit = np.argsort(shared.share_unit, kind="stable")
     sorted_unit = shared.share_unit[by_unit]
     unit = shared.pieces.unit[piece]
@@ -320,31 +322,31 @@ def _deliveries_of_wishes(shared: SharedLoadPlan, wishes: Ints) -> _Deliveries:
     row, place = expand_ranges(begin, np.searchsorted(sorted_unit, unit, side="right") - begin)
     tagged = np.arange(len(row))
     share, tagged, regions = _common(shared, by_unit[place], piece[row], tagged)
-    return _ordered(share, piece[row][tagged], wish[row][tagged], regions)
+    return _ordered(share, piece[row][tagged], request[row][tagged], regions)
 
 
 def _common(
     shared: SharedLoadPlan, share: Ints, piece: Ints, tag: Ints | None = None
 ) -> tuple[Ints, Ints, Regions]:
-    """The pairs of shares and pieces that have something in common, and what; `tag` or `piece` of each."""
-    one, other = shared.share_regions.take(share), shared.pieces.regions.take(piece)
-    begin = np.maximum(one.offsets, other.offsets)
-    end = np.minimum(one.offsets + one.sizes, other.offsets + other.sizes)
+    """The pairs of shares and pieces that intersect, with `tag` or else `piece`, and the intersections."""
+    share_regions, piece_regions = shared.share_regions.take(share), shared.pieces.regions.take(piece)
+    begin = np.maximum(share_regions.offsets, piece_regions.offsets)
+    end = np.minimum(share_regions.offsets + share_regions.sizes, piece_regions.offsets + piece_regions.sizes)
     real = (end > begin).all(axis=1)
-    kept = piece if tag is None else tag
-    return share[real], kept[real], Regions(one.tensor[real], begin[real], (end - begin)[real])
+    tags = piece if tag is None else tag
+    return share[real], tags[real], Regions(share_regions.tensor[real], begin[real], (end - begin)[real])
 
 
-def _ordered(share: Ints, piece: Ints, wish: Ints, regions: Regions) -> _Deliveries:
-    order = np.lexsort((wish, piece, share))
-    return _Deliveries(share[order], wish[order], regions.take(order))
+def _ordered(share: Ints, piece: Ints, request: Ints, regions: Regions) -> _Deliveries:
+    order = np.lexsort((request, piece, share))
+    return _Deliveries(share[order], request[order], regions.take(order))
 
 
 def _messages(peer: Ints, in_round: Ints, num_bytes: Ints, message_bytes: int) -> Ints:
-    """Number the messages to or from each peer: small transfers in a row share one, large ones go alone.
+    """Number the messages to or from each peer: consecutive small transfers share one, large ones do not.
 
-    Sender and receiver see the same transfers between them in the same order, so they number them alike. No
-    message has transfers of two rounds.
+    Sender and receiver see the same transfers in the same order, so they number them alike without talking to
+    each other. No message has transfers of two rounds.
     """
     order = np.argsort(peer, kind="stable")
     peer, in_round, size = peer[order], in_round[order], num_bytes[order]
@@ -363,14 +365,14 @@ def _messages(peer: Ints, in_round: Ints, num_bytes: Ints, message_bytes: int) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How loads are planned. All ranks must use the same."""
+    """How loads are planned. All ranks must use the same options."""
 
     min_cut_bytes: int = 64 * 1024
-    """What several ranks want is not cut into smaller parts than this."""
+    """Bytes that several ranks want are not cut into smaller parts than this."""
     min_gap_bytes: int = 256 * 1024
-    """Unwanted bytes between wanted ones are skipped from this on; smaller gaps are read along."""
+    """Gaps of at least this size between wanted bytes are skipped; smaller ones are read as well."""
     exchange_bytes: int = 256 << 20
-    """What a rank receives in one round, at most; the next round is read meanwhile."""
+    """What a rank receives in one round at most; the next round is read meanwhile."""
     message_bytes: int = 1 << 20
     """Transfers of fewer bytes between two ranks share a message."""
 
@@ -380,14 +382,14 @@ class Transfers:
     """Parts of what is read and where they go, row by row, in the order of reading."""
 
     read: Ints
-    """Which of the plan's reads; of a receive it has no meaning."""
+    """The number of the plan's read; without meaning for receives."""
     peer: Ints
     """The rank at the other end."""
     want: Ints
-    """Which of the destination rank's wanted boxes."""
+    """The row of the destination rank's wanted regions."""
     regions: Regions
     in_round: Ints
-    """Rounds of the exchange: all ranks finish one before the next. Local transfers take no notice."""
+    """The round of the exchange; a rank finishes one before the next. Without meaning for local transfers."""
     message: Ints
     """Transfers with the same peer and number travel together, in this order."""
 
@@ -399,7 +401,7 @@ class Transfers:
 class LoadPlan:
     """What one rank reads and passes on. Reads are in the order of files and positions.
 
-    `row` is the stored row that each read box lies in, contiguous in its payload.
+    `row` is the stored row of each read region, which is contiguous in the row's payload.
     """
 
     rank: int

@@ -1,7 +1,7 @@
 """Arithmetic on columns of regions: equal rows, intersections, and fair division among ranks.
 
-Works on millions of regions at once, without Python loops over rows. Invariant: results depend on the rows
-alone, never on hashing order, so all ranks derive the same numbers.
+Works on millions of regions at once, without Python loops over rows. Invariant: results depend only on the
+rows, never on the order of hashes, so all ranks derive the same numbers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MIXERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.ui
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Rows sorted into groups of equal ones, numbered in the order of their first rows."""
+    """Groups of equal rows, numbered in the order of their first rows."""
 
     first: Ints
-    """A row of each group: the earliest."""
+    """The first row of each group."""
     number: Ints
     """The group of each row."""
 
@@ -35,15 +35,15 @@ class Groups:
 
 
 def region_table(regions: Regions) -> Ints:
-    """Boxes as the rows of one table."""
+    """Regions as the rows of one table."""
     return np.concatenate([regions.tensor[:, None], regions.offsets, regions.sizes], axis=1)
 
 
 def group_equal_rows(table: Ints) -> Groups:
-    """Find the rows of `table` that equal each other.
+    """Group the rows of `table` that equal each other.
 
-    Sorts one column of hashes in place of all columns; should two different rows ever share a hash, the
-    slow way over all columns takes over. Where all hashes differ, so do all rows.
+    Sorts one column of hashes instead of all columns. If all hashes differ, all rows do; if two different
+    rows share a hash, all columns are compared, which is slow.
     """
     keys = _mixed(table)
     in_order = np.sort(keys)
@@ -67,7 +67,7 @@ def _mixed(table: Ints) -> NDArray[np.uint64]:
 
 
 def scramble(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each number turned into one that looks random, one to one (the finaliser of splitmix64)."""
+    """Map each number to a random-looking one, one to one (the finaliser of splitmix64)."""
     keys = keys + _ODD
     for shift, factor in _MIXERS:
         keys = (keys ^ (keys >> shift)) * factor
@@ -75,7 +75,7 @@ def scramble(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def expand_ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """The whole numbers of ranges, end to end: which range each belongs to, and the number itself."""
+    """All integers of the ranges, one range after another: the range of each, and the integer."""
     owner = np.repeat(np.arange(len(counts)), counts)
     ends = np.cumsum(counts)
     within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
@@ -84,7 +84,7 @@ def expand_ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSets:
-    """Which ranks belong to each of some groups: `of_group` numbers sets, whose members are listed once."""
+    """The set of ranks of each group: `of_group` has the numbers of sets, whose members are listed once."""
 
     of_group: Ints
     start: Ints
@@ -103,7 +103,7 @@ class RankSets:
 def find_rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
     """The set of ranks of each group, from (group, rank) pairs in any order, repeats allowed.
 
-    Every group has a pair. Sets are told apart by a 128-bit sum over their members: two different ones of a
+    Every group has a pair. Sets are compared by a 128-bit sum over their members: two different ones of a
     million sets would share it with a probability of 10^-27.
     """
     span = int(rank.max()) + 1 if len(rank) else 1
@@ -126,7 +126,7 @@ def find_rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlaps:
-    """`regions` is what row `left` of the one list and row `right` of the other have in common."""
+    """`regions` are the intersections of row `left` of one list with row `right` of the other."""
 
     left: Ints
     right: Ints
@@ -134,27 +134,28 @@ class Overlaps:
 
 
 def are_disjoint(regions: Regions) -> bool:
-    """Whether no two boxes meet, told at a glance; False: `find_overlaps` has to look closer."""
+    """Whether surely no two regions overlap. If False, `find_overlaps` has to compare them."""
     regions = regions.take(np.flatnonzero((regions.sizes > 0).all(axis=1)))
     if not len(regions):
         return True
     begin, end, _, _ = _along_best_dimension(regions, regions)
-    axis = _dense_tensors(regions)[regions.tensor] * (int(end.max()) + 1)
-    order = np.argsort(axis + begin, kind="stable")
-    begins, ends = (axis + begin)[order], (axis + end)[order]
-    # Neighbours that do not meet have ends in order, so nobody behind them is met either.
+    position = _dense_tensors(regions)[regions.tensor] * (int(end.max()) + 1)
+    order = np.argsort(position + begin, kind="stable")
+    begins, ends = (position + begin)[order], (position + end)[order]
+    # If neighbours do not overlap, their ends are in order, so no later region overlaps either.
     return bool((ends[:-1] <= begins[1:]).all())
 
 
 def find_overlaps(left: Regions, right: Regions) -> Overlaps:
-    """All intersections, ordered by `left`, then `right`; both count in the same tensors.
+    """All intersections, ordered by `left`, then `right`; both are regions of the same tensors.
 
-    Looks along one dimension of each tensor, the one with most different beginnings in `right`: there a
-    binary search leaves few candidates. A plane of boxes of width one sees each other, no more.
+    Searches along one dimension of each tensor, the one with most different offsets in `right`: there a
+    binary search leaves few candidates, at most the regions of one slice.
     """
     width = max(left.num_dims, right.num_dims)
     left, right = left.widened(width), right.widened(width)
     full = [np.flatnonzero((regions.sizes > 0).all(axis=1)) for regions in (left, right)]
+    # Empty regions overlap nothing, and would break the order of beginnings and ends.
     wanted, there = left.take(full[0]), right.take(full[1])
     if not len(wanted) or not len(there):
         none = np.zeros(0, dtype=np.int64)
@@ -175,7 +176,7 @@ def find_overlaps(left: Regions, right: Regions) -> Overlaps:
 
 
 def _candidates(wanted: Regions, there: Regions) -> tuple[Ints, Ints, Ints]:
-    """For each wanted box the places in `order` (rows of `there`) from first to last that it may meet."""
+    """For each wanted region the range of places in `order` (rows of `there`) that it may overlap."""
     begin, end, begin_wanted, end_wanted = _along_best_dimension(wanted, there)
     # Tensors are laid end to end on one axis, so that one sorted column serves all of them.
     span = max(int(end.max(initial=0)), int(end_wanted.max(initial=0))) + 1
@@ -183,7 +184,7 @@ def _candidates(wanted: Regions, there: Regions) -> tuple[Ints, Ints, Ints]:
     base, base_wanted = number[there.tensor] * span, number[wanted.tensor] * span
     order = np.argsort(base + begin, kind="stable")
     starts = (base + begin)[order]
-    # Boxes may be nested in this one dimension: the furthest end so far is sorted, ends need not be.
+    # Regions may be nested in this dimension: their ends need not be sorted, but the largest end so far is.
     reach = np.maximum.accumulate((base + end)[order])
     first = np.searchsorted(reach, base_wanted + begin_wanted, side="right")
     last = np.searchsorted(starts, base_wanted + end_wanted, side="left")
@@ -206,16 +207,17 @@ def _along_best_dimension(wanted: Regions, there: Regions) -> tuple[Ints, Ints, 
     best = np.argmax(
         [_num_beginnings(there.tensor, column, num_tensors) for column in there.offsets.T], axis=0
     )
-    found = []
+    columns = []
     for regions in (there, wanted):
         dim = best[regions.tensor][:, None]
         begin = np.take_along_axis(regions.offsets, dim, axis=1)[:, 0]
-        found += [begin, begin + np.take_along_axis(regions.sizes, dim, axis=1)[:, 0]]
-    return found[0], found[1], found[2], found[3]
+        columns += [begin, begin + np.take_along_axis(regions.sizes, dim, axis=1)[:, 0]]
+    begin, end, begin_wanted, end_wanted = columns
+    return begin, end, begin_wanted, end_wanted
 
 
 def _num_beginnings(tensor: Ints, offset: Ints, num_tensors: int) -> Ints:
-    """How many different offsets each tensor has."""
+    """The number of different offsets of each tensor."""
     if not offset.any():
         return np.minimum(np.bincount(tensor, minlength=num_tensors), 1)
     order = np.lexsort((offset, tensor))
@@ -227,7 +229,7 @@ def _num_beginnings(tensor: Ints, offset: Ints, num_tensors: int) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """How boxes can be cut and stay contiguous in memory: along the first dimension that is longer than 1."""
+    """How regions can be cut into contiguous parts: along the first dimension that is longer than 1."""
 
     dim: Ints
     count: Ints
@@ -237,16 +239,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionShares:
-    """Parts of boxes with the rank that has each to its share, in the order of the boxes."""
+    """Parts of regions and the rank that each is assigned to, in the order of the regions."""
 
     source: Ints
-    """The box that a part was cut from."""
+    """The region that a part was cut from."""
     regions: Regions
     rank: Ints
 
 
 def find_rows(regions: Regions, item_bytes: Ints) -> Rows:
-    """What rows each box has; 0-d and one-element boxes are one row."""
+    """The rows of each region; regions of one element are one row."""
     if regions.num_dims == 0:
         ones = np.ones(len(regions), dtype=np.int64)
         return Rows(ones * 0, ones, item_bytes[regions.tensor])
@@ -259,9 +261,9 @@ def find_rows(regions: Regions, item_bytes: Ints) -> Rows:
 def divide_among_ranks(
     regions: Regions, item_bytes: Ints, sets: RankSets, num_ranks: int, *, min_cut_bytes: int
 ) -> RegionShares:
-    """Divide each box among the ranks of its set, so that all ranks end with as equal loads as can be.
+    """Divide each region among the ranks of its set, so that the loads of all ranks are as equal as possible.
 
-    `sets.of_group` is row by row beside `regions`. A box below twice `min_cut_bytes` stays whole.
+    `sets.of_group` has the set of each region. A region below twice `min_cut_bytes` stays whole.
     """
     order = np.argsort(sets.of_group, kind="stable")
     regions = regions.take(order)
@@ -269,9 +271,9 @@ def divide_among_ranks(
     rows = find_rows(regions, item_bytes)
     num_bytes = rows.count * rows.num_bytes
     ends = np.cumsum(num_bytes)
-    line = _Axis(set_of_box, ends - num_bytes, ends, rows, min_cut_bytes)
+    axis = _Axis(set_of_box, ends - num_bytes, ends, rows, min_cut_bytes)
     cut_set, position = _fair_cuts(set_of_box, num_bytes, sets, num_ranks)
-    source, begin, end, owner = _cut(line, cut_set, position, sets)
+    source, begin, end, owner = _cut(axis, cut_set, position, sets)
     shares = RegionShares(
         order[source], slice_rows(regions.take(source), rows.dim[source], begin, end), owner
     )
@@ -280,7 +282,7 @@ def divide_among_ranks(
 
 
 def slice_rows(regions: Regions, dim: Ints, begin: Ints, end: Ints) -> Regions:
-    """Rows `begin` to `end` of each box, counted along its dimension `dim` from the box's own corner."""
+    """Rows `begin` to `end` of each region, counted along its dimension `dim` from its own offset."""
     if regions.num_dims == 0:
         return regions
     offsets, sizes = regions.offsets.copy(), regions.sizes.copy()
@@ -291,9 +293,9 @@ def slice_rows(regions: Regions, dim: Ints, begin: Ints, end: Ints) -> Regions:
 
 
 def split_large(regions: Regions, item_bytes: Ints, limit_bytes: int) -> tuple[Ints, Regions]:
-    """Cut boxes into contiguous parts of at most `limit_bytes`, and say which box each part is of.
+    """Cut regions into contiguous parts of at most `limit_bytes`; returns the region of each part, and parts.
 
-    Parts are in the order of the boxes, and of memory in each.
+    Parts are in the order of the regions, and of memory within each.
     """
     source = np.arange(len(regions))
     for _ in range(regions.num_dims):
@@ -311,7 +313,7 @@ def split_large(regions: Regions, item_bytes: Ints, limit_bytes: int) -> tuple[I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Axis:
-    """Boxes end to end, those of one set side by side."""
+    """Regions laid end to end on one axis of bytes, grouped by set."""
 
     set_of_box: Ints
     start: Ints
@@ -321,9 +323,9 @@ class _Axis:
 
 
 def _fair_cuts(set_of_box: Ints, num_bytes: Ints, sets: RankSets, num_ranks: int) -> tuple[Ints, Ints]:
-    """Where to cut, in bytes on the whole line: for each set one position fewer than it has members.
+    """Where to cut the axis: for each set, one position fewer than it has members.
 
-    Small sets are dealt first: what only few ranks can take decides how much they take of the rest.
+    Small sets come first: what only few ranks can take decides how much they take of the rest.
     """
     total = np.bincount(set_of_box, weights=num_bytes, minlength=len(sets)).astype(np.int64)
     set_start = np.cumsum(total) - total
@@ -344,11 +346,11 @@ def _fair_cuts(set_of_box: Ints, num_bytes: Ints, sets: RankSets, num_ranks: int
 
 
 def level_loads(load: Ints, amount: int) -> Ints:
-    """How to pour `amount` onto `load` so that the highest ends as low as can be; the parts sum to it."""
+    """Divide `amount` so that, added to `load`, the highest total is as low as possible."""
     order = np.argsort(load, kind="stable")
     sorted_load = load[order]
     count = np.arange(1, len(load) + 1)
-    # Filling the k lowest up to the k-th costs this much; the last k that `amount` pays for are filled.
+    # `cost` is what raises the k lowest loads to the k-th. The largest k that `amount` covers is raised.
     cost = sorted_load * count - np.cumsum(sorted_load)
     k = int(np.searchsorted(cost, amount, side="right"))
     surface, rest = divmod(amount + int(sorted_load[:k].sum()), k)
@@ -358,35 +360,35 @@ def level_loads(load: Ints, amount: int) -> Ints:
     return share
 
 
-def _cut(line: _Axis, cut_set: Ints, position: Ints, sets: RankSets) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut at the row nearest to each position: box, first and end row, and owner of each part."""
-    rows = line.rows
-    region, row = _nearest_rows(line, position)
-    position = line.start[region] + row * rows.num_bytes[region] if len(region) else position
+def _cut(axis: _Axis, cut_set: Ints, position: Ints, sets: RankSets) -> tuple[Ints, Ints, Ints, Ints]:
+    """Cut at the row nearest to each position: region, first and end row, and owner of each part."""
+    rows = axis.rows
+    region, row = _nearest_rows(axis, position)
+    position = axis.start[region] + row * rows.num_bytes[region] if len(region) else position
     inside = (row > 0) & (row < rows.count[region])
     unique = np.unique(np.stack([region[inside], row[inside]], axis=1), axis=0)
-    num_parts = 1 + np.bincount(unique[:, 0], minlength=len(line.start))
+    num_parts = 1 + np.bincount(unique[:, 0], minlength=len(axis.start))
     source, part = expand_ranges(np.zeros(len(num_parts), dtype=np.int64), num_parts)
     begin = np.zeros(len(source), dtype=np.int64)
     begin[part > 0] = unique[:, 1]
     end = rows.count[source]
     end[:-1][part[1:] > 0] = begin[1:][part[1:] > 0]
 
-    # A part belongs to as many members further as there are cuts of its set at or before its beginning.
+    # The owner is the set's member whose number is the count of the set's cuts at or before the part.
     cuts_before_set = np.searchsorted(cut_set, np.arange(len(sets)))
-    set_of_part = line.set_of_box[source]
-    share = np.searchsorted(position, line.start[source] + begin * rows.num_bytes[source], side="right")
+    set_of_part = axis.set_of_box[source]
+    share = np.searchsorted(position, axis.start[source] + begin * rows.num_bytes[source], side="right")
     share = np.clip(share - cuts_before_set[set_of_part], 0, sets.size[set_of_part] - 1)
     return source, begin, end, sets.members[sets.start[set_of_part] + share]
 
 
-def _nearest_rows(line: _Axis, position: Ints) -> tuple[Ints, Ints]:
-    region = np.searchsorted(line.end, position, side="right")
-    region = np.minimum(region, len(line.end) - 1)
-    size, row_bytes = line.end[region] - line.start[region], np.maximum(line.rows.num_bytes[region], 1)
-    within = position - line.start[region]
+def _nearest_rows(axis: _Axis, position: Ints) -> tuple[Ints, Ints]:
+    region = np.searchsorted(axis.end, position, side="right")
+    region = np.minimum(region, len(axis.end) - 1)
+    size, row_bytes = axis.end[region] - axis.start[region], np.maximum(axis.rows.num_bytes[region], 1)
+    within = position - axis.start[region]
     row = (within + row_bytes // 2) // row_bytes
-    # A part that would be too small to be worth an item of its own stays with its neighbour.
-    small = np.minimum(row * row_bytes, size - row * row_bytes) < line.min_cut_bytes
-    row[small] = np.where(within * 2 < size, 0, line.rows.count[region])[small]
+    # A part that would be too small for a separate item stays with its neighbour.
+    small = np.minimum(row * row_bytes, size - row * row_bytes) < axis.min_cut_bytes
+    row[small] = np.where(within * 2 < size, 0, axis.rows.count[region])[small]
     return region, row

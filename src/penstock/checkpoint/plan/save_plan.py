@@ -1,7 +1,7 @@
-"""Which rank writes which bytes, from what all ranks hold: replicas share the work, no byte is written twice.
+"""Plans which rank writes which bytes, from what all ranks hold: replicas share the work.
 
-Pure: every rank calls `plan_save` with the same argument and derives the same plan. Invariant: together the
-ranks write every element of every tensor, or `NotCovered` says which are missing.
+Pure: every rank calls `plan_save` with the same arguments and derives the same plan. Invariant: together the
+ranks write every element of every tensor exactly once, or `NotCovered` says which are missing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from penstock.errors import PenstockError, UsageError
 
 
 class NotCovered(PenstockError):
-    """Boxes do not make up their tensor; `tensor` is its name."""
+    """Regions do not cover their tensor exactly once; `tensor` is its name."""
 
     tensor: str
 
 
 def check_coverage(tensors: Sequence[TensorFacts], regions: Regions, *, where: str) -> None:
-    """Raise `NotCovered` for the first tensor with a box out of bounds, two that overlap, or a gap.
+    """Raise `NotCovered` for the first tensor with a region out of bounds, an overlap or a gap.
 
-    `where` says what the boxes are of: "the checkpoint at ...", "what the ranks hold".
+    `where` describes the regions: "the checkpoint at ...", "what the ranks hold".
     """
     _check_bounds(tensors, regions, where)
     shapes = [np.prod(facts.shape, dtype=np.int64) for facts in tensors]
@@ -46,7 +46,7 @@ def check_coverage(tensors: Sequence[TensorFacts], regions: Regions, *, where: s
         name = tensors[short[0]].name
         missing = int(expected[short[0]] - covered[short[0]])
         raise NotCovered(
-            f"{missing} elements of {name!r} {list(tensors[short[0]].shape)} belong to no piece",
+            f"{missing} elements of {name!r} {list(tensors[short[0]].shape)} belong to no region",
             where=where,
             fix="Let every rank that holds a part of it take part, with the same mesh and placements.",
             tensor=name,
@@ -67,7 +67,7 @@ def _check_bounds(tensors: Sequence[TensorFacts], regions: Regions, where: str) 
         facts = tensors[regions.tensor[rows[0]]]
         offsets, sizes = regions.region(int(rows[0]), len(facts.shape))
         raise NotCovered(
-            f"A piece of {facts.name!r} at {list(offsets)} of {list(sizes)} leaves its shape"
+            f"A region of {facts.name!r} at {list(offsets)} of {list(sizes)} is outside its shape"
             f" {list(facts.shape)}",
             where=where,
             fix="Give the tensor its true global shape on all ranks.",
@@ -92,19 +92,22 @@ def _check_apart(tensors: Sequence[TensorFacts], regions: Regions, where: str) -
         facts = tensors[regions.tensor[row]]
         pieces = " and ".join(
             f"{list(offsets)} of {list(sizes)}"
-            for offsets, sizes in (regions.region(each, len(facts.shape)) for each in (row, other))
+            for offsets, sizes in (regions.region(number, len(facts.shape)) for number in (row, other))
         )
         raise NotCovered(
-            f"Pieces of {facts.name!r} overlap: {pieces}",
+            f"Regions of {facts.name!r} overlap: {pieces}",
             where=where,
-            fix="Give each rank's piece its own place; replicas must hold equal boxes.",
+            fix="Give each rank its own region; replicas must hold equal regions.",
             tensor=facts.name,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldObject:
-    """A leaf that is no tensor: its name, and what tells whether other ranks hold the same."""
+    """A leaf that is not a tensor.
+
+    `digest` is of its packed bytes: ranks with equal digests hold the same.
+    """
 
     name: str
     size_bytes: int
@@ -113,7 +116,7 @@ class HeldObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What one rank holds of a state: `regions` count in its own `tensors`. Replicas hold equal boxes."""
+    """What one rank holds of a state: `regions` of its own `tensors`. Replicas hold equal regions."""
 
     tensors: tuple[TensorFacts, ...]
     regions: Regions
@@ -122,25 +125,25 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """What a user may ask of a save plan."""
+    """Options for planning saves."""
 
     writers: int = 2
-    """Files of each rank, written side by side."""
+    """Files of each rank that are written in parallel."""
     separation_hint: str | None = None
-    """Names that begin with it go to files of their own, which begin with it, too."""
+    """Leaves whose names begin with it go to separate files, whose names begin with it as well."""
     min_cut_bytes: int = 64 * 1024
-    """A replicated box below twice this size is written whole by one rank."""
+    """A replicated region below twice this size is written whole by one rank."""
 
     def __post_init__(self) -> None:
         if self.writers < 1:
-            raise UsageError(f"writers={self.writers} can write nothing", fix="Give at least 1.")
+            raise UsageError(f"writers={self.writers} is too few", fix="Use at least 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedObject:
-    """An object that this rank writes: `name` is the leaf's, `stored_name` the checkpoint's.
+    """An object that a rank writes: `name` is the leaf's, `stored_name` the name in the checkpoint.
 
-    They differ where ranks hold different objects under one name: see `plan.objects`.
+    They differ where ranks hold different objects under one name: see `assign_objects`.
     """
 
     name: str
@@ -150,17 +153,20 @@ class PlacedObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One file of one rank: its objects first, then its boxes, in this order. There are no empty ones."""
+    """One file of one rank: its objects first, then its regions, in this order.
+
+    Empty buckets are left out.
+    """
 
     file: str
     objects: tuple[PlacedObject, ...]
     regions: Regions
-    """Count in the plan's `tensors`. A box may be a part of one that the rank holds."""
+    """Of the plan's `tensors`. A region may be a part of one that the rank holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """What one rank writes. `tensors` are all of the job, the same on every rank."""
+    """What one rank writes. `tensors` are all tensors of the job, the same on every rank."""
 
     rank: int
     tensors: tuple[TensorFacts, ...]
@@ -168,14 +174,14 @@ class SavePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Payload bytes of tensors; envelopes and objects come on top."""
+        """Payload bytes of tensors, without envelopes and objects."""
         items = element_sizes(self.tensors)
         return sum(int(bucket.regions.num_bytes(items).sum()) for bucket in self.buckets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedSavePlan:
-    """What all ranks write: row by row a box and the rank that writes it; every byte exactly once."""
+    """What all ranks write: row by row a region and the rank that writes it; every byte exactly once."""
 
     tensors: tuple[TensorFacts, ...]
     regions: Regions
@@ -185,7 +191,7 @@ class SharedSavePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergedHoldings:
-    """Boxes of all ranks in common tensor numbers, with the rank that holds each."""
+    """Regions of all ranks in common tensor numbers, with the rank that holds each."""
 
     tensors: tuple[TensorFacts, ...]
     regions: Regions
@@ -193,7 +199,7 @@ class MergedHoldings:
 
 
 def merge_holdings(holdings: Sequence[Holdings]) -> MergedHoldings:
-    """Number the tensors of all ranks together, in the order of their first appearance.
+    """Number the tensors of all ranks in the order of their first appearance.
 
     Raises `UsageError` where two ranks give one name different dtypes or shapes.
     """
@@ -202,21 +208,21 @@ def merge_holdings(holdings: Sequence[Holdings]) -> MergedHoldings:
     first_rank: list[int] = []
     known: dict[int, Ints] = {}
     parts = []
-    for rank, each in enumerate(holdings):
-        # Ranks that hold the same names share one tuple after their exchange.
-        if id(each.tensors) not in known:
-            for facts in each.tensors:
+    for rank, own in enumerate(holdings):
+        # Ranks with the same names share one tuple after the exchange, so each tuple is numbered once.
+        if id(own.tensors) not in known:
+            for facts in own.tensors:
                 number = numbers.setdefault(facts.name, len(tensors))
                 if number == len(tensors):
                     tensors.append(facts)
                     first_rank.append(rank)
                 elif facts != tensors[number]:
                     raise _disagreement(tensors[number], first_rank[number], facts, rank)
-            own = [numbers[facts.name] for facts in each.tensors]
-            known[id(each.tensors)] = np.array(own, dtype=np.int64)
-        common = known[id(each.tensors)]
-        parts.append(Regions(common[each.regions.tensor], each.regions.offsets, each.regions.sizes))
-    ranks = np.repeat(np.arange(len(holdings)), [len(each.regions) for each in holdings])
+            own_numbers = [numbers[facts.name] for facts in own.tensors]
+            known[id(own.tensors)] = np.array(own_numbers, dtype=np.int64)
+        common = known[id(own.tensors)]
+        parts.append(Regions(common[own.regions.tensor], own.regions.offsets, own.regions.sizes))
+    ranks = np.repeat(np.arange(len(holdings)), [len(own.regions) for own in holdings])
     return MergedHoldings(tuple(tensors), Regions.concatenated(parts), ranks)
 
 
@@ -224,12 +230,12 @@ def _disagreement(one: TensorFacts, one_rank: int, other: TensorFacts, other_ran
     return UsageError(
         f"Ranks disagree on {one.name!r}: {one.dtype} {list(one.shape)} on rank {one_rank},"
         f" {other.dtype} {list(other.shape)} on rank {other_rank}",
-        fix="Give the tensors names of their own, or shard one tensor over the ranks as a DTensor.",
+        fix="Give the tensors different names, or shard one tensor over the ranks as a DTensor.",
     )
 
 
 def plan_save(holdings: Sequence[Holdings], options: SaveOptions) -> SharedSavePlan:
-    """Decide which rank writes which box, for all ranks; `holdings` is in rank order."""
+    """Decide which rank writes which region, for all ranks; `holdings` is in rank order."""
     merged = merge_holdings(holdings)
     groups = group_equal_rows(region_table(merged.regions))
     unique = merged.regions.take(groups.first)
@@ -238,22 +244,22 @@ def plan_save(holdings: Sequence[Holdings], options: SaveOptions) -> SharedSaveP
     shares = divide_among_ranks(
         unique, element_sizes(merged.tensors), sets, len(holdings), min_cut_bytes=options.min_cut_bytes
     )
-    kept = _worth_an_item(merged.tensors, shares.regions)
+    rows = _worth_an_item(merged.tensors, shares.regions)
     return SharedSavePlan(
         tensors=merged.tensors,
-        regions=shares.regions.take(kept),
-        rank=shares.rank[kept],
+        regions=shares.regions.take(rows),
+        rank=shares.rank[rows],
         num_ranks=len(holdings),
     )
 
 
 def _without_empty_strays(tensors: Sequence[TensorFacts], regions: Regions) -> Regions:
-    """Boxes without the empty ones of ranks that hold no part of a tensor: those may lie anywhere."""
+    """Regions without the empty ones of ranks that hold no part of a tensor, which have arbitrary offsets."""
     return regions.take(_worth_an_item(tensors, regions))
 
 
 def _worth_an_item(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
-    """Rows to keep: every box with elements, and of an empty tensor one, so that it is on record."""
+    """Rows to write: every region with elements, and one of each empty tensor, so that it is listed."""
     is_empty = regions.num_elements == 0
     tensor_is_empty = np.array([0 in facts.shape for facts in tensors], dtype=np.bool_)
     rows = np.arange(len(regions))
@@ -271,9 +277,10 @@ def plan_rank_files(
     *,
     only: int | None = None,
 ) -> list[SavePlan]:
-    """What each rank writes, or `only` one of them, dealt to its files; `objects` is by rank.
+    """What each rank writes, or `only` one of them, divided among its files; `objects` is by rank.
 
-    The largest piece goes first, each to the file with the fewest bytes so far.
+    Items are placed largest first, each in the file with the fewest bytes so far. Within a file they keep the
+    order of the state, so the tensors of one layer are side by side, and equal states give equal files.
     """
     hint = options.separation_hint
     begins = [hint is not None and facts.name.startswith(hint) for facts in shared.tensors]
@@ -285,15 +292,16 @@ def plan_rank_files(
     plans = []
     for rank in ranks:
         regions = shared.regions.take(order[ends[rank] : ends[rank + 1]])
-        mine = objects[rank]
         is_apart = apart[regions.tensor]
-        mine_apart = [each for each in mine if hint is not None and each.name.startswith(hint)]
-        mine_together = [each for each in mine if each not in mine_apart]
+        objects_apart = [
+            placed for placed in objects[rank] if hint is not None and placed.name.startswith(hint)
+        ]
+        objects_together = [placed for placed in objects[rank] if placed not in objects_apart]
         names = (f"__{rank}_", options.writers)
-        buckets = _deal(regions.take(~is_apart), item_bytes, mine_together, names)
+        buckets = _deal(regions.take(~is_apart), item_bytes, objects_together, names)
         if hint is not None:
             names = (f"{hint}__{rank}_", options.writers)
-            buckets += _deal(regions.take(is_apart), item_bytes, mine_apart, names)
+            buckets += _deal(regions.take(is_apart), item_bytes, objects_apart, names)
         plans.append(SavePlan(rank=rank, tensors=shared.tensors, buckets=buckets))
     return plans
 
@@ -301,16 +309,16 @@ def plan_rank_files(
 def _deal(
     regions: Regions, item_bytes: Ints, objects: Sequence[PlacedObject], files: tuple[str, int]
 ) -> tuple[Bucket, ...]:
-    """LPT: the load of the fullest file is at most 4/3 of the best possible."""
+    """Longest processing time first: the fullest file has at most 4/3 of the bytes in the best division."""
     prefix, num_files = files
     num_bytes = regions.num_bytes(item_bytes)
-    sizes = num_bytes.tolist() + [each.size_bytes for each in objects]
+    sizes = num_bytes.tolist() + [placed.size_bytes for placed in objects]
     loads = [(0, number) for number in range(num_files)]
     chosen: list[list[int]] = [[] for _ in loads]
-    for row in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+    for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
         load, number = heapq.heappop(loads)
         chosen[number].append(row)
-        # Even nothing counts a little, or all empty tensors would go to one file.
+        # An empty item counts as one byte, or all empty tensors would go to one file.
         heapq.heappush(loads, (load + max(sizes[row], 1), number))
     filled = sorted((sorted(rows) for rows in chosen if rows), key=lambda rows: rows[0])
     return tuple(
@@ -324,34 +332,34 @@ def _deal(
 
 
 RANK_MARK = "@rank"
-"""Stands in a stored name between the leaf's name and the rank whose object it is: `rng@rank3`."""
+"""In a stored name, it separates the leaf's name from the rank whose object it is: `rng@rank3`."""
 
 
 def rank_object_name(name: str, rank: int) -> str:
-    """What `rank`'s object is stored as where it differs from the common one."""
+    """The stored name of `rank`'s object if it differs from the common one."""
     return f"{name}{RANK_MARK}{rank}"
 
 
 def assign_objects(holdings: Sequence[Iterable[HeldObject]]) -> list[list[PlacedObject]]:
-    """What each rank writes; `holdings` is in rank order.
+    """The objects that each rank writes; `holdings` is in rank order.
 
-    The object of the lowest rank has the plain name, which is what stock readers find. Objects that all
-    holders share are written by the holder with the fewest bytes so far; those that differ by their owners.
+    The object of the lowest rank gets the plain name, which is what stock readers find. An object that ranks
+    share is written by the one with the fewest bytes so far, an object that differs by its owner.
     """
     holders: dict[str, list[tuple[int, HeldObject]]] = {}
     for rank, objects in enumerate(holdings):
-        for each in objects:
-            holders.setdefault(each.name, []).append((rank, each))
+        for held in objects:
+            holders.setdefault(held.name, []).append((rank, held))
     load = [0] * len(holdings)
     placed: list[list[PlacedObject]] = [[] for _ in holdings]
     for name, owners in holders.items():
         common = owners[0][1]
-        sharers = [rank for rank, each in owners if each.digest == common.digest]
+        sharers = [rank for rank, held in owners if held.digest == common.digest]
         writes = [(min(sharers, key=lambda rank: load[rank]), name, common.size_bytes)]
         writes += [
-            (rank, rank_object_name(name, rank), each.size_bytes)
-            for rank, each in owners
-            if each.digest != common.digest
+            (rank, rank_object_name(name, rank), held.size_bytes)
+            for rank, held in owners
+            if held.digest != common.digest
         ]
         for rank, stored_name, size_bytes in writes:
             placed[rank].append(PlacedObject(name=name, stored_name=stored_name, size_bytes=size_bytes))
@@ -360,7 +368,7 @@ def assign_objects(holdings: Sequence[Iterable[HeldObject]]) -> list[list[Placed
 
 
 def find_stored_name(name: str, rank: int, stored: Container[str]) -> str | None:
-    """Under which of the `stored` names `rank` finds the object of its leaf `name`, if any."""
+    """The one of the `stored` names that has the object of the leaf `name` for `rank`, if any."""
     own = rank_object_name(name, rank)
     if own in stored:
         return own

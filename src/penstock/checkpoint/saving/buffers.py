@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Ownership(Enum):
-    """Who may touch a buffer: nobody, who makes or reads bytes, the next in line, the storage."""
+    """Who may access a buffer: no one, its producer, the next stage, the storage."""
 
     FREE = "free"
     FILLING = "filling"
@@ -39,14 +39,14 @@ class Ownership(Enum):
 
 
 class PipelineStopped(PenstockError):
-    """Another thread failed or the user interrupted: this one gives up, and is not the cause."""
+    """Another thread failed or the user interrupted: this thread stops, but is not the cause."""
 
     def __init__(self) -> None:
-        super().__init__("Stopped because the phase as a whole stopped")
+        super().__init__("Stopped because the pipeline stopped")
 
 
 class Buffer:
-    """One buffer, and which chunk of which object it holds. All of it belongs to the present owner."""
+    """One buffer, and which chunk of which object it holds. Only its current owner may access it."""
 
     __slots__ = ("chunk", "job", "offset", "ownership", "release", "size_bytes", "stream", "whole")
 
@@ -62,15 +62,15 @@ class Buffer:
 
     @property
     def filled(self) -> memoryview:
-        """The part that holds bytes: all of it but for an object's last chunk."""
+        """The part that holds the chunk: everything, except for an object's last chunk."""
         return self.whole if self.size_bytes == len(self.whole) else self.whole[: self.size_bytes]
 
     def hand_on(self, come_from: Ownership, go_to: Ownership) -> None:
-        """The owner gives the buffer to the next one."""
+        """Pass the buffer from its owner to the next."""
         if self.ownership is not come_from:
             raise PenstockError(
                 f"A buffer that is {self.ownership.value} was treated as {come_from.value}",
-                fix="A storage must release each buffer exactly once: this one does not.",
+                fix="A storage must release each buffer exactly once; this one does not.",
             )
         self.ownership = go_to
 
@@ -78,8 +78,8 @@ class Buffer:
 class PipelineBuffers:
     """All buffers of one phase, shared by its streams.
 
-    A stream takes what is free as long as every other one can still have `MIN_BUFFERS_PER_STREAM`: a storage
-    that keeps buffers for long on one stream cannot starve the others for good.
+    A stream may take any free buffer as long as every other stream can still get `MIN_BUFFERS_PER_STREAM`, so
+    a storage that keeps the buffers of one stream for long cannot starve the others.
     """
 
     def __init__(self, memory: WarmMemory, settings: PipelineSettings) -> None:
@@ -95,7 +95,7 @@ class PipelineBuffers:
         self._last_return_s: float | None = None
 
     def take(self, stream: int, awaiting: str) -> Buffer:
-        """A free buffer, FILLING from now on; waits for one. `awaiting` names who keeps the others."""
+        """Wait for a free buffer and make it FILLING. `awaiting` says in errors what holds the others."""
         with self._changed:
             while not self._may_take(stream):
                 self._wait(awaiting)
@@ -108,7 +108,7 @@ class PipelineBuffers:
             return buffer
 
     def give_back(self, buffer: Buffer, come_from: Ownership) -> None:
-        """`buffer` is free again; any thread may say so, once."""
+        """Make `buffer` free again; called once, from any thread."""
         with self._changed:
             buffer.hand_on(come_from, Ownership.FREE)
             self._held[buffer.stream] -= 1
@@ -117,19 +117,19 @@ class PipelineBuffers:
             self._changed.notify_all()
 
     def expect_returns(self) -> None:
-        """From now on somebody takes buffers away, so silence means that something is dead."""
+        """From now on buffers are being returned, so if none is for `silence_s`, something is dead."""
         with self._changed:
             self._last_return_s = time.monotonic()
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Whoever takes, or waits to take, gets `PipelineStopped`."""
+        """Make all present and future `take` calls raise `PipelineStopped`."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def retire(self, stream: int) -> None:
-        """Free what is reserved for a stream that takes no more."""
+        """Free what is reserved for a stream that takes no more buffers."""
         with self._changed:
             self._held[stream] += len(self.all)
             self._changed.notify_all()
@@ -150,8 +150,8 @@ class PipelineBuffers:
         left_s = self._last_return_s + self._silence_s - time.monotonic()
         if left_s <= 0:
             raise StorageTimeout(
-                f"{awaiting} kept all {len(self.all)} buffers for {self._silence_s:g} s and let go of none",
-                fix="Look at the server's load; have fewer parts in flight, or more buffer memory.",
+                f"{awaiting} held all {len(self.all)} buffers for {self._silence_s:g} s and released none",
+                fix="Check the server's load; use fewer parts in flight, or more buffer memory.",
             )
         self._changed.wait(left_s)
 
@@ -161,7 +161,7 @@ MIN_BUFFERS_PER_STREAM = 2
 
 
 class WorkerGroup:
-    """Up to `num_threads` at work; `stop`, called from any of them, makes all others give up soon."""
+    """Up to `num_threads` threads; when one fails it calls `stop`, which must make the others end soon."""
 
     def __init__(self, num_threads: int, stop: Callable[[], None]) -> None:
         self._stop = stop
@@ -169,29 +169,28 @@ class WorkerGroup:
         self._started: list[Future[None]] = []
 
     def start(self, work: Callable[..., None], *arguments: object) -> Future[None]:
-        """Have a thread do `work`."""
+        """Run `work` in a thread."""
         future = self._threads.submit(self._run, work, *arguments)
         self._started.append(future)
         return future
 
-    def wait(self, some: Sequence[Future[None]], awaited: str, timeout_s: float | None = None) -> None:
-        """Return when `some` are done; raises the failure that any thread of the crew had."""
-        late = wait_for(some, timeout=timeout_s).not_done
-        if late:
+    def wait(self, futures: Sequence[Future[None]], awaited: str, timeout_s: float | None = None) -> None:
+        """Return when `futures` are done; raises the failure of any thread of the group."""
+        if wait_for(futures, timeout=timeout_s).not_done:
             raise WaitTimeout(awaited, timeout_s or 0.0)
-        if any(each.exception() for each in some):
-            # They may have stopped for the sake of one whose own end is not noted yet.
+        if any(future.exception() for future in futures):
+            # They may have stopped because of another thread, whose future is not done yet.
             wait_for(self._started)
-        failures = [error for each in self._started if each.done() and (error := each.exception())]
+        failures = [error for future in self._started if future.done() and (error := future.exception())]
         causes = [error for error in failures if not isinstance(error, PipelineStopped)]
         if failures:
             raise (causes or failures)[0]
 
-    def dismiss(self) -> None:
-        """Stop all and return when none is at work."""
+    def close(self) -> None:
+        """Stop all threads and wait for them."""
         self._stop()
         self._threads.shutdown(wait=True)
-        # The object that owns the crew is what `stop` belongs to: keeping it would make a cycle.
+        # `stop` belongs to the object that owns this group: keeping it would make a reference cycle.
         self._stop = lambda: None
 
     def _run(self, work: Callable[..., None], *arguments: object) -> None:
@@ -207,9 +206,9 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 class WarmMemory:
-    """`size_bytes` of memory that begins at a huge page. Its first touch costs seconds per GiB: keep it.
+    """`size_bytes` of memory that begins at a huge page. Its first touch takes seconds per GiB, so reuse it.
 
-    One user at a time. The memory goes with the last view of it.
+    It has one user at a time. The memory is freed with the last view of it.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -221,13 +220,13 @@ class WarmMemory:
         self.view = whole[lead : lead + self.size_bytes]
         self._touched_bytes = 0
         self.is_pinned = False
-        """Whether a device copies to and from it by itself; whoever pins it says so."""
+        """Whether devices can copy to and from it by DMA; see `pin_memory`."""
 
     def touch(self, size_bytes: int | None = None) -> None:
-        """Have the first `size_bytes`, or all, in memory from now on. What is there already costs nothing."""
+        """Make the first `size_bytes`, or all, resident. What was touched before costs nothing."""
         end = self.size_bytes if size_bytes is None else min(size_bytes, self.size_bytes)
         if end > self._touched_bytes:
-            # One byte a page is enough; a strided fill runs without the GIL, madvise(POPULATE) would not.
+            # One byte per page is enough. A strided fill releases the GIL; madvise(POPULATE) would hold it.
             np.frombuffer(self.view[self._touched_bytes : end], dtype=np.uint8)[::PAGE_BYTES] = 0
             self._touched_bytes = end
 
@@ -236,23 +235,23 @@ def _ask_for_huge_pages(pages: mmap.mmap) -> None:
     try:
         pages.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, AttributeError) as error:
-        logger.info("No huge pages here, so direct I/O costs more of the processor: %s", error)
+        logger.info("Huge pages are not available, so direct I/O takes more CPU time: %s", error)
 
 
 class Registrar(Protocol):
-    """CUDA's runtime, as far as memory of ours is made known to it. Calls return 0, or an error's number."""
+    """The functions of CUDA's runtime that pin memory. They return 0 or an error number."""
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> int:  # noqa: N802 - CUDA's name
         """Pin memory."""
 
     def cudaHostUnregister(self, address: int, /) -> int:  # noqa: N802 - CUDA's name
-        """Let it go."""
+        """Unpin memory."""
 
 
 def pin_memory(memory: WarmMemory, registrar: Registrar | None = None) -> bool:
-    """Have `memory` pinned until it goes; whether it is. It takes as long as a first touch, once.
+    """Pin `memory` until it is freed; returns whether it is pinned. Takes as long as a first touch.
 
-    The pool that memory comes from bounds what is pinned. Without leave to pin so much, copies take longer.
+    Where the system does not allow to pin as much, copies take longer.
     """
     if memory.is_pinned:
         return True
@@ -261,8 +260,8 @@ def pin_memory(memory: WarmMemory, registrar: Registrar | None = None) -> bool:
     error = int(runtime.cudaHostRegister(address, memory.size_bytes, 0))
     if error:
         logger.warning(
-            "CUDA error %d: %d bytes of memory for checkpoints are not pinned, so copies to and from devices"
-            " take longer. Look at `ulimit -l`, or stage through less memory: staging_bytes.",
+            "CUDA error %d: %d bytes of staging memory are not pinned, so copies to and from devices take"
+            " longer. Check `ulimit -l`, or stage through less memory: staging_bytes.",
             error,
             memory.size_bytes,
         )
@@ -282,4 +281,4 @@ def _cuda_runtime() -> Registrar:
 def _unpin(runtime: Registrar, address: int) -> None:
     error = int(runtime.cudaHostUnregister(address))
     if error:
-        logger.warning("CUDA error %d when memory for checkpoints was let go of", error)
+        logger.warning("CUDA error %d while unpinning staging memory", error)

@@ -32,14 +32,14 @@ class Payload(Protocol):
     """The bytes of one item's payload."""
 
     block_bytes: int | None
-    """Copy so much at a time, so that it is still in the processor's cache when it is summed; None: all."""
+    """Bytes to copy at a time, so that the checksum finds them in the processor's cache; None: all."""
 
     def copy_into(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on."""
 
 
 class Fetching(Protocol):
-    """What brings tensors from a device."""
+    """Copies tensors from a device asynchronously."""
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Begin to copy; `source` is kept alive until the copy is done."""
@@ -47,11 +47,11 @@ class Fetching(Protocol):
 
 @runtime_checkable
 class SupportsFetching(Protocol):
-    """A `Payload` that a device can bring by itself, while its thread goes on."""
+    """A `Payload` that a device can copy by itself while the calling thread continues."""
 
     device: torch.device
 
-    def fetch_into(self, start: int, target: memoryview, link: Fetching) -> None:
+    def fetch_into(self, start: int, target: memoryview, fetching: Fetching) -> None:
         """Begin to fill `target` with the bytes from `start` on."""
 
 
@@ -60,7 +60,7 @@ HOT_BLOCK_BYTES = 512 * 1024
 
 
 class PlainPayload:
-    """Bytes in a row: packed objects, and contiguous tensors in the memory of this host."""
+    """Contiguous bytes in host memory: packed objects, and contiguous tensors."""
 
     block_bytes: int | None = HOT_BLOCK_BYTES
 
@@ -73,7 +73,7 @@ class PlainPayload:
 
 
 class StridedPayload:
-    """A tensor in the memory of this host whose elements do not lie in a row."""
+    """A non-contiguous tensor in host memory."""
 
     block_bytes: int | None = HOT_BLOCK_BYTES
 
@@ -90,7 +90,7 @@ class StridedPayload:
 
 
 class TorchPayload:
-    """A tensor that torch has to fetch or convert: on another device, or saved as another dtype."""
+    """A tensor that torch has to fetch or convert: on a device, or saved with another dtype."""
 
     block_bytes: int | None = None
 
@@ -104,10 +104,10 @@ class TorchPayload:
         for place, source in self._pairs(start, target):
             place.copy_(source)
 
-    def fetch_into(self, start: int, target: memoryview, link: Fetching) -> None:
+    def fetch_into(self, start: int, target: memoryview, fetching: Fetching) -> None:
         """Have the device begin to copy a range of elements."""
         for place, source in self._pairs(start, target):
-            link.fetch(place, source)
+            fetching.fetch(place, source)
 
     def _pairs(self, start: int, target: memoryview) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         row = torch.frombuffer(target, dtype=self._dtype)
@@ -123,7 +123,7 @@ def payload_of_bytes(content: bytes) -> Payload:
 
 
 def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) -> Payload:
-    """The payload of a box: its elements in row-major order, as `dtype` where that is another one."""
+    """The payload of a region: its elements in row-major order, converted to `dtype` if that is given."""
     memory = memory.detach().resolve_conj().resolve_neg()
     wanted = memory.dtype if dtype is None else dtype
     if wanted != memory.dtype or memory.device.type != "cpu":
@@ -142,14 +142,14 @@ _PLAIN_TYPES = {
     8: torch.int64,
     16: torch.complex128,
 }
-"""numpy has no bfloat16 and no float8: what is only copied is spoken of as something of the same width."""
+"""numpy has no bfloat16 and no float8: elements that are only copied are viewed as a type of equal width."""
 
 
 def split_range(shape: Sequence[int], begin: int, end: int) -> list[tuple[tuple[int | slice, ...], slice]]:
     """Elements `begin` to `end` of a row-major array as few rectangular pieces.
 
-    Each with the index that selects it, and its place among the elements from `begin` on. At most two pieces
-    for each dimension: the rest of a row, whole rows, the beginning of a row.
+    Each has the index that selects it and its place among the elements from `begin` on. There are at most two
+    pieces for each dimension, plus one: the rest of a row, whole rows, the beginning of a row.
     """
     pieces: list[tuple[tuple[int | slice, ...], slice]] = []
     _collect_pieces(pieces, (), shape, (begin, end), 0)
@@ -172,7 +172,7 @@ def _collect_pieces(
     inner = int(np.prod(shape[1:], dtype=np.int64))
     first, last = -(-begin // inner), end // inner
     if first > last:
-        # All of it lies within one row.
+        # The range is within one row.
         row = begin // inner
         _collect_pieces(pieces, (*outer, row), shape[1:], (begin - row * inner, end - row * inner), place)
         return
@@ -188,25 +188,25 @@ def _collect_pieces(
 
 
 ASYNCHRONOUS = "cuda"
-"""The kind of devices that copy by themselves here, AMD's among them."""
+"""Devices of this type, AMD's included, copy asynchronously in a separate stream."""
 SYNCHRONIZED = "xpu"
-"""The kind whose work is waited for, as threads copy in streams of their own. Others have no streams."""
+"""Work on devices of this type is waited for, because threads copy in their own streams. Others have none."""
 
 
 class DeviceModule(Protocol):
-    """What is asked of `torch.cuda`, and of torch's modules of other devices."""
+    """The part of `torch.cuda`, and of torch's modules for other devices, that is used here."""
 
     def Stream(self, device: torch.device) -> Any:  # noqa: N802 - torch's name
         """A stream of our own."""
 
     def Event(self, *, blocking: bool) -> Any:  # noqa: N802 - torch's name
-        """What can be waited for."""
+        """An event that a thread can wait for."""
 
     def current_stream(self, device: torch.device) -> Any:
-        """The stream that the calling thread works in."""
+        """The calling thread's stream."""
 
     def stream(self, stream: Any) -> Any:
-        """A context in which the thread works in another stream."""
+        """A context in which the thread uses another stream."""
 
 
 class DeviceStream:
@@ -215,7 +215,7 @@ class DeviceStream:
     def __init__(self, device: torch.device, module: DeviceModule) -> None:
         self._module = module
         self._stream = module.Stream(device)
-        # The device waits, not this thread: what it was asked for may take as long as a step of training.
+        # The device waits, not this thread: what is queued there may take as long as a training step.
         self._stream.wait_stream(module.current_stream(device))
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -224,8 +224,8 @@ class DeviceStream:
             target.copy_(source, non_blocking=True)
 
     def catch_up(self) -> None:
-        """Return when all copies that were begun are done."""
-        # A blocking event lets this thread sleep, as others have bytes to sum and to write.
+        """Return when all copies begun so far are done."""
+        # A blocking event lets this thread sleep, so that others can compute checksums and write.
         event = self._module.Event(blocking=True)
         event.record(self._stream)
         event.synchronize()
@@ -233,17 +233,17 @@ class DeviceStream:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStreams:
-    """Those of one save."""
+    """The streams of one save."""
 
     by_device: Mapping[torch.device, DeviceStream]
 
     def catch_up(self) -> None:
-        """Return when all copies that were begun are done."""
-        for link in self.by_device.values():
-            link.catch_up()
+        """Return when all copies begun so far are done."""
+        for stream in self.by_device.values():
+            stream.catch_up()
 
     def pin(self, memory: WarmMemory) -> None:
-        """Have devices copy straight to `memory`, where there are any."""
+        """Pin `memory` if there are devices that copy to it."""
         if self.by_device:
             pin_memory(memory)
 
@@ -252,11 +252,11 @@ def open_device_streams(
     payloads: Mapping[str, Sequence[Payload]],
     module_of: Callable[[torch.device], DeviceModule] = torch.get_device_module,
 ) -> DeviceStreams:
-    """A link to each device that payloads lie on. Called in the thread after whose work they are taken."""
+    """A stream for each device that has payloads, ordered after the calling thread's work on the device."""
     devices = {
         payload.device: None
-        for of_file in payloads.values()
-        for payload in of_file
+        for file_payloads in payloads.values()
+        for payload in file_payloads
         if isinstance(payload, SupportsFetching)
     }
     for device in devices:
@@ -306,13 +306,13 @@ class FileLayout:
 
     def columns(self) -> tuple[Ints, Ints, Ints]:
         """Offset, size and payload's offset of every item."""
-        rows = [(each.offset, each.end - each.offset, each.payload_offset) for each in self.items]
+        rows = [(item.offset, item.end - item.offset, item.payload_offset) for item in self.items]
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
         return table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy()
 
 
 def lay_out_file(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileLayout:
-    """The image of a bucket's file: its objects one after another, then each box in its envelope."""
+    """The layout of a bucket's file: its objects one after another, then each region in its envelope."""
     items: list[FileItem] = []
     position = 0
     for placed in bucket.objects:
@@ -322,6 +322,7 @@ def lay_out_file(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileLayout:
         facts = tensors[number]
         _, sizes = bucket.regions.region(row, len(facts.shape))
         around = envelope(facts.dtype, sizes)
+        # Payloads, not items, are aligned, so that a reader with direct I/O needs no copy of them.
         start = item_start(position, len(around.prefix))
         items.append(FileItem(start, around.prefix, around.payload_bytes, around.suffix))
         position = items[-1].end
@@ -331,7 +332,7 @@ def lay_out_file(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileLayout:
 def pack_file(
     layout: FileLayout, payloads: Sequence[Payload], transforms: Sequence[str]
 ) -> tuple[FileLayout, list[Payload]]:
-    """A file with each of its items packed, one after another without gaps, and their payloads."""
+    """The file with each item transformed, one after another without gaps, and their payloads."""
     items: list[FileItem] = []
     packed: list[Payload] = []
     position = 0
@@ -353,12 +354,12 @@ def _whole(item: FileItem, payload: Payload) -> bytearray:
 
 
 Summing = Literal["while copying", "afterwards"]
-"""Whether bytes are summed block by block as they are copied, or by `settle`, in a pass of their own."""
+"""Whether checksums are computed block by block while copying, or by `settle` in a separate pass."""
 
 
 @dataclass(slots=True)
 class _Cursor:
-    """How far one file is: the item that its end so far stands in, or before."""
+    """The position in one file: the item that is in progress, or comes next."""
 
     layout: FileLayout
     number: int = 0
@@ -369,34 +370,35 @@ class _Cursor:
 
 
 @dataclass(slots=True)
-class _Sums:
-    """The sums of one file's items, from its bytes in order."""
+class _ItemChecksums:
+    """Computes the checksums of one file's items from its bytes, in order."""
 
     cursor: _Cursor
     sum: RunningChecksum = field(default_factory=start_checksum)
     done: list[bytes] = field(default_factory=list)
 
     def add(self, offset: int, content: memoryview) -> None:
-        """The next bytes of the file; those of gaps belong to no item."""
+        """Add the next bytes of the file; those in gaps belong to no item."""
         position, end = offset, offset + len(content)
         while (item := self.cursor.item) is not None and item.offset < end:
             begin, stop = max(position, item.offset), min(end, item.end)
             self.sum.update(content[begin - offset : stop - offset])
             if stop < item.end:
                 return
-            self.pass_item()
+            self.finish_item()
             position = stop
 
-    def pass_item(self) -> None:
+    def finish_item(self) -> None:
+        """Keep the checksum of the item in progress and go to the next."""
         self.done.append(self.sum.digest())
         self.sum = start_checksum()
         self.cursor.number += 1
 
 
 class LayoutFiller:
-    """A `Producer` of images: `payloads` has one for each item of each file, by file name.
+    """A `Producer` of laid out files: `payloads` has one for each item of each file, by file name.
 
-    `links` bring the payloads of devices; where there is one, nothing can be summed while it is copied.
+    With payloads on devices, checksums cannot be computed while copying, as the bytes arrive later.
     """
 
     def __init__(
@@ -404,17 +406,17 @@ class LayoutFiller:
         layouts: Sequence[FileLayout],
         payloads: Mapping[str, Sequence[Payload]],
         *,
-        links: DeviceStreams,
+        device_streams: DeviceStreams,
         summing: Summing,
     ) -> None:
         self._payloads = payloads
-        self._links = links
-        self._sums_hot = summing == "while copying" and not links.by_device
+        self._device_streams = device_streams
+        self._sums_hot = summing == "while copying" and not device_streams.by_device
         self._cursors = {layout.name: _Cursor(layout) for layout in layouts}
-        self._sums = {layout.name: _Sums(_Cursor(layout)) for layout in layouts}
+        self._sums = {layout.name: _ItemChecksums(_Cursor(layout)) for layout in layouts}
 
     def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
-        """The next bytes of a file."""
+        """Write the next bytes of a file to `buffer`."""
         cursor, position, end = self._cursors[planned.key], offset, offset + len(buffer)
         while position < end:
             item = cursor.item
@@ -434,20 +436,21 @@ class LayoutFiller:
                 cursor.number += 1
 
     def catch_up(self) -> None:
-        """Return when the payloads of devices have come."""
-        self._links.catch_up()
+        """Return when payloads from devices have arrived."""
+        self._device_streams.catch_up()
 
     def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
-        """Sum what was not summed while it was copied."""
+        """Compute the checksums that were not computed while copying."""
         if not self._sums_hot:
-            self._links.catch_up()
+            self._device_streams.catch_up()
             self._sums[planned.key].add(offset, buffer)
 
     def sums(self, name: str) -> bytes:
-        """The sums of a file's items, once it is filled and settled to its end."""
+        """The checksums of a file's items, once it is filled and settled to its end."""
         sums = self._sums[name]
+        # Empty items at the end of a file get no bytes that would finish them.
         while sums.cursor.item is not None and sums.cursor.item.end == sums.cursor.layout.size_bytes:
-            sums.pass_item()
+            sums.finish_item()
         return b"".join(sums.done)
 
     def _put(self, name: str, position: int, view: memoryview, content: bytes) -> int:
@@ -460,10 +463,10 @@ class LayoutFiller:
     def _copy(self, name: str, position: int, view: memoryview) -> int:
         cursor = self._cursors[name]
         item = cursor.item
-        assert item is not None, "it has this payload"
+        assert item is not None, "the payload belongs to an item"
         payload, start = self._payloads[name][cursor.number], position - item.payload_offset
-        if isinstance(payload, SupportsFetching) and payload.device in self._links.by_device:
-            payload.fetch_into(start, view, self._links.by_device[payload.device])
+        if isinstance(payload, SupportsFetching) and payload.device in self._device_streams.by_device:
+            payload.fetch_into(start, view, self._device_streams.by_device[payload.device])
             return len(view)
         step = (payload.block_bytes if self._sums_hot else None) or len(view)
         for done in range(0, len(view), step):

@@ -31,13 +31,13 @@ _NS_PER_S = 1e9
 
 
 def union_ns(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
-    """How long at least one of the spans was under way; spans of length 0 or less count for nothing."""
+    """How long at least one of the spans was in progress; spans of length 0 or less do not count."""
     lasting = ends > begins
     order = np.argsort(begins[lasting], kind="stable")
     starts, stops = begins[lasting][order], ends[lasting][order]
     if not starts.size:
         return 0
-    # A span adds what lies beyond everything that began before it.
+    # A span adds the part that lies beyond everything that began before it.
     covered_until = np.maximum.accumulate(stops)
     before = np.concatenate([starts[:1], covered_until[:-1]])
     return int(np.maximum(stops - np.maximum(starts, before), 0).sum())
@@ -45,7 +45,7 @@ def union_ns(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
 
 @dataclass(slots=True)
 class StreamFacts:
-    """What a stream counts by itself, beside the stamps; each field has one thread that adds."""
+    """What a stream counts besides its timestamps; each field is written by one thread."""
 
     num_objects: int = 0
     durable_bytes: int = 0
@@ -54,21 +54,21 @@ class StreamFacts:
 
 
 class CounterDeltas:
-    """What the storages of a phase count meanwhile: made when it begins, asked when it is over."""
+    """What the storages of a phase count from its beginning, when this is made, to its end."""
 
     def __init__(self, storages: Sequence[Storage], num_streams: int) -> None:
         self._counters = [storages[stream % len(storages)].counters for stream in range(num_streams)]
         self._before = [counters.snapshot() for counters in self._counters]
 
     def by_stream(self) -> list[Counters]:
-        """What was counted by the storage of each stream; nothing where an earlier stream shares it."""
-        seen: set[int] = set()
-        counted: list[Counters] = []
+        """The counts of each stream's storage; zeros where an earlier stream shares it."""
+        counted: set[int] = set()
+        deltas: list[Counters] = []
         for counters, before in zip(self._counters, self._before, strict=True):
-            now = before if id(counters) in seen else counters.snapshot()
-            seen.add(id(counters))
-            counted.append(_difference(now, before))
-        return counted
+            now = before if id(counters) in counted else counters.snapshot()
+            counted.add(id(counters))
+            deltas.append(_difference(now, before))
+        return deltas
 
 
 def _difference(now: Counters, before: Counters) -> Counters:
@@ -85,7 +85,7 @@ def _difference(now: Counters, before: Counters) -> Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFacts:
-    """What `measure` cannot read off the stamps."""
+    """What `measure` cannot derive from timestamps."""
 
     direction: Direction
     rank: int
@@ -98,12 +98,12 @@ def measure(
     phase: PhaseFacts,
     stamps: Timestamps,
     streams: Sequence[StreamFacts],
-    tally: CounterDeltas,
+    counter_deltas: CounterDeltas,
     *,
     wrong_bytes: tuple[WrongByte, ...] = (),
 ) -> Measurement:
-    """The measurement of a phase that went well."""
-    counted = tally.by_stream()
+    """The measurement of a successful phase."""
+    counters = counter_deltas.by_stream()
     begins = np.concatenate([stamps.submitted, stamps.opening[:, 0], stamps.ending[:, 0]])
     ends = np.concatenate([stamps.acknowledged, stamps.opening[:, 1], stamps.ending[:, 1]])
     first_submit_ns = _earliest(stamps.submitted, stamps.ending[:, 0], default=phase.entered_ns)
@@ -118,49 +118,49 @@ def measure(
         first_submit_ns=first_submit_ns,
         last_submit_ns=_latest(stamps.returned, default=first_submit_ns),
         end_ns=_latest(ends, stamps.content_end, default=first_submit_ns),
-        # Opening the first objects is set-up, as it comes before the first byte.
+        # Opening the first objects is set-up, because it comes before the first byte.
         storage_busy_s=union_ns(np.maximum(begins, first_submit_ns), ends) / _NS_PER_S,
         call_time_sum_s=int(calls.sum() + objects.sum()) / _NS_PER_S,
         content_busy_s=union_ns(stamps.content_begin, stamps.content_end) / _NS_PER_S,
-        content_stall_s=sum(each.content_stall_ns for each in streams) / _NS_PER_S,
-        storage_stall_s=sum(each.storage_stall_ns for each in streams) / _NS_PER_S,
+        content_stall_s=sum(facts.content_stall_ns for facts in streams) / _NS_PER_S,
+        storage_stall_s=sum(facts.storage_stall_ns for facts in streams) / _NS_PER_S,
         latencies_ns=stamps.acknowledged - stamps.submitted,
         streams=tuple(
-            _record(phase, stamps, number, facts, counted[number]) for number, facts in enumerate(streams)
+            _record(phase, stamps, number, facts, counters[number]) for number, facts in enumerate(streams)
         ),
-        counters=sum(counted[1:], counted[0]),
+        counters=sum(counters[1:], counters[0]),
         wrong_bytes=wrong_bytes,
     )
 
 
 def _ledger(phase: PhaseFacts, stamps: Timestamps, streams: Sequence[StreamFacts]) -> Ledger:
-    made_bytes = _bytes_at(stamps, stamps.content_end)
+    content_bytes = _bytes_at(stamps, stamps.content_end)
     moved_bytes = _bytes_at(stamps, stamps.acknowledged)
     if phase.direction == "read":
-        right_bytes = made_bytes - int(stamps.size_bytes[stamps.is_wrong].sum())
+        right_bytes = content_bytes - int(stamps.size_bytes[stamps.is_wrong].sum())
         return Ledger(planned_bytes=phase.planned_bytes, read_bytes=moved_bytes, verified_bytes=right_bytes)
     return Ledger(
         planned_bytes=phase.planned_bytes,
-        generated_bytes=made_bytes,
+        generated_bytes=content_bytes,
         submitted_bytes=_bytes_at(stamps, stamps.returned),
         acknowledged_bytes=moved_bytes,
-        durable_bytes=sum(each.durable_bytes for each in streams),
+        durable_bytes=sum(facts.durable_bytes for facts in streams),
     )
 
 
 def _record(
     phase: PhaseFacts, stamps: Timestamps, number: int, facts: StreamFacts, counted: Counters
 ) -> StreamRecord:
-    mine = (stamps.stream == number) & (stamps.acknowledged != 0)
+    own = (stamps.stream == number) & (stamps.acknowledged != 0)
     objects = stamps.object_stream == number
-    begins = np.concatenate([stamps.submitted[mine], stamps.ending[objects, 0]])
-    ends = np.concatenate([stamps.acknowledged[mine], stamps.ending[objects, 1]])
+    begins = np.concatenate([stamps.submitted[own], stamps.ending[objects, 0]])
+    ends = np.concatenate([stamps.acknowledged[own], stamps.ending[objects, 1]])
     return StreamRecord(
         rank=phase.rank,
         stream=number,
         objects=facts.num_objects,
-        chunks=int(mine.sum()),
-        moved_bytes=int(stamps.size_bytes[mine].sum()),
+        chunks=int(own.sum()),
+        moved_bytes=int(stamps.size_bytes[own].sum()),
         busy_s=union_ns(begins, ends) / _NS_PER_S,
         stall_s=facts.storage_stall_ns / _NS_PER_S,
         requests=counted.requests,
@@ -209,10 +209,10 @@ class WrongByte:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRecord:
-    """What one writer or reader of one rank did. Kept for each and merged, none overwritten.
+    """What one writer or reader of one rank did.
 
-    `requests`, `retries` and `errors` are those of the storage that this stream used: its own where each was
-    given one, else they stand with stream 0 alone. `stall_s` is how long it waited for the other side.
+    `requests`, `retries` and `errors` are those of the stream's own storage; where streams share one, they
+    are all with stream 0. `stall_s` is how long the stream waited for content or free buffers.
     """
 
     rank: int
@@ -229,11 +229,13 @@ class StreamRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one rank saw of one phase. All `*_ns` are CLOCK_MONOTONIC; `origin_ns` is one moment of all ranks.
+    """One rank's measurement of one phase.
 
-    Content is made (writing) or verified (reading) beside the storage: `content_busy_s` is the union of these
-    times, `content_stall_s` what its threads waited for buffers, `storage_stall_s` what the streams waited
-    for content, or for free buffers to read into. `latencies_ns` has one entry a chunk.
+    All `*_ns` are CLOCK_MONOTONIC; ranks share the moment `origin_ns`.
+
+    Content is generated (writing) or verified (reading) while the storage works: `content_busy_s` is the
+    union of these times, `content_stall_s` what its threads waited for buffers, `storage_stall_s` what the
+    streams waited for content, or for free buffers to read into. `latencies_ns` has one entry per chunk.
     """
 
     direction: Direction
@@ -280,7 +282,7 @@ def _require(planned_bytes: int, stations: dict[str, int], uri: str) -> None:
                 uri=uri,
                 expected_bytes=planned_bytes,
                 actual_bytes=size_bytes,
-                fix=f"Bytes were lost before they were {name}; nothing of this phase counts.",
+                fix=f"Bytes were lost before they were {name}; no result of this phase is valid.",
             )
 
 
@@ -289,12 +291,12 @@ now_ns = time.monotonic_ns
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timestamps:
-    """Nanoseconds of CLOCK_MONOTONIC, one row a chunk; 0 where something did not happen.
+    """Nanoseconds of CLOCK_MONOTONIC, one row per chunk; 0 where something did not happen.
 
-    Content is made or verified from `content_begin` to `content_end`; the storage has a chunk from
-    `submitted` to `acknowledged`; the call that gave it to the storage came back at `returned`. `stream` is
-    the number of the stream. `opening` and `ending` are spans of the calls for whole objects, (objects, 2),
-    by `object_stream`. `is_wrong` marks chunks that were not what they should be.
+    Content is generated or verified from `content_begin` to `content_end`; the storage has a chunk from
+    `submitted` to `acknowledged`; the call that submitted it returned at `returned`. `stream` is the number
+    of the stream. `opening` and `ending` are the spans of the calls for whole objects, (objects, 2), made by
+    `object_stream`. `is_wrong` marks chunks with wrong bytes.
     """
 
     content_begin: Column
@@ -331,7 +333,7 @@ class Timestamps:
 
 @dataclass(frozen=True, slots=True)
 class ObjectJob:
-    """One planned object on its way; its chunks are numbered from `first_chunk`."""
+    """One planned object in the pipeline; its chunks are numbered from `first_chunk`."""
 
     number: int
     planned: PlannedObject
@@ -343,29 +345,29 @@ def number_chunks(planned: Sequence[PlannedObject], chunk_bytes: int) -> tuple[O
     """Every object with its range of chunk numbers; an empty object has none."""
     jobs: list[ObjectJob] = []
     first = 0
-    for number, each in enumerate(planned):
-        num_chunks = -(-each.size_bytes // chunk_bytes)
-        jobs.append(ObjectJob(number, each, first, num_chunks))
+    for number, planned_object in enumerate(planned):
+        num_chunks = -(-planned_object.size_bytes // chunk_bytes)
+        jobs.append(ObjectJob(number, planned_object, first, num_chunks))
         first += num_chunks
     return tuple(jobs)
 
 
 def total_chunks(jobs: Sequence[ObjectJob]) -> int:
-    """Of all objects."""
+    """The number of chunks of all objects."""
     return jobs[-1].first_chunk + jobs[-1].num_chunks if jobs else 0
 
 
 Bottleneck = Literal["storage", "generator", "verifier", "durability"]
 
 _DRAIN_SHARE = 0.5
-"""Of the duration: a longer wait at the end than this is what the phase consisted of."""
+"""A phase that waits at the end for more than this share of its duration is bound by durability."""
 
 
 def find_bottleneck(measurement: Measurement) -> Bottleneck:
     """What the phase waited for most.
 
-    Content that waits for buffers has the storage ahead of it; a storage that waits for content (or, reading,
-    for buffers that are still being verified) has the content ahead.
+    If content waits for buffers, storage is the bottleneck; if storage waits for content (or, reading, for
+    buffers that are still being verified), content is.
     """
     duration_ns = max(measurement.end_ns - measurement.first_submit_ns, 1)
     if measurement.direction == "write":
@@ -380,11 +382,13 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineFigures:
-    """A phase over all ranks. Of set-up, pipeline, drain and busy times the longest of any rank stands here.
+    """The figures of a phase over all ranks.
+
+    Set-up, pipeline, drain and busy times are the longest of any rank.
 
     `duration_s` runs from the earliest first submit to the latest durable end. `content` is what was
-    generated or verified. Stalls and `call_time_sum_s` are sums over all streams, good for diagnosis only.
-    Rates of what did not happen (verification that was switched off) are None.
+    generated or verified. Stalls and `call_time_sum_s` are sums over all streams, for diagnosis only. Rates
+    of what did not happen (as verification that was switched off) are None.
     """
 
     direction: Direction
@@ -392,7 +396,7 @@ class PipelineFigures:
     moved_bytes: int
     verified_bytes: int
     wrong_bytes: int
-    """Places, at most one a chunk."""
+    """Places, at most one per chunk."""
     duration_s: float
     gib_per_s: float
     mean_gib_per_s: float
@@ -419,7 +423,7 @@ class PipelineFigures:
     counters: Counters
 
     def record(self) -> dict[str, object]:
-        """All figures as plain data, for the record of a run."""
+        """All figures as plain data, for the results of a run."""
         plain: dict[str, object] = {name: getattr(self, name) for name in self.__slots__}
         plain["streams"] = [asdict(stream) for stream in self.streams]
         plain["counters"] = self.counters.record()
@@ -427,46 +431,51 @@ class PipelineFigures:
 
 
 def common_origin_ns(comm: Comm, awaiting: str) -> int:
-    """A moment that all ranks share, by each one's own clock: those of different hosts do not agree."""
+    """A moment that all ranks share, on each rank's own clock, because clocks of hosts differ."""
     comm.barrier(awaiting=awaiting)
     return now_ns()
 
 
 def combine_ranks(measurements: Sequence[Measurement]) -> PipelineFigures:
-    """One phase from the measurements of all ranks, in rank order."""
-    begins = [each.first_submit_ns - each.origin_ns for each in measurements]
-    ends = [each.end_ns - each.origin_ns for each in measurements]
+    """The figures of one phase from the measurements of all ranks, in rank order."""
+    begins = [measurement.first_submit_ns - measurement.origin_ns for measurement in measurements]
+    ends = [measurement.end_ns - measurement.origin_ns for measurement in measurements]
     own_s = [max(end - begin, 1) / _NS_PER_S for begin, end in zip(begins, ends, strict=True)]
-    moved = [moved_bytes(each) for each in measurements]
+    moved = [moved_bytes(measurement) for measurement in measurements]
     rates = [size / _GIB / took_s for size, took_s in zip(moved, own_s, strict=True)]
     duration_s = max(max(ends) - min(begins), 1) / _NS_PER_S
     slowest = measurements[int(np.argmax(own_s))]
-    content_rate = _rate(measurements, [each.content_busy_s for each in measurements])
-    storage_rate = _rate(measurements, [each.storage_busy_s for each in measurements])
-    latencies_ms = np.concatenate([each.latencies_ns for each in measurements]) / 1e6
+    content_rate = _rate(measurements, [measurement.content_busy_s for measurement in measurements])
+    storage_rate = _rate(measurements, [measurement.storage_busy_s for measurement in measurements])
+    latencies_ms = np.concatenate([measurement.latencies_ns for measurement in measurements]) / 1e6
     p50, p99, most = (
         np.percentile(latencies_ms, (50, 99, 100)).tolist() if latencies_ms.size else (0.0, 0.0, 0.0)
     )
-    first, *others = [each.counters for each in measurements]
+    first, *others = [measurement.counters for measurement in measurements]
     return PipelineFigures(
         direction=slowest.direction,
         ranks=len(measurements),
         moved_bytes=sum(moved),
-        verified_bytes=sum(each.ledger.verified_bytes for each in measurements),
-        wrong_bytes=sum(len(each.wrong_bytes) for each in measurements),
+        verified_bytes=sum(measurement.ledger.verified_bytes for measurement in measurements),
+        wrong_bytes=sum(len(measurement.wrong_bytes) for measurement in measurements),
         duration_s=duration_s,
         gib_per_s=sum(moved) / _GIB / duration_s,
         mean_gib_per_s=float(np.mean(rates)),
         min_gib_per_s=min(rates),
         max_duration_s=max(own_s),
-        setup_s=max(each.first_submit_ns - each.entered_ns for each in measurements) / _NS_PER_S,
-        pipeline_s=max(each.last_submit_ns - each.first_submit_ns for each in measurements) / _NS_PER_S,
-        drain_s=max(each.end_ns - each.last_submit_ns for each in measurements) / _NS_PER_S,
-        storage_busy_s=max(each.storage_busy_s for each in measurements),
-        content_busy_s=max(each.content_busy_s for each in measurements),
-        call_time_sum_s=sum(each.call_time_sum_s for each in measurements),
-        content_stall_s=sum(each.content_stall_s for each in measurements),
-        storage_stall_s=sum(each.storage_stall_s for each in measurements),
+        setup_s=max(measurement.first_submit_ns - measurement.entered_ns for measurement in measurements)
+        / _NS_PER_S,
+        pipeline_s=max(
+            measurement.last_submit_ns - measurement.first_submit_ns for measurement in measurements
+        )
+        / _NS_PER_S,
+        drain_s=max(measurement.end_ns - measurement.last_submit_ns for measurement in measurements)
+        / _NS_PER_S,
+        storage_busy_s=max(measurement.storage_busy_s for measurement in measurements),
+        content_busy_s=max(measurement.content_busy_s for measurement in measurements),
+        call_time_sum_s=sum(measurement.call_time_sum_s for measurement in measurements),
+        content_stall_s=sum(measurement.content_stall_s for measurement in measurements),
+        storage_stall_s=sum(measurement.storage_stall_s for measurement in measurements),
         content_gib_per_s=content_rate,
         storage_gib_per_s=storage_rate,
         content_to_storage=content_rate / storage_rate if content_rate and storage_rate else None,
@@ -476,29 +485,29 @@ def combine_ranks(measurements: Sequence[Measurement]) -> PipelineFigures:
         max_ms=most,
         bottleneck=find_bottleneck(slowest),
         slowest_rank=slowest.rank,
-        streams=tuple(stream for each in measurements for stream in each.streams),
+        streams=tuple(stream for measurement in measurements for stream in measurement.streams),
         counters=sum(others, first),
     )
 
 
 def moved_bytes(measurement: Measurement) -> int:
-    """What the storage acknowledged, or gave."""
+    """The bytes that the storage acknowledged or returned."""
     ledger = measurement.ledger
     return ledger.read_bytes if measurement.direction == "read" else ledger.acknowledged_bytes
 
 
 def _rate(measurements: Sequence[Measurement], busy_s: Sequence[float]) -> float | None:
-    """GiB/s of all ranks together while they were at it; over moved bytes, so that rates can be compared."""
+    """GiB/s of all ranks together while busy; of moved bytes, so that the rates can be compared."""
     rates = [
-        moved_bytes(each) / _GIB / took_s
-        for each, took_s in zip(measurements, busy_s, strict=True)
+        moved_bytes(measurement) / _GIB / took_s
+        for measurement, took_s in zip(measurements, busy_s, strict=True)
         if took_s > 0
     ]
     return sum(rates) if rates else None
 
 
 def _overhead_percent(measurement: Measurement) -> float:
-    """The share of a rank's time in which neither the storage nor the content was at work."""
+    """The share of a rank's time in which neither the storage nor the content was busy."""
     duration_s = max(measurement.end_ns - measurement.first_submit_ns, 1) / _NS_PER_S
-    at_work_s = max(measurement.storage_busy_s, measurement.content_busy_s)
-    return max(0.0, (duration_s - at_work_s) / duration_s * 100)
+    busy_s = max(measurement.storage_busy_s, measurement.content_busy_s)
+    return max(0.0, (duration_s - busy_s) / duration_s * 100)

@@ -1,8 +1,8 @@
 """The write pipeline: producer -> buffers -> storage, several objects at once, with timestamps.
 
 Each stream has one thread that fills buffers and one that submits them, so content is produced while the
-storage works. Invariant: an object is durable with exactly its planned bytes, or the phase raises and the
-object is aborted.
+storage works. Invariant: an object is durable with exactly its planned bytes, or the phase raises an error
+and the object is aborted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Literal, Protocol, Self, runtime_checkable
 
+from penstock.checkpoint.saving import measurement
 from penstock.checkpoint.saving.buffers import (
     MIN_BUFFERS_PER_STREAM,
     Buffer,
@@ -26,34 +27,21 @@ from penstock.checkpoint.saving.buffers import (
     WarmMemory,
     WorkerGroup,
 )
-from penstock.checkpoint.saving.measurement import (
-    CounterDeltas,
-    Measurement,
-    ObjectJob,
-    PhaseFacts,
-    StreamFacts,
-    Timestamps,
-    measure,
-    now_ns,
-    number_chunks,
-    require_durable,
-    total_chunks,
-)
 from penstock.errors import ShortTransfer, UsageError
 from penstock.progress import Progress, Silent
 from penstock.storage.protocol import Sink, Storage
 
 VerifyMode = Literal["full", "sample", "off"]
 FillOrder = Literal["chunk by chunk", "all first"]
-"""Whether a chunk is settled and handed on before the next is filled, or all are filled before any is.
+"""Whether each chunk is settled and passed on before the next is filled, or only when all are filled.
 
-"all first" needs buffers for everything, and lets go of the source as early as can be.
+"all first" needs buffers for everything, and releases the producer's source as early as possible.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedObject:
-    """One object that is to be written or read, whole; its `key` is relative to the storage's root."""
+    """One object to write or read in full; its `key` is relative to the storage's root."""
 
     key: str
     size_bytes: int
@@ -65,27 +53,27 @@ class Producer(Protocol):
     def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         """Overwrite all of `buffer` with the object's bytes from `offset` on.
 
-        Called front to back for each object, by one thread; for different objects by several at once. What
-        it raises ends the phase. It should leave the GIL alone while it works.
+        Called front to back for each object, by one thread; for different objects by several at once. An
+        exception ends the phase. It should release the GIL while it works.
         """
 
 
 @runtime_checkable
 class SupportsSettling(Protocol):
-    """A `Producer` that leaves something to do for when nobody waits for the source of its bytes any more."""
+    """A `Producer` that defers some work until its source is released and the caller waits no longer."""
 
     def catch_up(self) -> None:
-        """Return when all that the calling thread has filled is in its buffers: the source may change."""
+        """Return when everything the calling thread has filled is in its buffers: the source may change."""
 
     def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         """Finish what `fill` left. Called once for each range, in its order, by the same thread."""
 
 
 class Verifier(Protocol):
-    """Knows the bytes that planned objects ought to have."""
+    """Knows which bytes planned objects should have."""
 
     def verify(self, planned: PlannedObject, offset: int, buffer: memoryview) -> int | None:
-        """Where in `buffer`, which was read at `offset`, the first wrong byte is; None if all are right.
+        """The index in `buffer`, read at `offset`, of the first wrong byte; None if all are right.
 
         Called from several threads at once, in no order, at most once for each range.
         """
@@ -93,10 +81,10 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSettings:
-    """How a rank moves its objects. `streams` objects are under way at once, each with a writer of its own.
+    """How a rank writes or reads its objects.
 
-    Reading, `streams` requests are under way at once. `silence_s` is how long a storage may take and give
-    back nothing before it counts as dead.
+    `streams` objects are written at once, or as many read requests are in flight. `silence_s` is how long a
+    storage may return no buffer before it counts as dead.
     """
 
     streams: int = 2
@@ -104,7 +92,7 @@ class PipelineSettings:
     buffer_memory_bytes: int = 256 << 20
     verify: VerifyMode = "full"
     sample_every: int = 16
-    """With verify="sample": one chunk of so many is verified, and always an object's last one."""
+    """With verify="sample", every n-th chunk is verified, and always an object's last one."""
     silence_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -122,70 +110,70 @@ class PipelineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamContext:
-    """What all lanes of a phase have in common; `next_job` gives each job to one of them."""
+    """What all streams of a phase share; `next_job` gives each job to one of them."""
 
-    next_job: Callable[[], ObjectJob | None]
+    next_job: Callable[[], measurement.ObjectJob | None]
     producer: Producer
     buffers: PipelineBuffers
-    stamps: Timestamps
+    stamps: measurement.Timestamps
     chunk_bytes: int
     order: FillOrder
 
 
 class StreamWorker:
-    """One stream, and what it counts by itself for the record."""
+    """One stream: its two threads' work, and its own counts for the measurement."""
 
     def __init__(self, stream: int, shared: StreamContext) -> None:
         self._stream = stream
         self._shared = shared
         # Jobs, each followed by its chunks; None when there are no more, or the phase stopped.
-        self._ready: SimpleQueue[ObjectJob | Buffer | None] = SimpleQueue()
-        self._unsettled: deque[tuple[ObjectJob, Buffer | None]] = deque()
+        self._ready: SimpleQueue[measurement.ObjectJob | Buffer | None] = SimpleQueue()
+        self._unsettled: deque[tuple[measurement.ObjectJob, Buffer | None]] = deque()
         self._is_stopped = False
         self.filled: Future[None] = Future()
-        """Done when this stream needs the producer's source no more; failed where it gave up before."""
+        """Done when this stream no longer needs the producer's source; failed if it stopped before."""
         self.filled_ns = 0
-        self.facts = StreamFacts()
+        self.facts = measurement.StreamFacts()
 
     def stop(self) -> None:
-        """Wake the submitting thread, which gives up."""
+        """Wake the submitting thread, which then stops."""
         self._is_stopped = True
         self._ready.put(None)
 
     def fill(self) -> None:
-        """Fill buffers, object after object, until no job is left."""
+        """Fill buffers, object by object, until no job is left."""
         with ExitStack() as undo:
             undo.callback(self.filled.set_exception, PipelineStopped())
             self._fill_all()
             undo.pop_all()
-        self.filled_ns = now_ns()
+        self.filled_ns = measurement.now_ns()
         self.filled.set_result(None)
         self._settle_all()
         self._ready.put(None)
 
     def write(self, storage: Storage, progress: Progress) -> None:
-        """Submit what is filled, object after object, each durable before the next begins."""
-        while isinstance(job := self._next_ready(), ObjectJob):
+        """Submit filled buffers, object by object, each durable before the next begins."""
+        while isinstance(job := self._next_ready(), measurement.ObjectJob):
             self._write_object(job, storage, progress)
 
     def _fill_all(self) -> None:
         producer = self._shared.producer
         while (job := self._shared.next_job()) is not None:
-            self._note(job, None)
+            self._add_filled(job, None)
             for number in range(job.num_chunks):
-                self._note(job, self._fill_chunk(job, number))
-        # What is left to settle holds its buffers already: others may have those that are free.
+                self._add_filled(job, self._fill_chunk(job, number))
+        # What is left to settle already has its buffers, so other streams may use the free ones.
         self._shared.buffers.retire(self._stream)
         if isinstance(producer, SupportsSettling):
             producer.catch_up()
 
-    def _note(self, job: ObjectJob, buffer: Buffer | None) -> None:
+    def _add_filled(self, job: measurement.ObjectJob, buffer: Buffer | None) -> None:
         self._unsettled.append((job, buffer))
         if self._shared.order == "chunk by chunk":
             self._settle_all()
 
     def _settle_all(self) -> None:
-        """Hand on what is filled, each object before its chunks."""
+        """Pass on what is filled, each object before its chunks."""
         producer = self._shared.producer
         while self._unsettled:
             if self._is_stopped:
@@ -199,11 +187,11 @@ class StreamWorker:
             buffer.hand_on(Ownership.FILLING, Ownership.READY)
             self._ready.put(buffer)
 
-    def _fill_chunk(self, job: ObjectJob, number: int) -> Buffer:
+    def _fill_chunk(self, job: measurement.ObjectJob, number: int) -> Buffer:
         shared, stamps, chunk = self._shared, self._shared.stamps, job.first_chunk + number
-        awaited_ns = now_ns()
+        awaited_ns = measurement.now_ns()
         buffer = shared.buffers.take(self._stream, job.planned.key)
-        begin_ns = now_ns()
+        begin_ns = measurement.now_ns()
         self.facts.content_stall_ns += begin_ns - awaited_ns
         buffer.job, buffer.chunk, buffer.offset = job.number, chunk, number * shared.chunk_bytes
         buffer.size_bytes = min(shared.chunk_bytes, job.planned.size_bytes - buffer.offset)
@@ -211,40 +199,40 @@ class StreamWorker:
         stamps.stream[chunk] = self._stream
         stamps.size_bytes[chunk] = buffer.size_bytes
         stamps.content_begin[chunk] = begin_ns
-        stamps.content_end[chunk] = now_ns()
+        stamps.content_end[chunk] = measurement.now_ns()
         return buffer
 
-    def _next_ready(self) -> ObjectJob | Buffer | None:
-        awaited_ns = now_ns()
+    def _next_ready(self) -> measurement.ObjectJob | Buffer | None:
+        awaited_ns = measurement.now_ns()
         ready = self._ready.get()
         if self._is_stopped:
             raise PipelineStopped
         if self.facts.num_objects:
-            # Before a stream's first object there is nothing that could be stalled: that is set-up.
-            self.facts.storage_stall_ns += now_ns() - awaited_ns
+            # Waiting before a stream's first object is set-up, not a stall.
+            self.facts.storage_stall_ns += measurement.now_ns() - awaited_ns
         return ready
 
-    def _write_object(self, job: ObjectJob, storage: Storage, progress: Progress) -> None:
+    def _write_object(self, job: measurement.ObjectJob, storage: Storage, progress: Progress) -> None:
         stamps, planned = self._shared.stamps, job.planned
         stamps.object_stream[job.number] = self._stream
-        stamps.opening[job.number, 0] = now_ns()
+        stamps.opening[job.number, 0] = measurement.now_ns()
         with ExitStack() as undo:
             sink = storage.create(planned.key, planned.size_bytes)
             undo.callback(sink.abort)
-            stamps.opening[job.number, 1] = now_ns()
+            stamps.opening[job.number, 1] = measurement.now_ns()
             self.facts.num_objects += 1
             for _ in range(job.num_chunks):
                 progress.advance(self._submit_next(sink))
-            stamps.ending[job.number, 0] = now_ns()
+            stamps.ending[job.number, 0] = measurement.now_ns()
             info = sink.finish()
-            stamps.ending[job.number, 1] = now_ns()
+            stamps.ending[job.number, 1] = measurement.now_ns()
             if info.size_bytes != planned.size_bytes:
                 raise ShortTransfer(
-                    f"{planned.size_bytes} bytes were submitted, but the storage has {info.size_bytes}",
+                    f"{planned.size_bytes} bytes were submitted, but the storage stored {info.size_bytes}",
                     uri=f"{storage.uri.rstrip('/')}/{planned.key}",
                     expected_bytes=planned.size_bytes,
                     actual_bytes=info.size_bytes,
-                    fix="The storage lost a part of this object; nothing of it counts as written.",
+                    fix="The storage lost part of this object; none of it counts as written.",
                 )
             undo.pop_all()
         self.facts.durable_bytes += info.size_bytes
@@ -253,12 +241,12 @@ class StreamWorker:
         buffer = self._next_ready()
         if not isinstance(buffer, Buffer):
             raise PipelineStopped
-        # Once submitted it is not ours to look at: its next owner may have it already.
+        # Read before submitting: after that, the buffer may already have its next owner.
         chunk, size_bytes, stamps = buffer.chunk, buffer.size_bytes, self._shared.stamps
         buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
-        stamps.submitted[chunk] = now_ns()
+        stamps.submitted[chunk] = measurement.now_ns()
         sink.submit(buffer.filled, buffer.release)
-        stamps.returned[chunk] = now_ns()
+        stamps.returned[chunk] = measurement.now_ns()
         return size_bytes
 
 
@@ -272,14 +260,14 @@ def write_objects(
     rank: int = 0,
     origin_ns: int | None = None,
     progress: Progress | None = None,
-) -> Measurement:
-    """Write and make durable all of `planned`; the first failure of any thread is raised, nothing half stays.
+) -> measurement.Measurement:
+    """Write all of `planned` durably; the first failure of any thread is raised, and partial objects removed.
 
-    Stream i writes to `storages[i % len(storages)]`: give each stream one of its own where requests and
-    retries are wanted for each. `memory` is what earlier phases used, at least `buffer_memory_bytes`;
-    `origin_ns` is a moment that all ranks share, by default the beginning of this call.
+    Stream i writes to `storages[i % len(storages)]`: to count requests and retries per stream, give each its
+    own. `memory`, of at least `buffer_memory_bytes`, may come from earlier phases. `origin_ns` is a moment
+    that all ranks share, by default the beginning of this call.
     """
-    entered_ns = now_ns()
+    entered_ns = measurement.now_ns()
     memory = memory or WarmMemory(settings.buffer_memory_bytes)
     memory.touch(settings.buffer_memory_bytes)
     with WritePipeline(planned, producer, settings, memory=memory, entered_ns=entered_ns) as pipe:
@@ -287,9 +275,9 @@ def write_objects(
 
 
 class WritePipeline:
-    """One phase of writing. It fills buffers from the beginning, and empties them once told where to.
+    """One phase of writing. Buffers are filled from the beginning, and written once `write_to` is called.
 
-    Use it as a context: leaving it early gives up, and whatever is unfinished is aborted.
+    Use it as a context manager: leaving it early stops the threads and aborts unfinished objects.
     """
 
     def __init__(
@@ -302,12 +290,14 @@ class WritePipeline:
         entered_ns: int | None = None,
         order: FillOrder = "chunk by chunk",
     ) -> None:
-        self._entered_ns = now_ns() if entered_ns is None else entered_ns
+        self._entered_ns = measurement.now_ns() if entered_ns is None else entered_ns
         self._streams = settings.streams
-        self._jobs = number_chunks(planned, settings.chunk_bytes)
-        self._planned_bytes = sum(each.size_bytes for each in planned)
+        self._jobs = measurement.number_chunks(planned, settings.chunk_bytes)
+        self._planned_bytes = sum(item.size_bytes for item in planned)
         self._buffers = PipelineBuffers(memory, settings)
-        self._stamps = Timestamps.for_chunks(total_chunks(self._jobs), len(self._jobs))
+        self._stamps = measurement.Timestamps.for_chunks(
+            measurement.total_chunks(self._jobs), len(self._jobs)
+        )
         for buffer in self._buffers.all:
             buffer.release = partial(self._acknowledge, buffer)
         shared = StreamContext(
@@ -318,35 +308,35 @@ class WritePipeline:
             chunk_bytes=settings.chunk_bytes,
             order=order,
         )
-        self._lanes = tuple(StreamWorker(stream, shared) for stream in range(settings.streams))
-        self._crew = WorkerGroup(2 * settings.streams, self.stop)
-        self._fillers = [self._crew.start(lane.fill) for lane in self._lanes]
+        self._stream_workers = tuple(StreamWorker(number, shared) for number in range(settings.streams))
+        self._workers = WorkerGroup(2 * settings.streams, self.stop)
+        self._fillers = [self._workers.start(stream.fill) for stream in self._stream_workers]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._crew.dismiss()
+        self._workers.close()
         # Each buffer calls back into this object. Without that cycle, staging memory and the tensors that
         # were copied are freed with the save; with it, they would stay until Python's next collection.
         for buffer in self._buffers.all:
             buffer.release = None
 
     def stop(self) -> None:
-        """Have all threads give up; safe at any time, from any thread."""
+        """Stop all threads; may be called at any time, from any thread."""
         self._buffers.stop()
-        for lane in self._lanes:
-            lane.stop()
+        for stream in self._stream_workers:
+            stream.stop()
 
     def wait_filled(self, timeout_s: float | None = None) -> None:
-        """Return when the producer is needed no more; raises what a thread raised."""
-        filled = [lane.filled for lane in self._lanes]
-        self._crew.wait(filled, "all bytes to be copied into buffers", timeout_s)
+        """Return when the producer is no longer needed; raises what a thread raised."""
+        filled = [stream.filled for stream in self._stream_workers]
+        self._workers.wait(filled, "all bytes to be copied into buffers", timeout_s)
 
     @property
     def filled_ns(self) -> int:
-        """When the producer's source was needed for the last time; 0 before the first stream is that far."""
-        return max(lane.filled_ns for lane in self._lanes)
+        """When the producer's source was last needed; 0 before the first stream has finished filling."""
+        return max(stream.filled_ns for stream in self._stream_workers)
 
     def write_to(
         self,
@@ -355,39 +345,41 @@ class WritePipeline:
         rank: int = 0,
         origin_ns: int | None = None,
         progress: Progress | None = None,
-    ) -> Measurement:
-        """Empty the buffers into storage until everything is durable; what the phase was seen to do."""
+    ) -> measurement.Measurement:
+        """Write the buffers to storage until everything is durable, and return the measurement."""
         progress = progress or Silent()
         progress.begin("writing", self._planned_bytes)
-        tally = CounterDeltas(storages, self._streams)
+        counter_deltas = measurement.CounterDeltas(storages, self._streams)
         self._buffers.expect_returns()
         writers = [
-            self._crew.start(lane.write, storages[stream % len(storages)], progress)
-            for stream, lane in enumerate(self._lanes)
+            self._workers.start(stream.write, storages[number % len(storages)], progress)
+            for number, stream in enumerate(self._stream_workers)
         ]
-        self._crew.wait([*self._fillers, *writers], "all bytes to be durable")
-        phase = PhaseFacts(
+        self._workers.wait([*self._fillers, *writers], "all bytes to be durable")
+        phase = measurement.PhaseFacts(
             direction="write",
             rank=rank,
             origin_ns=self._entered_ns if origin_ns is None else origin_ns,
             entered_ns=self._entered_ns,
             planned_bytes=self._planned_bytes,
         )
-        measurement = measure(phase, self._stamps, [lane.facts for lane in self._lanes], tally)
-        require_durable(measurement.ledger, uri=storages[0].uri)
-        return measurement
+        measured = measurement.measure(
+            phase, self._stamps, [stream.facts for stream in self._stream_workers], counter_deltas
+        )
+        measurement.require_durable(measured.ledger, uri=storages[0].uri)
+        return measured
 
     def _acknowledge(self, buffer: Buffer) -> None:
-        """The storage lets go of `buffer`; called from any thread of its."""
-        self._stamps.acknowledged[buffer.chunk] = now_ns()
+        """The storage has released `buffer`; called from any of its threads."""
+        self._stamps.acknowledged[buffer.chunk] = measurement.now_ns()
         self._buffers.give_back(buffer, Ownership.IN_FLIGHT)
 
 
-def _deal_out(jobs: Sequence[ObjectJob]) -> Callable[[], ObjectJob | None]:
-    """A function that returns one job after another, and None when there are no more; for several threads."""
+def _deal_out(jobs: Sequence[measurement.ObjectJob]) -> Callable[[], measurement.ObjectJob | None]:
+    """A thread-safe function that returns one job after another, and None when there are no more."""
     remaining, picking = iter(jobs), threading.Lock()
 
-    def next_job() -> ObjectJob | None:
+    def next_job() -> measurement.ObjectJob | None:
         with picking:
             return next(remaining, None)
 

@@ -1,8 +1,8 @@
 """The read pipeline: storage -> buffers -> verifier, several requests at once, with timestamps.
 
-Streams share the chunks of all objects; as many threads verify what was read while the next chunk is read.
-Only the benchmark uses it: loading has a reader of its own. Invariant: a phase that returns has read every
-planned byte, and its record lists the wrong ones.
+Streams share the chunks of all objects; as many threads verify what was read while the next chunks are read.
+Only the benchmark uses it: loading has its own reader. Invariant: a phase that returns has read every planned
+byte, and its measurement lists the wrong ones.
 """
 
 from __future__ import annotations
@@ -13,28 +13,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Self
 
-from penstock.checkpoint.saving.buffers import (
-    Buffer,
-    Ownership,
-    PipelineBuffers,
-    PipelineStopped,
-    WarmMemory,
-    WorkerGroup,
-)
-from penstock.checkpoint.saving.measurement import (
-    CounterDeltas,
-    Measurement,
-    ObjectJob,
-    PhaseFacts,
-    StreamFacts,
-    Timestamps,
-    WrongByte,
-    measure,
-    now_ns,
-    number_chunks,
-    require_read,
-    total_chunks,
-)
+from penstock.checkpoint.saving import buffers, measurement
 from penstock.errors import ShortTransfer
 from penstock.progress import Progress, Silent
 from penstock.storage.protocol import Source, Storage
@@ -43,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, Verifier
 
 MOST_WRONG_BYTES: Final = 1000
-"""So many places are kept; a phase with more is not worth listing further."""
+"""Places of wrong bytes that a measurement lists at most."""
 
 
 def read_objects(
@@ -52,25 +31,25 @@ def read_objects(
     verifier: Verifier | None,
     settings: PipelineSettings,
     *,
-    memory: WarmMemory | None = None,
+    memory: buffers.WarmMemory | None = None,
     rank: int = 0,
     origin_ns: int | None = None,
     progress: Progress | None = None,
-) -> Measurement:
-    """Read all of `planned` and verify as much as the settings say; without a `verifier`, nothing.
+) -> measurement.Measurement:
+    """Read all of `planned`, and verify as much as the settings say if there is a `verifier`.
 
-    Arguments as for `write_objects`. Wrong bytes do not raise: they are in the measurement, and no byte of
-    their chunk counts as verified.
+    The arguments are those of `write_objects`. Wrong bytes raise no error: the measurement lists them, and no
+    byte of their chunk counts as verified.
     """
-    entered_ns = now_ns()
-    memory = memory or WarmMemory(settings.buffer_memory_bytes)
+    entered_ns = measurement.now_ns()
+    memory = memory or buffers.WarmMemory(settings.buffer_memory_bytes)
     memory.touch(settings.buffer_memory_bytes)
-    phase = PhaseFacts(
+    phase = measurement.PhaseFacts(
         direction="read",
         rank=rank,
         origin_ns=entered_ns if origin_ns is None else origin_ns,
         entered_ns=entered_ns,
-        planned_bytes=sum(each.size_bytes for each in planned),
+        planned_bytes=sum(planned_object.size_bytes for planned_object in planned),
     )
     with ReadPipeline(planned, verifier, settings, memory=memory) as pipe:
         return pipe.read_from(storages, phase, progress or Silent())
@@ -78,16 +57,16 @@ def read_objects(
 
 @dataclass(slots=True)
 class _OpenObject:
-    """One object while it is being read: opened by whoever needs it first, closed by whoever is last."""
+    """One object while it is read: opened by the first thread that needs it, closed by the last."""
 
-    job: ObjectJob
+    job: measurement.ObjectJob
     chunks_left: int
     source: Source | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class ReadPipeline:
-    """One phase of reading. Use it as a context: leaving it early gives up and closes everything."""
+    """One phase of reading. Use it as a context manager: leaving it early stops and closes everything."""
 
     def __init__(
         self,
@@ -95,61 +74,65 @@ class ReadPipeline:
         verifier: Verifier | None,
         settings: PipelineSettings,
         *,
-        memory: WarmMemory,
+        memory: buffers.WarmMemory,
     ) -> None:
         self._settings = settings
         self._verifier = verifier
-        self._jobs = number_chunks(planned, settings.chunk_bytes)
-        self._readings = tuple(_OpenObject(job, job.num_chunks) for job in self._jobs)
+        self._jobs = measurement.number_chunks(planned, settings.chunk_bytes)
+        self._open_objects = tuple(_OpenObject(job, job.num_chunks) for job in self._jobs)
         self._chunks = self._all_chunks()
         self._picking = threading.Lock()
-        self._buffers = PipelineBuffers(memory, settings)
-        self._stamps = Timestamps.for_chunks(total_chunks(self._jobs), len(self._jobs))
-        self._facts = [StreamFacts() for _ in range(settings.streams)]
-        self._unverified: SimpleQueue[Buffer | None] = SimpleQueue()
+        self._buffers = buffers.PipelineBuffers(memory, settings)
+        self._stamps = measurement.Timestamps.for_chunks(
+            measurement.total_chunks(self._jobs), len(self._jobs)
+        )
+        self._facts = [measurement.StreamFacts() for _ in range(settings.streams)]
+        self._unverified: SimpleQueue[buffers.Buffer | None] = SimpleQueue()
         self._is_stopped = False
-        self._wrong: list[WrongByte] = []
-        self._crew = WorkerGroup(2 * settings.streams, self.stop)
+        self._wrong: list[measurement.WrongByte] = []
+        self._workers = buffers.WorkerGroup(2 * settings.streams, self.stop)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._crew.dismiss()
-        for reading in self._readings:
-            self._close(reading)
+        self._workers.close()
+        for open_object in self._open_objects:
+            self._close(open_object)
 
     def stop(self) -> None:
-        """Have all threads give up; safe at any time, from any thread."""
+        """Stop all threads; may be called at any time, from any thread."""
         self._is_stopped = True
         self._buffers.stop()
         for _ in range(self._settings.streams):
             self._unverified.put(None)
 
-    def read_from(self, storages: Sequence[Storage], phase: PhaseFacts, progress: Progress) -> Measurement:
-        """Read and verify everything; what the phase was seen to do."""
+    def read_from(
+        self, storages: Sequence[Storage], phase: measurement.PhaseFacts, progress: Progress
+    ) -> measurement.Measurement:
+        """Read and verify everything, and return the measurement."""
         progress.begin("reading", phase.planned_bytes)
         streams = range(self._settings.streams)
-        tally = CounterDeltas(storages, len(streams))
+        counter_deltas = measurement.CounterDeltas(storages, len(streams))
         self._buffers.expect_returns()
-        verifiers = [self._crew.start(self._verify, stream) for stream in streams]
+        verifiers = [self._workers.start(self._verify, stream) for stream in streams]
         readers = [
-            self._crew.start(self._read, stream, storages[stream % len(storages)], progress)
+            self._workers.start(self._read, stream, storages[stream % len(storages)], progress)
             for stream in streams
         ]
-        self._crew.wait(readers, "all bytes to be read")
+        self._workers.wait(readers, "all bytes to be read")
         for _ in verifiers:
             self._unverified.put(None)
-        self._crew.wait(verifiers, "all bytes to be verified")
-        wrong = tuple(sorted(self._wrong, key=lambda each: (each.key, each.offset)))
-        measurement = measure(phase, self._stamps, self._facts, tally, wrong_bytes=wrong)
-        require_read(measurement.ledger, uri=storages[0].uri)
-        return measurement
+        self._workers.wait(verifiers, "all bytes to be verified")
+        wrong = tuple(sorted(self._wrong, key=lambda place: (place.key, place.offset)))
+        measured = measurement.measure(phase, self._stamps, self._facts, counter_deltas, wrong_bytes=wrong)
+        measurement.require_read(measured.ledger, uri=storages[0].uri)
+        return measured
 
     def _all_chunks(self) -> Iterator[tuple[_OpenObject, int]]:
-        for reading in self._readings:
-            for number in range(reading.job.num_chunks):
-                yield reading, number
+        for open_object in self._open_objects:
+            for number in range(open_object.job.num_chunks):
+                yield open_object, number
 
     def _next_chunk(self) -> tuple[_OpenObject, int] | None:
         with self._picking:
@@ -157,59 +140,59 @@ class ReadPipeline:
 
     def _read(self, stream: int, storage: Storage, progress: Progress) -> None:
         if stream == 0:
-            self._look_at_empty_objects(storage)
+            self._check_empty_objects(storage)
         while (picked := self._next_chunk()) is not None:
-            reading, number = picked
-            awaited_ns = now_ns()
+            open_object, number = picked
+            awaited_ns = measurement.now_ns()
             buffer = self._buffers.take(stream, "verification")
-            self._facts[stream].storage_stall_ns += now_ns() - awaited_ns
-            self._read_chunk(stream, storage, reading, number, buffer)
+            self._facts[stream].storage_stall_ns += measurement.now_ns() - awaited_ns
+            self._read_chunk(stream, storage, open_object, number, buffer)
             progress.advance(buffer.size_bytes)
-            if self._is_to_verify(reading.job, number):
-                buffer.hand_on(Ownership.FILLING, Ownership.READY)
+            if self._is_to_verify(open_object.job, number):
+                buffer.hand_on(buffers.Ownership.FILLING, buffers.Ownership.READY)
                 self._unverified.put(buffer)
             else:
-                self._buffers.give_back(buffer, Ownership.FILLING)
+                self._buffers.give_back(buffer, buffers.Ownership.FILLING)
 
-    def _look_at_empty_objects(self, storage: Storage) -> None:
-        """They have no chunk that would find them missing, or no longer empty."""
-        for reading in self._readings:
-            if not reading.job.num_chunks:
-                self._source(0, storage, reading)
-                self._close(reading)
+    def _check_empty_objects(self, storage: Storage) -> None:
+        """Open the objects without chunks, which might be missing or no longer empty."""
+        for open_object in self._open_objects:
+            if not open_object.job.num_chunks:
+                self._source(0, storage, open_object)
+                self._close(open_object)
 
     def _read_chunk(
-        self, stream: int, storage: Storage, reading: _OpenObject, number: int, buffer: Buffer
+        self, stream: int, storage: Storage, open_object: _OpenObject, number: int, buffer: buffers.Buffer
     ) -> None:
-        stamps, planned, chunk_bytes = self._stamps, reading.job.planned, self._settings.chunk_bytes
-        chunk = reading.job.first_chunk + number
-        buffer.job, buffer.chunk, buffer.offset = reading.job.number, chunk, number * chunk_bytes
+        stamps, planned, chunk_bytes = self._stamps, open_object.job.planned, self._settings.chunk_bytes
+        chunk = open_object.job.first_chunk + number
+        buffer.job, buffer.chunk, buffer.offset = open_object.job.number, chunk, number * chunk_bytes
         buffer.size_bytes = min(chunk_bytes, planned.size_bytes - buffer.offset)
-        source = self._source(stream, storage, reading)
+        source = self._source(stream, storage, open_object)
         stamps.stream[chunk] = stream
         stamps.size_bytes[chunk] = buffer.size_bytes
-        stamps.submitted[chunk] = now_ns()
+        stamps.submitted[chunk] = measurement.now_ns()
         source.read_into(buffer.offset, buffer.filled)
-        stamps.returned[chunk] = stamps.acknowledged[chunk] = now_ns()
-        with reading.lock:
-            reading.chunks_left -= 1
-            is_last = reading.chunks_left == 0
+        stamps.returned[chunk] = stamps.acknowledged[chunk] = measurement.now_ns()
+        with open_object.lock:
+            open_object.chunks_left -= 1
+            is_last = open_object.chunks_left == 0
         if is_last:
-            self._close(reading)
+            self._close(open_object)
 
-    def _source(self, stream: int, storage: Storage, reading: _OpenObject) -> Source:
-        planned, span = reading.job.planned, self._stamps.opening[reading.job.number]
-        with reading.lock:
-            if reading.source is None:
-                span[0] = now_ns()
-                reading.source = storage.open(planned.key)
-                span[1] = now_ns()
+    def _source(self, stream: int, storage: Storage, open_object: _OpenObject) -> Source:
+        planned, span = open_object.job.planned, self._stamps.opening[open_object.job.number]
+        with open_object.lock:
+            if open_object.source is None:
+                span[0] = measurement.now_ns()
+                open_object.source = storage.open(planned.key)
+                span[1] = measurement.now_ns()
                 self._facts[stream].num_objects += 1
-                self._stamps.object_stream[reading.job.number] = stream
-                _check_size(reading.source, planned, storage.uri)
-            return reading.source
+                self._stamps.object_stream[open_object.job.number] = stream
+                _check_size(open_object.source, planned, storage.uri)
+            return open_object.source
 
-    def _is_to_verify(self, job: ObjectJob, number: int) -> bool:
+    def _is_to_verify(self, job: measurement.ObjectJob, number: int) -> bool:
         if self._verifier is None or self._settings.verify == "off":
             return False
         is_sampled = number % self._settings.sample_every == 0 or number == job.num_chunks - 1
@@ -219,27 +202,27 @@ class ReadPipeline:
         while (buffer := self._next_unverified(stream)) is not None:
             assert self._verifier is not None
             planned, chunk = self._jobs[buffer.job].planned, buffer.chunk
-            begin_ns = now_ns()
+            begin_ns = measurement.now_ns()
             wrong = self._verifier.verify(planned, buffer.offset, buffer.filled)
             self._stamps.content_begin[chunk] = begin_ns
-            self._stamps.content_end[chunk] = now_ns()
+            self._stamps.content_end[chunk] = measurement.now_ns()
             if wrong is not None:
                 self._stamps.is_wrong[chunk] = True
                 if len(self._wrong) < MOST_WRONG_BYTES:
-                    self._wrong.append(WrongByte(planned.key, buffer.offset + wrong))
-            self._buffers.give_back(buffer, Ownership.READY)
+                    self._wrong.append(measurement.WrongByte(planned.key, buffer.offset + wrong))
+            self._buffers.give_back(buffer, buffers.Ownership.READY)
 
-    def _next_unverified(self, stream: int) -> Buffer | None:
-        awaited_ns = now_ns()
+    def _next_unverified(self, stream: int) -> buffers.Buffer | None:
+        awaited_ns = measurement.now_ns()
         buffer = self._unverified.get()
         if self._is_stopped:
-            raise PipelineStopped
-        self._facts[stream].content_stall_ns += now_ns() - awaited_ns
+            raise buffers.PipelineStopped
+        self._facts[stream].content_stall_ns += measurement.now_ns() - awaited_ns
         return buffer
 
-    def _close(self, reading: _OpenObject) -> None:
-        with reading.lock:
-            source, reading.source = reading.source, None
+    def _close(self, open_object: _OpenObject) -> None:
+        with open_object.lock:
+            source, open_object.source = open_object.source, None
         if source is not None:
             source.close()
 
@@ -247,9 +230,9 @@ class ReadPipeline:
 def _check_size(source: Source, planned: PlannedObject, uri: str) -> None:
     if source.size_bytes != planned.size_bytes:
         raise ShortTransfer(
-            f"The object has {source.size_bytes} bytes, but {planned.size_bytes} were written",
+            f"The object has {source.size_bytes} bytes, but {planned.size_bytes} bytes were written",
             uri=f"{uri.rstrip('/')}/{planned.key}",
             expected_bytes=planned.size_bytes,
             actual_bytes=source.size_bytes,
-            fix="It was replaced or cut since; write it anew.",
+            fix="It was replaced or truncated since then; write it again.",
         )

@@ -1,13 +1,14 @@
 """A save from the tensors of a state to files that are ready to commit.
 
-The way of a save, in order:
+The steps of a save, in order:
 
 1. `Saver.prepare`: each rank lists its tensors and objects (`state.tensors`), all ranks agree who writes what
    (`SavePlanCache`), and each lays out its files (`file_layout`).
-2. `TensorSave.stage`: copying to staging memory begins (`staging`), through `payloads` and `pipeline`.
-3. `StagedFiles.write_to`: buffers go to storage, each file is made durable, and each item has a checksum.
-4. `TensorSave.seal`: rank 0 describes what all ranks wrote: `.metadata` for torch, and our manifest.
-5. `engine.write_and_commit` makes all of it visible at once.
+2. `TensorSave.stage`: copying to staging memory begins (`staging`), through `pipeline`.
+3. `StagedFiles.write_to`: buffers go to storage, each file is made durable, and each item gets a checksum.
+4. `TensorSave.seal`: rank 0 describes what all ranks wrote, in `.metadata` for torch and in our manifest.
+5. `commit.transaction.write_and_commit` writes both, `.metadata` last because readers take its presence for a
+   complete checkpoint, and makes all of it visible at once.
 
 Invariant: an error on any rank, for example an object that cannot be pickled, is raised on all ranks before
 anything is written.
@@ -31,26 +32,9 @@ from penstock.checkpoint.engine import NamePatterns, SaveChoice, State, Urgency,
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes, paused_garbage_collection
 from penstock.checkpoint.formats.manifest import Fact, build_manifest, manifest_bytes
-from penstock.checkpoint.plan.save_plan import (
-    Bucket,
-    HeldObject,
-    Holdings,
-    PlacedObject,
-    SaveOptions,
-    SavePlan,
-    SharedSavePlan,
-    assign_objects,
-    plan_rank_files,
-    plan_save,
-)
-from penstock.checkpoint.saving.file_layout import (
-    Payload,
-    lay_out_file,
-    pack_file,
-    payload_of_bytes,
-    payload_of_tensor,
-)
-from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, pipe_settings
+from penstock.checkpoint.plan import save_plan
+from penstock.checkpoint.saving import file_layout
+from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
 from penstock.checkpoint.state.leaves import Leaf, expand_stateful, flatten_state, matches_pattern
 from penstock.checkpoint.state.regions import (
     CheckpointIndex,
@@ -60,103 +44,108 @@ from penstock.checkpoint.state.regions import (
     TensorFacts,
 )
 from penstock.checkpoint.state.tensors import LocalState, collect_leaves, device_mesh_sizes, is_tensor
-from penstock.cluster.comm import run_on_all_ranks
+from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import UsageError
 from penstock.storage.aligned import round_up
 
 if TYPE_CHECKING:
     from penstock.checkpoint.state.process_group import RankGroup
-    from penstock.cluster.comm import Comm
 
 
 NUM_KEPT_PLANS = 4
-"""A trainer saves its model alone and with the optimizer; more kinds of state than this are planned anew."""
+"""Enough for the few kinds of state of a trainer, as its model with and without the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AgreedSave:
-    """What all ranks will write, as every rank knows it."""
+    """What all ranks will write; every rank has the same."""
 
-    shared: SharedSavePlan
-    objects: tuple[tuple[PlacedObject, ...], ...]
+    shared: save_plan.SharedSavePlan
+    objects: tuple[tuple[save_plan.PlacedObject, ...], ...]
     """By rank."""
-    options: SaveOptions
+    options: save_plan.SaveOptions
 
-    def plan_of(self, rank: int) -> SavePlan:
+    def plan_of(self, rank: int) -> save_plan.SavePlan:
         """What one rank writes."""
-        return plan_rank_files(self.shared, self.objects, self.options, only=rank)[0]
+        return save_plan.plan_rank_files(self.shared, self.objects, self.options, only=rank)[0]
 
-    def plans(self) -> list[SavePlan]:
+    def plans(self) -> list[save_plan.SavePlan]:
         """What each rank writes, in rank order: for rank 0, which describes the whole checkpoint."""
-        return plan_rank_files(self.shared, self.objects, self.options)
+        return save_plan.plan_rank_files(self.shared, self.objects, self.options)
 
 
 @dataclass(frozen=True, slots=True)
 class _HoldingsDigest:
-    """What each rank always sends: digests, and its objects, which change from step to step."""
+    """What each rank always sends: digests, and its objects, which change from step to step.
+
+    Lists of tensors and regions take megabytes on large jobs and stay the same from save to save, so ranks
+    exchange 16-byte digests of them first, and the lists only if a rank does not know the plan.
+    """
 
     tensors: bytes
     holdings: bytes
-    objects: tuple[HeldObject, ...]
+    objects: tuple[save_plan.HeldObject, ...]
     known: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FullHoldings:
-    """What each rank sends where a plan is to be made. Of equal lists of tensors only the first travels."""
+    """What each rank sends when a plan is needed; of equal lists of tensors only the first rank's is sent."""
 
     tensors: tuple[TensorFacts, ...] | None
     regions: Regions
 
 
 class SavePlanCache:
-    """Plans saves of one communicator's ranks, and remembers the last few plans."""
+    """Plans the saves of one communicator's ranks, and keeps the last few plans."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._plans: OrderedDict[bytes, SharedSavePlan] = OrderedDict()
+        self._plans: OrderedDict[bytes, save_plan.SharedSavePlan] = OrderedDict()
         self.num_planned = 0
-        """How often a plan had to be made; for figures and tests."""
+        """How often a plan had to be made."""
 
-    def agree(self, holdings: Holdings, options: SaveOptions) -> AgreedSave:
+    def agree(self, holdings: save_plan.Holdings, options: save_plan.SaveOptions) -> AgreedSave:
         """Collective: the plan for what all ranks hold. Raises the same on all ranks."""
-        table = _digest_tensors(holdings.tensors)
-        mine = _HoldingsDigest(
-            table, _digest_boxes(table, holdings.regions, options), holdings.objects, tuple(self._plans)
+        tensors_digest = _digest_tensors(holdings.tensors)
+        regions_digest = _digest_regions(tensors_digest, holdings.regions, options)
+        own = _HoldingsDigest(tensors_digest, regions_digest, holdings.objects, tuple(self._plans))
+        digests = self._comm.gather(own, awaiting="all ranks to describe what they hold")
+        objects = tuple(
+            tuple(placed) for placed in save_plan.assign_objects([digest.objects for digest in digests])
         )
-        outlines = self._comm.gather(mine, awaiting="all ranks to say what they hold")
-        objects = tuple(tuple(each) for each in assign_objects([each.objects for each in outlines]))
-        key = xxhash.xxh3_128_digest(b"".join(each.holdings for each in outlines))
-        if all(key in each.known for each in outlines):
+        key = xxhash.xxh3_128_digest(b"".join(digest.holdings for digest in digests))
+        if all(key in digest.known for digest in digests):
             self._plans.move_to_end(key)
-            return AgreedSave(shared=self._plans[key], objects=objects, options=options)
-        shared = plan_save(self._exchange(holdings, outlines), options)
-        self.num_planned += 1
-        self._plans[key] = shared
-        while len(self._plans) > NUM_KEPT_PLANS:
-            self._plans.popitem(last=False)
-        return AgreedSave(shared=shared, objects=objects, options=options)
+        else:
+            self._plans[key] = save_plan.plan_save(self._exchange(holdings, digests), options)
+            self.num_planned += 1
+            while len(self._plans) > NUM_KEPT_PLANS:
+                self._plans.popitem(last=False)
+        return AgreedSave(shared=self._plans[key], objects=objects, options=options)
 
-    def _exchange(self, holdings: Holdings, outlines: Sequence[_HoldingsDigest]) -> list[Holdings]:
-        first = {each.tensors: rank for rank, each in reversed(list(enumerate(outlines)))}
-        speaks = first[outlines[self._comm.rank].tensors] == self._comm.rank
-        whole = _FullHoldings(holdings.tensors if speaks else None, holdings.regions)
-        wholes = self._comm.gather(whole, awaiting="all ranks to say what they hold, piece by piece")
-        found = []
-        for outline, each in zip(outlines, wholes, strict=True):
-            tensors = wholes[first[outline.tensors]].tensors
+    def _exchange(
+        self, holdings: save_plan.Holdings, digests: Sequence[_HoldingsDigest]
+    ) -> list[save_plan.Holdings]:
+        first = {digest.tensors: rank for rank, digest in reversed(list(enumerate(digests)))}
+        is_first = first[digests[self._comm.rank].tensors] == self._comm.rank
+        own = _FullHoldings(holdings.tensors if is_first else None, holdings.regions)
+        received = self._comm.gather(own, awaiting="all ranks to list the regions that they hold")
+        all_holdings = []
+        for digest, full in zip(digests, received, strict=True):
+            tensors = received[first[digest.tensors]].tensors
             assert tensors is not None, "the first rank with a list of tensors sends it"
-            found.append(replace(holdings, tensors=tensors, regions=each.regions, objects=()))
-        return found
+            all_holdings.append(replace(holdings, tensors=tensors, regions=full.regions, objects=()))
+        return all_holdings
 
 
 def _digest_tensors(tensors: Sequence[TensorFacts]) -> bytes:
-    lines = (f"{each.name}\0{each.dtype}\0{each.shape}\0{each.item_bytes}\0" for each in tensors)
-    return xxhash.xxh3_128_digest("".join(lines).encode())
+    rows = (f"{facts.name}\0{facts.dtype}\0{facts.shape}\0{facts.item_bytes}\0" for facts in tensors)
+    return xxhash.xxh3_128_digest("".join(rows).encode())
 
 
-def _digest_boxes(table: bytes, regions: Regions, options: SaveOptions) -> bytes:
-    digest = xxhash.xxh3_128(table)
+def _digest_regions(tensors_digest: bytes, regions: Regions, options: save_plan.SaveOptions) -> bytes:
+    digest = xxhash.xxh3_128(tensors_digest)
     digest.update(repr(options).encode())
     for column in (regions.tensor, regions.offsets, regions.sizes):
         digest.update(repr(column.shape).encode())
@@ -164,38 +153,38 @@ def _digest_boxes(table: bytes, regions: Regions, options: SaveOptions) -> bytes
     return digest.digest()
 
 
-AWAITED = "all ranks to look at what they hold"
+AWAITED = "all ranks to list what they hold"
 
 WAITING_BUFFER_BYTES = 128 << 20
-"""Where the caller waits for the commit, more make nothing faster; object stores keep some in flight."""
+"""More buffers make a save that is waited for no faster; object stores need some for parts in flight."""
 
 DEFAULT_STAGING_BYTES = 2 << 30
-"""A larger share than this blocks `save_async` until the rest of it is written."""
+"""A share larger than this blocks `save_async` until the rest of it is written."""
 
 
 class Saver:
-    """Prepares the saves of one trainer; its plans and its memory last from save to save.
+    """Prepares the saves of one trainer; plans and memory are kept from save to save.
 
-    `staging_bytes` bounds what all its saves under way take together, beside the state itself. With
-    `transforms`, as in `("stream.zstd/1",)`, items are packed in memory before they are staged.
+    `staging_bytes` limits the memory of all saves in flight together, beside the state itself. With
+    `transforms`, as in `("stream.zstd/1",)`, items are compressed in memory before they are staged.
     """
 
     def __init__(
         self,
-        options: SaveOptions | None = None,
+        options: save_plan.SaveOptions | None = None,
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         transforms: Sequence[str] = (),
     ) -> None:
         require_known_transforms(transforms)
         self._transforms = tuple(transforms)
-        self._options = options or SaveOptions()
+        self._options = options or save_plan.SaveOptions()
         self._memory = StagingMemory(staging_bytes)
         self._planners: WeakKeyDictionary[Comm, SavePlanCache] = WeakKeyDictionary()
 
     def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> TensorSave:
         """Let all ranks agree who writes what of `state`. Collective."""
-        began_s = time.perf_counter()
+        start_s = time.perf_counter()
         comm = group.comm
         local_state = run_on_all_ranks(comm, lambda: _collect(state, choice), awaiting=AWAITED)
         planner = self._planners.setdefault(comm, SavePlanCache(comm))
@@ -204,9 +193,9 @@ class Saver:
             comm, lambda: self._share(agreed, comm.rank, local_state, choice), awaiting=AWAITED
         )
         return TensorSave(
-            agreed,
-            replace(share, plan_s=time.perf_counter() - began_s),
-            self._memory,
+            agreed=agreed,
+            share=replace(share, plan_s=time.perf_counter() - start_s),
+            memory=self._memory,
             num_ranks=comm.size,
             mesh=device_mesh_sizes(local_state.leaves),
             writers=self._options.writers,
@@ -216,66 +205,53 @@ class Saver:
 
     def _share(self, agreed: AgreedSave, rank: int, local_state: LocalState, choice: SaveChoice) -> SaveShare:
         plan = agreed.plan_of(rank)
-        layouts = [lay_out_file(bucket, plan.tensors) for bucket in plan.buckets]
-        payloads = [_payloads(bucket, plan, local_state, choice.dtype) for bucket in plan.buckets]
+        layouts = [file_layout.lay_out_file(bucket, plan.tensors) for bucket in plan.buckets]
+        files = [
+            (layout, _payloads(bucket, plan, local_state, choice.dtype))
+            for layout, bucket in zip(layouts, plan.buckets, strict=True)
+        ]
         if self._transforms:
-            packed = [
-                pack_file(layout, of_file, self._transforms)
-                for layout, of_file in zip(layouts, payloads, strict=True)
-            ]
-            layouts, payloads = [layout for layout, _ in packed], [of_file for _, of_file in packed]
+            files = [file_layout.pack_file(layout, payloads, self._transforms) for layout, payloads in files]
         return SaveShare(
             rank=rank,
-            layouts=tuple(layouts),
-            payloads={layout.name: of_file for layout, of_file in zip(layouts, payloads, strict=True)},
+            layouts=tuple(layout for layout, _ in files),
+            payloads={layout.name: payloads for layout, payloads in files},
             payload_bytes=plan.num_bytes,
             paths=_own_paths(agreed, plan, local_state),
         )
 
     def close(self) -> None:
-        """Let go of idle memory. Safe twice."""
+        """Free idle memory. May be called twice."""
         self._memory.clear()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorSave:
     """A `PreparedSave` of tensors in this process."""
 
-    def __init__(
-        self,
-        agreed: AgreedSave,
-        share: SaveShare,
-        memory: StagingMemory,
-        *,
-        num_ranks: int,
-        mesh: Mapping[str, int],
-        writers: int,
-        transforms: tuple[str, ...],
-        timeout_s: float,
-    ) -> None:
-        self._transforms = transforms
-        self._agreed = agreed
-        self._share = share
-        self._memory = memory
-        self._num_ranks = num_ranks
-        self._mesh = mesh
-        self._writers = writers
-        self._timeout_s = timeout_s
+    agreed: AgreedSave
+    share: SaveShare
+    memory: StagingMemory
+    num_ranks: int
+    mesh: Mapping[str, int]
+    writers: int
+    transforms: tuple[str, ...]
+    timeout_s: float
 
     def stage(self, urgent: Urgency = "copy") -> StagedFiles:
         """Begin to copy this rank's share."""
-        budget_bytes = self._memory.budget_bytes
+        budget_bytes = self.memory.budget_bytes
         if urgent == "commit":
             budget_bytes = min(budget_bytes, WAITING_BUFFER_BYTES)
-        settings = pipe_settings(self._share.layouts, self._writers, budget_bytes)
-        needed_bytes = sum(
-            round_up(layout.size_bytes, settings.chunk_bytes) for layout in self._share.layouts
-        )
+        layouts = self.share.layouts
+        settings = choose_pipeline_settings(layouts, self.writers, budget_bytes)
+        needed_bytes = sum(round_up(layout.size_bytes, settings.chunk_bytes) for layout in layouts)
         return StagedFiles(
-            self._share,
-            self._memory,
+            self.share,
+            self.memory,
             settings,
             copies_first=urgent == "copy" and needed_bytes <= settings.buffer_memory_bytes,
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
         )
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
@@ -285,17 +261,17 @@ class TensorSave:
             return self._seal(shares, facts)
 
     def _seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
-        index = index_written_files(self._agreed.plans(), shares, packed=bool(self._transforms))
+        index = index_written_files(self.agreed.plans(), shares, packed=bool(self.transforms))
         paths = {name: path for share in shares for name, path in share.paths.items()}
         named = {key: cast("Fact", value) for key, value in facts.items() if key not in ("step", "save_id")}
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
         described = DcpMetadata(index=index, paths=paths, save_id=save_id)
-        if self._transforms:
+        if self.transforms:
             described = replace(
                 described,
-                transforms=((), self._transforms),
+                transforms=((), self.transforms),
                 row_transform=np.ones(len(index.stored), dtype=np.int64),
-                object_transforms={each.name: self._transforms for each in index.objects},
+                object_transforms={stored.name: self.transforms for stored in index.objects},
             )
         metadata = metadata_bytes(described)
         manifest = build_manifest(
@@ -304,8 +280,8 @@ class TensorSave:
             metadata,
             step=step if isinstance(step, int) else None,
             save_id=save_id,
-            world_size=self._num_ranks,
-            mesh=self._mesh,
+            world_size=self.num_ranks,
+            mesh=self.mesh,
             facts=named,
         )
         return Seal(
@@ -316,9 +292,9 @@ class TensorSave:
 
 
 def index_written_files(
-    plans: Sequence[SavePlan], shares: Sequence[WrittenShare], *, packed: bool
+    plans: Sequence[save_plan.SavePlan], shares: Sequence[WrittenShare], *, packed: bool
 ) -> CheckpointIndex:
-    """Where everything lies, from what was planned and what ranks report; both are in rank order."""
+    """The index of what was planned and what ranks report to have written; both are in rank order."""
     pairs = [
         (bucket, file)
         for plan, share in zip(plans, shares, strict=True)
@@ -345,7 +321,7 @@ def index_written_files(
 
 
 def _collect(state: State, choice: SaveChoice) -> LocalState:
-    """What this rank holds of what is to be saved, with the dtypes that it is to be saved as."""
+    """What this rank holds of the chosen parts, with the dtypes that they are saved as."""
     local_state = collect_leaves(
         _chosen(flatten_state(expand_stateful(state), is_tensor), choice.only), pack_objects=True
     )
@@ -374,28 +350,28 @@ def _as_dtype(facts: TensorFacts, dtype: torch.dtype) -> TensorFacts:
 
 
 def _payloads(
-    bucket: Bucket, plan: SavePlan, local_state: LocalState, dtype: torch.dtype | None
-) -> list[Payload]:
-    payloads = [payload_of_bytes(local_state.objects[placed.name]) for placed in bucket.objects]
+    bucket: save_plan.Bucket, plan: save_plan.SavePlan, local_state: LocalState, dtype: torch.dtype | None
+) -> list[file_layout.Payload]:
+    payloads = [file_layout.payload_of_bytes(local_state.objects[placed.name]) for placed in bucket.objects]
     for row, number in enumerate(bucket.regions.tensor.tolist()):
         facts = plan.tensors[number]
         view = local_state.view(facts.name, *bucket.regions.region(row, len(facts.shape)))
-        payloads.append(payload_of_tensor(view, dtype if view.is_floating_point() else None))
+        payloads.append(file_layout.payload_of_tensor(view, dtype if view.is_floating_point() else None))
     return payloads
 
 
 def _own_paths(
-    agreed: AgreedSave, plan: SavePlan, local_state: LocalState
+    agreed: AgreedSave, plan: save_plan.SavePlan, local_state: LocalState
 ) -> dict[str, tuple[str | int, ...]]:
-    """The places of what this rank is the first to write: together, ranks tell each once."""
+    """The place in the state of each name that this rank is the first to write, so each is sent once."""
     paths = {leaf.name: leaf.path for leaf in local_state.leaves}
     shared = agreed.shared
     numbers, first = np.unique(shared.regions.tensor, return_index=True)
-    mine = numbers[shared.rank[first] == plan.rank].tolist()
-    own = {plan.tensors[number].name: paths[plan.tensors[number].name] for number in mine}
+    first_here = numbers[shared.rank[first] == plan.rank].tolist()
+    own = {plan.tensors[number].name: paths[plan.tensors[number].name] for number in first_here}
     for bucket in plan.buckets:
         for placed in bucket.objects:
-            # An object of one rank alone has a name of its own and would displace the common one.
+            # An object that differs on this rank has a name of its own, and must not replace the common one.
             is_common = placed.stored_name == placed.name
             own[placed.stored_name] = paths[placed.name] if is_common else (placed.stored_name,)
     return own

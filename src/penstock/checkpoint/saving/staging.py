@@ -1,6 +1,6 @@
 """One rank's share of a save, from the first copied byte to durable files.
 
-Copying begins when the object is made. Staging memory is kept warm between saves and never exceeds its
+Copying begins when `StagedFiles` is made. Staging memory is kept warm between saves and never exceeds its
 budget. Invariant: memory is returned exactly once, when no thread uses it any more.
 """
 
@@ -23,14 +23,14 @@ from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.protocol import Sink, Storage, WrappedStorage
 
 MOST_CHUNK_BYTES = 16 << 20
-"""Larger writes are no faster, and make the last one of a file a longer wait."""
+"""Larger writes are no faster, and the last one of a file takes longer to wait for."""
 
 _NS_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveShare:
-    """What one rank is to write: its files and where their payloads are."""
+    """What one rank writes: its files, and where their payloads come from."""
 
     rank: int
     layouts: tuple[FileLayout, ...]
@@ -40,8 +40,10 @@ class SaveShare:
     plan_s: float = 0.0
 
 
-def pipe_settings(layouts: Sequence[FileLayout], writers: int, buffer_bytes: int) -> PipelineSettings:
-    """How to write these files with at most `buffer_bytes` of buffers, and no more than they need."""
+def choose_pipeline_settings(
+    layouts: Sequence[FileLayout], writers: int, buffer_bytes: int
+) -> PipelineSettings:
+    """Settings that write these files with at most `buffer_bytes` of buffers, and no more than needed."""
     streams = max(1, min(writers, len(layouts)))
     largest = max((layout.size_bytes for layout in layouts), default=0)
     # A file is at least two chunks, so that one is written while the other is filled.
@@ -58,10 +60,11 @@ def pipe_settings(layouts: Sequence[FileLayout], writers: int, buffer_bytes: int
 
 
 class StagedFiles:
-    """A `StagedSave` whose files are images filled from payloads.
+    """A `StagedSave` whose files are filled from payloads according to their layouts.
 
-    With `copies_first`, for which there is memory for all of the share, nothing is summed or written before
-    everything is copied: tensors may change as early as can be.
+    With `copies_first`, which needs memory for the whole share, no checksum is computed and nothing is
+    written before everything is copied: checksums and a busy disk take memory bandwidth from the copies, and
+    training waits for these alone (docs/decisions/010-copy-or-write-first.md).
     """
 
     def __init__(
@@ -77,17 +80,18 @@ class StagedFiles:
         self._copies_first = copies_first
         self._settings = settings
         self._lock = threading.Lock()
-        self._is_taken = False
+        self._is_claimed = False
         with ExitStack() as undo:
             borrowed = memory.borrow(settings.buffer_memory_bytes, timeout_s)
             undo.callback(memory.give_back, borrowed)
-            self._began_ns = now_ns()
-            links = open_device_streams(share.payloads)
-            links.pin(borrowed)
+            self._start_ns = now_ns()
+            # In the caller's thread: device streams wait for what this thread's stream has queued so far.
+            device_streams = open_device_streams(share.payloads)
+            device_streams.pin(borrowed)
             self._filler = LayoutFiller(
                 share.layouts,
                 share.payloads,
-                links=links,
+                device_streams=device_streams,
                 summing="afterwards" if copies_first else "while copying",
             )
             planned = [PlannedObject(layout.name, layout.size_bytes) for layout in share.layouts]
@@ -97,7 +101,7 @@ class StagedFiles:
                     self._filler,
                     settings,
                     memory=borrowed,
-                    entered_ns=self._began_ns,
+                    entered_ns=self._start_ns,
                     order="all first" if copies_first else "chunk by chunk",
                 )
             )
@@ -113,39 +117,38 @@ class StagedFiles:
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:
-        """Write all files, each durable; afterwards the memory is free for the next save."""
-        self._take()
+        """Write all files durably; afterwards the memory is free for the next save."""
+        if self._claim():
+            raise SaveCancelled
         with self._undo:
             try:
                 if self._copies_first:
                     self._pipe.wait_filled()
-                seen = self._pipe.write_to(
+                measurement = self._pipe.write_to(
                     [_Keyed(storage, key_of)], rank=self._share.rank, progress=progress
                 )
             except PipelineStopped as error:
                 raise SaveCancelled from error
         return WrittenShare(
             rank=self._share.rank,
-            files=tuple(self._written(layout) for layout in self._share.layouts),
-            stats=self._stats(seen),
+            files=tuple(self._describe(layout) for layout in self._share.layouts),
+            stats=self._stats(measurement),
             paths=self._share.paths,
         )
 
     def cancel(self) -> None:
-        """Give up. Whoever writes gives the memory back; if nobody does, this does."""
+        """Stop the copies and writes. The memory is returned by `write_to` if it runs, else here."""
         self._pipe.stop()
-        with self._lock:
-            is_taken, self._is_taken = self._is_taken, True
-        if not is_taken:
+        if not self._claim():
             self._undo.close()
 
-    def _take(self) -> None:
+    def _claim(self) -> bool:
+        """Claim the duty to return the memory; whether it was claimed before."""
         with self._lock:
-            if self._is_taken:
-                raise SaveCancelled
-            self._is_taken = True
+            was_claimed, self._is_claimed = self._is_claimed, True
+        return was_claimed
 
-    def _written(self, layout: FileLayout) -> WrittenFile:
+    def _describe(self, layout: FileLayout) -> WrittenFile:
         offset, size, payload = layout.columns()
         return WrittenFile(
             name=layout.name,
@@ -156,15 +159,15 @@ class StagedFiles:
             sums=self._filler.sums(layout.name),
         )
 
-    def _stats(self, seen: Measurement) -> RankSaveStats:
+    def _stats(self, measurement: Measurement) -> RankSaveStats:
         return RankSaveStats(
             rank=self._share.rank,
             payload_bytes=self._share.payload_bytes,
-            file_bytes=seen.ledger.durable_bytes,
+            file_bytes=measurement.ledger.durable_bytes,
             plan_s=self._share.plan_s,
-            stage_s=max(self._pipe.filled_ns - self._began_ns, 0) / _NS_PER_S,
-            write_s=(seen.last_submit_ns - seen.first_submit_ns) / _NS_PER_S,
-            sync_s=(seen.end_ns - seen.last_submit_ns) / _NS_PER_S,
+            stage_s=max(self._pipe.filled_ns - self._start_ns, 0) / _NS_PER_S,
+            write_s=(measurement.last_submit_ns - measurement.first_submit_ns) / _NS_PER_S,
+            sync_s=(measurement.end_ns - measurement.last_submit_ns) / _NS_PER_S,
             memory_bytes=self._settings.buffer_memory_bytes,
         )
 
@@ -182,7 +185,7 @@ class _Keyed(WrappedStorage):
 
 
 class StagingMemory:
-    """Lends memory to saves, from any thread. Whoever borrows gives back."""
+    """Lends memory to saves in any thread; each loan is returned with `give_back`."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -191,12 +194,12 @@ class StagingMemory:
         self._changed = threading.Condition()
 
     def borrow(self, size_bytes: int, timeout_s: float) -> WarmMemory:
-        """At least `size_bytes`, warm if somebody had it before; waits for earlier saves."""
+        """At least `size_bytes`, warm if it was used before; waits for earlier saves."""
         size_bytes = round_up(size_bytes, PAGE_BYTES)
         if size_bytes > self.budget_bytes:
             raise UsageError(
                 f"{size_bytes} bytes do not fit into staging_bytes={self.budget_bytes}",
-                fix="Raise staging_bytes, or have fewer writers.",
+                fix="Raise staging_bytes, or use fewer writers.",
             )
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -208,29 +211,29 @@ class StagingMemory:
             return memory
 
     def give_back(self, memory: WarmMemory) -> None:
-        """Others may have it now; its content stays what it was."""
+        """Make `memory` available to other saves."""
         with self._changed:
             self._lent_bytes -= memory.size_bytes
             self._idle.append(memory)
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Let go of everything that is idle."""
+        """Free all idle memory."""
         with self._changed:
             self._idle.clear()
 
     def _find(self, size_bytes: int) -> WarmMemory | None:
-        fitting = [each for each in self._idle if each.size_bytes >= size_bytes]
+        fitting = [memory for memory in self._idle if memory.size_bytes >= size_bytes]
         if fitting:
-            best = min(fitting, key=lambda each: each.size_bytes)
-            self._idle.remove(best)
-            return best
+            smallest = min(fitting, key=lambda memory: memory.size_bytes)
+            self._idle.remove(smallest)
+            return smallest
         if self._lent_bytes + size_bytes > self.budget_bytes:
             return None
-        # None is large enough: the cold ones make room for one that is.
-        while self._lent_bytes + self._idle_bytes() + size_bytes > self.budget_bytes:
+        # No idle memory is large enough: the longest idle is freed to make room for a new one.
+        while (
+            self._lent_bytes + sum(memory.size_bytes for memory in self._idle) + size_bytes
+            > self.budget_bytes
+        ):
             self._idle.pop(0)
         return WarmMemory(size_bytes)
-
-    def _idle_bytes(self) -> int:
-        return sum(each.size_bytes for each in self._idle)

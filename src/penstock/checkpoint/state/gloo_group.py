@@ -1,8 +1,8 @@
-"""A gloo group of our own, made by its ranks alone, beside whatever groups a trainer has.
+"""A separate gloo group that is made by its ranks alone, beside the groups of a trainer.
 
-`torch.distributed.new_group` names a group that not all ranks make after how many groups each of them happens
-to have: ranks with different numbers never meet, and a name that was used before leads to dead addresses.
-Invariant: no two groups ever made in a job share a name, and making one needs nobody but its members.
+`torch.distributed.new_group` names a group that only some ranks make by the number of groups that each of
+them has: ranks with different numbers never find each other, and a reused name leads to dead addresses.
+Invariant: no two groups made in a job share a name, and only the ranks of a group take part in making it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from penstock.cluster.torch_comm import LONGEST_CALL, TorchPendingTransfer, brok
 
 
 def make_group(ranks: Sequence[int]) -> Any:
-    """A gloo group of these ranks, by their numbers in the job; collective over them."""
+    """Make a gloo group of these ranks, numbered as in the job. Collective over them."""
     name = "penstock/" + hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
     store = _get_default_store()
-    # Each member counts for itself; they make their groups in the same order, so they count alike.
+    # Each rank counts its groups; ranks make their common groups in the same order, so they count alike.
     number = store.add(f"{name}/{dist.get_rank()}", 1)
     own_store = dist.PrefixStore(f"{name}/{number}/", store)  # type: ignore[attr-defined] # not in torch's stubs
     group_of = getattr(dist, "ProcessGroupGloo")  # noqa: B009 - likewise
@@ -31,18 +31,18 @@ def make_group(ranks: Sequence[int]) -> Any:
 
 
 class GroupComm(BaseComm):
-    """All ranks of a group that `make_group` made."""
+    """The communicator of a group from `make_group`."""
 
     def __init__(self, host: str, group: Any) -> None:
         super().__init__(group.rank(), group.size(), host)
         self._group: Any = group
 
     def close(self) -> None:
-        """Let the group go; its connections close with its last user."""
+        """Release the group; its connections close with its last user."""
         self._group = None
 
     def transfer(self) -> GroupTransfer:
-        """A transfer between the same ranks; gloo keeps its messages apart from those of collectives."""
+        """Point-to-point transfers between the same ranks; gloo keeps them apart from collectives."""
         return GroupTransfer(self._group, f"rank {self.rank} on {self.host}")
 
     def _finish(self, work: Any, wait: PollingWait) -> None:
@@ -62,7 +62,7 @@ class GroupComm(BaseComm):
     def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._finish(self._group.allgather([sizes], [torch.tensor([len(payload)])]), wait)
-        # gloo gathers equal shapes only: everyone sends as much as the longest payload.
+        # gloo only gathers equal shapes, so each rank sends as many bytes as the longest payload has.
         longest = max(int(size) for size in sizes)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         self._finish(self._group.allgather([parts], [_tensor(longest, payload)]), wait)
@@ -78,7 +78,7 @@ class GroupComm(BaseComm):
 
 
 class GroupTransfer:
-    """Point to point in a group that `make_group` made."""
+    """Point-to-point transfers in a group from `make_group`."""
 
     def __init__(self, group: Any, place: str) -> None:
         self.rank: int = group.rank()
@@ -88,17 +88,17 @@ class GroupTransfer:
 
     def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
         """Begin to send the whole of `buffer`."""
-        return self._begun("send", buffer, to, tag)
+        return self._begin("send", buffer, to, tag)
 
     def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
         """Begin to fill the whole of `buffer`."""
-        return self._begun("recv", buffer, source, tag)
+        return self._begin("recv", buffer, source, tag)
 
     def close(self) -> None:
-        """Let the group go."""
+        """Release the group."""
         self._group = None
 
-    def _begun(self, verb: str, buffer: memoryview, peer: int, tag: int) -> TorchPendingTransfer:
+    def _begin(self, verb: str, buffer: memoryview, peer: int, tag: int) -> TorchPendingTransfer:
         if not buffer.nbytes:
             return TorchPendingTransfer(None, self._place)
         try:
@@ -109,8 +109,8 @@ class GroupTransfer:
 
 
 def _tensor(size_bytes: int, payload: bytes | None) -> torch.Tensor:
-    """`payload` at the beginning of so many bytes."""
-    found = torch.zeros(size_bytes, dtype=torch.uint8)
+    """`payload`, padded with zeros to `size_bytes`."""
+    padded = torch.zeros(size_bytes, dtype=torch.uint8)
     if payload:
-        found[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return found
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return padded

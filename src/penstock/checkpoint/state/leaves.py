@@ -1,7 +1,7 @@
 """A nested state as a flat list of named leaves, with the names that torch's DCP uses.
 
 Mappings are always entered, lists only if they contain a tensor or a mapping; everything else is a leaf.
-Invariant: a leaf knows where it was found, so what is loaded goes back to that very place.
+Invariant: a leaf knows its place in the state, so a loaded value is put back into that place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """One value of a state. `path` is as `.metadata` keeps it: names of mappings as text, places in lists."""
+    """One value of a state. `path` is as in `.metadata`: keys of mappings as text, and indices of lists."""
 
     name: str
     path: Path
@@ -36,20 +36,20 @@ class Leaf:
         """Put `value` into this leaf's place."""
         if not isinstance(self._holder, MutableMapping | list):
             raise UsageError(
-                f"{self.name!r} lies in a {type(self._holder).__name__}, which cannot be changed",
+                f"{self.name!r} is in a {type(self._holder).__name__}, which cannot be changed",
                 fix="Use dicts and lists for the parts of the state that are loaded.",
             )
         self._holder[self._key] = value
 
 
 def flatten_state(state: Mapping[Any, Any], is_tensor: IsTensor) -> list[Leaf]:
-    """All leaves, in the order of the state. Two that would get one name are a `UsageError`."""
+    """All leaves in the order of the state; raises `UsageError` if two would get the same name."""
     leaves: dict[str, Leaf] = {}
     for key, value in state.items():
         for leaf in _walk((str(key),), value, (state, key), is_tensor):
             if leaf.name in leaves:
                 raise UsageError(
-                    f"Two parts of the state are called {leaf.name!r}",
+                    f"Two parts of the state have the name {leaf.name!r}",
                     where=f"at {list(leaves[leaf.name].path)} and at {list(leaf.path)}",
                     fix="Rename one of the keys: names of parts are their keys joined by dots.",
                 )
@@ -79,25 +79,25 @@ def _is_entered(values: list[Any], is_tensor: IsTensor) -> bool:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Whatever has these two, as modules and optimizers do."""
+    """An object with these two methods, as modules and optimizers have."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, sharing memory with it where it can."""
+        """Its state, sharing memory with it where possible."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take over a state."""
+        """Replace its state."""
 
 
 def expand_stateful(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with each stateful part replaced by its state, in the same order on all ranks."""
+    """`state` with each `Stateful` replaced by its state dict, in the same order on all ranks."""
     return {key: part.state_dict() if isinstance(part, Stateful) else part for key, part in state.items()}
 
 
 @contextmanager
 def loading_into(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The opened state to load into; afterwards parts take over theirs, and the others are put back.
+    """Yield the expanded state to load into; afterwards `Stateful` parts load theirs and others are replaced.
 
-    Nothing is handed to a part where the body raises.
+    If the body raises, no part is changed.
     """
     inner = expand_stateful(state)
     yield inner
@@ -109,6 +109,6 @@ def loading_into(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def matches_pattern(name: str, patterns: NamePatterns) -> bool:
-    """Whether one of the patterns is for `name`; upper and lower case differ."""
-    each = (patterns,) if isinstance(patterns, str) else patterns
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in each)
+    """Whether one of the patterns matches `name`, case-sensitively."""
+    all_patterns = (patterns,) if isinstance(patterns, str) else patterns
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in all_patterns)

@@ -1,6 +1,6 @@
 """The ranks that save or load together: a process group of torch, or this process alone.
 
-All collectives of the engine use a group of our own, or the caller's if that one speaks gloo. torch is
+All collectives of the engine use a separate group, or the caller's if that has a gloo backend. torch is
 imported only if the job has ranks. Invariant: a rank outside of the group gets an error at once, and the
 ranks in it do not wait for it.
 """
@@ -20,18 +20,18 @@ from penstock.errors import UsageError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankGroup:
-    """The ranks that this one saves and loads with. `group` is torch's; None for a single rank."""
+    """The ranks that this one saves and loads with; `torch_group` is None for a single rank."""
 
     comm: BaseComm
-    group: Any = None
+    torch_group: Any = None
 
     def close(self) -> None:
-        """Release the group, if it was made for us; every member calls it."""
+        """Release the group if it was made for us; each of its ranks calls this."""
         self.comm.close()
 
 
 def make_own_group(process_group: Any = None) -> RankGroup:
-    """A new group with the ranks of `process_group` (None: all), for work that runs beside the training.
+    """A new group of the ranks of `process_group` (None: all), for work that runs beside the training.
 
     Collective over these ranks alone. Its messages never mix with those of the trainer.
     """
@@ -39,7 +39,7 @@ def make_own_group(process_group: Any = None) -> RankGroup:
 
 
 def make_group_of(ranks: Sequence[int]) -> RankGroup:
-    """A new group of these ranks, by their numbers in the job. Collective over them alone."""
+    """A new group of these ranks, numbered as in the job. Collective over them alone."""
     if len(ranks) < 2:
         return RankGroup(SoloComm(gethostname()))
     from penstock.checkpoint.state.gloo_group import GroupComm, make_group  # noqa: PLC0415 - loads torch
@@ -49,7 +49,7 @@ def make_group_of(ranks: Sequence[int]) -> RankGroup:
 
 
 def borrow_group(process_group: Any = None) -> RankGroup:
-    """The caller's group if it speaks gloo, else a new one: for work that ends before the call returns."""
+    """The caller's group if it has a gloo backend, else a new one; for work that ends within the call."""
     ranks = _list_ranks(process_group)
     if len(ranks) < 2:
         return RankGroup(SoloComm(gethostname()))
@@ -65,7 +65,7 @@ def borrow_group(process_group: Any = None) -> RankGroup:
 
 @contextmanager
 def borrowed_group(process_group: Any = None) -> Iterator[RankGroup]:
-    """Borrowed members for one call."""
+    """Borrow a group for one call."""
     group = borrow_group(process_group)
     try:
         yield group
@@ -74,7 +74,7 @@ def borrowed_group(process_group: Any = None) -> Iterator[RankGroup]:
 
 
 def _list_ranks(process_group: Any) -> list[int]:
-    """The ranks of a group, by their numbers in the job; only this one if the job has no ranks."""
+    """The ranks of a group, numbered as in the job; only this one if the job has no ranks."""
     if "torch" not in sys.modules:
         # A program that has not imported torch has no process group either.
         return [0]
@@ -83,7 +83,7 @@ def _list_ranks(process_group: Any) -> list[int]:
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is not None:
             raise UsageError(
-                "A process group was given, but torch.distributed is not initialised",
+                "A process group was given, but torch.distributed is not initialized",
                 fix="Call torch.distributed.init_process_group first.",
             )
         return [0]

@@ -19,14 +19,15 @@ from penstock.suggest import did_you_mean
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+ByteArray = NDArray[np.uint8]
 
 UNKNOWN = -1
-"""A payload's position that only its item's own header tells."""
+"""The position of a payload that has to be read from its item's own header."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What is the same of a tensor on all ranks. `dtype` is torch's name without `torch.`: `bfloat16`."""
+    """The properties of a tensor that are equal on all ranks. `dtype` has no `torch.` prefix: `bfloat16`."""
 
     name: str
     dtype: str
@@ -42,11 +43,11 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regions:
-    """Rectangular parts of numbered tensors, one a row.
+    """Rectangular parts of tensors, one per row.
 
-    `tensor` (n) counts in a tuple of `TensorFacts` kept beside; `offsets` and `sizes` are (n, width), where
-    width is the largest number of dimensions. A tensor of fewer dimensions is padded behind its last one with
-    offset 0 and size 1, so volumes need no case for 0-d, and rows can be compared whole.
+    `tensor` (n) has numbers of a tuple of `TensorFacts` that is kept separately; `offsets` and `sizes` are
+    (n, width), where width is the largest number of dimensions. For tensors of fewer dimensions they are
+    padded with offset 0 and size 1, so that 0-d tensors need no special case and whole rows can be compared.
     """
 
     tensor: Ints
@@ -63,21 +64,21 @@ class Regions:
 
     @property
     def num_elements(self) -> Ints:
-        """Of each box; 0 for an empty one."""
+        """The number of elements of each region; 0 for an empty one."""
         return np.asarray(np.prod(self.sizes, axis=1, dtype=np.int64))
 
     def num_bytes(self, item_bytes: Ints) -> Ints:
-        """Of each box; `item_bytes` is by tensor number, see `element_sizes`."""
+        """The bytes of each region; `item_bytes` is by tensor number, see `element_sizes`."""
         return self.num_elements * item_bytes[self.tensor]
 
     def take(self, rows: Ints | Bools | slice) -> Regions:
-        """Some of the boxes, in the order of `rows`; these very ones where `rows` are all in order."""
+        """Some of the regions, in the order of `rows`; this object itself if those are all rows in order."""
         if isinstance(rows, np.ndarray) and len(rows) == len(self) and _is_all(rows):
             return self
         return Regions(self.tensor[rows], self.offsets[rows], self.sizes[rows])
 
     def widened(self, num_dims: int) -> Regions:
-        """The same boxes with columns for `num_dims` dimensions, not fewer than now."""
+        """The same regions with columns for `num_dims` dimensions, not fewer than now."""
         extra = num_dims - self.num_dims
         if extra == 0:
             return self
@@ -86,7 +87,7 @@ class Regions:
         return Regions(self.tensor, offsets, np.pad(self.sizes, room, constant_values=1))
 
     def region(self, row: int, num_dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes of one box of a tensor of `num_dims` dimensions."""
+        """Offsets and sizes of one region of a tensor of `num_dims` dimensions."""
         return (
             tuple(self.offsets[row, :num_dims].tolist()),
             tuple(self.sizes[row, :num_dims].tolist()),
@@ -94,7 +95,7 @@ class Regions:
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> Self:
-        """From (tensor number, offsets, sizes) of each box."""
+        """From (tensor number, offsets, sizes) of each region."""
         width = max((len(offsets) for _, offsets, _ in rows), default=0)
         offsets = np.zeros((len(rows), width), dtype=np.int64)
         sizes = np.ones((len(rows), width), dtype=np.int64)
@@ -105,7 +106,7 @@ class Regions:
 
     @classmethod
     def concatenated(cls, parts: Sequence[Regions]) -> Self:
-        """All boxes of `parts`, which count in the same tensors, one after another."""
+        """All regions of `parts`, one after another; their tensor numbers mean the same tensors."""
         width = max((part.num_dims for part in parts), default=0)
         wide = [part.widened(width) for part in parts]
         if not wide:
@@ -118,7 +119,7 @@ class Regions:
 
 
 def _is_all(rows: Ints | Bools) -> bool:
-    """Whether rows are everything, as they stand: looking costs far less than copying a million boxes."""
+    """Whether these are all rows in order. Checking costs far less than copying a million regions."""
     return bool(rows.all() if rows.dtype == np.bool_ else (rows == np.arange(len(rows))).all())
 
 
@@ -128,7 +129,7 @@ def element_sizes(tensors: Sequence[TensorFacts]) -> Ints:
 
 
 def whole_regions(tensors: Sequence[TensorFacts]) -> Regions:
-    """One box for each tensor, all of it."""
+    """One region for each tensor, all of it."""
     return Regions.from_rows(
         [(number, (0,) * len(facts.shape), facts.shape) for number, facts in enumerate(tensors)]
     )
@@ -136,16 +137,16 @@ def whole_regions(tensors: Sequence[TensorFacts]) -> Regions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredRegions:
-    """Where the boxes of a checkpoint lie: row by row beside `regions`.
+    """The positions of a checkpoint's regions in its files, row by row.
 
-    An item is what a file holds for one box: an envelope and the payload, which is the box's elements in
-    row-major order. `payload_offset` is in the file, or `UNKNOWN`. Of a `packed` item (a stream transform,
-    a compressed archive member) only the whole can be read; its payload has no place of its own.
+    An item is what a file holds for one region: an envelope and the payload, which is the region's elements
+    in row-major order. `payload_offset` is in the file, or `UNKNOWN`. A `packed` item (behind a stream
+    transform, or in another order) has to be read whole.
     """
 
     regions: Regions
     file: Ints
-    """Counts in a tuple of file names kept beside."""
+    """Numbers of a tuple of file names that is kept separately."""
     item_offset: Ints
     item_bytes: Ints
     payload_offset: Ints
@@ -168,7 +169,7 @@ class StoredRegions:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An item that is no tensor: its name in the checkpoint, and where its bytes lie."""
+    """An item that is not a tensor: its name in the checkpoint and its position."""
 
     name: str
     file: int
@@ -179,7 +180,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointIndex:
-    """All that a checkpoint holds and where, whatever format it was written in."""
+    """Everything that a checkpoint holds and where, in any format."""
 
     tensors: tuple[TensorFacts, ...]
     stored: StoredRegions
@@ -190,7 +191,7 @@ class CheckpointIndex:
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """One element type. Names that a format has no word for are None."""
+    """One element type. The names are None in formats that lack the type."""
 
     name: str
     size_bytes: int
@@ -232,7 +233,7 @@ ELEMENT_TYPES: Mapping[str, ElementType] = _table(
     ("bits2x4", 1, None, None),
     ("bits4x2", 1, None, None),
 )
-"""By name. Types that torch itself cannot save (its sub-byte and bare quantized ones) are not here."""
+"""By name. Types that torch itself cannot save (sub-byte and bare quantized ones) are left out."""
 
 BY_STORAGE: Mapping[str, ElementType] = MappingProxyType(
     {kind.typed_storage: kind for kind in ELEMENT_TYPES.values() if kind.typed_storage}
@@ -243,17 +244,17 @@ BY_SAFETENSORS: Mapping[str, ElementType] = MappingProxyType(
 
 
 def element_type(name: str) -> ElementType:
-    """The type of this name, with or without `torch.` before it; `UsageError` names the nearest."""
+    """The type of this name, with or without the `torch.` prefix; `UsageError` suggests a similar one."""
     bare = name.removeprefix("torch.")
     kind = ELEMENT_TYPES.get(bare)
     if kind is None:
         hint = did_you_mean(bare, ELEMENT_TYPES).strip() or f"Known: {', '.join(ELEMENT_TYPES)}."
-        raise UsageError(f"No tensor element type is called {name!r}", fix=hint)
+        raise UsageError(f"{name!r} is not an element type of tensors", fix=hint)
     return kind
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a row-major tensor; as torch counts them where a dimension is 0."""
+    """Strides, in elements, of a row-major tensor; as torch computes them if a dimension is 0."""
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)

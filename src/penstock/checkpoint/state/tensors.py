@@ -1,7 +1,7 @@
 """The tensors that this rank holds of a state: plain ones, DTensors and ShardedTensors as regions in memory.
 
 The boundary between torch and the planners. Invariant: a shard's memory is the state's own memory, so reading
-into it loads the state, and what is written from it is the current value.
+into it loads the state, and writing from it saves the current value.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -22,60 +22,63 @@ from penstock.checkpoint.state.leaves import Leaf, flatten_state
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.errors import UsageError
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
-    """A box of a tensor that this rank holds, and the memory with its elements, strided as it may be."""
+    """A region of a tensor that this rank holds, and the memory of its elements, which may be strided."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     memory: torch.Tensor
 
     def contains(self, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Whether another box lies inside this one."""
+        """Whether another region is inside this one."""
         return all(
-            mine <= begin and begin + extent <= mine + room
-            for mine, room, begin, extent in zip(self.offsets, self.sizes, offsets, sizes, strict=True)
+            own <= begin and begin + extent <= own + size
+            for own, size, begin, extent in zip(self.offsets, self.sizes, offsets, sizes, strict=True)
         )
 
     def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The memory of a box inside this one."""
-        found = self.memory
-        for dim, (mine, begin, extent) in enumerate(zip(self.offsets, offsets, sizes, strict=True)):
-            found = found.narrow(dim, begin - mine, extent)
-        return found
+        """The memory of a region inside this one."""
+        return narrow_region(self.memory, self.offsets, offsets, sizes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalState:
-    """What this rank holds of a state: what planners see of it, and the memory and bytes behind."""
+    """What this rank holds of a state: what planners see of it, and its memory and packed objects."""
 
     leaves: tuple[Leaf, ...]
     holdings: Holdings
     shards: Mapping[str, Sequence[LocalShard]]
-    """By tensor name; none where this rank has no part of a sharded tensor."""
+    """By tensor name; empty if this rank has no part of a sharded tensor."""
     objects: Mapping[str, bytes]
-    """Leaves that are no tensors, as torch saves them; empty where nobody asked for them."""
+    """Leaves that are not tensors, as torch saves them; empty for a load."""
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The memory of a box, which lies in one of the pieces of tensor `name`."""
+        """The memory of a region, which is inside one of the shards of tensor `name`."""
         for shard in self.shards[name]:
             if shard.contains(offsets, sizes):
                 return shard.view(offsets, sizes)
         raise UsageError(
             f"This rank holds no piece of {name!r} with {list(sizes)} elements at {list(offsets)}",
-            fix="Write and read only what the plan gave to this rank.",
+            fix="Write and read only what the plan assigns to this rank.",
         )
+
+
+def narrow_region(
+    memory: torch.Tensor, own_offsets: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """The part of `memory`, which begins at `own_offsets`, with the region at `offsets` of `sizes`."""
+    for dim, (own, begin, extent) in enumerate(zip(own_offsets, offsets, sizes, strict=True)):
+        memory = memory.narrow(dim, begin - own, extent)
+    return memory
 
 
 def is_tensor(value: object) -> bool:
     """Whether a value is saved as a tensor: any strided torch tensor, sharded or not.
 
-    Other classes count that name their chunks as torch's distributed checkpoints ask: with
-    `__create_chunk_list__` and `__get_tensor_shard__`.
+    So are instances of classes with `__create_chunk_list__` and `__get_tensor_shard__`, by which torch's
+    distributed checkpoints ask for chunks.
     """
     if isinstance(value, torch.Tensor):
         return value.layout == torch.strided
@@ -83,21 +86,17 @@ def is_tensor(value: object) -> bool:
 
 
 def collect_for_save(state: Mapping[str, Any]) -> LocalState:
-    """What this rank holds of `state`, to save it. Packs everything that is no tensor."""
-    return _collect(flatten_state(state, is_tensor), pack_objects=True)
+    """What this rank holds of `state`, to save it. Packs everything that is not a tensor."""
+    return collect_leaves(flatten_state(state, is_tensor), pack_objects=True)
 
 
 def collect_for_load(state: Mapping[str, Any]) -> LocalState:
     """What this rank holds of `state`, to load into it."""
-    return _collect(flatten_state(state, is_tensor), pack_objects=False)
+    return collect_leaves(flatten_state(state, is_tensor), pack_objects=False)
 
 
 def collect_leaves(leaves: Sequence[Leaf], *, pack_objects: bool) -> LocalState:
-    """The same for some leaves of a state."""
-    return _collect(leaves, pack_objects=pack_objects)
-
-
-def _collect(leaves: Sequence[Leaf], *, pack_objects: bool) -> LocalState:
+    """What this rank holds of some leaves of a state."""
     tensors: list[TensorFacts] = []
     rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
     shards: dict[str, list[LocalShard]] = {}
@@ -119,13 +118,13 @@ def _collect(leaves: Sequence[Leaf], *, pack_objects: bool) -> LocalState:
 
 
 def tensor_facts(name: str, value: torch.Tensor | ShardedTensor) -> TensorFacts:
-    """What is the same of a tensor on all ranks."""
+    """The properties of a tensor that are equal on all ranks."""
     dtype = str(value.dtype).removeprefix("torch.")
     return TensorFacts(name, dtype, tuple(value.size()), value.dtype.itemsize)
 
 
 def local_shards(name: str, value: torch.Tensor | ShardedTensor) -> list[LocalShard]:
-    """The boxes of a tensor that this rank holds; empty boxes of DTensors that have no row here, too."""
+    """The regions of a tensor that this rank holds, also empty ones of DTensors without rows here."""
     if isinstance(value, ShardedTensor):
         return [
             LocalShard(
@@ -143,9 +142,9 @@ def local_shards(name: str, value: torch.Tensor | ShardedTensor) -> list[LocalSh
 
 
 def device_mesh_sizes(leaves: Sequence[Leaf]) -> dict[str, int]:
-    """Size of each dimension of the state's device mesh, outermost first; empty where nothing is on one.
+    """Size of each dimension of the state's device mesh, outermost first; empty without a mesh.
 
-    Where tensors are on several meshes, that of most dimensions is told: the others are parts of it.
+    Of several meshes, the one with most dimensions is taken, as the others are parts of it.
     """
     meshes = [leaf.value.device_mesh for leaf in leaves if isinstance(leaf.value, DTensor)]
     if not meshes:
@@ -167,7 +166,7 @@ def _pieces_of_dtensor(name: str, value: DTensor) -> list[LocalShard]:
     chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call] # torch leaves it untyped
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.size()):
         raise UsageError(
-            f"The part of {name!r} on this rank, {list(local.size())}, is not one box of its shape",
+            f"The part of {name!r} on this rank, {list(local.size())}, is not one rectangular region",
             where=f"placements {value.placements}",
             fix="Save it with even shards, or redistribute it to Shard placements first.",
         )
@@ -186,19 +185,14 @@ def _pieces_of_chunks(name: str, value: Any) -> list[LocalShard]:
 def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
     if value.is_meta:
         raise UsageError(
-            f"{name!r} lies on the meta device: it has no values",
-            fix="Materialise it first, for example with module.to_empty(device=...).",
+            f"{name!r} is on the meta device and has no values",
+            fix="Materialize it first, for example with module.to_empty(device=...).",
         )
     return value.detach()
 
 
-def bytes_of(memory: torch.Tensor) -> NDArray[Any]:
-    """The bytes of contiguous CPU memory, without a copy."""
-    return memory.reshape(-1).view(torch.uint8).numpy()
-
-
 def _packed(value: object, known: dict[tuple[type, str], bytes]) -> bytes:
-    """`value` as torch saves it. Plain values recur by the thousand in optimizers, and packing takes long."""
+    """`value` as torch saves it. Results are kept: optimizers repeat plain values thousands of times."""
     if isinstance(value, io.BytesIO):
         return value.getvalue()
     if value is not None and type(value) not in (bool, int, float, str):

@@ -2,7 +2,7 @@
 
 `SavePlanner` lets replicas share the work and keeps each rank's own objects; `LoadPlanner` selects and
 renames. Both work with torch's storage writers and readers as well as with ours. Invariant: each byte is
-written once, and everything is loaded back to the very place in the state where it was found.
+written once, and everything is loaded back into its place in the state.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import io
 from collections import ChainMap
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -23,15 +26,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -56,8 +50,8 @@ if TYPE_CHECKING:
 class LoadPlanner(DefaultLoadPlanner):
     """A drop-in for torch's `DefaultLoadPlanner`: `dcp.load(state, planner=pc.LoadPlanner(), ...)`.
 
-    The choices are those of `pc.load`; after the load, `selection` says what was left. Works with torch's
-    storage readers as well as with `pc.Reader`.
+    The options are those of `pc.load`; after the load, `selection` says what was not loaded. Works with
+    torch's storage readers as well as with `pc.Reader`.
     """
 
     def __init__(
@@ -80,57 +74,61 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - as torch has it
     ) -> None:
-        """All ranks: look at what this rank has room for."""
+        """All ranks: find the memory to load into."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self._local_state = collect_for_load(state_dict)
 
-    def create_local_plan(self) -> LoadPlan:
-        """All ranks: which stored chunks go into which of this rank's pieces."""
+    def create_local_plan(self) -> planner.LoadPlan:
+        """All ranks: plan which stored chunks go into which of this rank's shards."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         assert self.metadata is not None, "torch calls set_up_planner with it"
         stored = self.metadata.state_dict_metadata
         names = [leaf.name for leaf in self._local_state.leaves]
-        self.selection = select_leaves(names, stored, self._choice, rank=_rank())
-        items: list[ReadItem] = []
+        self.selection = select_leaves(
+            names, stored, self._choice, rank=dist.get_rank() if dist.is_initialized() else 0
+        )
+        items: list[planner.ReadItem] = []
         for name, stored_name in self.selection.stored_names.items():
             about = stored[stored_name]
             if isinstance(about, BytesStorageMetadata):
                 items.append(_object_item(name, stored_name))
             else:
                 items += self._tensor_items(name, stored_name, about)
-        return LoadPlan(items)
+        return planner.LoadPlan(items)
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """An object has come: unpickle it as harmless data, or as anything with `trust`; put it in place."""
+    def load_bytes(self, read_item: planner.ReadItem, value: io.BytesIO) -> None:
+        """Unpickle an object, only as harmless data unless `trust` is set, and put it in place."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         name = read_item.dest_index.fqn
-        found = load_object(value.getvalue(), name, trust=self._choice.trust, where="this checkpoint")
-        (leaf,) = (each for each in self._local_state.leaves if each.name == name)
-        leaf.put(found)
+        loaded = load_object(value.getvalue(), name, trust=self._choice.trust, where="this checkpoint")
+        (leaf,) = (leaf for leaf in self._local_state.leaves if leaf.name == name)
+        leaf.put(loaded)
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The live memory that a read goes to."""
+    def resolve_tensor(self, read_item: planner.ReadItem) -> torch.Tensor:
+        """The state's memory that a read goes to."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         index = read_item.dest_index
         corner = tuple(index.offset or (0,) * len(read_item.lengths))
         begin = [at + inside for at, inside in zip(corner, read_item.dest_offsets, strict=True)]
         return self._local_state.view(index.fqn, begin, tuple(read_item.lengths))
 
-    def _tensor_items(self, name: str, stored_name: str, about: TensorStorageMetadata) -> list[ReadItem]:
+    def _tensor_items(
+        self, name: str, stored_name: str, about: TensorStorageMetadata
+    ) -> list[planner.ReadItem]:
         assert self._local_state is not None, "torch calls set_up_planner first"
         if name not in self._local_state.shards:
             raise UsageError(
-                f"{name!r} is no tensor in the state, but {stored_name!r} is one in the checkpoint",
-                fix="Give the state a tensor there, or leave this part out with exclude=.",
+                f"{name!r} is an object in the state, but {stored_name!r} is a tensor in the checkpoint",
+                fix="Give the state a tensor there, or skip this part with exclude=.",
             )
-        (facts,) = (each for each in self._local_state.holdings.tensors if each.name == name)
+        (facts,) = (facts for facts in self._local_state.holdings.tensors if facts.name == name)
         if facts.shape != tuple(about.size):
             raise UsageError(
                 f"{name!r} is {list(facts.shape)} in the state and {list(about.size)} in the checkpoint",
-                fix="Build the state with the configuration it was saved with, or leave this part out.",
+                fix="Build the state with the configuration it was saved with, or skip this part.",
             )
         chunks = [
-            ChunkStorageMetadata(_torch_size(shard.offsets), _torch_size(shard.sizes))
+            ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
             for shard in self._local_state.shards[name]
         ]
         items = create_read_items_for_chunk_list(stored_name, about, chunks)
@@ -140,10 +138,10 @@ class LoadPlanner(DefaultLoadPlanner):
         ]
 
 
-def _object_item(name: str, stored_name: str) -> ReadItem:
-    nothing = _torch_size((0,))
-    return ReadItem(
-        type=LoadItemType.BYTE_IO,
+def _object_item(name: str, stored_name: str) -> planner.ReadItem:
+    nothing = torch.Size((0,))
+    return planner.ReadItem(
+        type=planner.LoadItemType.BYTE_IO,
         dest_index=MetadataIndex(name),
         dest_offsets=nothing,
         storage_index=MetadataIndex(stored_name),
@@ -152,21 +150,9 @@ def _object_item(name: str, stored_name: str) -> ReadItem:
     )
 
 
-def _torch_size(numbers: tuple[int, ...]) -> torch.Size:
-    from torch import Size  # noqa: PLC0415 - torch is loaded by now
-
-    return Size(numbers)
-
-
-def _rank() -> int:
-    import torch.distributed as dist  # noqa: PLC0415 - likewise
-
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 @dataclass(frozen=True, slots=True)
 class _PlannerFacts:
-    """What each rank sends to the coordinator beside its empty plan, and what its own plan brings back."""
+    """What each rank sends to the coordinator with its empty plan."""
 
     holdings: Holdings
     paths: dict[str, tuple[str | int, ...]]
@@ -190,22 +176,24 @@ class SavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - as torch has it
     ) -> None:
-        """All ranks: look at what this rank holds."""
+        """All ranks: list what this rank holds."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._local_state = collect_for_save(state_dict)
 
-    def create_local_plan(self) -> SavePlan:
-        """All ranks: tell the coordinator what this rank holds; it decides who writes what."""
+    def create_local_plan(self) -> planner.SavePlan:
+        """All ranks: send the coordinator what this rank holds."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         paths = {leaf.name: leaf.path for leaf in self._local_state.leaves}
-        self.plan = SavePlan([], planner_data=_PlannerFacts(self._local_state.holdings, paths))
+        self.plan = planner.SavePlan([], planner_data=_PlannerFacts(self._local_state.holdings, paths))
         return self.plan
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Coordinator: divide what all ranks hold."""
-        told: list[_PlannerFacts] = [plan.planner_data for plan in all_plans]
-        shared = plan_save([each.holdings for each in told], self._options)
-        objects = assign_objects([each.holdings.objects for each in told])
+    def create_global_plan(
+        self, all_plans: list[planner.SavePlan]
+    ) -> tuple[list[planner.SavePlan], Metadata]:
+        """Coordinator: decide which rank writes what."""
+        facts: list[_PlannerFacts] = [plan.planner_data for plan in all_plans]
+        shared = plan_save([rank_facts.holdings for rank_facts in facts], self._options)
+        objects = assign_objects([rank_facts.holdings.objects for rank_facts in facts])
         plans = [
             replace(
                 plan,
@@ -215,48 +203,52 @@ class SavePlanner(DefaultSavePlanner):
             for rank, plan in enumerate(all_plans)
         ]
         plans, metadata = create_default_global_save_plan(plans)
-        metadata.planner_data = dict(ChainMap(*(each.paths for each in told)))
-        for placed in (each for rank in objects for each in rank if each.stored_name != each.name):
-            metadata.planner_data[placed.stored_name] = (placed.stored_name,)
+        metadata.planner_data = dict(ChainMap(*(rank_facts.paths for rank_facts in facts)))
+        for placed in chain.from_iterable(objects):
+            if placed.stored_name != placed.name:
+                metadata.planner_data[placed.stored_name] = (placed.stored_name,)
         self.global_plan, self.metadata = plans, metadata
         return plans, metadata
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """All ranks: take what the coordinator decided."""
+    def finish_plan(self, new_plan: planner.SavePlan) -> planner.SavePlan:
+        """All ranks: keep what the coordinator decided."""
         self._plain_names = new_plan.planner_data
         self.plan = new_plan
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The memory of a box, live and perhaps strided, or a packed object."""
+    def resolve_data(self, write_item: planner.WriteItem) -> torch.Tensor | io.BytesIO:
+        """The memory of a region, live and perhaps strided, or a packed object."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         name = write_item.index.fqn
-        if write_item.type is WriteItemType.BYTE_IO:
+        if write_item.type is planner.WriteItemType.BYTE_IO:
             return io.BytesIO(self._local_state.objects[self._plain_names.get(name, name)])
         assert write_item.tensor_data is not None, "every other item is a tensor's"
         chunk = write_item.tensor_data.chunk
         memory = self._local_state.view(name, tuple(chunk.offsets), tuple(chunk.sizes))
-        # Readers other than torch's own know nothing of views that stand for their conjugates.
+        # Readers other than torch's own do not know views that stand for their conjugates.
         return memory.resolve_conj().resolve_neg()
 
 
 def _plain_names(objects: list[PlacedObject]) -> dict[str, str]:
-    """The leaf's name of each object that is stored under another."""
-    return {each.stored_name: each.name for each in objects if each.stored_name != each.name}
+    """The leaf's name of each object that is stored under another name."""
+    return {placed.stored_name: placed.name for placed in objects if placed.stored_name != placed.name}
 
 
-def _write_items(shared: SharedSavePlan, objects: list[PlacedObject], rank: int) -> list[WriteItem]:
-    """One rank's part in torch's words."""
-    items = [WriteItem(MetadataIndex(each.stored_name), WriteItemType.BYTE_IO) for each in objects]
-    mine = shared.regions.take(shared.rank == rank)
-    for row, number in enumerate(mine.tensor.tolist()):
+def _write_items(shared: SharedSavePlan, objects: list[PlacedObject], rank: int) -> list[planner.WriteItem]:
+    """One rank's part of the plan as torch's write items."""
+    items = [
+        planner.WriteItem(MetadataIndex(placed.stored_name), planner.WriteItemType.BYTE_IO)
+        for placed in objects
+    ]
+    regions = shared.regions.take(shared.rank == rank)
+    for row, number in enumerate(regions.tensor.tolist()):
         facts = shared.tensors[number]
-        offsets, sizes = mine.region(row, len(facts.shape))
-        data = TensorWriteData(
+        offsets, sizes = regions.region(row, len(facts.shape))
+        data = planner.TensorWriteData(
             chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
             properties=TensorProperties(dtype=getattr(torch, facts.dtype)),
             size=torch.Size(facts.shape),
         )
-        kind = WriteItemType.TENSOR if sizes == facts.shape else WriteItemType.SHARD
-        items.append(WriteItem(MetadataIndex(facts.name, offsets), kind, tensor_data=data))
+        kind = planner.WriteItemType.TENSOR if sizes == facts.shape else planner.WriteItemType.SHARD
+        items.append(planner.WriteItem(MetadataIndex(facts.name, offsets), kind, tensor_data=data))
     return items

@@ -1,6 +1,6 @@
 """Storage writer for torch's `dcp.save`: direct I/O, checksums, and one commit at the end.
 
-Invariant: every item of torch's plan lies in one file and gets one result, and nothing is visible at the path
+Invariant: every item of torch's plan is in one file and gets one result, and nothing is visible at the path
 before `finish`, which the coordinator calls when all ranks have written.
 """
 
@@ -37,7 +37,7 @@ from penstock.checkpoint.saving.file_layout import (
     payload_of_tensor,
 )
 from penstock.checkpoint.saving.saver import WAITING_BUFFER_BYTES
-from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, pipe_settings
+from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 
 SHARE_NAME = "penstock.share"
-"""One result of each rank has this name and says what its files are; torch passes it on to `finish`."""
+"""The name of one result of each rank that describes its files; torch passes results on to `finish`."""
 
 
 class RankItems:
-    """The items of one rank, dealt to its files."""
+    """The items of one rank, divided among its files."""
 
     def __init__(
         self, items: Sequence[WriteItem], planner: SavePlanner, rank: int, options: SaveOptions
@@ -85,11 +85,11 @@ class RankItems:
 
     @property
     def payload_bytes(self) -> int:
-        """Of all tensors."""
+        """The payload bytes of all tensors."""
         return self._plan.num_bytes
 
     def layouts(self) -> tuple[FileLayout, ...]:
-        """The files, laid out; none where there is nothing to write."""
+        """The layouts of the files; none if there is nothing to write."""
         return tuple(lay_out_file(bucket, self._plan.tensors) for bucket in self._plan.buckets)
 
     def contents(
@@ -97,10 +97,10 @@ class RankItems:
         of_object: Callable[[bytes], Any],
         of_tensor: Callable[[torch.Tensor, torch.dtype], Any],
     ) -> dict[str, list[Any]]:
-        """By file, in order, what is made of each item: of a tensor with the dtype that the plan stores."""
+        """By file, what `of_object` and `of_tensor` make of its items, in order, with the plan's dtypes."""
         made: dict[str, list[Any]] = {}
         for bucket in self._plan.buckets:
-            made[bucket.file] = [of_object(self._objects[each.name]) for each in bucket.objects]
+            made[bucket.file] = [of_object(self._objects[placed.name]) for placed in bucket.objects]
             for item in self._boxes_of(bucket.regions):
                 memory = self._planner.resolve_data(item)
                 assert isinstance(memory, torch.Tensor), "torch's planners resolve tensors to tensors"
@@ -109,10 +109,10 @@ class RankItems:
         return made
 
     def results(self, share: WrittenShare, transforms: Sequence[str] = ()) -> list[WriteResult]:
-        """One result for each item, and the share itself."""
+        """One result for each item, and one with the share itself."""
         results: list[WriteResult] = []
         for bucket, file in zip(self._plan.buckets, share.files, strict=True):
-            indices = [MetadataIndex(each.name) for each in bucket.objects]
+            indices = [MetadataIndex(placed.name) for placed in bucket.objects]
             indices += [item.index for item in self._boxes_of(bucket.regions)]
             results += [_result(index, file, row, transforms) for row, index in enumerate(indices)]
         return [*results, WriteResult(MetadataIndex(SHARE_NAME), share.stats.file_bytes, share)]
@@ -128,16 +128,16 @@ class RankItems:
 def build_seal(
     metadata: Metadata, results: Sequence[Sequence[WriteResult]], meta: StorageMeta, *, save_id: str
 ) -> Seal:
-    """From what all ranks report: the planner's metadata as torch packs it, and our manifest beside it."""
-    each = [result for of_rank in results for result in of_rank]
-    shares = [result.storage_data for result in each if isinstance(result.storage_data, WrittenShare)]
+    """The planner's metadata as torch pickles it, and our manifest, from what all ranks report."""
+    all_results = [result for rank_results in results for result in rank_results]
+    shares = [result.storage_data for result in all_results if isinstance(result.storage_data, WrittenShare)]
     metadata.storage_data = {
         result.index: result.storage_data
-        for result in each
+        for result in all_results
         if not isinstance(result.storage_data, WrittenShare)
     }
     metadata.storage_meta = meta
-    # Written, never read: torch's readers expect this very form.
+    # This pickle is only written, never loaded: torch's readers expect this form.
     content = pickle.dumps(metadata)
     files = [file for share in shares for file in share.files]
     manifest = build_manifest(
@@ -172,7 +172,7 @@ def _result(index: MetadataIndex, file: WrittenFile, row: int, transforms: Seque
     offset, size = int(file.item_offset[row]), int(file.item_bytes[row])
     info = _StorageInfo(file.name, offset, size)
     if transforms:
-        # Versions of torch without this field read what is not transformed.
+        # Older versions of torch lack this field, and can read what is not transformed.
         info = _StorageInfo(file.name, offset, size, transform_descriptors=list(transforms))
     return WriteResult(index, size, info)
 
@@ -182,7 +182,7 @@ MEMORY_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _WriteAssignment:
-    """What the coordinator tells each rank with its plan: where to write, and as which rank."""
+    """What the coordinator sends to each rank with its plan: where to write, and as which rank."""
 
     draft: Draft
     rank: int
@@ -191,9 +191,9 @@ class _WriteAssignment:
 class Writer(StorageWriter):
     """A drop-in for torch's `FileSystemWriter`: `dcp.save(state, storage_writer=pc.Writer("/pfs/step-1"))`.
 
-    `writers` files of each rank are written side by side, through at most `staging_bytes` of buffers; names
-    that begin with `separation_hint` go to files of their own. With fsync=False a power cut may take the
-    checkpoint. `transforms` as for `save`. One writer may save again and again, with
+    `writers` files of each rank are written in parallel, through at most `staging_bytes` of buffers; items
+    whose names begin with `separation_hint` go to separate files. With fsync=False, a power cut may destroy
+    the checkpoint. `transforms` are those of `save`. One writer can make any number of checkpoints, with
     `dcp.save(..., checkpoint_id=path)`.
     """
 
@@ -213,10 +213,10 @@ class Writer(StorageWriter):
         self._fsync = fsync
         self._options = SaveOptions(writers=writers, separation_hint=separation_hint)
         self._memory = StagingMemory(staging_bytes)
-        self._place: SaveTransaction | None = None
+        self._transaction: SaveTransaction | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins, perhaps elsewhere. What an earlier one left unfinished is removed."""
+        """Begin a new save, perhaps at another path, and remove what an earlier one left unfinished."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
         self._abandon()
@@ -227,29 +227,29 @@ class Writer(StorageWriter):
         *args: Any,  # noqa: ARG002
         **kwargs: Any,
     ) -> None:
-        """All ranks, first."""
+        """All ranks, first: refuse saves without collectives."""
         if kwargs.get("use_collectives", True) is False:
             raise UsageError(
-                "A checkpoint of ranks that do not speak to each other cannot be committed as one",
-                fix="Leave use_collectives=True.",
+                "Ranks that do not communicate cannot commit one checkpoint together",
+                fix="Keep use_collectives=True.",
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """All ranks: nothing to add."""
+        """All ranks: nothing to do."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: make room, and tell each rank where."""
+        """Coordinator: begin the save, and send each rank its draft."""
         self._abandon()
         storage, name = open_parent(self._uri())
-        self._place = begin_save(storage, name, SoloComm())
+        self._transaction = begin_save(storage, name, SoloComm())
         return [
-            replace(plan, storage_data=_WriteAssignment(self._place.draft, rank))
+            replace(plan, storage_data=_WriteAssignment(self._transaction.draft, rank))
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """All ranks: write this rank's items, each file durable."""
+        """All ranks: write this rank's items durably."""
         done: Future[list[WriteResult]] = Future()
         with ExitStack() as undo:
             undo.callback(self._abandon)
@@ -258,20 +258,20 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator: seal what all ranks have written, and commit it."""
-        assert self._place is not None, "torch calls prepare_global_plan first"
+        """Coordinator: describe what all ranks have written, and commit it."""
+        assert self._transaction is not None, "torch calls prepare_global_plan first"
         meta = self.storage_meta()
-        place, self._place = self._place, None
-        place.commit(lambda: build_seal(metadata, results, meta, save_id=place.draft.save_id))
+        transaction, self._transaction = self._transaction, None
+        transaction.commit(lambda: build_seal(metadata, results, meta, save_id=transaction.draft.save_id))
 
     def storage_meta(self) -> StorageMeta:
-        """What torch's planners may look at, and `.metadata` keeps."""
-        save_id = None if self._place is None else self._place.draft.save_id
+        """The storage metadata for torch's planners and `.metadata`."""
+        save_id = None if self._transaction is None else self._transaction.draft.save_id
         return StorageMeta(checkpoint_id=os.fspath(self.checkpoint_id), save_id=save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path or URI will do."""
+        """Accept any path or URI."""
         return bool(os.fspath(checkpoint_id))
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -279,8 +279,8 @@ class Writer(StorageWriter):
         storage, _ = open_parent(self._uri(), rank=assigned.rank)
         items = RankItems(plan.items, planner, assigned.rank, self._options)
         share = _share_of(items, self._transforms)
-        settings = pipe_settings(share.layouts, self._options.writers, self._memory.budget_bytes)
-        # Memory is this writer's own, so an earlier save of its has long given it back.
+        settings = choose_pipeline_settings(share.layouts, self._options.writers, self._memory.budget_bytes)
+        # The memory is this writer's own, and its earlier saves have returned it.
         staged = StagedFiles(share, self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
         written = staged.write_to(prefer_direct_access(storage), assigned.draft.key)
         return items.results(written, self._transforms)
@@ -290,17 +290,17 @@ class Writer(StorageWriter):
         if self._fsync:
             return text
         if not has_option(text, "fsync"):
-            raise UsageError(f"fsync=False is for file systems, not for {text}", fix="Leave it out.")
+            raise UsageError(f"fsync=False is for file systems, not for {text}", fix="Omit it.")
         return parse_uri(text).with_options(fsync="false").text
 
     def _abandon(self) -> None:
-        place, self._place = self._place, None
-        if place is not None:
-            place.abandon()
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            transaction.abandon()
 
 
 def _share_of(items: RankItems, transforms: tuple[str, ...]) -> SaveShare:
-    """What the engine is to write."""
+    """The share that the engine writes."""
     layouts = items.layouts()
     payloads: dict[str, list[Payload]] = items.contents(payload_of_bytes, payload_of_tensor)
     if transforms:

@@ -33,7 +33,7 @@ def test_names_are_the_keys_joined_by_dots() -> None:
     assert names_of(state) == ["a.b", "a.2", "list.0", "list.1.c", "list.2.0", "plain", "t"]
 
 
-def test_paths_tell_places_in_lists_from_keys() -> None:
+def test_paths_distinguish_list_indices_from_keys() -> None:
     leaves = flatten_state({"a": [{"1": 0}], 7: {"x": 1}}, is_tensor)
     assert [leaf.path for leaf in leaves] == [("a", 0, "1"), ("7", "x")]
 
@@ -46,13 +46,13 @@ def test_a_leaf_is_put_back_under_its_own_key() -> None:
 
 
 def test_two_leaves_of_one_name_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"Two parts of the state are called 'a\.b'"):
+    with pytest.raises(UsageError, match=r"Two parts of the state have the name 'a\.b'"):
         names_of({"a": {"b": 1}, "a.b": 2})
 
 
-def test_a_place_that_cannot_change_is_told() -> None:
+def test_a_leaf_in_an_immutable_mapping_is_an_error() -> None:
     (leaf,) = flatten_state({"fixed": MappingProxyType({"x": 1})}, is_tensor)
-    with pytest.raises(UsageError, match=r"'fixed\.x' lies in a mappingproxy, which cannot be changed"):
+    with pytest.raises(UsageError, match=r"'fixed\.x' is in a mappingproxy, which cannot be changed"):
         leaf.put(2)
 
 
@@ -67,7 +67,7 @@ class Part:
         self.taken = state_dict
 
 
-def test_parts_make_and_take_their_own_state() -> None:
+def test_stateful_parts_save_and_load_their_own_state() -> None:
     part = Part()
     state = {"part": part, "step": 1}
     assert expand_stateful(state) == {"part": {"x": 1}, "step": 1}
@@ -78,7 +78,7 @@ def test_parts_make_and_take_their_own_state() -> None:
     assert state == {"part": part, "step": 2}
 
 
-def test_nothing_is_handed_over_after_a_failure() -> None:
+def test_stateful_parts_load_nothing_after_a_failure() -> None:
     part = Part()
     with pytest.raises(UsageError), loading_into({"part": part}):
         raise UsageError("no")

@@ -66,7 +66,7 @@ def test_views_share_their_record_and_strided_ones_are_put_in_order() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "uint32", "complex64", "bool"])
-def test_every_kind_of_storage_is_understood(dtype: str) -> None:
+def test_every_kind_of_storage_is_read(dtype: str) -> None:
     tensor = torch.ones(5).to(getattr(torch, dtype))
     assert tensors_in(saved({"x": tensor}))["x"] == bytes(tensor.view(torch.uint8).numpy())
 
@@ -84,7 +84,7 @@ class Runs:
         return os.system, (f"touch {self.flag}",)
 
 
-def test_nothing_is_run_and_unknown_classes_are_told(tmp_path: Any) -> None:
+def test_no_code_runs_and_unknown_classes_are_named(tmp_path: Any) -> None:
     flag = tmp_path / "ran"
     values = {
         "bad": Runs(str(flag)),
@@ -112,12 +112,12 @@ def test_nothing_is_run_and_unknown_classes_are_told(tmp_path: Any) -> None:
         saved({"x": 1})[:300],
     ],
 )
-def test_what_is_no_whole_archive_is_damage(content: bytes) -> None:
+def test_incomplete_archives_are_damage(content: bytes) -> None:
     with pytest.raises(DataDamaged, match="here"):
         opened(content)
 
 
-def test_files_of_the_old_format_are_named_as_such() -> None:
+def test_files_before_the_zip_format_are_reported_as_old() -> None:
     with pytest.raises(DataDamaged, match=r"since 1\.6"):
         opened(saved({"x": torch.ones(1)}, _use_new_zipfile_serialization=False))
 
@@ -148,7 +148,7 @@ def test_every_flipped_bit_of_the_directory_is_damage_or_harmless() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_tensors_that_stand_for_conjugates_or_negatives_come_as_what_they_stand_for(dtype: Any) -> None:
+def test_conjugate_and_negative_views_are_resolved(dtype: Any) -> None:
     made = torch.arange(1.0, 25.0).reshape(2, 3, 4).to(dtype) + torch.tensor(0.5j, dtype=dtype)
     views = {
         "conj": made.conj(),
@@ -166,14 +166,14 @@ def test_tensors_that_stand_for_conjugates_or_negatives_come_as_what_they_stand_
         assert found[name] == expected.numpy().tobytes(), name
 
 
-def test_a_note_of_a_tensor_that_is_unknown_here_makes_it_opaque() -> None:
+def test_a_tensor_with_unknown_notes_is_opaque() -> None:
     content = saved({"c": torch.ones(2, dtype=torch.complex64).conj()})
     archive = opened(content.replace(b"conj", b"what"))
     assert archive.index.tensors == ()
     assert not is_plain(archive.values["c"])
 
 
-def test_values_of_unknown_lists_mappings_and_states_are_let_go() -> None:
+def test_state_and_items_of_unknown_classes_are_dropped() -> None:
     class Bag(list[int]):
         pass
 

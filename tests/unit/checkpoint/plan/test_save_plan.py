@@ -47,7 +47,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
 
 
 @given(jobs())
-def test_every_tensor_is_on_record_even_an_empty_one(job: list[Holdings]) -> None:
+def test_every_tensor_is_listed_even_an_empty_one(job: list[Holdings]) -> None:
     shared = plan_save(job, FINE)
     assert set(shared.regions.tensor.tolist()) == set(range(len(shared.tensors)))
 
@@ -61,9 +61,7 @@ def test_the_same_job_gives_the_same_plan(job: list[Holdings]) -> None:
 
 
 @given(jobs(), st.integers(1, 3), st.sampled_from([None, "w1"]))
-def test_ranks_deal_their_pieces_to_files_without_losing_one(
-    job: list[Holdings], writers: int, hint: str | None
-) -> None:
+def test_every_region_of_a_rank_is_in_one_file(job: list[Holdings], writers: int, hint: str | None) -> None:
     options = SaveOptions(writers=writers, separation_hint=hint, min_cut_bytes=1)
     shared = plan_save(job, options)
     objects = [PlacedObject(name=name, stored_name=name, size_bytes=100) for name in ("w1.step", "lr")]
@@ -148,14 +146,14 @@ def held_as(shape: tuple[int, ...], *regions: tuple[tuple[int, ...], tuple[int, 
 @pytest.mark.parametrize(
     ("job", "complaint"),
     [
-        (held_as((8, 2), ((0, 0), (3, 2)), ((4, 0), (4, 2))), "2 elements of 'w' .* belong to no piece"),
+        (held_as((8, 2), ((0, 0), (3, 2)), ((4, 0), (4, 2))), "2 elements of 'w' .* belong to no region"),
         (held_as((8, 2), ((0, 0), (5, 2)), ((4, 0), (4, 2))), "overlap"),
-        (held_as((8, 2), ((0, 0), (4, 2)), ((4, 0), (5, 2))), "leaves its shape"),
+        (held_as((8, 2), ((0, 0), (4, 2)), ((4, 0), (5, 2))), "is outside its shape"),
         (held_as((8, 2), ((0, 0), (5, 2)), ((4, 0), (3, 2))), "overlap"),
-        (held_as((8,), ((-1,), (8,))), "leaves its shape"),
+        (held_as((8,), ((-1,), (8,))), "is outside its shape"),
     ],
 )
-def test_pieces_that_do_not_make_up_their_tensor_are_refused(job: list[Holdings], complaint: str) -> None:
+def test_regions_that_do_not_cover_their_tensor_are_refused(job: list[Holdings], complaint: str) -> None:
     with pytest.raises(NotCovered, match=complaint) as caught:
         plan_save(job, SaveOptions())
     assert caught.value.tensor == "w"

@@ -94,7 +94,7 @@ class _LateLink:
         self._begun.clear()
 
 
-def test_copies_wait_on_the_device_for_the_callers_work_and_are_waited_for_by_an_event() -> None:
+def test_copies_wait_on_the_device_and_end_with_an_event() -> None:
     module = _Module()
     link = DeviceStream(CPU, module)
     target = torch.zeros(4)
@@ -111,7 +111,7 @@ def test_copies_wait_on_the_device_for_the_callers_work_and_are_waited_for_by_an
 
 
 @pytest.mark.parametrize("settled_last", [True, False])
-def test_what_a_device_brings_late_is_written_and_summed_as_it_was(*, settled_last: bool) -> None:
+def test_late_device_copies_are_written_and_checksummed(*, settled_last: bool) -> None:
     tensor = torch.randn(3, 5000).t()
     before = tensor.to(torch.bfloat16).reshape(-1)
     link = _LateLink()
@@ -119,7 +119,10 @@ def test_what_a_device_brings_late_is_written_and_summed_as_it_was(*, settled_la
     layout = FileLayout("file", (FileItem(0, b"prefix", tensor.numel() * 2, b"suffix"),))
     planned = PlannedObject("file", layout.size_bytes)
     filler = LayoutFiller(
-        [layout], {"file": [TorchPayload(tensor, torch.bfloat16)]}, links=links, summing="while copying"
+        [layout],
+        {"file": [TorchPayload(tensor, torch.bfloat16)]},
+        device_streams=links,
+        summing="while copying",
     )
     content = bytearray(layout.size_bytes)
     ranges = [(at, memoryview(content)[at : at + 8192]) for at in range(0, layout.size_bytes, 8192)]
@@ -152,7 +155,7 @@ class _Elsewhere:
         raise AssertionError(start, len(target), link)
 
 
-def test_each_device_has_one_link_and_those_without_are_waited_for() -> None:
+def test_each_device_has_one_stream_or_is_synchronized() -> None:
     module = _Module()
     names = ("cuda:0", "cuda:1", "cuda:0", "xpu:0")
     payloads = {"file": [_Elsewhere(torch.device(name)) for name in names]}
@@ -164,7 +167,7 @@ def test_each_device_has_one_link_and_those_without_are_waited_for() -> None:
     assert module.log.count("event awaited") == 2
 
 
-def test_tensors_in_main_memory_need_no_link() -> None:
+def test_tensors_in_host_memory_need_no_device_stream() -> None:
     def no_module(device: torch.device) -> Any:
         raise AssertionError(device)
 
@@ -189,7 +192,7 @@ class _Registrar:
         return 0
 
 
-def test_memory_is_pinned_once_and_let_go_of_before_it_goes() -> None:
+def test_memory_is_pinned_once_and_unpinned_before_it_is_freed() -> None:
     registrar, memory = _Registrar(), WarmMemory(1 << 20)
     address = address_of(memory.view)
     assert pin_memory(memory, registrar)
@@ -200,7 +203,7 @@ def test_memory_is_pinned_once_and_let_go_of_before_it_goes() -> None:
     assert registrar.registered == {}
 
 
-def test_memory_that_may_not_be_pinned_is_used_as_it_is_with_a_warning(
+def test_memory_that_cannot_be_pinned_is_used_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory = WarmMemory(1 << 20)

@@ -62,7 +62,9 @@ def _filled(
     layout: FileLayout, payloads: list[Payload], chunk_bytes: int, summing: Summing
 ) -> tuple[bytes, bytes]:
     """The file and its sums, filled in chunks into memory that was dirty before, then settled in chunks."""
-    filler = LayoutFiller([layout], {layout.name: payloads}, links=DeviceStreams({}), summing=summing)
+    filler = LayoutFiller(
+        [layout], {layout.name: payloads}, device_streams=DeviceStreams({}), summing=summing
+    )
     content = bytearray(b"\xee" * layout.size_bytes)
     planned = PlannedObject(layout.name, layout.size_bytes)
     for act in (filler.fill, filler.settle):
@@ -77,7 +79,7 @@ def _filled(
     chunk_pages=st.integers(1, 3),
     summing=st.sampled_from(SUMMING),
 )
-def test_torch_reads_each_item_and_every_sum_is_over_what_was_written(
+def test_torch_reads_each_item_and_checksums_match_the_file(
     parts: list[tuple[tuple[int, ...], torch.dtype]],
     contents: list[bytes],
     chunk_pages: int,
@@ -109,9 +111,7 @@ def test_torch_reads_each_item_and_every_sum_is_over_what_was_written(
     shape=st.lists(st.integers(1, 5), max_size=4).map(tuple),
     bounds=st.tuples(st.integers(0, 700), st.integers(0, 700)),
 )
-def test_a_range_of_a_row_major_array_is_its_pieces_in_order(
-    shape: tuple[int, ...], bounds: tuple[int, int]
-) -> None:
+def test_a_range_is_split_into_pieces_in_order(shape: tuple[int, ...], bounds: tuple[int, int]) -> None:
     total = math.prod(shape)
     begin, end = (bound % (total + 1) for bound in sorted(bounds))
     if begin > end:
@@ -127,7 +127,7 @@ def test_a_range_of_a_row_major_array_is_its_pieces_in_order(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["transposed", "strided", "narrowed", "one row"])
-def test_elements_that_do_not_lie_in_a_row_are_gathered_piece_by_piece(kind: str, dtype: torch.dtype) -> None:
+def test_strided_elements_are_gathered_in_row_major_order(kind: str, dtype: torch.dtype) -> None:
     base = _tensor((70, 90), dtype)
     views = {
         "transposed": base.t(),
@@ -153,7 +153,7 @@ def test_conjugated_views_are_saved_as_their_values() -> None:
     assert torch.frombuffer(content, dtype=torch.complex64).tolist() == [1 - 2j, 3 + 4j]
 
 
-def test_another_dtype_is_converted_on_the_way() -> None:
+def test_another_dtype_is_converted_while_copying() -> None:
     value = torch.arange(24, dtype=torch.float32).reshape(4, 6).t()
     content = bytearray(48)
     payload = payload_of_tensor(value, torch.bfloat16)
@@ -177,7 +177,7 @@ def test_a_file_without_items_is_empty() -> None:
 
 
 @pytest.mark.parametrize("summing", SUMMING)
-def test_objects_of_no_bytes_have_sums_too(summing: Summing) -> None:
+def test_empty_objects_have_checksums(summing: Summing) -> None:
     bucket, facts = _bucket([b"", b"", b"x", b""], [])
     layout = lay_out_file(bucket, facts)
     _, sums = _filled(layout, [payload_of_bytes(one) for one in (b"", b"", b"x", b"")], 4096, summing)

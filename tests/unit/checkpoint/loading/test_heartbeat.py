@@ -27,7 +27,7 @@ def test_each_rank_gets_its_own_result_once_all_are_done() -> None:
     assert on_ranks(3, program) == [0, 10, 20]
 
 
-def test_a_failure_stops_the_work_of_all_others_and_is_told_alike() -> None:
+def test_a_failure_cancels_all_ranks_with_the_same_error() -> None:
     def program(comm: ThreadComm) -> str:
         def work(cancel_token: CancelToken) -> None:
             if comm.rank == 1:
@@ -46,7 +46,7 @@ def test_a_failure_stops_the_work_of_all_others_and_is_told_alike() -> None:
     assert "the disk is on fire" in told
 
 
-def test_a_rank_that_is_never_done_ends_the_wait_of_the_others_by_their_limit() -> None:
+def test_waiting_for_a_rank_that_never_ends_times_out() -> None:
     def program(comm: ThreadComm) -> str:
         def work(cancel_token: CancelToken) -> None:
             stopped = threading.Event()
@@ -61,7 +61,7 @@ def test_a_rank_that_is_never_done_ends_the_wait_of_the_others_by_their_limit() 
     assert "everybody" in told
 
 
-def test_alone_an_error_is_its_own_and_stops_what_was_begun() -> None:
+def test_a_single_rank_raises_its_own_error_and_cancels() -> None:
     seen: list[str] = []
 
     def work(cancel_token: CancelToken) -> None:
@@ -73,9 +73,9 @@ def test_alone_an_error_is_its_own_and_stops_what_was_begun() -> None:
     assert seen == ["stopped"]
 
 
-def test_who_asks_too_late_to_be_told_is_told_at_once() -> None:
+def test_a_late_callback_is_called_at_once() -> None:
     cancel_token, seen = CancelToken(), []
-    cancel_token.stop()
-    cancel_token.stop()
+    cancel_token.cancel()
+    cancel_token.cancel()
     cancel_token.on_cancel(lambda: seen.append("stopped"))
     assert seen == ["stopped"]

@@ -23,11 +23,11 @@ FACTS = TensorFacts("w", "float32", (8, 4), 4)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnDevice(Target):
-    """A target whose memory plays a device's: nothing but `straight_on_device` may touch its bytes."""
+    """A target with simulated device memory: only `contiguous_bytes_on_device` may touch its bytes."""
 
     twin: torch.Tensor
 
-    def straight_on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
+    def contiguous_bytes_on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
         assert (tuple(offsets), tuple(sizes)) == ((0, 0), FACTS.shape)
         return self.twin.reshape(-1).view(torch.uint8)
 
@@ -74,7 +74,7 @@ def arrive(landing: Destinations, content: bytes) -> None:
         landing.arrived(Part(0, begin, end))
 
 
-def test_what_belongs_to_one_place_on_a_device_goes_there_part_by_part() -> None:
+def test_parts_for_one_place_on_a_device_are_copied_there_directly() -> None:
     expected, twin = torch.randn(8, 4), torch.zeros(8, 4)
     target = OnDevice((0, 0), torch.empty(8, 4, device="meta"), FACTS, twin)
     landing = landings(target, 8)
@@ -83,9 +83,9 @@ def test_what_belongs_to_one_place_on_a_device_goes_there_part_by_part() -> None
     assert landing._shares[0].memory is None
 
 
-def test_on_devices_alone_bytes_are_handed_out_as_they_are_stored() -> None:
+def test_device_bytes_are_only_given_for_device_memory() -> None:
     def bytes_of(memory: torch.Tensor) -> torch.Tensor | None:
-        return Target((0, 0), memory, FACTS).straight_on_device((0, 0), (2, 4))
+        return Target((0, 0), memory, FACTS).contiguous_bytes_on_device((0, 0), (2, 4))
 
     assert bytes_of(torch.zeros(2, 4)) is None
     assert bytes_of(torch.zeros(2, 4, dtype=torch.half, device="meta")) is None

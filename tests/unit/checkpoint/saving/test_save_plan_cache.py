@@ -85,7 +85,7 @@ def test_one_rank_that_holds_something_else_changes_the_plan_of_all() -> None:
     assert on_ranks(3, program) == [2, 2, 2]
 
 
-def test_every_rank_knows_the_same_plan_of_everybody() -> None:
+def test_every_rank_derives_the_same_plan() -> None:
     def program(comm: ThreadComm) -> tuple[SavePlan, list[SavePlan]]:
         rows = [(0, (4 * comm.rank,), (4,))]
         facts = (TensorFacts("w", "float32", (16,), 4),)
@@ -103,7 +103,7 @@ def test_every_rank_knows_the_same_plan_of_everybody() -> None:
         ]
 
 
-def test_a_disagreement_is_told_on_every_rank() -> None:
+def test_a_disagreement_is_raised_on_every_rank() -> None:
     def program(comm: ThreadComm) -> str:
         with pytest.raises(UsageError) as caught:
             SavePlanCache(comm).agree(held(4 + comm.rank), SaveOptions())

@@ -27,7 +27,7 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-def test_what_the_library_wrote_is_found_where_it_lies() -> None:
+def test_files_of_the_library_are_located() -> None:
     tensors = {
         "float8": torch.ones(3).to(torch.float8_e5m2),
         "b": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
@@ -63,14 +63,14 @@ def test_what_the_library_wrote_is_found_where_it_lies() -> None:
             made({"x": {"dtype": "not a tensor"}, "y": entry("F32", [1], 0, 4)}, bytes(4)),
             "texts where tensors",
         ),
-        (made({"x": entry("F32", [2], 0, 4)}, bytes(4)), "x lies at 0 to 4"),
-        (made({"x": entry("F32", [1], 4, 8)}, bytes(8)), "x lies at 4 to 8"),
+        (made({"x": entry("F32", [2], 0, 4)}, bytes(4)), "range of x, 0 to 4"),
+        (made({"x": entry("F32", [1], 4, 8)}, bytes(8)), "range of x, 4 to 8"),
         (made({"x": entry("F32", [-1], 0, 4)}, bytes(4)), "its header"),
         (made({"x": entry("F32", [1], 0, 4)}, bytes(5)), "it has"),
         (made({"x": entry("F32", [1], 0, 4)}, bytes(3)), "it has"),
         (
             made({"x": entry("F32", [1], 0, 4), "y": entry("F32", [1], 2, 6)}, bytes(6)),
-            "y lies at 2 to 6",
+            "range of y, 2 to 6",
         ),
     ],
 )
@@ -79,7 +79,7 @@ def test_files_that_the_format_forbids_are_refused(content: bytes, complaint: st
         header_of(content)
 
 
-def test_element_types_that_torch_has_not_are_named() -> None:
+def test_element_types_that_torch_lacks_are_named() -> None:
     with pytest.raises(Unavailable, match="x has elements of type F6_E2M3"):
         header_of(made({"x": entry("F6_E2M3", [4], 0, 3)}, bytes(3)))
 
@@ -95,11 +95,11 @@ def test_several_files_are_one_checkpoint_if_the_index_agrees() -> None:
     check_index(read_index(hugging_face_index, "here"), index, "here")
     with pytest.raises(DataDamaged, match="2 tensors are not in the files that the index names"):
         check_index({**file_of, "a": "2.safetensors", "d": "1.safetensors"}, index, "here")
-    with pytest.raises(DataDamaged, match="a lies in two of the files"):
+    with pytest.raises(DataDamaged, match="a is in two of the files"):
         build_index([("1.safetensors", first), ("3.safetensors", first)], "here")
 
 
 @pytest.mark.parametrize("content", [b"{}", b"[]", b"no json", b'{"weight_map": {"a": 1}}'])
 def test_an_index_without_files_is_damage(content: bytes) -> None:
-    with pytest.raises(DataDamaged, match="tells no file"):
+    with pytest.raises(DataDamaged, match="does not list a file"):
         read_index(content, "here")

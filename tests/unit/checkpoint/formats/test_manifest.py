@@ -151,9 +151,9 @@ def resummed(text: bytes) -> bytes:
     return head + checksum_of(head, rest).hex().encode() + rest
 
 
-def test_a_newer_version_is_said_to_be_newer_not_damaged() -> None:
+def test_a_newer_version_is_unavailable_not_damaged() -> None:
     newer = resummed(manifest_bytes(some_manifest()).replace(b'"version":1', b'"version":2'))
-    with pytest.raises(Unavailable, match="has version 2, this Penstock knows 1"):
+    with pytest.raises(Unavailable, match="has version 2, this Penstock reads 1"):
         read_manifest(newer, "here")
 
 
@@ -176,14 +176,14 @@ def test_unknown_keys_are_refused_by_name() -> None:
         ({"name": "../f"}, "not a plain path"),
     ],
 )
-def test_items_that_cannot_be_are_refused(change: dict[str, Any], complaint: str) -> None:
+def test_impossible_items_are_refused(change: dict[str, Any], complaint: str) -> None:
     first, second = some_manifest().files
     spoiled = some_manifest(files=(first, replace(second, **change)))
     with pytest.raises(DataDamaged, match=complaint):
         read_manifest(manifest_bytes(spoiled), "here")
 
 
-def test_the_metadatas_items_get_their_payloads_and_sums() -> None:
+def test_joining_adds_payload_positions_and_checksums_to_the_index() -> None:
     joined = join_manifest(some_contents(), some_manifest(), "here")
     assert joined.index.stored.payload_offset.tolist() == [600, 200, 9100]
     assert [bytes(row) for row in joined.sums] == [checksum_of(b"w0"), checksum_of(b"w1"), checksum_of(b"b")]

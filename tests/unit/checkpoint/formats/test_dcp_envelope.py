@@ -128,6 +128,6 @@ def test_payloads_are_placed_at_whole_pages_without_waste(
     assert position <= start < position + PAYLOAD_ALIGNMENT
 
 
-def test_an_unknown_element_type_is_refused_with_the_nearest() -> None:
+def test_unknown_element_type_error_suggests_a_similar_one() -> None:
     with pytest.raises(UsageError, match="Did you mean float8_e4m3fn"):
         envelope("float8_e4m3", (1,))

@@ -92,7 +92,7 @@ def test_one_rank_is_reported_with_its_three_parts_of_time() -> None:
     assert (figures.p50_ms, figures.max_ms) == (2.0, 3.0)
 
 
-def test_a_job_lasts_from_the_earliest_begin_to_the_latest_end_whatever_the_hosts_clocks_say() -> None:
+def test_a_job_lasts_from_the_earliest_begin_to_the_latest_end_despite_clock_offsets() -> None:
     late_host = 10**15
     other = _measurement(
         1,
@@ -158,7 +158,7 @@ def test_the_bottleneck_is_named(changes: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize(
     "station", ["generated_bytes", "submitted_bytes", "acknowledged_bytes", "durable_bytes"]
 )
-def test_a_ledger_with_bytes_missing_anywhere_raises_with_the_whole_account(station: str) -> None:
+def test_a_ledger_with_missing_bytes_raises_and_lists_all_stations(station: str) -> None:
     ledger = replace(_measurement().ledger, **{station: GIB - 1})
     with pytest.raises(ShortTransfer, match=f"planned {GIB} bytes") as caught:
         require_durable(ledger, uri="file:///pfs")

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.checkpoint.loading.reader import (
     BlockReader,
+    ChecksummedItem,
     OpenFiles,
     Part,
     ReadBuffers,
     ReadSettings,
     Span,
-    SummedItem,
     plan_blocks,
 )
 from penstock.errors import DataDamaged, StorageError
@@ -81,7 +81,7 @@ class Collected:
 
 
 def read(
-    source: UnevenSource, spans: list[Span], items: dict[int, SummedItem], straight: set[int]
+    source: UnevenSource, spans: list[Span], items: dict[int, ChecksummedItem], straight: set[int]
 ) -> Collected:
     blocks = plan_blocks(spans, block_bytes=SETTINGS.block_bytes, alignment_bytes=PAGE)
     landing = Collected(spans, straight)
@@ -91,7 +91,7 @@ def read(
         blocks,
         spans,
         files=files,
-        landing=landing,
+        sink=landing,
         items=items,
         progress=Silent(),
         wait_for_room=lambda: None,
@@ -107,12 +107,12 @@ def read(
 CONTENT = np.random.default_rng(3).bytes(40 * PAGE)
 
 
-def item(content: bytes, begin: int, end: int) -> SummedItem:
-    return SummedItem(name="w", file="f", begin=begin, end=end, expected=checksum_of(content[begin:end]))
+def item(content: bytes, begin: int, end: int) -> ChecksummedItem:
+    return ChecksummedItem(name="w", file="f", begin=begin, end=end, expected=checksum_of(content[begin:end]))
 
 
 @given(st.lists(st.integers(1, 8 * PAGE), min_size=1, max_size=6), st.integers(0, 99), st.data())
-def test_items_are_summed_in_order_whichever_thread_reads(
+def test_checksums_are_in_order_whichever_thread_reads(
     lengths: list[int], seed: int, data: st.DataObject
 ) -> None:
     spans, items, at = [], {}, 0
@@ -131,7 +131,7 @@ def test_items_are_summed_in_order_whichever_thread_reads(
     assert not source.is_open
 
 
-def test_one_item_of_several_spans_has_one_sum() -> None:
+def test_an_item_of_several_spans_has_one_checksum() -> None:
     spans = [Span(0, 100, 9000, 7), Span(0, 9000, 30000, 7)]
     read(UnevenSource(CONTENT), spans, {7: item(CONTENT, 100, 30000)}, set())
 

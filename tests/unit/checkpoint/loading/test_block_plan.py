@@ -41,7 +41,7 @@ def test_parts_cover_each_span_once_and_in_order(spans: list[Span], num_pages: i
 
 
 @given(sorted_spans())
-def test_a_block_says_when_its_first_item_began_earlier(spans: list[Span]) -> None:
+def test_a_block_is_marked_when_it_continues_an_item(spans: list[Span]) -> None:
     seen: set[int] = set()
     for block in blocks_of(spans):
         first = spans[block.parts[0].span].item
@@ -56,5 +56,5 @@ def test_neighbours_share_a_block_and_wide_gaps_are_not_read() -> None:
     assert [(block.begin, block.end) for block in blocks_of(far)] == [(0, 100), (100 * PAGE, 100 * PAGE + 50)]
 
 
-def test_nothing_wanted_is_nothing_read() -> None:
+def test_without_spans_nothing_is_read() -> None:
     assert blocks_of([]) == []

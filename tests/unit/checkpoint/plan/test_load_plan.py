@@ -200,7 +200,7 @@ def test_a_file_is_read_by_a_rank_that_can_open_it_and_sent_to_those_that_cannot
     assert [plan.receives.peer.tolist() for plan in plans] == [[2], [0, 2], []]
 
 
-def test_a_file_that_nobody_can_open_is_named() -> None:
+def test_a_file_that_no_rank_can_open_is_named() -> None:
     tensors, stored = one_tensor(8)
     readable = np.zeros((2, 1), dtype=np.bool_)
     wanted = [whole_regions(tensors)] * 2
@@ -210,7 +210,7 @@ def test_a_file_that_nobody_can_open_is_named() -> None:
 
 
 @given(st.data())
-def test_what_nobody_stored_is_counted_as_missing(data: st.DataObject) -> None:
+def test_elements_that_are_not_stored_are_missing(data: st.DataObject) -> None:
     (facts,) = data.draw(tensor_lists(max_tensors=1).filter(len))
     rows = [(0, *each) for each in data.draw(grids(facts.shape))]
     kept = [row for row in rows if data.draw(st.booleans())]
@@ -226,7 +226,7 @@ def test_a_rank_that_wants_nothing_reads_nothing() -> None:
     assert bytes_read(tensors, plans) == [0, 64 * 64 * 4]
 
 
-def test_nobody_wanting_anything_is_a_plan_without_reads() -> None:
+def test_without_requests_the_plan_has_no_reads() -> None:
     tensors, stored = one_tensor(64)
     (plan,) = plans_of(tensors, stored, [Regions.from_rows([])], FINE)
     assert len(plan.row) == len(plan.local) == 0

@@ -28,7 +28,7 @@ def _buffers(streams: int = 1, num_buffers: int = 4, silence_s: float = 300.0) -
     return PipelineBuffers(WarmMemory(settings.buffer_memory_bytes), settings)
 
 
-def test_memory_begins_at_a_huge_page_and_has_the_size_asked_for() -> None:
+def test_memory_begins_at_a_huge_page_and_has_the_requested_size() -> None:
     memory = WarmMemory(3 * PAGE_BYTES + 1)
     memory.touch()
     assert address_of(memory.view) % HUGE_PAGE_BYTES == 0
@@ -45,14 +45,14 @@ def test_touching_again_changes_no_byte() -> None:
     assert memory.view[PAGE_BYTES] == ord("x")
 
 
-def test_every_buffer_is_page_aligned_and_memory_of_its_own() -> None:
+def test_buffers_are_page_aligned_and_disjoint() -> None:
     buffers = _buffers()
     starts = [address_of(buffer.whole) for buffer in buffers.all]
     assert all(start % PAGE_BYTES == 0 for start in starts)
     assert len(set(starts)) == len(starts) == 4
 
 
-def test_chunks_that_are_no_whole_pages_still_begin_at_pages() -> None:
+def test_chunks_of_partial_pages_begin_at_pages() -> None:
     settings = PipelineSettings(streams=1, chunk_bytes=1000, buffer_memory_bytes=3 * PAGE_BYTES)
     buffers = PipelineBuffers(WarmMemory(settings.buffer_memory_bytes), settings)
     assert [address_of(buffer.whole) % PAGE_BYTES for buffer in buffers.all] == [0, 0, 0]
@@ -75,7 +75,7 @@ def test_a_buffer_cannot_be_submitted_before_it_is_filled() -> None:
         buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
 
 
-def test_a_stream_leaves_two_buffers_for_each_other_one() -> None:
+def test_a_stream_leaves_two_buffers_for_every_other_stream() -> None:
     buffers = _buffers(streams=2, num_buffers=5)
     taken = [buffers.take(0, "an object") for _ in range(3)]
     assert not buffers._may_take(0)
@@ -87,7 +87,7 @@ def test_a_stream_leaves_two_buffers_for_each_other_one() -> None:
     assert buffers._may_take(0)
 
 
-def test_what_a_stream_no_longer_needs_is_the_others() -> None:
+def test_a_retired_stream_frees_its_reserved_buffers() -> None:
     buffers = _buffers(streams=2, num_buffers=4)
     for _ in range(2):
         buffers.take(0, "an object")
@@ -96,16 +96,16 @@ def test_what_a_stream_no_longer_needs_is_the_others() -> None:
     assert buffers._may_take(0)
 
 
-def test_a_storage_that_lets_go_of_nothing_is_named() -> None:
+def test_a_storage_that_releases_no_buffer_is_named() -> None:
     buffers = _buffers(num_buffers=2, silence_s=0.01)
     for _ in range(2):
         buffers.take(0, "rank0/model.pt")
     buffers.expect_returns()
-    with pytest.raises(StorageTimeout, match=r"rank0/model\.pt kept all 2 buffers for 0\.01 s"):
+    with pytest.raises(StorageTimeout, match=r"rank0/model\.pt held all 2 buffers for 0\.01 s"):
         buffers.take(0, "rank0/model.pt")
 
 
-def test_stopping_wakes_who_waits_for_a_buffer() -> None:
+def test_stopping_wakes_threads_that_wait_for_a_buffer() -> None:
     buffers = _buffers(num_buffers=2)
     for _ in range(2):
         buffers.take(0, "an object")

@@ -72,7 +72,7 @@ def _assert_stored(storage: Storage, planned: Sequence[PlannedObject]) -> None:
     chunk_bytes=st.sampled_from([1000, CHUNK, 3 * CHUNK]),
     extra_buffers=st.integers(0, 3),
 )
-def test_whatever_is_planned_is_stored_and_verified(
+def test_all_planned_objects_are_stored_and_verified(
     sizes: list[int], streams: int, chunk_bytes: int, extra_buffers: int
 ) -> None:
     storage, planned = MemoryStorage(), _objects(*sizes)
@@ -108,7 +108,7 @@ class _SlowToFinish(WrappedStorage):
         return Finishing(super().create(key, size_bytes))
 
 
-def test_the_time_of_a_storage_that_acknowledges_late_counts_whole() -> None:
+def test_late_acknowledgement_counts_as_storage_time() -> None:
     roomy = PipelineSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=4 * CHUNK)
     measurement = write_objects([_SlowToFinish(MemoryStorage(), 0.05)], _objects(4 * CHUNK), Keyed(), roomy)
     figures = combine_ranks([measurement])
@@ -143,7 +143,7 @@ class _LosesTheEnd(WrappedStorage):
 
 
 def test_a_lost_part_fails_the_phase_and_names_the_object() -> None:
-    with pytest.raises(ShortTransfer, match=r"rank0/part0.*lost a part"):
+    with pytest.raises(ShortTransfer, match=r"rank0/part0.*lost part"):
         write_objects([_LosesTheEnd(MemoryStorage())], _objects(3 * CHUNK), Keyed(), SMALL)
 
 
@@ -168,7 +168,7 @@ def test_each_reader_keeps_its_own_statistics() -> None:
     assert sum(stream.requests for stream in seen.streams) == seen.counters.requests == 16
 
 
-def test_streams_with_storages_of_their_own_count_their_own_requests() -> None:
+def test_streams_with_separate_storages_count_their_own_requests() -> None:
     storages = [MemoryStorage(), MemoryStorage()]
     measurement = write_objects(storages, _objects(CHUNK, CHUNK, CHUNK), Keyed(), SMALL)
     assert [stream.requests for stream in measurement.streams] == [
@@ -276,16 +276,16 @@ def test_a_slow_writer_with_few_buffers_writes_every_byte_as_it_was_made() -> No
     _assert_stored(storage, planned)
 
 
-def test_a_storage_that_keeps_all_buffers_for_good_is_an_error_not_a_hang() -> None:
+def test_a_storage_that_keeps_all_buffers_is_an_error_not_a_hang() -> None:
     impatient = PipelineSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=2 * CHUNK, silence_s=0.05)
     storage = MemoryStorage()
-    with pytest.raises(StorageTimeout, match="rank0/part0 kept all 2 buffers"):
+    with pytest.raises(StorageTimeout, match="rank0/part0 held all 2 buffers"):
         write_objects([Late(storage)], _objects(5 * CHUNK), Keyed(), impatient)
     assert not exists(storage, "rank0/part0")
 
 
 @pytest.mark.parametrize(("verb", "number"), [("create", 2), ("submit", 1), ("submit", 5), ("finish", 1)])
-def test_a_failing_storage_fails_the_phase_and_leaves_no_half_object(verb: str, number: int) -> None:
+def test_a_failing_storage_fails_the_phase_and_leaves_no_partial_object(verb: str, number: int) -> None:
     inside = MemoryStorage()
     storage = FailAtCall(inside, verb, number)  # type: ignore[arg-type]
     with pytest.raises(StorageError, match=f"Injected fault in {verb}"):
@@ -295,7 +295,7 @@ def test_a_failing_storage_fails_the_phase_and_leaves_no_half_object(verb: str, 
             assert read_object(inside, each.key) == _expected(each)
 
 
-def test_what_a_producer_raises_is_what_the_phase_raises() -> None:
+def test_a_producers_error_is_raised_by_the_phase() -> None:
     class Broken(Keyed):
         def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
             if offset:
@@ -307,7 +307,7 @@ def test_what_a_producer_raises_is_what_the_phase_raises() -> None:
     assert list(storage.list()) == []
 
 
-def test_bytes_are_made_before_anybody_says_where_to() -> None:
+def test_buffers_are_filled_before_a_storage_is_given() -> None:
     planned = _objects(2 * CHUNK, CHUNK)
     storage = MemoryStorage()
     memory = WarmMemory(SMALL.buffer_memory_bytes)
@@ -318,7 +318,7 @@ def test_bytes_are_made_before_anybody_says_where_to() -> None:
     _assert_stored(storage, planned)
 
 
-def test_waiting_for_more_bytes_than_there_is_room_for_times_out_by_name() -> None:
+def test_waiting_for_more_bytes_than_fit_times_out() -> None:
     with (
         WritePipeline(_objects(50 * CHUNK), Keyed(), SMALL, memory=WarmMemory(6 * CHUNK)) as pipe,
         pytest.raises(WaitTimeout, match="all bytes to be copied into buffers"),
@@ -365,7 +365,7 @@ def test_filled_chunk_by_chunk_each_is_settled_before_it_is_written() -> None:
     _assert_stored(storage, planned)
 
 
-def test_what_settling_raises_is_what_the_phase_raises_although_all_is_filled() -> None:
+def test_an_error_while_settling_is_raised_by_the_phase() -> None:
     class Broken(Settling):
         def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
             raise KeyError(planned.key)
@@ -425,12 +425,12 @@ def test_reading_an_object_of_another_size_fails_by_name() -> None:
         read_objects([storage], planned, Keyed(), SMALL)
 
 
-def test_reading_what_is_not_there_fails_by_name() -> None:
+def test_reading_a_missing_object_fails_by_name() -> None:
     with pytest.raises(ObjectNotFound, match="rank0/part0"):
         read_objects([MemoryStorage()], _objects(CHUNK), Keyed(), SMALL)
 
 
-def test_an_empty_object_must_be_there_too_and_still_be_empty() -> None:
+def test_an_empty_object_must_exist_and_be_empty() -> None:
     with pytest.raises(ObjectNotFound, match="rank0/part0"):
         read_objects([MemoryStorage()], _objects(0), Keyed(), SMALL)
     storage, planned = _written(0)

@@ -10,7 +10,7 @@ import torch
 from penstock.checkpoint.engine import SaveCancelled
 from penstock.checkpoint.plan.save_plan import Bucket
 from penstock.checkpoint.saving.file_layout import FileItem, FileLayout, lay_out_file, payload_of_tensor
-from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, pipe_settings
+from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.errors import StorageError, UsageError, WaitTimeout
 from penstock.storage.in_memory import MemoryStorage
@@ -43,7 +43,7 @@ def _share(*tensors: torch.Tensor) -> SaveShare:
 
 
 def _staged(share: SaveShare, memory: StagingMemory, *, copies_first: bool = False) -> StagedFiles:
-    settings = pipe_settings(share.layouts, 2, memory.budget_bytes)
+    settings = choose_pipeline_settings(share.layouts, 2, memory.budget_bytes)
     return StagedFiles(share, memory, settings, copies_first=copies_first, timeout_s=60)
 
 
@@ -86,7 +86,7 @@ def test_a_share_larger_than_the_memory_is_staged_once_the_rest_is_written() -> 
     assert [_payload(storage, share, number).equal(one) for number, one in enumerate(before)] == [True, True]
 
 
-def test_memory_is_given_back_when_the_files_are_written() -> None:
+def test_memory_is_returned_when_the_files_are_written() -> None:
     memory, share = StagingMemory(4 * MIB), _share(torch.randn(MIB // 2))
     for _ in range(3):
         _staged(share, memory).write_to(MemoryStorage(), str)
@@ -94,7 +94,7 @@ def test_memory_is_given_back_when_the_files_are_written() -> None:
     assert len(memory._idle) == 1
 
 
-def test_a_cancelled_save_raises_for_whoever_waits_and_gives_its_memory_back() -> None:
+def test_a_cancelled_save_raises_in_waiting_threads_and_returns_its_memory() -> None:
     memory, share = StagingMemory(MIB), _share(torch.randn(2 * MIB))
     staged = _staged(share, memory)
     staged.cancel()
@@ -153,7 +153,7 @@ def test_a_rank_with_nothing_to_write_writes_no_file() -> None:
     assert list(storage.list()) == []
 
 
-def test_memory_waits_for_earlier_saves_and_says_so() -> None:
+def test_memory_waits_for_earlier_saves_and_times_out() -> None:
     memory = StagingMemory(4 * MIB)
     first = memory.borrow(3 * MIB, 60)
     with pytest.raises(WaitTimeout, match="an earlier save to give back its staging memory"):
@@ -167,21 +167,19 @@ def test_memory_never_exceeds_its_budget_even_if_sizes_grow() -> None:
     memory.give_back(memory.borrow(MIB, 60))
     grown = memory.borrow(4 * MIB, 60)
     assert grown.size_bytes == 4 * MIB
-    assert memory._idle_bytes() == 0
+    assert not memory._idle
     with pytest.raises(UsageError, match="do not fit into staging_bytes"):
         memory.borrow(5 * MIB, 60)
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (10, 3 * MIB), (100 * MIB, 5, 40 * MIB)])
 @pytest.mark.parametrize("budget", [64 * 1024, MIB, 256 * MIB])
-def test_settings_never_ask_for_more_than_the_budget_or_than_is_needed(
-    sizes: tuple[int, ...], budget: int
-) -> None:
+def test_settings_never_exceed_the_budget_or_the_need(sizes: tuple[int, ...], budget: int) -> None:
     layouts = tuple(
         FileLayout(f"__0_{number}.distcp", (FileItem(0, b"", size, b""),))
         for number, size in enumerate(sizes)
     )
-    settings = pipe_settings(layouts, 2, budget)
+    settings = choose_pipeline_settings(layouts, 2, budget)
     assert settings.buffer_memory_bytes <= budget
     assert settings.chunk_bytes % 4096 == 0
     assert settings.buffer_memory_bytes <= sum(sizes) + 4 * settings.chunk_bytes

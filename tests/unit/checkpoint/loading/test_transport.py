@@ -126,14 +126,14 @@ def test_every_message_arrives_as_it_was_sent(size: int) -> None:
         }
 
 
-def test_a_rank_that_fails_to_read_holds_nobody_up() -> None:
+def test_a_rank_that_fails_to_read_still_sends() -> None:
     results = exchange(3, failing=1)
     assert results[0][2, 3] == [23] * SIZE
     assert results[2][0, 3] == [3] * SIZE
     assert results[0][1, 1] == [11] * SIZE
 
 
-def test_what_was_sent_makes_room_again() -> None:
+def test_sent_messages_free_memory() -> None:
     message = Outgoing(1, 1, 0, SIZE, 1)
     outbox = Outbox([message], 60)
     memory = outbox.buffer(message)
@@ -144,7 +144,7 @@ def test_what_was_sent_makes_room_again() -> None:
     outbox.wait_for_room()
 
 
-def test_a_message_that_is_never_read_is_waited_for_within_limits() -> None:
+def test_waiting_for_a_message_that_is_never_read_times_out() -> None:
     message = Outgoing(1, 1, 0, SIZE, 1)
     with pytest.raises(WaitTimeout, match="this rank's own reads"):
         Outbox([message], 0.01).wait_filled(message)
