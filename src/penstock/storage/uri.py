@@ -266,10 +266,21 @@ def _opener(scheme: str) -> Opener:
     if scheme in SCHEMES:
         opener = resolve_name(SCHEMES[scheme])
         return opener
-    for entry in entry_points(group=ENTRY_POINTS, name=scheme):
-        opener = entry.load()
+    offered = entry_points(group=ENTRY_POINTS)
+    for entry in offered.select(name=scheme):
+        try:
+            opener = entry.load()
+        except (ImportError, AttributeError) as error:
+            package = entry.dist.name if entry.dist else "a package"
+            raise Unavailable(
+                f"The storage {scheme}:// of {package} cannot be loaded: {error}",
+                fix=f"Correct the entry point {entry.name} = {entry.value!r} in the group {ENTRY_POINTS}, or "
+                "install what it imports.",
+            ) from error
         return opener
-    hint = did_you_mean(scheme, SCHEMES, form="{}://")
+    known = [*SCHEMES, *sorted(offered.names)]
     raise UsageError(
-        f"Unsupported storage scheme {scheme!r}", fix=f"{hint}Known: {', '.join(SCHEMES)}, or a plain path."
+        f"Unsupported storage scheme {scheme!r}",
+        fix=f"{did_you_mean(scheme, known, form='{}://')}Known: {', '.join(known)}, or a plain path. "
+        f"Packages add schemes by entry points in the group {ENTRY_POINTS}.",
     )

@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
-from penstock.errors import UsageError
+from penstock.errors import Unavailable, UsageError
 from penstock.storage import uri
 from penstock.storage.files.file_storage import FileStorage
 from penstock.storage.in_memory import MemoryStorage
@@ -68,6 +68,16 @@ def test_another_packages_scheme_is_found_by_its_entry_point(monkeypatch: pytest
     other = EntryPoint("other", "nowhere:opener", uri.ENTRY_POINTS)
     monkeypatch.setattr(uri, "entry_points", EntryPoints([other, theirs]).select)
     assert isinstance(open_storage("theirs://place", {}), MemoryStorage)
+    with pytest.raises(UsageError, match=r"theirs, or a plain path\. Packages add schemes by entry points"):
+        open_storage("zzzzzz://x", {})
+
+
+@pytest.mark.parametrize("value", ["nowhere:opener", "penstock.storage.in_memory:misspelt"])
+def test_an_entry_point_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    entry = EntryPoint("theirs", value, uri.ENTRY_POINTS)
+    monkeypatch.setattr(uri, "entry_points", EntryPoints([entry]).select)
+    with pytest.raises(Unavailable, match=rf"theirs:.* cannot be loaded: .*entry point theirs = '{value}'"):
+        open_storage("theirs://place", {})
 
 
 def test_opening_files_loads_no_object_client() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 from hashlib import blake2b
+from pathlib import Path
 
 import pytest
 
+from penstock.dataset import formats
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, write_file
@@ -29,6 +31,7 @@ GOLDEN = {
 
 ENCODED_BY_LIBRARIES = {DataFormat.HDF5, DataFormat.HDF5_OPT, DataFormat.PARQUET}
 WITHOUT_FILES = {DataFormat.SYNTHETIC}
+SHARED_MODULES = {"format_protocol", "format_base", "image_format"}  # of several formats
 
 
 def test_no_format_is_without_a_digest() -> None:
@@ -37,6 +40,21 @@ def test_no_format_is_without_a_digest() -> None:
         f"Add the digest of {', '.join(sorted(missing))} to GOLDEN: bytes that may change between versions "
         "make every generated data set unverifiable (or name the format in ENCODED_BY_LIBRARIES)"
     )
+
+
+def test_no_module_of_a_format_is_without_a_line() -> None:
+    declared = {kind.opener.partition(":")[0] for kind in DataFormat}
+    missing = {
+        path.stem
+        for path in Path(str(formats.__file__)).parent.glob("*.py")
+        if path.stem not in declared | SHARED_MODULES and "    def emit(" in path.read_text()
+    }
+    assert not missing, f"declare {', '.join(missing)} in DataFormat: otherwise no workload can name it"
+
+
+def test_the_page_on_training_names_every_format() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "training.md").read_text(encoding="utf-8")
+    assert [kind.value for kind in DataFormat if f"`{kind.value}`" not in page] == []
 
 
 @pytest.mark.parametrize("kind_name", GOLDEN)

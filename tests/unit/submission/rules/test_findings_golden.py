@@ -71,4 +71,7 @@ def test_findings_are_worded_as_written_down(family: str, store: TreeStore) -> N
     if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    assert text.splitlines() == path.read_text(encoding="utf-8").splitlines()
+    assert text.splitlines() == path.read_text(encoding="utf-8").splitlines(), (
+        "findings are worded otherwise than written down; where that is meant, set PENSTOCK_WRITE_GOLDEN=1, "
+        "run this again and read the difference"
+    )

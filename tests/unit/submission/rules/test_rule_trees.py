@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,9 +44,9 @@ def valid(request: pytest.FixtureRequest, store: TreeStore) -> tuple[str, list[C
 
 def test_every_rule_passes_on_a_valid_tree_and_proves_it(valid: tuple[str, list[CheckedResult]]) -> None:
     edition, results = valid
-    assert {result.verdict for result in results} == {Validity.VALID}
     findings = [finding for result in results for finding in result.findings]
     assert [finding for finding in findings if finding.verdict is not Verdict.PASS] == []
+    assert {result.verdict for result in results} == {Validity.VALID}
     assert [finding for finding in findings if not (finding.proof and finding.evidence)] == []
     assert [finding for finding in findings if finding.fix] == []
     rules = {rule.id for rule in RULES if edition in rule.editions} - OF_OTHER_BENCHMARKS
@@ -60,6 +62,17 @@ def test_every_rule_has_a_tree_that_breaks_it(edition: str) -> None:
         and all(tree.verdict in (Verdict.PASS, Verdict.NOT_APPLICABLE) for tree in trees_of(rule.id, edition))
     ]
     assert not lacking, "\n".join(lacking)
+
+
+def test_the_page_on_submissions_has_a_row_for_every_rule() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "submission.md").read_text(encoding="utf-8")
+    listed = set()
+    for cell in re.findall(r"^\| (`[a-z_]+\.[^|]*)\|", page, re.MULTILINE):
+        group = ""
+        for name in re.findall(r"`([a-z_.]+)`", cell):
+            group = name.partition(".")[0] or group  # `runs.number`, `.files`
+            listed.add(f"{group}.{name.partition('.')[2]}")
+    assert sorted({rule.id for rule in RULES} - listed) == []
 
 
 def test_every_tree_is_of_a_rule() -> None:
