@@ -16,7 +16,7 @@ help:
 	@echo "make demo       a tour of this machine's storage, about a minute; leaves build/demo/report.html"
 	@echo "make test       install all the tests need and run them"
 	@echo "make test-slow  the long sweeps, and many examples of each property"
-	@echo "make check      formatting, lint, types, import rules, size limits"
+	@echo "make check      formatting, lint, types, import rules, size limits, structure"
 	@echo "make bench      speed beside peers and the raw limit, against the records in benchmarks/records"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make clean      remove .venv and build"
@@ -38,6 +38,7 @@ check: $(VENV)/.holds-all
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/limits.py
+	$(BIN)/python scripts/structure.py
 
 format: $(VENV)/.holds-all
 	$(BIN)/ruff format .
