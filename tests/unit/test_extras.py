@@ -1,4 +1,4 @@
-"""Every library comes with the base install or with a named extra, and a missing one is one sentence."""
+"""Every library belongs to the base install or to an extra, and the error for a missing one names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of real ranks: started as a person would start them, with a hard limit, and searched for leftovers."""
+"""Jobs of real ranks, started as a user would, with a hard time limit and a search for leftover processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endings that nobody plans: crashes, crowds, early leavers, stubborn workers, floods of output."""
+"""Unusual endings of jobs: crashes, many failures at once, early exits, stubborn workers, much output."""
 
 from __future__ import annotations
 

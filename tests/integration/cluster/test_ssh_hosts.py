@@ -1,4 +1,4 @@
-"""Cluster facts over ssh: a program that plays it for four hosts, three of them broken, and a real server."""
+"""Cluster facts by ssh: a fake ssh for four hosts, three of them broken, and a real server."""
 
 from __future__ import annotations
 

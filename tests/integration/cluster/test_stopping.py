@@ -1,4 +1,4 @@
-"""One rank of four ends in some way, the others wait in some way: all must end, and one paragraph say why."""
+"""One rank of four ends, the others wait: all must end, with one message that gives the cause."""
 
 from __future__ import annotations
 

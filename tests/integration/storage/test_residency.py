@@ -1,4 +1,4 @@
-"""What the kernel says about the page cache, asked in two ways, before and after dropping."""
+"""Page cache residency by two system calls, before and after eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DFTracer's own tools open what we capture, and count in it what we do."""
+"""DFTracer's own tools open our traces and count the same events."""
 
 from __future__ import annotations
 

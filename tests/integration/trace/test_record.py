@@ -1,4 +1,4 @@
-"""`penstock trace record`: other people's programs."""
+"""`penstock trace record`: traces of any program."""
 
 from __future__ import annotations
 

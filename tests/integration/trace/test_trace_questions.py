@@ -1,4 +1,4 @@
-"""The questions of the command line on real files: forms, lenses, losses, errors and exit codes."""
+"""The trace commands on real files: formats, dimensions, losses, errors and exit codes."""
 
 from __future__ import annotations
 

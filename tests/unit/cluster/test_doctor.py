@@ -1,4 +1,4 @@
-"""The doctor: every lack has a fix, nothing is changed, and nothing can make it fail."""
+"""The doctor: everything missing has a fix, nothing is changed, and no check raises."""
 
 from __future__ import annotations
 

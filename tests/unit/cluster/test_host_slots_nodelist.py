@@ -1,4 +1,4 @@
-"""Slurm's lists of hosts are written out whole, or refused."""
+"""Slurm's host lists are expanded completely, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler says of this job's end."""
+"""The end of a job, from Slurm's variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The half of a communicator that no carrier changes, on ranks that are threads: fast enough for that."""
+"""The part of a communicator that does not depend on its library, tested on ranks that are threads."""
 
 from __future__ import annotations
 

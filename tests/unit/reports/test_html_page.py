@@ -1,4 +1,4 @@
-"""Pages: self-contained, escaped, with bars drawn to scale, and readable whatever eyes read them."""
+"""Pages: self-contained, escaped, with bars drawn to scale, and accessible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots as text: every value has its dot where the axis says, and texts cannot break out."""
+"""Plots as text: every dot is at its place on the axis, and texts are escaped."""
 
 from __future__ import annotations
 

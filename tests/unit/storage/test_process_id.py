@@ -1,4 +1,4 @@
-"""Telling a living process from a dead one."""
+"""Whether a process has ended, as far as another one can know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outside of `penstock.storage` nothing is decided by the text of a URI: callers ask for capabilities.
+"""Outside of `penstock.storage` no code branches on the text of a URI: callers ask for capabilities.
 
 A back end that another package registers could otherwise never work like a built-in one.
 """

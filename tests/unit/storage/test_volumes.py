@@ -1,4 +1,4 @@
-"""Room is asked for before the first byte, of file systems alone."""
+"""Free space is checked before the first byte, on file systems only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports are valid JSON of complete events, whatever paths hold."""
+"""Exports are valid JSON of complete events, for any path."""
 
 from __future__ import annotations
 

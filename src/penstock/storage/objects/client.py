@@ -27,6 +27,11 @@ class RemoteObject:
     etag: str | None
 
 
+def bare_etag(etag: str | None) -> str | None:
+    """An ETag without its quotes; None for an empty one."""
+    return (etag or "").strip('"') or None
+
+
 class ObjectClient(Protocol):
     """One endpoint and bucket through one library. Any thread may call; each call is one attempt."""
 

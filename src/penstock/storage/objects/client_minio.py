@@ -20,7 +20,7 @@ from minio.datatypes import Part
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 from urllib3 import exceptions
 
-from penstock.storage.objects.client import RemoteObject
+from penstock.storage.objects.client import RemoteObject, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings
 from penstock.storage.objects.requests import FailureKind, RequestFailed
 
@@ -153,7 +153,7 @@ class MinioClient:
             done = self._minio._complete_multipart_upload(  # noqa: SLF001 - see the module
                 self._bucket, key, upload, parts
             )
-            return (done.etag or "").strip('"') or None
+            return bare_etag(done.etag)
 
     def abort_upload(self, key: str, upload: str) -> None:
         """Drop the upload."""
@@ -182,7 +182,7 @@ def _remote(key: str, found: Object) -> RemoteObject:
         key=key,
         size_bytes=found.size or 0,
         modified_s=found.last_modified.timestamp() if found.last_modified else 0.0,
-        etag=(found.etag or "").strip('"') or None,
+        etag=bare_etag(found.etag),
     )
 
 

@@ -21,7 +21,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from penstock.errors import Unavailable
-from penstock.storage.objects.client import RemoteObject
+from penstock.storage.objects.client import RemoteObject, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings
 from penstock.storage.objects.requests import FailureKind, RequestFailed
 
@@ -97,7 +97,7 @@ class ObstoreClient:
     def put(self, key: str, content: memoryview) -> str | None:
         """Store an object in one request, straight from `content`."""
         with _translated():
-            return _bare(obstore.put(self._store, key, content, use_multipart=False)["e_tag"])
+            return bare_etag(obstore.put(self._store, key, content, use_multipart=False)["e_tag"])
 
     def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
         """Store an object in one request with `If-None-Match: *`, or `If-Match` the ETag that it replaces.
@@ -108,7 +108,9 @@ class ObstoreClient:
         mode: Any = "create" if replaces is None else {"e_tag": tag}
         try:
             with _translated():
-                return _bare(obstore.put(self._store, key, content, use_multipart=False, mode=mode)["e_tag"])
+                return bare_etag(
+                    obstore.put(self._store, key, content, use_multipart=False, mode=mode)["e_tag"]
+                )
         except (AlreadyExistsError, PreconditionError) as error:
             raise RequestFailed("answer", "the condition does not hold", status=412) from error
 
@@ -123,7 +125,7 @@ class ObstoreClient:
                 chunk_size=part_bytes,
                 max_concurrency=self._options.parts_in_flight,
             )
-            return _bare(done["e_tag"])
+            return bare_etag(done["e_tag"])
 
 
 def _make_store(settings: ClientSettings, *, max_retries: int) -> S3Store | GCSStore | AzureStore:
@@ -194,12 +196,8 @@ def _remote(meta: ObjectMeta) -> RemoteObject:
         key=meta["path"],
         size_bytes=meta["size"],
         modified_s=meta["last_modified"].timestamp(),
-        etag=_bare(meta["e_tag"]),
+        etag=bare_etag(meta["e_tag"]),
     )
-
-
-def _bare(etag: str | None) -> str | None:
-    return etag.strip('"') or None if etag else None
 
 
 @contextmanager

@@ -13,14 +13,14 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 import s3dlio  # type: ignore[import-untyped] # it ships neither stubs nor annotations
 
 from penstock.errors import UsageError
-from penstock.storage.objects.client import ObjectClient, RemoteObject
+from penstock.storage.objects.client import ObjectClient, RemoteObject, bare_etag
 from penstock.storage.objects.client_obstore import ObstoreClient
 from penstock.storage.objects.client_settings import ClientSettings, ProcessWideSettings, export_credentials
 from penstock.storage.objects.requests import FailureKind, RequestFailed
@@ -93,7 +93,7 @@ class S3dlioClient:
             key=key,
             size_bytes=int(found["size"]),
             modified_s=datetime.fromisoformat(found["last_modified"]).timestamp(),
-            etag=(found["etag"] or "").strip('"') or None,
+            etag=bare_etag(found["etag"]),
         )
 
     def read_into(self, key: str, offset: int, buffer: memoryview, etag: str | None) -> None:
@@ -136,7 +136,7 @@ class S3dlioClient:
                 undo.callback(writer.abort)
                 _write_all(writer, parts)
                 undo.pop_all()
-            return cast("str | None", (writer.close()["etag"] or "").strip('"') or None)
+            return bare_etag(writer.close()["etag"])
 
 
 def _write_all(writer: Any, parts: Iterator[memoryview]) -> None:

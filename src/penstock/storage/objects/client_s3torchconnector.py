@@ -17,7 +17,7 @@ import numpy as np
 from s3torchconnectorclient._mountpoint_s3_client import HeadObjectResult, MountpointS3Client, S3Exception
 
 from penstock.errors import UsageError
-from penstock.storage.objects.client import RemoteObject
+from penstock.storage.objects.client import RemoteObject, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings, export_credentials
 from penstock.storage.objects.requests import FailureKind, RequestFailed
 
@@ -73,7 +73,7 @@ class S3TorchClient:
     def head(self, key: str) -> RemoteObject:
         """Describe one object."""
         found: HeadObjectResult = self._timed(lambda: self._native.head_object(self._bucket, key))
-        return RemoteObject(key, found.size, float(found.last_modified), _bare(found.etag))
+        return RemoteObject(key, found.size, float(found.last_modified), bare_etag(found.etag))
 
     def read_into(self, key: str, offset: int, buffer: memoryview, etag: str | None) -> None:
         """Collect the range, and copy it. It cannot insist on `etag`."""
@@ -94,7 +94,9 @@ class S3TorchClient:
         while (page := self._timed(lambda: next(pages, None))) is not None:
             for found in page.object_info:
                 if found.key > after:
-                    yield RemoteObject(found.key, found.size, float(found.last_modified), _bare(found.etag))
+                    yield RemoteObject(
+                        found.key, found.size, float(found.last_modified), bare_etag(found.etag)
+                    )
 
     def delete(self, key: str) -> None:
         """Remove one object."""
@@ -155,10 +157,6 @@ class _Watched(Generic[T]):
         if not self._returned:
             raise RequestFailed("reset", "the library broke off")
         return self._returned[0]
-
-
-def _bare(etag: str) -> str | None:
-    return etag.strip('"') or None
 
 
 @contextmanager

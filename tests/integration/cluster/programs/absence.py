@@ -1,4 +1,4 @@
-"""A job whose rank 0 stays away from a barrier: the others say that they noticed."""
+"""A job whose rank 0 does not enter a barrier: the others print that they timed out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks, of which rank 1 leaves in good order before the others are done."""
+"""Two ranks, of which rank 1 exits normally before the other has finished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The control server against real connections, of honest supervisors and of strangers."""
+"""The control server with real connections, of supervisors and of other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bytes are copied on their way, and what memory the way needs."""
+"""Which bytes are copied, and how much memory transfers need."""
 
 from __future__ import annotations
 

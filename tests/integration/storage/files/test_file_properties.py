@@ -1,4 +1,4 @@
-"""Whatever the pieces, addresses, offsets and options: what is read is what was written."""
+"""Reads return what was written, for any pieces, addresses, offsets and options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of file storage keeps every promise of the waist, on a real file system."""
+"""The contract suite on every kind of file storage, on a real file system."""
 
 from __future__ import annotations
 

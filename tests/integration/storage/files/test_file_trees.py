@@ -1,4 +1,4 @@
-"""Whole folders: made, listed, renamed, exchanged and removed below a root that nothing leaves."""
+"""Whole folders: created, listed, renamed, exchanged and removed, never outside the root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fresh corners of S3 servers, and how tests name the clients."""
+"""Fresh buckets and prefixes on S3 servers, and the clients as test parameters."""
 
 from __future__ import annotations
 

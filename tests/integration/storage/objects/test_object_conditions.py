@@ -1,4 +1,4 @@
-"""Writes on a condition: the service judges, and of two writers one learns that it came second."""
+"""Conditional writes: the service decides, and the second of two writers is refused."""
 
 from __future__ import annotations
 

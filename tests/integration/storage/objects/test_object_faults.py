@@ -1,4 +1,4 @@
-"""What each client does when the service misbehaves: an error or the right bytes, never a lie."""
+"""Each client under faults of the service: an error or the right bytes, never wrong ones."""
 
 from __future__ import annotations
 

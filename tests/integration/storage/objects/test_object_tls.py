@@ -1,4 +1,4 @@
-"""Encrypted endpoints: trusted by a bundle, refused without one, taken unseen only when asked for."""
+"""Encrypted endpoints: trusted by a bundle, refused without one, unverified only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""s3dlio has one endpoint a process: each server gets the contract suite in a process of its own."""
+"""s3dlio has one endpoint per process, so the contract suite runs in a process for each server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as people open it: in a browser, wide and narrow, light and dark; and its tables as data."""
+"""The report in a browser, wide and narrow, light and dark; and its tables as data."""
 
 from __future__ import annotations
 

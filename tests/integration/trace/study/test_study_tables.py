@@ -1,4 +1,4 @@
-"""Every number that the study printed comes out of its traces again, to the last digit."""
+"""Every number that the study printed is computed from its traces, to the last digit."""
 
 from __future__ import annotations
 

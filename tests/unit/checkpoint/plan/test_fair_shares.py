@@ -36,7 +36,8 @@ def bytes_by_rank(shape: tuple[int, ...], num_ranks: int, min_cut_bytes: int) ->
         SaveOptions(min_cut_bytes=min_cut_bytes),
     )
     weights = plan.regions.num_bytes(element_sizes(plan.tensors))
-    return [int(size) for size in np.bincount(plan.rank, weights=weights, minlength=num_ranks)]
+    counts: list[int] = np.bincount(plan.rank, weights=weights, minlength=num_ranks).astype(int).tolist()
+    return counts
 
 
 @pytest.mark.parametrize(

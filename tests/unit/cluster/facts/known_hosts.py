@@ -1,4 +1,4 @@
-"""Hosts made up for tests: a whole report, a folder like `/`, and a way to hosts that plays them."""
+"""Made-up hosts for tests: a complete report, a folder like `/`, and a query that answers for them."""
 
 from __future__ import annotations
 

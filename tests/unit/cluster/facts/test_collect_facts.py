@@ -1,4 +1,4 @@
-"""Some hosts' facts are never taken for all hosts' facts."""
+"""The facts of some hosts never pass for those of all."""
 
 from __future__ import annotations
 

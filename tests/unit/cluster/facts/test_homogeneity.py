@@ -1,4 +1,4 @@
-"""Hosts that differ are told apart, and hosts that nobody looked at are never taken for alike."""
+"""Differences between hosts are found, and unknown facts never count as equal."""
 
 from __future__ import annotations
 

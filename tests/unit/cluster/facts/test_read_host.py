@@ -1,4 +1,4 @@
-"""What a machine says of itself, from made-up files; and what may not leave it."""
+"""The facts of a machine, from made-up files, without secrets."""
 
 from __future__ import annotations
 

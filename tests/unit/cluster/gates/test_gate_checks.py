@@ -1,4 +1,4 @@
-"""Facts of ranks in, findings out: each gate passes what is sound and names what is not."""
+"""From reports of ranks to findings: each gate passes good values and names bad ones."""
 
 from __future__ import annotations
 

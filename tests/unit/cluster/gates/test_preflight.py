@@ -1,4 +1,4 @@
-"""Gates on ranks that are threads: what ranks and storage really show."""
+"""Gates on ranks that are threads, with real storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs differ in, as spans and short lists."""
+"""Differences between runs, as ranges and short lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks hold or do not, show what they saw, and say what they cannot mean."""
+"""Checks pass or fail with the figures that they used, and invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rule finds what it looks for, and nothing where it is not."""
+"""Each rule has a finding where it should, and none elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""runs.yaml: what it may say, and what is told to whoever says something else."""
+"""runs.yaml: what it may contain, and the errors for anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each question on a few events whose answers are plain to see."""
+"""Each question on a few events with obvious answers."""
 
 from __future__ import annotations
 

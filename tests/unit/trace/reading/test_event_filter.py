@@ -1,4 +1,4 @@
-"""Prefilters ask of a line's bytes only what the expression makes necessary."""
+"""Prefilters require of a line's bytes only what the expression implies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled scanner beside the json module: a line gives the same event whichever of them read it."""
+"""The compiled scanner and the json module parse every line to the same event."""
 
 from __future__ import annotations
 

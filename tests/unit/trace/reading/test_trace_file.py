@@ -1,4 +1,4 @@
-"""Which rank a trace file's name tells."""
+"""The rank in the name of a trace file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a described rank does: whole durations, exact budgets, threads that do not overlap themselves."""
+"""The planned calls of a rank: whole durations, exact budgets, no overlap within a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Begin an object, send some of it, and end as if nobody had thought of it again."""
+"""Begin an object, send some of it, and exit without finishing or aborting it."""
 
 from __future__ import annotations
 

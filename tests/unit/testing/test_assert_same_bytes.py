@@ -1,4 +1,4 @@
-"""Comparing bytes: equal passes, else the place and the bytes there are told, at once."""
+"""Comparing bytes: equal ones pass, otherwise the first difference is reported at once."""
 
 from __future__ import annotations
 
