@@ -101,11 +101,11 @@ def test_shares_are_parts_of_one(tables: list[list[tuple[float, float, float]]])
 
 
 @given(st.lists(step, min_size=1, max_size=8))
-def test_a_rank_alone_is_held_up_by_nobody(table: list[tuple[float, float, float]]) -> None:
+def test_single_rank_is_not_held_up(table: list[tuple[float, float, float]]) -> None:
     assert held_up_ns(rank_of(0, *table).steps).sum() == 0
 
 
-def test_no_step_no_times() -> None:
+def test_phase_without_steps_has_no_times() -> None:
     assert break_down_times([], RULE, StepPhase.TRAIN) is None
     assert break_down_times([rank_of(0)], RULE, StepPhase.TRAIN) is None
 
@@ -140,14 +140,24 @@ def test_one_slow_path_to_storage_is_storage_and_the_rank_is_named() -> None:
     assert "Rank 3 waits 2.00 s a step, the median rank 100 ms" in verdict.evidence[-1]
 
 
-def test_even_waits_name_no_rank() -> None:
+def test_equal_waits_name_no_rank() -> None:
     verdict = find_bottleneck(
         times_of(*(rank_of(number, (1.0, 1.0, 0.0), read=1) for number in (0, 1))), threshold=0.9
     )
     assert "Rank" not in " ".join(verdict.evidence)
 
 
-def test_a_ceiling_below_the_threshold_blames_the_client_whatever_storage_did() -> None:
+@pytest.mark.parametrize(("wait_s", "is_named"), [(1.5, False), (1.75, True)])
+def test_rank_is_named_that_waits_more_than_half_as_long_again_as_the_median(
+    wait_s: float, *, is_named: bool
+) -> None:
+    ranks = [rank_of(number, (1.0, 1.0, wait_s - 1.0), read=1) for number in range(2)]
+    ranks.append(rank_of(2, (wait_s, 1.0, 0.0), read=1))
+    evidence = " ".join(find_bottleneck(times_of(*ranks), threshold=0.9).evidence)
+    assert ("Rank 2 waits" in evidence) is is_named
+
+
+def test_ceiling_below_the_threshold_makes_the_client_the_bottleneck() -> None:
     times = times_of(rank_of(0, (0.5, 0.5, 0.0), read=0.9))
     assert find_bottleneck(times, threshold=0.9, ceiling=0.8).bottleneck is Bottleneck.CLIENT_CPU
     verdict = find_bottleneck(times, threshold=0.9, ceiling=0.99)

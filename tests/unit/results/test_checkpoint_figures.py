@@ -26,7 +26,7 @@ def written(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_what_was_reached_is_read_back(tmp_path: Path) -> None:
+def test_checkpoint_figures_are_read_back(tmp_path: Path) -> None:
     found = read_checkpoint_figures(written(tmp_path, read=DIRECTION | {"gib_per_s": None}))
     assert found is not None
     assert found.write is not None
@@ -51,7 +51,7 @@ def test_another_file_is_refused_with_its_place(tmp_path: Path, changes: dict[st
         read_checkpoint_figures(written(tmp_path, **changes))
 
 
-def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
+def test_invalid_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints.json").write_text("[1")
     with pytest.raises(StorageError, match="Cannot read these figures"):
         read_checkpoint_figures(tmp_path)

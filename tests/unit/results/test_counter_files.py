@@ -52,7 +52,7 @@ def rows_of(folder: Path) -> list[tuple[str, int, str, int]]:
 
 @settings(max_examples=15)
 @given(first=SAMPLES, second=SAMPLES)
-def test_the_table_holds_what_spools_held(
+def test_table_has_the_content_of_the_spools(
     tmp_path_factory: pytest.TempPathFactory, first: list[dict[str, int]], second: list[dict[str, int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
@@ -71,7 +71,7 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     assert rows_of(tmp_path) == rows
 
 
-def test_a_run_without_counters_leaves_none_and_says_so(tmp_path: Path) -> None:
+def test_run_without_counters_has_no_table(tmp_path: Path) -> None:
     gather_counters(tmp_path)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ObjectNotFound, match="has no sampled counters"):

@@ -83,7 +83,7 @@ def test_any_bytes_are_refused_as_a_record_and_as_a_spool(tmp_path: Path, conten
 
 
 @pytest.mark.parametrize("version", [[], {}, None, 1.5, "3"])
-def test_a_format_that_is_no_number_is_refused(tmp_path: Path, version: object) -> None:
+def test_format_that_is_not_a_number_is_refused(tmp_path: Path, version: object) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"format": version}))
     with pytest.raises(StorageError, match="This run has format"):
         read_record(tmp_path)

@@ -144,7 +144,7 @@ def test_every_key_of_dlios_is_there(full_run: DlioOutputs) -> None:
     assert set(found["metric"]) == wanted | {"checkpoint_size_GB"}
 
 
-def test_what_was_not_done_has_no_figures() -> None:
+def test_phases_that_did_not_run_have_no_figures() -> None:
     found = summary(run_of(even_run()))
     assert set(found["metric"]) == {f"train_{key}" for key in PHASE_KEYS}
     assert not any("heckpoint" in line or "Eval" in line for line in metric_lines(found))
@@ -213,7 +213,7 @@ def test_a_checkpoint_that_takes_no_time_has_no_rate() -> None:
     assert found["metric"]["save_checkpoint_io_mean_GB_per_second"] == 0.0
 
 
-def test_a_host_that_nobody_described_is_shown_as_the_first(full_run: DlioOutputs) -> None:
+def test_host_without_facts_gets_those_of_the_first(full_run: DlioOutputs) -> None:
     lone = replace(full_run, hosts=full_run.hosts[:1])
     assert rank_output(lone, lone.ranks[1])["hostname"] == "node1"
 
@@ -266,7 +266,7 @@ def test_our_own_export_is_read_like_any_other(tmp_path: Path, full_run: DlioOut
     assert found.workload["reader"]["batch_size"] == 2
 
 
-def test_what_others_left_out_or_broke_is_noted_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_missing_or_malformed_parts_of_dlio_files_are_noted(tmp_path: Path) -> None:
     summary_of = {
         "num_accelerators": "4",
         "metric": {"train_au_percentage": 97.5, "train_au_mean_percentage": "x"},

@@ -100,14 +100,14 @@ def test_a_rank_without_steps_is_still_a_rank(tmp_path: Path) -> None:
     assert_same(event_files.read_events(tmp_path), ranks)
 
 
-def test_a_missing_rank_is_said_and_nothing_is_removed(tmp_path: Path) -> None:
+def test_missing_rank_is_an_error_and_removes_nothing(tmp_path: Path) -> None:
     spooled(tmp_path, even_run(num_ranks=2))
     with pytest.raises(ObjectNotFound, match=r"1 of 3 ranks.*first rank 2.*share"):
         event_files.gather_events(tmp_path, 3)
     assert len(spool_paths(tmp_path)) == 2
 
 
-def test_a_gathering_that_fails_keeps_the_spools_and_leaves_no_table(tmp_path: Path) -> None:
+def test_failed_gathering_keeps_the_spools_and_no_table(tmp_path: Path) -> None:
     ranks = even_run(num_ranks=2)
     spooled(tmp_path, ranks)
     header, _, _ = spool_path(tmp_path, 1).read_bytes().partition(b"\n")
@@ -184,7 +184,7 @@ def test_a_foreign_spool_is_refused_by_its_name(tmp_path: Path, line: bytes, sai
     assert str(path) in str(refused.value)
 
 
-def test_a_run_without_events_is_said(tmp_path: Path) -> None:
+def test_run_without_events_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFound, match="no step events"):
         event_files.read_events(tmp_path)
 

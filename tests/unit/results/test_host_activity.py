@@ -72,7 +72,7 @@ def _found(folder: Path, *events: RankEvents, boot_id: str = "") -> tuple[PhaseA
     ("start", "end", "part"),
     [(0.0, 2.0, 0.0), (2.0, 3.0, 1.0), (1.0, 2.5, 0.5), (2.25, 2.75, 0.5), (3.0, 9.0, 0.0)],
 )
-def test_a_phase_has_its_part_of_what_lies_between_samples(
+def test_phase_gets_its_share_of_growth_between_samples(
     tmp_path: Path, start: float, end: float, part: float
 ) -> None:
     (found,) = _found(tmp_path, _events(0, (SpanKind.EPOCH, 1, start, end)))

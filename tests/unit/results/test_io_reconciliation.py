@@ -40,7 +40,7 @@ def traffic(
 
 
 @given(wanted=st.integers(MIB, 1 << 50), moved=st.lists(st.integers(0, 1 << 50), min_size=1, max_size=4))
-def test_bytes_that_no_device_moved_fail_a_read_and_only_then(wanted: int, moved: list[int]) -> None:
+def test_read_fails_if_devices_moved_less_than_the_application(wanted: int, moved: list[int]) -> None:
     found = reconcile("read", wanted, [traffic(f"h{each}{n}", vda=each) for n, each in enumerate(moved)])
     assert found.delivered_bytes == sum(moved) == sum(found.by.values())
     is_enough = sum(moved) >= 0.9 * wanted
@@ -70,7 +70,7 @@ def test_a_drive_of_hosts_that_are_one_machine_counts_once() -> None:
     assert found.verdict is ReconciliationVerdict.FAIL
 
 
-def test_directions_are_told_apart() -> None:
+def test_reads_and_writes_are_reconciled_separately() -> None:
     host = traffic(vda=5 * MIB, vda_written=MIB)
     assert reconcile("read", 5 * MIB, [host]).verdict is ReconciliationVerdict.PASS
     late = reconcile("write", 5 * MIB, [host])

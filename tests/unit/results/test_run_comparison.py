@@ -66,7 +66,7 @@ def test_runs_are_found_newest_first_with_dlios_among_them(tmp_path: Path) -> No
     assert [view.kind for view in found] == ["penstock", "penstock", "DLIO"]
 
 
-def test_a_folder_that_cannot_be_read_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_unreadable_folder_is_named_and_hides_no_other(tmp_path: Path) -> None:
     good = finished_run(tmp_path)
     for name, text in (("half", '{"format": 1, "id"'), ("newer", '{"format": 9}')):
         (tmp_path / name).mkdir()
@@ -158,7 +158,7 @@ def test_other_ranks_workloads_and_endings_are_obstacles(tmp_path: Path) -> None
     assert [each.key for each in compare_runs([other, other]).obstacles] == ["outcome"]
 
 
-def test_keys_that_a_run_does_not_tell_are_not_held_against_it(tmp_path: Path) -> None:
+def test_settings_that_a_run_does_not_state_are_no_differences(tmp_path: Path) -> None:
     ours = replace(summarize_run(finished_run(tmp_path)), workload="unknown")
     found = compare_runs([ours, summarize_run(dlio_run(tmp_path / "run1"))])
     assert found.is_comparable
@@ -206,6 +206,6 @@ def test_the_figures_of_a_run_that_was_cut_short_are_those_of_its_complete_epoch
     assert set(figures.times.by_rank) == {0}
 
 
-def test_a_parent_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_parent_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="Listing the runs"):
         find_runs(tmp_path / "absent")

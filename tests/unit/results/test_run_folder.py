@@ -1,15 +1,19 @@
-"""A run in a folder that its user named: the earlier run there gives way, unless it still goes on."""
+"""Runs in folders that users name: an earlier run is replaced unless it is active."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from penstock.cluster.facts.host_facts import AbsentHost, ClusterFacts
 from penstock.errors import UsageError
 from penstock.results.active_run import ActiveRun
+from penstock.results.history.history_file import HistoryFile, RunBegan, RunEnded
 from penstock.results.provenance import read_host
-from penstock.results.run_folder import RUN_FILE
+from penstock.results.run_folder import RUN_FILE, run_folder_name
 from penstock.results.run_record import RunOutcome, RunRequest, read_record
 from penstock.workload.loading import load
 
@@ -27,7 +31,7 @@ def test_the_folder_is_made_and_gives_the_run_its_id(tmp_path: Path) -> None:
     assert read_record(folder).outcome is RunOutcome.FINISHED
 
 
-def test_what_an_earlier_run_left_is_gone_and_other_files_stay(tmp_path: Path) -> None:
+def test_files_of_an_earlier_run_are_removed_and_others_stay(tmp_path: Path) -> None:
     with ActiveRun.start_in(tmp_path, request()) as run:
         run.finish()
     (tmp_path / "spool").mkdir()
@@ -47,9 +51,53 @@ def test_a_folder_without_a_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "summary.json").read_text() == "{}"
 
 
-def test_a_run_that_goes_on_is_not_pushed_aside(tmp_path: Path) -> None:
+def test_active_run_is_not_replaced(tmp_path: Path) -> None:
     with ActiveRun.start_in(tmp_path, request()) as run:
         with pytest.raises(UsageError, match="is active"):
             ActiveRun.start_in(tmp_path, request())
         run.finish()
     assert read_record(tmp_path).outcome is RunOutcome.FINISHED
+
+
+def test_facts_of_the_cluster_are_written_beside_the_record(tmp_path: Path) -> None:
+    cluster = ClusterFacts(
+        via="mpi",
+        collected_at="2026-07-01",
+        asked=("n",),
+        is_partial=True,
+        present=(),
+        absent=(AbsentHost(host="n", reason="it did not answer", exit_code=None, stderr=""),),
+    )
+    with ActiveRun.start_in(tmp_path / "run", replace(request(), cluster=cluster)) as run:
+        run.finish()
+    text = (tmp_path / "run" / "cluster.json").read_text()
+    assert ClusterFacts.model_validate_json(text) == cluster
+    assert text.endswith("}\n")
+    with ActiveRun.start_in(tmp_path / "other", request()) as run:
+        run.finish()
+    assert not (tmp_path / "other" / "cluster.json").exists()
+
+
+def test_run_is_entered_in_the_history_of_its_parent_only_if_there_is_one(tmp_path: Path) -> None:
+    with ActiveRun.start_in(tmp_path / "first", request()) as run:
+        run.finish()
+    assert not HistoryFile(tmp_path).exists()
+    with ActiveRun.start(tmp_path, request()) as run:
+        run.finish()
+    with ActiveRun.start_in(tmp_path / "second", request()) as run:
+        run.finish()
+    began, ended, named_began, named_ended = HistoryFile(tmp_path).read().entries
+    assert isinstance(began, RunBegan)
+    assert isinstance(ended, RunEnded)
+    assert isinstance(named_began, RunBegan)
+    name = run_folder_name("unet3d_h100", datetime.fromisoformat(began.at), began.run)
+    assert (began.is_named, began.folder, ended.run, ended.outcome) == (False, name, began.run, "finished")
+    assert (named_began.is_named, named_began.folder, named_ended.run) == (True, "second", named_began.run)
+
+
+def test_failed_run_is_entered_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="bad"), ActiveRun.start(tmp_path, request()):
+        raise ValueError("bad batch")
+    ended = HistoryFile(tmp_path).read().entries[-1]
+    assert isinstance(ended, RunEnded)
+    assert (ended.outcome, ended.why) == ("failed", "ValueError: bad batch")

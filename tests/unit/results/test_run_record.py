@@ -274,7 +274,7 @@ def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
         read_record(tmp_path)
 
 
-def test_a_workload_that_this_version_does_not_know_is_said() -> None:
+def test_unknown_recorded_workload_is_an_error() -> None:
     values = {**workload_values(unet3d()), "colour": "blue"}
     with pytest.raises(StorageError, match=r"colour.*run\.json"):
         read_recorded_workload(values, name="unet3d", accelerator="h100", where="run.json")
@@ -378,7 +378,7 @@ def test_folders_of_runs_have_speaking_names_of_their_own(tmp_path: Path) -> Non
     assert run_folder.run_folder_name("...", NOW, "1a2b3c").startswith("run-2026")
 
 
-def test_a_parent_that_is_a_file_is_said(tmp_path: Path) -> None:
+def test_parent_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="Making the folder of this run"):
         run_folder.make_run_folder(tmp_path / "file" / "x")
@@ -415,7 +415,7 @@ def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
     assert (tmp_path / "table").read_bytes() == b"whole"
 
 
-def test_what_is_no_number_in_json_is_refused(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path, "x.json", {"rate": float("nan")})
     assert list(tmp_path.iterdir()) == []

@@ -80,7 +80,7 @@ def test_clients_of_a_run_add_up(tmp_path: Path) -> None:
     assert judged.metrics["train_throughput_mean_samples_per_second"] == pytest.approx(40.4, rel=1e-12)
 
 
-def test_what_is_no_submission_is_refused(tmp_path: Path) -> None:
+def test_folder_without_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No results found"):
         list(check(tmp_path, EDITION))
     with pytest.raises(UsageError, match="no such folder"):

@@ -71,7 +71,7 @@ def test_every_change_of_a_file_changes_the_digest(tmp_path: Path, change: str) 
     assert tree_digest(tmp_path) != before
 
 
-def test_an_image_lies_in_the_pool_under_its_digest(tmp_path: Path) -> None:
+def test_image_is_stored_in_the_pool_under_its_digest(tmp_path: Path) -> None:
     program = program_at(tmp_path / "program")
     digest = capture(program, tmp_path / "root", now=NOW)
     image = tmp_path / "root" / POOL / image_name(digest)
@@ -104,6 +104,6 @@ def test_a_pointer_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "md5-tree-v1:" + "0" * 32, "md5-tree-v2:" + "0" * 31, "0" * 32])
-def test_what_is_no_pointer_is_refused(text: str) -> None:
+def test_malformed_pointer_is_refused(text: str) -> None:
     with pytest.raises(DataDamaged, match="does not point to a code image"):
         parse_pointer(text, where="leaf")

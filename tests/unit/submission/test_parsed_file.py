@@ -48,7 +48,7 @@ FILE = ParsedFile(file="a.json", content=CONTENT)
         (lambda file: file.value(), CONTENT),
     ],
 )
-def test_a_field_is_what_it_says(ask: Callable[[ParsedFile], Any], value: object) -> None:
+def test_fields_are_read_by_path_and_type(ask: Callable[[ParsedFile], Any], value: object) -> None:
     assert ask(FILE) == value
 
 
@@ -68,7 +68,7 @@ def test_a_field_is_what_it_says(ask: Callable[[ParsedFile], Any], value: object
         (lambda file: file.text("number"), "number is 7, not a text"),
     ],
 )
-def test_what_is_missing_is_named_with_its_file(ask: Callable[[ParsedFile], Any], proof: str) -> None:
+def test_missing_fact_names_its_file(ask: Callable[[ParsedFile], Any], proof: str) -> None:
     with pytest.raises(MissingFact) as error:
         ask(FILE)
     assert (error.value.what, error.value.where) == (proof, "a.json")

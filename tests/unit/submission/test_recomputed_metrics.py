@@ -50,7 +50,7 @@ def test_a_training_is_recomputed_without_its_warm_up(store: TreeStore) -> None:
     assert mib_per_second(result.run_dirs()[0]) == pytest.approx(20.0 * 146_600_628 / 2**20)
 
 
-def test_what_cannot_be_recomputed_is_absent(store: TreeStore) -> None:
+def test_figure_that_cannot_be_recomputed_is_absent(store: TreeStore) -> None:
     tree = valid_training(num_runs=2)
     tree.summary("run", 1)["metric"].pop("train_au_percentage")
     assert "train_au_mean_percentage" not in recompute(read(tree, store))

@@ -158,7 +158,7 @@ def test_a_trailing_comma_is_remarked_on_and_kept_in_texts(store: TreeStore) -> 
     assert system.remark == "a comma stands before a closing bracket"
 
 
-def test_what_lies_beside_runs_is_stray(store: TreeStore) -> None:
+def test_unknown_entries_beside_runs_are_stray(store: TreeStore) -> None:
     tree = valid_submission()
     tree.files[f"{RESULT}/notes.txt"] = "-"
     (result,) = read(tree, store)

@@ -59,7 +59,7 @@ def test_a_sweep_says_that_it_never_saw_a_limit() -> None:
     )
 
 
-def test_storage_that_feeds_nobody_is_found_out_by_one_run() -> None:
+def test_storage_too_slow_for_one_accelerator_needs_one_run() -> None:
     found = _sweep(fed=0, most=100)
     assert found.accelerators == 0
     assert len(found.tries) == 1

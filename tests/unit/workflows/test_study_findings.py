@@ -51,7 +51,7 @@ def test_a_cache_pays_off_or_not_by_what_the_slowest_rank_waited() -> None:
     assert [row[2] for row in finding.evidence.rows] == [3000, 3000, 1500]
 
 
-def test_nothing_is_said_of_caches_without_a_row_that_has_none() -> None:
+def test_cache_finding_needs_a_row_without_a_cache() -> None:
     assert found_by(cache_pays_off, [span("single", SAVE_EVENT, 1500)]) == []
 
 
@@ -66,7 +66,7 @@ def test_a_flush_costs_what_steps_and_saves_beside_it_take_longer() -> None:
     assert finding.evidence.records()[0]["stall_us"] == 100_000
 
 
-def test_a_flush_that_nobody_notices_is_only_a_note() -> None:
+def test_flush_without_effect_on_training_is_a_note() -> None:
     rows = [span(run, SAVE_EVENT, 1000) for run in ("single", "single_flushed")]
     rows += [span(run, STEP_EVENT, 100_000) for run in ("single", "single_flushed")]
     (finding,) = found_by(flush_costs_training, rows)

@@ -107,17 +107,17 @@ def test_chosen_rows_keep_the_order_of_the_study_and_unknown_ones_are_named() ->
         ({"num_checkpoints": 2}, "None of 2 checkpoints would be protected with --parity-every 3"),
     ],
 )
-def test_what_cannot_be_studied_is_refused_with_its_fix(changes: dict[str, Any], said: str) -> None:
+def test_impossible_study_is_refused_with_a_fix(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         check_request(asked(**changes), {}, trace_variable=TRACE)
 
 
-def test_a_trace_of_ones_own_is_refused_because_each_row_has_one() -> None:
+def test_trace_option_is_refused_because_each_row_is_traced() -> None:
     with pytest.raises(UsageError, match="Leave out --trace"):
         check_request(asked(), {TRACE: "/somewhere"}, trace_variable=TRACE)
 
 
-def test_one_rank_may_play_the_rows_that_need_no_other() -> None:
+def test_one_rank_can_run_rows_without_redundancy() -> None:
     check_request(
         asked(layout=layout_for(1), names=("direct_slow", "bypass", "single_flushed")),
         {},
@@ -152,7 +152,7 @@ def record_of(request: StudyRequest) -> StudyIdentity:
     )
 
 
-def test_a_study_goes_on_with_other_rows_but_not_with_other_figures(tmp_path: Path) -> None:
+def test_study_continues_with_other_rows_but_not_with_other_parameters(tmp_path: Path) -> None:
     request = asked(out=tmp_path / "out")
     assert read_study(request.out) is None
     begin_study(request.out, record_of(request))
@@ -165,7 +165,7 @@ def test_a_study_goes_on_with_other_rows_but_not_with_other_figures(tmp_path: Pa
         )
 
 
-def test_a_row_is_done_once_its_record_lies_there_and_removed_before_that(tmp_path: Path) -> None:
+def test_row_without_a_record_is_removed(tmp_path: Path) -> None:
     record = RowRecord(name="single", says="...", blocked_s=(1.5, 2.0), drain_s=0.0, took_s=4.0)
     folder = row_folder(tmp_path, "single")
     (folder / "traces").mkdir(parents=True)
@@ -183,7 +183,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         begin_study(tmp_path / "out", record_of(asked()))
 
 
-def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
+def test_malformed_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "study.json").write_text('{"version": 7}')
     with pytest.raises(UsageError, match=r"study\.json is not a record of a study"):
         read_study(tmp_path)

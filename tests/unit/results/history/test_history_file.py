@@ -149,7 +149,7 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def test_a_lock_that_nobody_gives_back_delays_and_does_not_hang(
+def test_lock_that_is_never_released_only_delays_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(file_module, "LONGEST_WAIT_S", 0.05)

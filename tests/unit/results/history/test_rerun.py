@@ -43,7 +43,7 @@ def a_run(tmp_path: Path, *command: str, ranks: int = 1, is_named: bool = False)
     )
 
 
-def test_the_words_are_the_same_whatever_is_in_them(tmp_path: Path) -> None:
+def test_rerun_has_the_same_arguments_whatever_they_contain(tmp_path: Path) -> None:
     words = ("training", "run", "--data", "a b; rm -rf $HOME", "--set", "x='y'", "ü")
     replay = plan_rerun(a_run(tmp_path, "penstock", *words), {})
     assert replay.arguments[0] == sys.executable
@@ -58,7 +58,7 @@ def test_dlios_command_line_starts_its_own_program(tmp_path: Path) -> None:
     assert "from penstock.cli.dlio import main" in replay.arguments[2]
 
 
-def test_settings_that_changed_are_told(tmp_path: Path) -> None:
+def test_changed_settings_are_listed(tmp_path: Path) -> None:
     run = a_run(tmp_path, "penstock", "training", "run")
     assert plan_rerun(run, {"AWS_REGION": "here", "AWS_NEW": "2", "PENSTOCK_X": "1"}).notes == (
         "AWS_NEW was not set, and is now 2",
@@ -77,7 +77,7 @@ def test_settings_that_changed_are_told(tmp_path: Path) -> None:
         ((), 1, "another program", "Repeat it with that program"),
     ],
 )
-def test_what_would_not_be_the_same_is_refused(
+def test_command_that_would_differ_is_refused(
     tmp_path: Path, command: tuple[str, ...], ranks: int, reason: str, advice: str
 ) -> None:
     with pytest.raises(UsageError, match=reason) as refusal:
@@ -90,7 +90,7 @@ def test_ranks_that_the_command_starts_itself_are_its_own(tmp_path: Path, option
     assert plan_rerun(a_run(tmp_path, "penstock", "training", "run", *option, ranks=4), {}).notes
 
 
-def test_a_working_folder_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_missing_working_folder_is_an_error(tmp_path: Path) -> None:
     run = a_run(tmp_path / "gone", "penstock", "training", "run")
     with pytest.raises(UsageError, match="is gone"):
         plan_rerun(run, {})
@@ -104,6 +104,6 @@ def test_a_repetition_never_clears_the_run_that_it_repeats(tmp_path: Path) -> No
     assert plan_rerun(replace(run, path=None), {}).working_folder == str(tmp_path)
 
 
-def test_a_run_that_nobody_entered_is_refused(tmp_path: Path) -> None:
+def test_run_without_an_entry_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no entry for mine"):
         plan_rerun(replace(a_run(tmp_path), began=None), {})

@@ -49,7 +49,7 @@ def only(kept: RunCatalog) -> CatalogedRun:
     return run
 
 
-def test_folders_without_entries_and_entries_without_folders_are_both_told(tmp_path: Path) -> None:
+def test_folders_without_entries_and_entries_without_folders_are_listed(tmp_path: Path) -> None:
     alien, lost = foreign(tmp_path, "run1"), finished(tmp_path)
     for path in lost.iterdir():
         path.unlink()
@@ -60,7 +60,7 @@ def test_folders_without_entries_and_entries_without_folders_are_both_told(tmp_p
     assert (by_name[lost.name].where, by_name[lost.name].why) == (FolderPlace.GONE, "Its folder is gone.")
 
 
-def test_a_damaged_history_hides_no_run(tmp_path: Path) -> None:
+def test_damaged_history_hides_no_run(tmp_path: Path) -> None:
     first, second = finished(tmp_path), finished(tmp_path)
     path = HistoryFile(tmp_path).path
     lines = path.read_bytes().splitlines(keepends=True)
@@ -83,7 +83,7 @@ def test_a_later_run_in_the_same_named_folder_owns_it(tmp_path: Path) -> None:
     assert find_run_folder(later.id, tmp_path) == tmp_path / "mine"
 
 
-def test_a_named_folder_elsewhere_gets_no_neighbours(tmp_path: Path) -> None:
+def test_named_folder_elsewhere_gets_no_history_beside_it(tmp_path: Path) -> None:
     with ActiveRun.start_in(tmp_path / "mine", request()) as run:
         run.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -117,7 +117,7 @@ def test_an_end_that_cannot_be_entered_costs_the_run_nothing(
     assert only(read_catalog(tmp_path)).outcome == "finished"
 
 
-def test_what_was_removed_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_removed_run_is_restored_unchanged(tmp_path: Path) -> None:
     mine, alien = finished(tmp_path), foreign(tmp_path, "run1")
     before = {run.folder: (run.id, run.outcome, run.where) for run in read_catalog(tmp_path).runs}
     content = (mine / "run.json").read_bytes()
@@ -144,7 +144,7 @@ def test_nothing_comes_back_over_another_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run1").exists()
 
 
-def test_a_removal_killed_before_its_entry_is_seen_in_the_trash(tmp_path: Path) -> None:
+def test_removal_killed_before_its_entry_is_listed_in_the_trash(tmp_path: Path) -> None:
     folder = finished(tmp_path)
     place = HistoryFile(tmp_path).trash / "20260102-030405-abcd"
     place.mkdir(parents=True)
@@ -154,7 +154,7 @@ def test_a_removal_killed_before_its_entry_is_seen_in_the_trash(tmp_path: Path) 
     assert run.began is not None
 
 
-def test_what_was_deleted_is_still_known(tmp_path: Path) -> None:
+def test_deleted_run_is_still_listed(tmp_path: Path) -> None:
     folder = finished(tmp_path)
     move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
     delete_from_trash(tmp_path, read_catalog(tmp_path).at(FolderPlace.TRASH), NOW)
@@ -168,7 +168,7 @@ def test_what_was_deleted_is_still_known(tmp_path: Path) -> None:
     assert list(HistoryFile(tmp_path).trash.iterdir()) == []
 
 
-def test_a_run_that_goes_on_is_never_removed(tmp_path: Path) -> None:
+def test_running_run_is_never_removed(tmp_path: Path) -> None:
     with ActiveRun.start(tmp_path, request()) as run:
         with pytest.raises(UsageError, match="still running"):
             move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
@@ -184,7 +184,7 @@ def test_a_run_is_not_removed_into_itself(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["summary.json"]
 
 
-def test_what_cannot_be_read_is_kept_as_unreadable_and_can_be_removed(tmp_path: Path) -> None:
+def test_unreadable_run_is_listed_and_can_be_removed(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{")
     odd = foreign(tmp_path, "odd")
@@ -197,13 +197,13 @@ def test_what_cannot_be_read_is_kept_as_unreadable_and_can_be_removed(tmp_path: 
     assert [run.folder for run in read_catalog(tmp_path).at(FolderPlace.TRASH)] == ["broken"]
 
 
-def test_a_folder_that_is_named_exactly_needs_no_history(tmp_path: Path) -> None:
+def test_exact_folder_name_needs_no_history(tmp_path: Path) -> None:
     folder = foreign(tmp_path, "run1")
     assert find_run_folder(str(folder), Path("nowhere")) == folder
     assert find_run_folder("run1", tmp_path) == folder
 
 
-def test_words_that_are_no_text_are_recorded_as_far_as_they_are(tmp_path: Path) -> None:
+def test_undecodable_arguments_are_recorded_with_replacement_characters(tmp_path: Path) -> None:
     odd = replace(request(), command=["penstock", os.fsdecode(b"caf\xe9")], environment={"AWS_X": "\udcff"})
     with ActiveRun.start(tmp_path, odd) as run:
         run.finish()
@@ -231,7 +231,7 @@ def test_a_run_made_elsewhere_below_its_results_is_followed_to_its_last_name(tmp
         move_to_trash(tmp_path, [found], NOW)
 
 
-def test_publishing_what_nobody_entered_changes_nothing(tmp_path: Path) -> None:
+def test_publishing_a_run_without_an_entry_changes_nothing(tmp_path: Path) -> None:
     HistoryFile(tmp_path).publish(tmp_path / "a", tmp_path / "b")
     assert not HistoryFile(tmp_path).exists()
     finished(tmp_path)

@@ -58,12 +58,12 @@ def test_an_age_or_a_date_is_a_moment(text: str, moment: datetime) -> None:
 
 
 @pytest.mark.parametrize("text", ["2", "old", "1e30w", "2026-13-01", "-2w"])
-def test_what_is_no_age_is_refused(text: str) -> None:
+def test_malformed_age_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="neither an age nor a date"):
         parse_age(text, NOW)
 
 
-def test_incomplete_means_every_run_whose_end_nobody_saw() -> None:
+def test_incomplete_stands_for_runs_without_a_recorded_end() -> None:
     assert parse_outcomes("incomplete") == {"interrupted", "running", "unknown"}
     assert parse_outcomes("failed,finished") == {"failed", "finished"}
     with pytest.raises(UsageError, match="'done' is not an outcome"):

@@ -37,7 +37,9 @@ def rules_broken(division: SubmissionDivision, **changes: Any) -> list[str]:
 
 @pytest.mark.parametrize("division", list(SubmissionDivision))
 @pytest.mark.parametrize("counts", [(10, 10), (10, 0), (0, 10)])
-def test_what_the_rules_ask_is_allowed(division: SubmissionDivision, counts: tuple[int, int]) -> None:
+def test_request_that_follows_the_rules_is_allowed(
+    division: SubmissionDivision, counts: tuple[int, int]
+) -> None:
     assert rules_broken(division, num_writes=counts[0], num_reads=counts[1]) == []
 
 
@@ -60,14 +62,12 @@ def test_what_the_rules_ask_is_allowed(division: SubmissionDivision, counts: tup
         ({"is_subset": True, "model": "llama3-70b", "num_processes": 8}, ["4.3.5"], []),
     ],
 )
-def test_what_they_forbid_is_named_by_its_rule(
-    changes: dict[str, Any], closed: list[str], opened: list[str]
-) -> None:
+def test_breach_names_its_rule(changes: dict[str, Any], closed: list[str], opened: list[str]) -> None:
     assert rules_broken(SubmissionDivision.CLOSED, **changes) == closed
     assert rules_broken(SubmissionDivision.OPEN, **changes) == opened
 
 
-def test_all_breaches_are_told_at_once() -> None:
+def test_all_breaches_are_reported_together() -> None:
     asked = replace(ASKED, num_processes=4, num_writes=1)
     with pytest.raises(UsageError, match=r"1 writes .*4\.7\.1.*4 ranks are not 8 \(rule 4\.6\.1\)"):
         require_allowed(load_edition("v3.0"), SubmissionDivision.CLOSED, asked)

@@ -104,13 +104,13 @@ def test_equal_hosts_are_one_kind_of_client() -> None:
     assert clients[0]["drives"][0]["capacity_in_GB"] == 3840
 
 
-def test_what_was_collected_and_filled_in_fits_the_schema(tmp_path: Path) -> None:
+def test_completed_draft_follows_the_schema(tmp_path: Path) -> None:
     path = tmp_path / "fast.yaml"
     path.write_text(yaml.safe_dump(filled(draft_description(cluster(host("a")), "fast")), sort_keys=False))
     assert find_schema_problems(read_description(path, tmp_path)) == []
 
 
-def test_what_is_to_be_filled_in_has_a_hint_and_a_line_in_the_schemas_words(tmp_path: Path) -> None:
+def test_values_to_fill_in_have_hints_and_are_schema_problems(tmp_path: Path) -> None:
     path = tmp_path / "fast.yaml"
     path.write_text(initial_text(draft_description(cluster(host("a")), "fast")))
     lines = path.read_text().splitlines()
@@ -129,7 +129,7 @@ def test_the_humans_part_is_never_drift() -> None:
 
 
 @pytest.mark.parametrize("change", ["cores", "hosts", "speed"])
-def test_what_machines_say_otherwise_is_a_line_of_the_diff(change: str) -> None:
+def test_values_that_differ_from_the_machines_are_in_the_diff(change: str) -> None:
     collected = draft_description(cluster(host("a"), host("b")), "fast")
     written = filled(collected)
     client = written["system_under_test"]["clients"][0]

@@ -63,12 +63,12 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a b", "a/b", "ä"])
-def test_a_name_that_is_no_folders_is_refused(tmp_path: Path, name: str) -> None:
+def test_name_that_cannot_be_a_folder_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="cannot be an organisation's name"):
         claim_for(name, tmp_path)
 
 
-def test_of_two_who_claim_at_once_one_gets_it(tmp_path: Path) -> None:
+def test_one_of_two_simultaneous_claims_succeeds(tmp_path: Path) -> None:
     def attempt(organisation: str) -> str:
         try:
             return claim_for(organisation, tmp_path / "tree").organisation
@@ -82,7 +82,7 @@ def test_of_two_who_claim_at_once_one_gets_it(tmp_path: Path) -> None:
     assert require_owned_tree(tmp_path / "tree").organisation in outcomes
 
 
-def test_who_writes_into_nobodys_folder_is_told_how_to_claim_it(tmp_path: Path) -> None:
+def test_unclaimed_folder_error_names_the_command_that_claims_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="penstock submission init"):
         require_owned_tree(tmp_path)
 

@@ -98,7 +98,7 @@ def stamped(asked: Workload) -> str:
 @pytest.mark.parametrize(
     "free", ["dataset.num_files_train=9", "reader.read_threads=9", "dataset.data_folder=/x"]
 )
-def test_what_the_closed_division_leaves_free_is_not_the_core(free: str) -> None:
+def test_parameters_free_in_closed_are_not_in_the_core(free: str) -> None:
     assert stamped(workload(free)) == stamped(workload())
 
 
@@ -112,7 +112,7 @@ def test_what_the_closed_division_leaves_free_is_not_the_core(free: str) -> None
         "framework=tensorflow",
     ],
 )
-def test_what_makes_the_workload_is_the_core(change: str) -> None:
+def test_core_configuration_defines_the_workload(change: str) -> None:
     assert stamped(workload(change)) != stamped(workload())
 
 
@@ -138,7 +138,7 @@ def test_the_folder_of_checkpoints_and_their_number_are_no_part_of_the_core() ->
         ),
     ],
 )
-def test_a_place_is_told_in_the_workloads_own_keys(uri: str, changes: dict[str, object]) -> None:
+def test_location_is_set_under_the_workloads_keys(uri: str, changes: dict[str, object]) -> None:
     located = locate_data(workload(), uri)
     assert located.changes == changes
     assert located.workload.dataset.data_folder == changes["dataset.data_folder"]

@@ -116,7 +116,7 @@ def test_runs_that_overlap_do_not_follow_one_another() -> None:
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40), st.booleans()), max_size=12),
     st.integers(0, 60),
 )
-def test_every_run_is_kept_or_named_and_kept_ones_follow_one_another(
+def test_every_run_counts_or_is_excluded_and_counted_runs_follow_one_another(
     drawn: list[tuple[int, int, bool]], waited: int
 ) -> None:
     found, minute = [], 0

@@ -78,7 +78,7 @@ def test_the_limit_of_an_outlier_is_the_modified_score(value: float, is_outlier:
     assert [outlier.run for outlier in compute_spread(values).outliers] == ["odd0"] * is_outlier
 
 
-def test_one_run_apart_from_equal_ones_stands_out_and_equal_ones_do_not() -> None:
+def test_single_deviating_run_is_an_outlier() -> None:
     equal = {f"run{number}": 7.0 for number in range(5)}
     assert compute_spread(equal).outliers == ()
     (outlier,) = compute_spread(equal | {"run9": 8.0}).outliers

@@ -87,7 +87,7 @@ def test_a_checkpoint_takes_as_long_as_its_slowest_rank(tmp_path: Path) -> None:
     assert outlier.run == "1.save_ckpt3"
 
 
-def test_a_row_has_every_column_and_no_guess(tmp_path: Path) -> None:
+def test_row_has_every_column_and_empty_cells_for_unknown_values(tmp_path: Path) -> None:
     training = next(
         each for each in report_all(valid_round().write(tmp_path), V3) if "fast" in each.checked.name
     )
@@ -100,7 +100,7 @@ def test_a_row_has_every_column_and_no_guess(tmp_path: Path) -> None:
     assert "Availability" not in told
 
 
-def test_issues_are_told_in_the_row_and_the_document(tmp_path: Path) -> None:
+def test_issues_are_in_the_row_and_the_document(tmp_path: Path) -> None:
     submission = valid_submission()
     submission.drop("systems/")
     found = reported(submission, tmp_path)
@@ -161,7 +161,7 @@ def test_in_a_tree_only_our_own_files_are_replaced(tmp_path: Path) -> None:
     assert len(plan_tree(again)[0]) == 4
 
 
-def test_somebody_elses_report_stays_as_it_is(tmp_path: Path) -> None:
+def test_report_of_another_tool_is_left_as_it_is(tmp_path: Path) -> None:
     planned, kept = plan_tree([reported(valid_submission(), tmp_path / "v1")])
     assert planned == []
     assert "another tool wrote this file; it is left as it is" in kept[0]
@@ -181,7 +181,7 @@ def test_a_v1_tree_without_a_report_gets_one_that_the_check_accepts(tmp_path: Pa
     assert found.checked.verdict.value == "valid"
 
 
-def test_what_is_not_judged_is_reported_without_figures_and_nothing_is_written_there(tmp_path: Path) -> None:
+def test_unchecked_benchmark_is_reported_without_figures_or_files(tmp_path: Path) -> None:
     tree = valid_round()
     tree.drop("results.json")
     leaf = "closed/acme/results/fast/vector_database/milvus/DISKANN/run/20260701_100000"
@@ -256,7 +256,7 @@ def test_a_checkpointing_without_times_says_what_is_missing(tmp_path: Path) -> N
     assert all("no per_epoch_stats.json" in reason for reason in found.figures.missing)
 
 
-def test_a_figure_beyond_all_numbers_is_missing_and_no_crash(tmp_path: Path) -> None:
+def test_infinite_figure_is_missing(tmp_path: Path) -> None:
     submission = valid_submission()
     for summary in submission.summaries():
         summary["metric"]["train_throughput_samples_per_second"] = [1.7e308, 1.7e308]

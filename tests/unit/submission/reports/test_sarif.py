@@ -65,7 +65,7 @@ def test_a_log_has_what_the_standard_requires(tmp_path: Path) -> None:
         assert (result["level"] == "none") == (result["kind"] != "fail")
 
 
-def test_every_finding_is_one_result_and_every_rule_of_the_edition_is_told(tmp_path: Path) -> None:
+def test_every_finding_is_one_result_and_every_rule_is_described(tmp_path: Path) -> None:
     judged = list(check(valid_submission().write(tmp_path), EDITION))
     assert len(results_of(judged)) == sum(len(each.findings) for each in judged)
     (run,) = sarif(judged, RULES, tmp_path)["runs"]

@@ -61,7 +61,7 @@ def test_the_page_loads_nothing() -> None:
     assert "@import" not in page
 
 
-def test_findings_that_differ_in_their_evidence_alone_are_told_once_with_all_of_it() -> None:
+def test_findings_that_differ_in_evidence_alone_are_merged() -> None:
     findings = [
         Finding(verdict=Verdict.PASS, proof="5 >= 5", evidence=f"run{number}/summary.json", rule="r")
         for number in range(1, 6)
