@@ -26,7 +26,7 @@ MAX_SIZE: Final = 2**62
 _FEW_ITEMS: Final = 1024
 _ROUNDS: Final = 8
 _ROUNDS_OF_FEW: Final = 32
-"""A small grid mixes less in a round; with so many, all orders of few items are equally likely."""
+"""A small grid mixes less in a round; with this many, all orders of few items are equally likely."""
 
 _FIRST_FACTOR: Final = 0xBF58476D1CE4E5B9
 _SECOND_FACTOR: Final = 0x94D049BB133111EB

@@ -1,1 +1,1 @@
-"""What lies on disk before training: names of files, bytes in them, and how both are made."""
+"""Data sets on storage: names of files, the bytes in them, and how both are made and verified."""

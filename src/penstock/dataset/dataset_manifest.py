@@ -42,7 +42,7 @@ _BYTES_FOLLOW_FROM: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetRecipe:
-    """All that a data set's bytes follow from."""
+    """Everything that a data set's bytes follow from."""
 
     dataset: Dataset
     seed: int
@@ -71,29 +71,29 @@ def _plain(value: Any) -> Any:
 
 
 def claim_folder(storage: Storage, recipe: DatasetRecipe) -> bool:
-    """Mark the place as this data set's; whether it was already. Another one's is `UsageError`."""
-    held = read_manifest(storage)
-    if held is None:
+    """Claim the folder for this data set; whether it already was. `UsageError` if it is another one's."""
+    manifest = read_manifest(storage)
+    if manifest is None:
         write_manifest(storage, recipe, complete=False)
         return False
-    _refuse_other(storage, recipe, held)
+    _refuse_other(storage, recipe, manifest)
     return True
 
 
 def require_same(storage: Storage, recipe: DatasetRecipe) -> None:
     """`UsageError` unless a data set of this recipe is here, complete or not."""
-    held = read_manifest(storage)
-    if held is None:
+    manifest = read_manifest(storage)
+    if manifest is None:
         raise UsageError(
             "There is no generated data set here",
             where=f"{storage.uri}/{KEY}",
             fix="Check --data, or make one with `penstock training generate`.",
         )
-    _refuse_other(storage, recipe, held)
+    _refuse_other(storage, recipe, manifest)
 
 
-def _refuse_other(storage: Storage, recipe: DatasetRecipe, held: Mapping[str, Any]) -> None:
-    differing = _differences(recipe.document(), held["recipe"])
+def _refuse_other(storage: Storage, recipe: DatasetRecipe, manifest: Mapping[str, Any]) -> None:
+    differing = _differences(recipe.document(), manifest["recipe"])
     if differing:
         raise UsageError(
             f"There is another data set here: it differs in {', '.join(differing)}",
@@ -102,14 +102,14 @@ def _refuse_other(storage: Storage, recipe: DatasetRecipe, held: Mapping[str, An
         )
 
 
-def _differences(asked: Mapping[str, Any], held: Mapping[str, Any], prefix: str = "") -> list[str]:
+def _differences(requested: Mapping[str, Any], stored: Mapping[str, Any], prefix: str = "") -> list[str]:
     names: list[str] = []
-    for name in asked.keys() | held.keys():
-        one, other = asked.get(name), held.get(name)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            names += _differences(one, other, f"{prefix}{name}.")
-        elif one != other:
-            names.append(f"{prefix}{name} ({other} there, {one} asked for)")
+    for name in requested.keys() | stored.keys():
+        wanted, found = requested.get(name), stored.get(name)
+        if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+            names += _differences(wanted, found, f"{prefix}{name}.")
+        elif wanted != found:
+            names.append(f"{prefix}{name} ({found} there, {wanted} asked for)")
     return sorted(names)
 
 

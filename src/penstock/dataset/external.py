@@ -31,7 +31,7 @@ _LOOK_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalFiles:
-    """What was found: `evaluation` is None where none is asked for."""
+    """The listings; `evaluation` is None where no evaluation files are needed."""
 
     train: Listing
     evaluation: Listing | None
@@ -88,7 +88,7 @@ def _list_one(
     endings = dataset.format.endings
 
     def files(prefix: str) -> Iterator[ObjectInfo]:
-        with suppress(ObjectNotFound):  # a root that is not there has no files either
+        with suppress(ObjectNotFound):  # a root that does not exist has no files either
             for found in storage.list(prefix):
                 if found.key.lower().endswith(endings):
                     progress.advance(1)
@@ -102,18 +102,18 @@ def _list_one(
 
 
 def _require_enough(num_found: int, num_asked: int, where: str, *, key: str) -> None:
-    ways = "Check --data, or make the data set with `penstock training generate`"
+    advice = "Check --data, or make the data set with `penstock training generate`"
     if not num_found:
         raise ObjectNotFound(
             f"There are no files of this format here; dataset.{key} asks for {num_asked:,}",
             uri=where,
-            fix=f"{ways}.",
+            fix=f"{advice}.",
         )
     if num_found < num_asked:
         raise UsageError(
             f"{num_found:,} files were found where dataset.{key} asks for {num_asked:,}",
             where=where,
-            fix=f"{ways}; or set dataset.{key}={num_found}.",
+            fix=f"{advice}; or set dataset.{key}={num_found}.",
         )
 
 
@@ -131,14 +131,14 @@ def _require_same(comm: Comm, found: tuple[Listing, Listing | None], storage: St
         raise StorageError(
             f"Hosts see different files: {', '.join(others)} and {prints[0][0]}",
             uri=storage.uri,
-            fix="Mount the same storage everywhere, and let nothing write to it while a run begins.",
+            fix="Mount the same storage everywhere, and write nothing to it while a run starts.",
         )
 
 
 def list_in_parallel(
     files: Callable[[str], Iterator[ObjectInfo]], folders: Sequence[str], *, threads: int
 ) -> Iterator[ObjectInfo]:
-    """What `files` gives of each folder, in any order, `threads` folders at a time and in bounded memory."""
+    """The files of all folders, in any order, `threads` folders at a time and in bounded memory."""
     if len(folders) == 1:
         yield from files(folders[0])
         return
@@ -147,15 +147,16 @@ def list_in_parallel(
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-list") as pool:
         waiting = [pool.submit(_put_pages, files, folder, pages, stopped) for folder in folders]
         try:
-            while not (all(one.done() for one in waiting) and pages.empty()):
-                yield from _next_page(pages)
-                for one in waiting:
-                    if one.done():
-                        one.result()
+            while not (all(future.done() for future in waiting) and pages.empty()):
+                with suppress(Empty):
+                    yield from pages.get(timeout=_LOOK_S)
+                for future in waiting:
+                    if future.done():
+                        future.result()
         finally:
             stopped.set()
-            for one in waiting:
-                one.cancel()
+            for future in waiting:
+                future.cancel()
 
 
 def _put_pages(
@@ -167,14 +168,6 @@ def _put_pages(
     found = files(folder)
     page = list(islice(found, _PAGE))
     while page and not stopped.is_set():
-        with suppress(Full):  # then look whether anybody still wants it
+        with suppress(Full):  # then see whether the listing was stopped meanwhile
             pages.put(page, timeout=_LOOK_S)
             page = list(islice(found, _PAGE))
-
-
-def _next_page(pages: Queue[list[ObjectInfo]]) -> list[ObjectInfo]:
-    """What comes next, or nothing for now."""
-    try:
-        return pages.get(timeout=_LOOK_S)
-    except Empty:
-        return []

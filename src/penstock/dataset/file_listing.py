@@ -101,7 +101,7 @@ class Listing:
         return self._record(index)[1]
 
     def index(self, name: str) -> int | None:
-        """Which file has this key, in about log2(n) looks."""
+        """The file with this key, in about log2(n) steps; None if there is none."""
         wanted = encoded(name)
         low, high = 0, self._num_files
         while low < high:
@@ -114,7 +114,7 @@ class Listing:
 
     @property
     def fingerprint(self) -> str:
-        """The same for two listings exactly if their names and sizes are: what ranks compare."""
+        """Equal for two listings exactly if their names and sizes are; ranks compare it."""
         return self._bytes[-FINGERPRINT_BYTES:].hex()
 
     def verify(self) -> None:
@@ -127,7 +127,7 @@ class Listing:
             raise self._damaged("its records are not those of its fingerprint")
 
     def close(self) -> None:
-        """Let go of the file. Safe twice."""
+        """Unmap the file. Safe twice."""
         self._bytes.close()
 
     def __enter__(self) -> Self:

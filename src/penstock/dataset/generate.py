@@ -26,7 +26,7 @@ from penstock.workload.spec import Dataset
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """What was done, over all ranks. `written_bytes` are new, `kept_files` were there from an earlier try."""
+    """The result over all ranks. `written_bytes` are new; `kept_files` were there from an earlier attempt."""
 
     num_files: int
     written_files: int
@@ -36,7 +36,7 @@ class GenerationResult:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """What storage took, end to end."""
+        """The rate of writing, end to end."""
         return self.written_bytes / self.elapsed_s if self.elapsed_s else 0.0
 
 
@@ -50,7 +50,7 @@ def data_files(recipe: DatasetRecipe) -> DataFiles:
 
 
 def expected_bytes(dataset: Dataset) -> int:
-    """About how much a data set takes: its samples at their mean size, without what formats add."""
+    """The approximate size of a data set: its samples at their mean size, without what formats add."""
     num_files = dataset.num_files_train + dataset.num_files_eval
     return ceil(num_files * dataset.num_samples_per_file * dataset.record_length_bytes)
 
@@ -58,7 +58,7 @@ def expected_bytes(dataset: Dataset) -> int:
 def generate(
     recipe: DatasetRecipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress
 ) -> GenerationResult:
-    """Write all files that are not there yet; collective. Can be interrupted and called again."""
+    """Write all files that do not exist yet; collective. Can be interrupted and called again."""
     files = data_files(recipe)
     size_bytes = expected_bytes(recipe.dataset)
     is_resumed = comm.broadcast(
@@ -107,7 +107,7 @@ def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Writer:
-    """Writes one file after the other, on any thread."""
+    """Writes files, on any thread."""
 
     files: DataFiles
     recipe: DatasetRecipe
@@ -116,7 +116,7 @@ class _Writer:
     keeps: bool
 
     def write(self, plan: FilePlan) -> tuple[FilePlan, int | None]:
-        """The plan, and the bytes written for it; None if the file was there."""
+        """Write the file; its plan, and the bytes written, None if the file was there."""
         if self.keeps and self._is_whole(plan):
             return plan, None
         content = Content(self.recipe.seed, plan.index, self.recipe.reduction)

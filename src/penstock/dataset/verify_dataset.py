@@ -5,6 +5,7 @@ A file that is missing or truncated counts as wrong and does not end the verific
 
 import time
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from penstock.cluster.comm import Comm
@@ -24,7 +25,7 @@ MAX_REPORTED: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class WrongFile:
-    """One file that is not what it should be, and how."""
+    """A file that differs from its recipe, and how."""
 
     name: str
     what: str
@@ -32,7 +33,7 @@ class WrongFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationResult:
-    """What was seen, over all ranks; `wrong` holds the first `MAX_REPORTED` of `num_wrong` files."""
+    """The result over all ranks; `wrong` has the first `MAX_REPORTED` of `num_wrong` files."""
 
     num_files: int
     num_wrong: int
@@ -44,36 +45,36 @@ class VerificationResult:
 def verify(
     recipe: DatasetRecipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress
 ) -> VerificationResult:
-    """Hold every file against the recipe; collective, with the same result on every rank."""
+    """Compare every file with the recipe; collective, with the same result on every rank."""
     files = data_files(recipe)
     Content(recipe.seed, 0).prepare_verification()
     progress.begin("verifying files", -(-len(files) // comm.size))
     began_s = time.monotonic()
     read_before = storage.counters.snapshot().read_bytes
 
-    def look(plan: FilePlan) -> WrongFile | None:
+    def check(plan: FilePlan) -> WrongFile | None:
         content = Content(recipe.seed, plan.index, recipe.reduction)
         try:
-            found = verify_file(files.kind, plan, storage, content)
+            mismatch = verify_file(files.kind, plan, storage, content)
         except (ObjectNotFound, ShortTransfer) as error:
             return WrongFile(plan.name, str(error))
-        return None if found is None else WrongFile(found.name, f"byte {found.offset}: {found.what}")
+        if mismatch is None:
+            return None
+        return WrongFile(mismatch.name, f"byte {mismatch.offset}: {mismatch.what}")
 
     wrong: list[WrongFile] = []
     num_wrong = 0
-    for seen in for_each_file(files, look, rank=comm.rank, num_ranks=comm.size, threads=threads):
+    for wrong_file in for_each_file(files, check, rank=comm.rank, num_ranks=comm.size, threads=threads):
         progress.advance(1)
-        if seen is not None:
+        if wrong_file is not None:
             num_wrong += 1
-            wrong = [*wrong, seen][:MAX_REPORTED]
+            wrong = [*wrong, wrong_file][:MAX_REPORTED]
     read_bytes = storage.counters.snapshot().read_bytes - read_before
     reports = comm.gather(wrong, awaiting="all ranks to verify their files")
     return VerificationResult(
         num_files=len(files),
         num_wrong=comm.reduce(num_wrong, "sum", awaiting="the count of wrong files"),
-        wrong=tuple(
-            sorted((one for rank in reports for one in rank), key=lambda one: one.name)[:MAX_REPORTED]
-        ),
+        wrong=tuple(sorted(chain(*reports), key=lambda wrong_file: wrong_file.name)[:MAX_REPORTED]),
         read_bytes=comm.reduce(read_bytes, "sum", awaiting="the bytes that all ranks read"),
         elapsed_s=comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time"),
     )

@@ -124,7 +124,7 @@ class ProcessStart(Choice):
 
 
 class StorageKind(Choice):
-    """DLIO's names for where data lies; `local_fs` and `parallel_fs` are files."""
+    """DLIO's names for kinds of storage; `local_fs` and `parallel_fs` are files."""
 
     LOCAL_FS = "local_fs"
     DIRECT_FS = "direct_fs"

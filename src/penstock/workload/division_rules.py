@@ -62,7 +62,7 @@ PLACE_KEYS: Final = frozenset(
         "storage.storage_options.s3_force_path_style",
     }
 )
-"""What says where data lies and how it is found, which tools set by themselves: never counted as a change."""
+"""Keys that say where data is and how it is found, which tools set by themselves; never a change."""
 
 ODIRECT_WORKLOADS: Final = frozenset({"unet3d"})
 """Whose reader has a way past the page cache in the reference implementation."""

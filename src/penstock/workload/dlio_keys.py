@@ -73,7 +73,7 @@ UNSET_BY_MINUS_ONE: Final = frozenset(
         "model.parallelism.data",
     )
 )
-"""Where DLIO writes -1 for "not asked for"."""
+"""Keys for which DLIO writes -1 to leave them unset."""
 
 _S3DLIO = "this tunes the inside of another reader; penstock's own takes prefetch_window and max_outstanding"
 
@@ -99,10 +99,10 @@ EXPLAINED: Final = {
     _path("storage.storage_options.footer_batch_size"): _S3DLIO,
     _path("storage.storage_options.decode_output"): _S3DLIO,
     _path("storage.storage_options.stagger_workers"): _S3DLIO,
-    _path("storage.storage_options.simulate_io"): "a ceiling run with zero-cost storage is part of every run",
+    _path("storage.storage_options.simulate_io"): "every run measures its harness limit on zero-cost storage",
     _path(
         "storage.storage_options.sim_log_secs"
-    ): "a ceiling run with zero-cost storage is part of every run",
+    ): "every run measures its harness limit on zero-cost storage",
 }
 """Keys that are accepted, mean nothing here, and why; a whole section where its path is short."""
 
@@ -212,7 +212,7 @@ def canonical_path(given: KeyPath) -> KeyPath:
 def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[Remark], list[SettingProblem]]:
     """Take out of `stack` what means nothing here or asks for nothing; say so, and what is refused.
 
-    Also said: where DLIO would have done otherwise with a value that stays.
+    Remarks also say where DLIO treats a value that stays differently.
     """
     remarks: list[Remark] = []
     problems: list[SettingProblem] = []

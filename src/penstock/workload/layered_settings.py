@@ -38,7 +38,7 @@ class SettingProblem:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value, and where it was asked for."""
+    """A value, and where it was set."""
 
     value: Any
     source: str
@@ -89,7 +89,7 @@ class LayeredSettings:
         return root
 
     def source_of(self, path: KeyPath) -> str:
-        """Where the value at `path`, above it or below it was asked for."""
+        """Where the value at `path`, above it or below it was set."""
         for length in range(len(path), 0, -1):
             for known, setting in self.settings.items():
                 if known[:length] == path[:length]:

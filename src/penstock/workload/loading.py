@@ -256,19 +256,19 @@ def _finish(origin: _Origin, overrides: Sequence[Override]) -> LoadedWorkload:
     stack = LayeredSettings()
     remarks = list(origin.remarks)
     for tree in origin.layers:
-        values, said = read_layer(tree, origin.source)
+        values, layer_remarks = read_layer(tree, origin.source)
         stack.add_layer(values, source=origin.source, is_ours=origin.is_ours)
-        remarks += said
+        remarks += layer_remarks
     for override in overrides:
-        values, said = read_layer(override.tree(), override.source)
+        values, layer_remarks = read_layer(override.tree(), override.source)
         stack.add_layer(values, source=override.source)
-        remarks += said
-    said, problems = apply_dlio_rules(stack)
+        remarks += layer_remarks
+    rule_remarks, problems = apply_dlio_rules(stack)
     workload, refused = read_workload(stack.tree(), name=origin.name, accelerator=origin.accelerator)
     problems += refused if workload is None else _contradictions(workload)
     if problems or workload is None:
         raise _complaint(problems, stack, origin.source)
-    return LoadedWorkload(workload=workload, remarks=(*remarks, *said, *_mismatches(workload, stack)))
+    return LoadedWorkload(workload=workload, remarks=(*remarks, *rule_remarks, *_mismatches(workload, stack)))
 
 
 def _contradictions(workload: Workload) -> Iterator[SettingProblem]:

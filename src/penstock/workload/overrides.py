@@ -222,16 +222,16 @@ class _Scanner:
     def _quoted(self) -> str:
         quote = self._text[self._at]
         self._at += 1
-        said = []
+        characters = []
         while self._at < len(self._text) and self._text[self._at] != quote:
             if self._text[self._at] == "\\" and self._text[self._at + 1 : self._at + 2] in (quote, "\\"):
                 self._at += 1
-            said.append(self._text[self._at])
+            characters.append(self._text[self._at])
             self._at += 1
         if self._at >= len(self._text):
             raise self._error(f"no closing {quote}", "Close the quotes.")
         self._at += 1
-        return "".join(said)
+        return "".join(characters)
 
     def _next(self) -> str:
         """The next character that is not a space, or "" at the end."""

@@ -56,7 +56,7 @@ CARD_KEYS: Final = ("about", "ranks", "aliases", "files")
 
 
 class FileRule(BaseModel):
-    """Files of one kind: on every rank, or on every so manieth; `count` of them there, numbered by `{index}`.
+    """Files of one kind: on each `every`-th rank; `count` of them on each, numbered by `{index}`.
 
     `name` may hold `{epoch}`, `{step}`, `{rank}` and `{index}`; a file's bytes are the sum of its `parts`.
     """

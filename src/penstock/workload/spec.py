@@ -113,7 +113,7 @@ class Hdf5:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """What lies on storage. `record_dims`, where given, count instead of `record_length_bytes`.
+    """The files on storage. `record_dims`, where given, count instead of `record_length_bytes`.
 
     `num_subfolders_*` of 0 and 1 mean none. `record_length_bytes_resize` is the size of a sample after
     preprocessing, 0 for its size as read; `listing_validation_interval` of 0 validates nothing.
@@ -308,7 +308,7 @@ SECRET_NAMES: Final = frozenset(entry.name for entry in fields(StorageOptions) i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSection:
-    """Where data lies in DLIO's terms; a `--data` URI counts instead."""
+    """Where data is, in DLIO's terms; a `--data` URI replaces it."""
 
     storage_type: StorageKind = StorageKind.LOCAL_FS
     storage_root: str = "./"

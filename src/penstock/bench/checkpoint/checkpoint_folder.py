@@ -147,7 +147,7 @@ def prepare_folder(
 
 
 def _require_same_settings(found: CheckpointMarker, request: CheckpointRequest, *, uri: str) -> None:
-    """`UsageError` that names each difference, if these checkpoints are others than are asked for."""
+    """`UsageError` that names each difference between these checkpoints and the request."""
     shape, wanted = asdict(found.shape), asdict(request.shape)
     differences = [
         f"{name} {shape[name]}, not {wanted[name]}" for name in wanted if shape[name] != wanted[name]

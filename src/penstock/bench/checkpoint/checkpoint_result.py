@@ -224,7 +224,7 @@ class EarlierRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointResult:
-    """One run. `gap_s` lies between the last byte written, perhaps by another run, and the first read."""
+    """One run. `gap_s` is from the last byte written, perhaps by an earlier run, to the first read."""
 
     model: str
     ranks: int

@@ -207,7 +207,7 @@ class _Session:
     progress: RoundProgress
 
     def run(self, folder: Path) -> CheckpointResult:
-        """All rounds; their spans lie in the folder's spools afterwards."""
+        """Run all rounds; afterwards the folder's spools have their spans."""
         began_ns = time.monotonic_ns()
         spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
         with DeviceObserver(self.comm, folder, self.reopen()) as observer, StepRecorder(spool) as recorder:

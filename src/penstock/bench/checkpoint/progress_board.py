@@ -1,4 +1,4 @@
-"""Shows how far a round is, on every rank and in total, while it lasts.
+"""Shows the progress of a round, on every rank and in total, while it runs.
 
 Ranks meet only at the end of a round, so each writes its bytes to a small file of the run's folder, and
 rank 0 adds them up. A failure to report never fails the round.
@@ -29,7 +29,7 @@ SIGN_INTERVAL_S: Final = 10.0
 
 
 class ProgressBoard:
-    """One number a rank, in a file that all ranks see; a rank writes its own, rank 0 reads them all."""
+    """One number per rank, in a file that all ranks see; a rank writes its own, rank 0 reads all of them."""
 
     def __init__(self, path: Path, *, rank: int, num_ranks: int) -> None:
         self._path = path
@@ -37,7 +37,7 @@ class ProgressBoard:
         self._num_ranks = num_ranks
 
     def note(self, moved_bytes: int) -> None:
-        """Say how far this rank is."""
+        """Note how many bytes this rank has moved."""
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
@@ -48,18 +48,18 @@ class ProgressBoard:
             logger.debug("Progress could not be noted: %s", error)
 
     def read(self) -> list[int]:
-        """How far each rank said it is; 0 where it said nothing yet."""
+        """The bytes that each rank has noted; 0 for a rank that has noted nothing yet."""
         try:
             content = self._path.read_bytes()
         except OSError as error:
             logger.debug("Progress could not be read: %s", error)
             content = b""
         whole = content[: len(content) // _SLOT_BYTES * _SLOT_BYTES]
-        said = np.frombuffer(whole, dtype="<i8").tolist()[: self._num_ranks]
-        return [*said, *[0] * (self._num_ranks - len(said))]
+        moved = np.frombuffer(whole, dtype="<i8").tolist()[: self._num_ranks]
+        return [*moved, *[0] * (self._num_ranks - len(moved))]
 
     def remove(self) -> None:
-        """Leave nothing behind."""
+        """Delete the file."""
         self._path.unlink(missing_ok=True)
 
 
@@ -73,47 +73,47 @@ class ProgressOutputs:
 
 
 class RoundProgress:
-    """One rank's watch over its rounds. It is the `Progress` that the pipe advances, from any thread."""
+    """Follows the rounds of one rank. It is the `Progress` that the pipeline advances, from any thread."""
 
     def __init__(self, board: ProgressBoard, *, rank: int, outputs: ProgressOutputs) -> None:
         self._board = board
         self._is_first = rank == 0
-        self._onlookers = outputs
+        self._outputs = outputs
         self._lock = threading.Lock()
         self._moved_bytes = 0
         self._shown_bytes = 0
 
     def begin(self, phase: str, total: float) -> None:
-        """The pipe's own phases are parts of a round, which `track` has announced."""
+        """Ignored: the pipeline's phases are parts of a round, which `track` has announced."""
 
     def advance(self, amount: float) -> None:
-        """Count what the pipe has moved."""
+        """Count what the pipeline has moved."""
         with self._lock:
             self._moved_bytes += int(amount)
 
     @contextmanager
     def track(self, title: str, bytes_of_ranks: list[int]) -> Iterator[None]:
-        """Watch over one round; `bytes_of_ranks` is what each rank will move in it."""
+        """Follow one round, in which each rank moves its `bytes_of_ranks`."""
         self._moved_bytes = 0
         self._board.note(0)
         total_bytes = sum(bytes_of_ranks)
         if self._is_first:
-            self._onlookers.progress.begin(f"{title}, all ranks", total_bytes)
+            self._outputs.progress.begin(f"{title}, all ranks", total_bytes)
         self._shown_bytes = 0
         ended = threading.Event()
-        looker = threading.Thread(
-            target=self._look, args=(title, bytes_of_ranks, ended), name="penstock-watch", daemon=True
+        watcher = threading.Thread(
+            target=self._watch, args=(title, bytes_of_ranks, ended), name="penstock-watch", daemon=True
         )
-        looker.start()
+        watcher.start()
         try:
             yield
         finally:
             ended.set()
-            looker.join()
+            watcher.join()
         self._show(total_bytes)
 
-    def _look(self, title: str, bytes_of_ranks: list[int], ended: threading.Event) -> None:
-        began_s = told_s = signed_s = time.monotonic()
+    def _watch(self, title: str, bytes_of_ranks: list[int], ended: threading.Event) -> None:
+        began_s = printed_s = heartbeat_s = time.monotonic()
         while not ended.wait(LOOK_INTERVAL_S):
             self._board.note(self._moved_bytes)
             if not self._is_first:
@@ -121,21 +121,21 @@ class RoundProgress:
             moved = [min(pair) for pair in zip(self._board.read(), bytes_of_ranks, strict=True)]
             self._show(sum(moved))
             now_s = time.monotonic()
-            if now_s - signed_s >= SIGN_INTERVAL_S:
-                self._onlookers.heartbeat()
-                signed_s = now_s
-            if now_s - told_s >= TELL_INTERVAL_S:
-                self._onlookers.tell(f"{title}: {format_progress(moved, bytes_of_ranks, now_s - began_s)}")
-                told_s = now_s
+            if now_s - heartbeat_s >= SIGN_INTERVAL_S:
+                self._outputs.heartbeat()
+                heartbeat_s = now_s
+            if now_s - printed_s >= TELL_INTERVAL_S:
+                self._outputs.tell(f"{title}: {format_progress(moved, bytes_of_ranks, now_s - began_s)}")
+                printed_s = now_s
 
     def _show(self, moved_bytes: int) -> None:
         if self._is_first and moved_bytes > self._shown_bytes:
-            self._onlookers.progress.advance(moved_bytes - self._shown_bytes)
+            self._outputs.progress.advance(moved_bytes - self._shown_bytes)
             self._shown_bytes = moved_bytes
 
 
 def format_progress(moved: list[int], planned: list[int], elapsed_s: float) -> str:
-    """Progress in a sentence: the total, its rate, and the rank that is farthest behind."""
+    """Progress in a sentence: the total, its rate, and the rank that is furthest behind."""
     total_bytes = sum(moved)
     text = f"{format_bytes(total_bytes)} of {format_bytes(sum(planned))}"
     text += f", {format_rate(total_bytes / elapsed_s)}" if elapsed_s > 0 else ""

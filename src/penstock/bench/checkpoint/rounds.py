@@ -47,7 +47,7 @@ class CheckpointRound:
 
     @property
     def folder(self) -> str:
-        """Where its files lie, below the storage's root."""
+        """The folder of its files, below the storage's root."""
         return checkpoint_folder(self.epoch, self.step)
 
 

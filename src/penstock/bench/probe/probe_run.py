@@ -43,7 +43,7 @@ _SMALLEST_SIZE_BYTES: Final = 16 << 20
 class ProbeResult:
     """All measurements of one probe; each mode's storage options, and what the storages counted.
 
-    `size_bytes` is what was asked for; a measurement says what it moved, `notes` say why if that is less.
+    `size_bytes` is the requested size; a measurement says what it moved, `notes` say why if that is less.
     """
 
     uri: str

@@ -21,7 +21,7 @@ from penstock.workload.spec import Workload
 Items = NDArray[np.int64]
 
 _STEP_ITEMS: Final = 1 << 14
-"""Items looked at together, so that memory stays small whatever their number."""
+"""Items processed at once, so that memory stays small whatever their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Checkpoints during a training run: when they are due, and writing them through the engine's pipeline.
 
-A checkpoint lies outside of all timed blocks, so neither waits nor utilization count it.
+A checkpoint is outside of all timed blocks, so it counts neither as waiting nor in the utilization.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class TrainingFiles:
 
     @property
     def needs_listing(self) -> bool:
-        """Whether names are only presumed so far, and a listing is to find them."""
+        """Whether names are only assumed so far, and a listing must find the real ones."""
         has_files = self.dataset.format is not DataFormat.SYNTHETIC
         return has_files and self.recipe is None and self.num_found is None and not self.dataset.skip_listing
 

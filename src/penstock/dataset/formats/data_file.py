@@ -57,7 +57,7 @@ def write_file(
 def verify_file(
     kind: FileFormat, plan: FilePlan, storage: Storage, content: ContentSource
 ) -> Mismatch | None:
-    """Hold every byte of every part against the generator; None if the file is as it was written.
+    """Compare every byte of every part with the generator; None if the file is as it was written.
 
     Raises `ShortTransfer` for a part that is truncated or too long, `ObjectNotFound` for one that is missing.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class GatheredRanges:
-    """Pieces of a file that were read, in any order, to be asked for what is where."""
+    """Pieces of a file that were read, in any order; finds the bytes at an offset."""
 
     def __init__(self, pieces: Iterable[Extent]) -> None:
         self._pieces = sorted(pieces, key=lambda one: one.offset)
@@ -35,7 +35,7 @@ class GatheredRanges:
 
 
 class _SeekableFile(io.RawIOBase):
-    """Position and size; how bytes are found is up to its kinds."""
+    """Position and size; subclasses fetch the bytes."""
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class PiecesFile(_SeekableFile):
 
 
 class GrowingBuffer(io.RawIOBase):
-    """A file that only grows; `drain` empties it into a pen."""
+    """A file that only grows; `drain` empties it into a sink."""
 
     def __init__(self) -> None:
         super().__init__()

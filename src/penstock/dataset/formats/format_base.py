@@ -94,7 +94,7 @@ class BaseFormat(ABC):
 
 
 class ComputedLayout(BaseFormat):
-    """A format whose layout follows from the plan alone: there is nothing to find out in a stored file."""
+    """A format whose layout follows from the plan alone, without a look into the stored file."""
 
     def survey(self, _plan: FilePlan, _source: Source) -> FileSurvey:
         """Nothing, without a read."""

@@ -56,7 +56,7 @@ class RangeRead:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes of a stored file that are already here, and where they lie in it."""
+    """Bytes of a stored file that were read, and their offset in the file."""
 
     offset: int
     content: bytes | memoryview
@@ -64,7 +64,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSurvey:
-    """What only the stored file tells: size, `known` bytes of it, blocks' ranges, a library's own view."""
+    """What only the stored file tells: size, `known` bytes, the ranges of blocks, a library's own view."""
 
     size_bytes: int = 0
     known: tuple[Extent, ...] = ()
@@ -135,13 +135,13 @@ class FileFormat(Protocol):
         """Give the bytes of one part to `out`, front to back."""
 
     def survey(self, plan: FilePlan, source: Source) -> FileSurvey:
-        """Read of the stored file what `reads` and `decode` must know; once for each opened file."""
+        """Read what `reads` and `decode` must know of the stored file; once for each opened file."""
 
     def reads(self, plan: FilePlan, found: FileSurvey, samples: range) -> Iterator[RangeRead]:
         """The ranges to read for these samples, in order; the survey's own came before."""
 
     def decode(self, plan: FilePlan, found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
-        """These samples, first axis, from the pieces that `reads` asked for of part 0."""
+        """These samples, first axis, from the pieces of part 0 that `reads` named."""
 
     def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
         """What `decode` must give for these samples."""

@@ -25,7 +25,7 @@ class SyntheticFormat(ComputedLayout):
         return ()
 
     def emit(self, plan: fp.FilePlan, _part: int, _pen: fp.FormatSink) -> None:
-        """Refuse: there is nothing to write."""
+        """Refused: a synthetic file has no bytes."""
         raise UsageError(
             f"{plan.name} is synthetic: it has no bytes",
             where="dataset.format",
