@@ -133,8 +133,8 @@ def _view_section(title: str, runs: Sequence[CatalogedRun]) -> View:
 
 def _view_run(run: CatalogedRun, catalog: RunCatalog) -> View:
     """Two lines a run: its name and outcome, then its main figures."""
-    unknown = ", not in the history" if catalog.has_history and run.began is None else ""
-    yield bold(f"{_describe_run(run)}{unknown}")
+    is_unknown = catalog.has_history and run.began is None
+    yield bold(_describe_run(run, remark=" (not in the history)" if is_unknown else ""))
     if run.summary is not None:
         started = (run.summary.started or "unknown")[:16].replace("T", " ")
         ranks = format_number(run.summary.ranks, "d")
@@ -173,10 +173,10 @@ def _run_document(run: CatalogedRun) -> dict[str, Any]:
     }
 
 
-def _describe_run(run: CatalogedRun) -> str:
+def _describe_run(run: CatalogedRun, *, remark: str = "") -> str:
     """A run in one line: its id, unless its name ends with that, its name and its outcome."""
     name = run.folder if run.folder.endswith(run.id) else f"{run.id}  {run.folder}"
-    return f"{name}  {run.outcome}: {run.why}" if run.why else f"{name}  {run.outcome}"
+    return f"{name}  {run.outcome}{remark}" + (f": {run.why}" if run.why else "")
 
 
 @dataclass(frozen=True, kw_only=True)

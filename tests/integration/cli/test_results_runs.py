@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -155,7 +156,8 @@ def test_list_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["results", "ls", str(tmp_path)]) == 0
     told = capsys.readouterr()
     assert f"{name}  finished\n" in told.out
-    assert "run1  unknown: Its summary has no end., not in the history" in told.out
+    assert "run1  unknown (not in the history): Its summary has no end." in told.out
+    assert re.search(r", ranks \d+, \d{4}-\d\d-\d\d \d\d:\d\d, ", told.out)
     assert f"Started here, without a directory\n  {lost}  finished: Its folder is gone." in told.out
     assert "broken" not in told.out
     assert "broken" in told.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -97,6 +98,9 @@ def test_report_has_a_table_and_the_evidence(place: Path) -> None:
     ):
         assert said in result.stdout
     assert "[METRIC]" not in result.stdout
+    (percent,) = re.findall(r"by DLIO's formula, (.+) strictly", result.stdout)
+    (epoch,) = [line for line in result.stdout.splitlines() if line.split()[:1] == ["1"]]
+    assert percent in epoch
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
