@@ -26,11 +26,11 @@ GIB = 1 << 30
 
 REQUESTS = st.builds(
     DatasetSizingRequest,
-    record_bytes=st.fractions(min_value=Fraction(1, 100), max_value=10**10, max_denominator=100),
+    record_bytes=st.integers(1, 10**12).map(lambda hundredths: Fraction(hundredths, 100)),
     read_bytes_per_sample=st.just(Fraction(1)),
     num_samples_per_file=st.integers(1, 10**7),
     batch_size=st.integers(1, 10**5),
-    computation_s=st.fractions(min_value=0, max_value=10, max_denominator=10**6),
+    computation_s=st.integers(0, 10**7).map(lambda microseconds: Fraction(microseconds, 10**6)),
     num_accelerators=st.integers(1, 10**5),
     host_memory_bytes=st.lists(st.integers(1, 1 << 45), min_size=1, max_size=5).map(tuple),
 )

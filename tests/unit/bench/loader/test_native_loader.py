@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
@@ -43,6 +43,7 @@ def storage() -> MemoryStorage:
     return _stored(40)
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(
     st.lists(st.integers(0, 5), max_size=12),
     st.integers(1, 6),
