@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -196,3 +197,13 @@ def test_tables_of_another_format_or_none_at_all_are_refused(tmp_path: Path) -> 
     pq.write_table(pa.table({"rank": [0]}), tmp_path / event_files.STEPS_FILE)
     with pytest.raises(StorageError, match="format None, not 1"):
         event_files.read_events(tmp_path)
+
+
+def test_spool_is_closed_at_the_end_of_its_block(tmp_path: Path) -> None:
+    (rank,) = even_run(num_ranks=1)
+    with SpoolWriter(spool_path(tmp_path, 0), rank.clock) as spool:
+        spool.append_steps(rank.steps)
+    with pytest.raises(ValueError, match="closed"):
+        spool.append_spans(rank.spans)
+    spool.close()
+    assert_same([read_spool(spool_path(tmp_path, 0))], [replace(rank, spans=rank.spans[:0])])

@@ -107,3 +107,18 @@ def test_a_service_on_the_same_host_is_not_taken_for_memory() -> None:
     assert found.verdict is ReconciliationVerdict.NOT_CHECKED
     assert "loopback" in found.why
     assert reconcile("read", 9 * MIB, [traffic(lo=9 * MIB)]).verdict is ReconciliationVerdict.FAIL
+
+
+@pytest.mark.parametrize(
+    ("received", "loopback", "verdict"),
+    [
+        (900 * MIB, 1000 * MIB, ReconciliationVerdict.PASS),
+        (900 * MIB - 1, 900 * MIB, ReconciliationVerdict.NOT_CHECKED),
+        (900 * MIB - 1, 900 * MIB - 1, ReconciliationVerdict.FAIL),
+    ],
+)
+def test_loopback_counts_only_where_networks_moved_too_little(
+    received: int, loopback: int, verdict: ReconciliationVerdict
+) -> None:
+    host = traffic(watched="network", eth0=received, lo=loopback)
+    assert reconcile("read", 1000 * MIB, [host]).verdict is verdict

@@ -216,9 +216,10 @@ def test_a_killed_run_counts_as_interrupted() -> None:
     assert (seen.outcome, seen.why) == (RunOutcome.INTERRUPTED, "Its process is gone.")
 
 
-def test_a_run_elsewhere_counts_as_running_while_it_gives_signs_of_life() -> None:
+def test_run_on_another_host_counts_as_running_while_it_has_heartbeats() -> None:
     elsewhere = replace(identify_this_process(), boot_id="another")
     assert as_of_now(running(elsewhere), LONGEST_SILENCE_S - 1).outcome is RunOutcome.RUNNING
+    assert as_of_now(running(elsewhere), LONGEST_SILENCE_S).outcome is RunOutcome.INTERRUPTED
     seen = as_of_now(running(elsewhere), 3600.0)
     assert (seen.outcome, seen.why) == (
         RunOutcome.INTERRUPTED,

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -244,7 +245,7 @@ def test_publishing_a_run_without_an_entry_changes_nothing(tmp_path: Path) -> No
     [({}, "running"), ({"start_ticks": 1}, "interrupted"), ({"pid_namespace": 1}, "unknown")],
 )
 def test_run_without_an_end_is_judged_by_its_process(
-    change: dict[str, int], outcome: str, tmp_path: Path
+    change: dict[str, Any], outcome: str, tmp_path: Path
 ) -> None:
     process = replace(identify_this_process(), **change)
     HistoryFile(tmp_path).begin(

@@ -1,4 +1,4 @@
-"""Which runs are meant: by outcome, workload, age and number; a removal never takes one that goes on."""
+"""Runs selected by outcome, workload, age and number; a removal never takes an active one."""
 
 from __future__ import annotations
 
@@ -124,3 +124,18 @@ def test_a_run_is_named_by_id_folder_or_part() -> None:
         find_run("bert", runs, where="x")
     with pytest.raises(UsageError, match="No run is called ''"):
         find_run("", runs, where="x")
+
+
+@pytest.mark.parametrize(("age_days", "is_old"), [(7.0, False), (7.1, True), (6.9, False), (None, False)])
+def test_run_is_older_than_an_age_from_the_moment_after_it(age_days: float | None, *, is_old: bool) -> None:
+    criteria = parse_criteria(status="", workload="", older_than="7d", now=NOW)
+    assert criteria.is_selective
+    assert fits(a_run(age_days=age_days), criteria) is is_old
+
+
+def test_removal_spares_the_last_runs_and_running_ones() -> None:
+    runs = [a_run(3), a_run(2, outcome="running"), a_run(1)]
+    plan = plan_removal(runs, RunCriteria(), keep_last=1)
+    assert plan.removed == (runs[2],)
+    assert plan.spared == ((runs[0], "one of the last 1"), (runs[1], "still running"))
+    assert not RunCriteria().is_selective

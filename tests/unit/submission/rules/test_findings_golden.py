@@ -1,4 +1,4 @@
-"""Every finding of every rule tree, word for word: verdict, value, limit, proof and fix.
+"""Every finding of every rule tree, word for word: verdict, value, limit, proof, fix and evidence.
 
 With PENSTOCK_WRITE_GOLDEN=1 in the environment the files are written anew; read the difference.
 """
@@ -6,6 +6,7 @@ With PENSTOCK_WRITE_GOLDEN=1 in the environment the files are written anew; read
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from penstock.submission.finding import Finding
     from penstock.submission.rules.rule import Rule
 
+RUN_NAME = re.compile(r"\b(run\d+|\d{8}_\d{6})\b")
+"""Runs that share a finding are written down once."""
 GOLDEN = Path(__file__).parents[3] / "golden" / "submission"
 
 
@@ -60,6 +63,7 @@ def lines(store: TreeStore, family: str) -> Iterator[str]:
             yield from dict.fromkeys(
                 f"    {finding.verdict.value} [{finding.value}] [{finding.limit}] {finding.proof} | "
                 f"{finding.fix}".rstrip(" |")
+                + f" ({RUN_NAME.sub('RUN', finding.evidence)})"
                 for finding in shown
             )
 
