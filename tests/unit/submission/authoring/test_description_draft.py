@@ -157,3 +157,16 @@ def test_an_absent_host_leaves_the_facts_partial() -> None:
         absent=(absent,),
     )
     assert draft_description(facts, "fast")["system_under_test"]["clients"][0]["quantity"] == 1
+
+
+def test_diff_adds_collected_values_and_no_empty_keys() -> None:
+    written = {"kept": 1, "clients": [{"model": "old"}]}
+    collected = {"empty": None, "added": 2, "kept": None, "clients": [{"model": "new"}, {"cores": 4}]}
+    lines = diff_description(written, collected, name="fast.yaml")
+    assert lines[:2] == ("--- fast.yaml as written", "+++ fast.yaml as collected")
+    assert [line for line in lines[2:] if line[0] in "+-"] == [
+        "-- model: old",
+        "+- model: new",
+        "+- cores: 4",
+        "+added: 2",
+    ]
