@@ -15,13 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from penstock.checkpoint.commit.protocol import (
-    MANIFEST_NAME,
-    METADATA_NAME,
-    Catalog,
-    Committed,
-    FolderCatalog,
-)
+from penstock.checkpoint.commit import protocol
 from penstock.checkpoint.commit.record_commit import RecordCatalog
 from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
 from penstock.errors import StorageError, Unavailable, UsageError
@@ -40,7 +34,7 @@ class CheckpointRef:
     """A committed checkpoint and the storage that has it."""
 
     storage: Storage
-    committed: Committed
+    committed: protocol.Committed
     readable: tuple[str, ...] | None = None
     """The files that this rank can open, if not every rank can open all. Set on all ranks or on none."""
 
@@ -59,8 +53,8 @@ class CheckpointRef:
         A checkpoint without a manifest cannot be checked, and counts as incomplete.
         """
         try:
-            manifest = read_manifest(read_object(self.storage, self.key(MANIFEST_NAME)), self.uri)
-            metadata = read_object(self.storage, self.key(METADATA_NAME))
+            manifest = read_manifest(read_object(self.storage, self.key(protocol.MANIFEST_NAME)), self.uri)
+            metadata = read_object(self.storage, self.key(protocol.METADATA_NAME))
             sizes = {info.key: info.size_bytes for info in self.storage.list(self.committed.folder)}
         except (StorageError, Unavailable) as error:
             logger.info("%s is incomplete: %s", self.uri, error)
@@ -157,10 +151,10 @@ class StepCatalog:
         write_object(self.storage, POINTER_NAME, [f"{step_dirname(step)}\n".encode()])
 
 
-def open_catalog(storage: Storage) -> Catalog:
+def open_catalog(storage: Storage) -> protocol.Catalog:
     """The committed checkpoints of this storage."""
     tree = find_folder_tree(storage)
-    return FolderCatalog(storage, tree) if tree is not None else RecordCatalog(storage)
+    return protocol.FolderCatalog(storage, tree) if tree is not None else RecordCatalog(storage)
 
 
 def local_path(storage: Storage, key: str) -> Path:

@@ -18,15 +18,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.checkpoint.commit.protocol import (
-    LEASE_ENDING,
-    LEASE_S,
-    METADATA_NAME,
-    Committed,
-    Draft,
-    DraftStore,
-    Seal,
-)
+from penstock.checkpoint.commit import protocol
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import SupportsConditionalWrites
@@ -37,7 +29,7 @@ _SAVE: Final = re.compile(r"(?P<folder>(?P<name>[^/]+)/[0-9a-f]{16})(\.lease|/.+
 _VERSION: Final = 1
 
 
-class RecordDraftStore(DraftStore):
+class RecordDraftStore(protocol.DraftStore):
     """Drafts below keys of their own."""
 
     def __init__(self, storage: Storage, conditional: SupportsConditionalWrites, **choices: Any) -> None:
@@ -45,13 +37,13 @@ class RecordDraftStore(DraftStore):
         self._conditional = conditional
         self._catalog = RecordCatalog(storage)
 
-    def start(self, name: str, save_id: str) -> Draft:
+    def start(self, name: str, save_id: str) -> protocol.Draft:
         """Write the lease; objects need no folder."""
-        draft = Draft(name=name, folder=f"{name}/{save_id}", save_id=save_id)
+        draft = protocol.Draft(name=name, folder=f"{name}/{save_id}", save_id=save_id)
         self.renew(draft)
         return draft
 
-    def publish(self, draft: Draft, seal: Seal) -> Committed:
+    def publish(self, draft: protocol.Draft, seal: protocol.Seal) -> protocol.Committed:
         """Check the files, write manifest and metadata, then the record."""
         prefix = f"{draft.folder}/"
         objects = self._storage.list(draft.folder)
@@ -62,7 +54,7 @@ class RecordDraftStore(DraftStore):
         self._clear_up(draft, partial(self._remove_older, draft, older))
         return committed
 
-    def drop(self, draft: Draft) -> None:
+    def drop(self, draft: protocol.Draft) -> None:
         """Delete the draft's objects."""
         if draft.save_id not in self._published:
             _delete_all(self._storage, self._storage.list(draft.folder))
@@ -83,21 +75,21 @@ class RecordDraftStore(DraftStore):
             return False
         committed = self._catalog.find_if_any(folder.rpartition("/")[0])
         if committed is not None and committed.folder == folder:
-            objects = [info for info in objects if info.key == folder + LEASE_ENDING]
+            objects = [info for info in objects if info.key == folder + protocol.LEASE_ENDING]
         _delete_all(self._storage, objects)
         return bool(objects)
 
     def _is_dead(self, folder: str, objects: list[ObjectInfo]) -> bool:
         times = {info.key: info.modified_s for info in objects}
-        key = folder + LEASE_ENDING
+        key = folder + protocol.LEASE_ENDING
         if key not in times:
-            return self._clock() - max(times.values()) > LEASE_S
+            return self._clock() - max(times.values()) > protocol.LEASE_S
         try:
             return self._has_expired(key, times[key])
         except ObjectNotFound:
             return False
 
-    def _write_record(self, draft: Draft, older: Committed | None) -> Committed:
+    def _write_record(self, draft: protocol.Draft, older: protocol.Committed | None) -> protocol.Committed:
         record = _Record(save_id=draft.save_id, folder=draft.folder, record_version=_VERSION)
         try:
             info = self._conditional.write_if(
@@ -115,9 +107,9 @@ class RecordDraftStore(DraftStore):
                 uri=f"{self._storage.uri}/{draft.name}",
                 fix="Let one job at a time save to this folder, or give each job its own.",
             ) from error
-        return Committed(name=draft.name, folder=draft.folder, version=info.checksum or "")
+        return protocol.Committed(name=draft.name, folder=draft.folder, version=info.checksum or "")
 
-    def _remove_older(self, draft: Draft, older: Committed | None) -> None:
+    def _remove_older(self, draft: protocol.Draft, older: protocol.Committed | None) -> None:
         if older is not None and older.folder != draft.folder:
             _delete_all(self._storage, self._storage.list(older.folder))
 
@@ -130,20 +122,20 @@ class RecordCatalog:
 
     def names(self) -> list[str]:
         """All names with a record, or with metadata right below them."""
-        ends = (RECORD_NAME, METADATA_NAME)
+        ends = (RECORD_NAME, protocol.METADATA_NAME)
         keys = (info.key.rpartition("/") for info in self._storage.list())
         return sorted({name for name, _, last in keys if name and "/" not in name and last in ends})
 
-    def find(self, name: str) -> Committed:
+    def find(self, name: str) -> protocol.Committed:
         """The save that the record of this name means."""
         committed = self.find_if_any(name)
         if committed is not None:
             return committed
-        foreign = Committed(name=name, folder=name)
-        self._storage.stat(foreign.key(METADATA_NAME))
+        foreign = protocol.Committed(name=name, folder=name)
+        self._storage.stat(foreign.key(protocol.METADATA_NAME))
         return foreign
 
-    def find_if_any(self, name: str) -> Committed | None:
+    def find_if_any(self, name: str) -> protocol.Committed | None:
         """The save that the record of this name means; None if there is no record."""
         key = f"{name}/{RECORD_NAME}"
         try:
@@ -152,12 +144,12 @@ class RecordCatalog:
         except ObjectNotFound:
             return None
         record = _parse_record(text, f"{self._storage.uri}/{key}")
-        return Committed(name=name, folder=record.folder, version=version or "")
+        return protocol.Committed(name=name, folder=record.folder, version=version or "")
 
-    def remove(self, committed: Committed) -> None:
+    def remove(self, committed: protocol.Committed) -> None:
         """Delete the record, then the files."""
         if committed.folder == committed.name:
-            self._storage.delete(committed.key(METADATA_NAME))
+            self._storage.delete(committed.key(protocol.METADATA_NAME))
         else:
             self._storage.delete(f"{committed.name}/{RECORD_NAME}")
         _delete_all(self._storage, self._storage.list(committed.folder))

@@ -124,7 +124,10 @@ class SaveTransaction:
 
 
 class _LeaseRenewer:
-    """Renews a draft's lease on its own thread, until `stop` or the end of this process."""
+    """Renews a draft's lease on its own thread, until `stop` or the end of this process.
+
+    Four times in the life of a lease, so that a renewal may fail or be late before others sweep the draft.
+    """
 
     def __init__(self, drafts: DraftStore, draft: Draft, *, every_s: float = LEASE_S / 4) -> None:
         self._drafts = drafts

@@ -475,6 +475,7 @@ class CacheLevel:
 
         with ExitStack() as undo:
             if self.is_lead:
+                # Leads alone: the other ranks of a node have written files, but never commit.
                 undo.callback(self.node.rollback, draft)
             all_gather_results(self._comm, publish, awaiting=f"all nodes to commit {draft.name}")
             undo.pop_all()

@@ -22,13 +22,7 @@ from penstock.checkpoint.formats.checkpoint_source import (
 from penstock.checkpoint.formats.safetensors import INDEX_NAME
 from penstock.checkpoint.state.leaves import matches_pattern
 from penstock.checkpoint.state.regions import StoredObject, TensorFacts, element_type
-from penstock.checkpoint.tools.tensor_slabs import (
-    SinkAppender,
-    SlabReader,
-    WriteBuffers,
-    cut_into_slabs,
-    slab_bytes,
-)
+from penstock.checkpoint.tools import tensor_slabs
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError
 from penstock.progress import Progress, Silent
@@ -123,8 +117,8 @@ def write_safetensors(
 ) -> int:
     """Write each shard to its key; returns the bytes of all files."""
     require_writable(checkpoint, chosen)
-    buffers, total = WriteBuffers(), 0
-    with closing(SlabReader(checkpoint)) as reader:
+    buffers, total = tensor_slabs.WriteBuffers(), 0
+    with closing(tensor_slabs.SlabReader(checkpoint)) as reader:
         for key, shard in shards:
             tensors = [checkpoint.index.tensors[number] for number in shard.tensors]
             header = build_header(tensors)
@@ -132,7 +126,7 @@ def write_safetensors(
             sink = storage.create(key, size_bytes)
             with ExitStack() as undo:
                 undo.callback(sink.abort)
-                appender = SinkAppender(sink, buffers)
+                appender = tensor_slabs.SinkAppender(sink, buffers)
                 appender.write(header)
                 for number in shard.tensors:
                     append_tensor(checkpoint, reader, number, appender, progress)
@@ -160,13 +154,17 @@ def require_writable(checkpoint: CheckpointSource, chosen: PartSelection) -> Non
 
 
 def append_tensor(
-    checkpoint: CheckpointSource, reader: SlabReader, tensor: int, appender: SinkAppender, progress: Progress
+    checkpoint: CheckpointSource,
+    reader: tensor_slabs.SlabReader,
+    tensor: int,
+    appender: tensor_slabs.SinkAppender,
+    progress: Progress,
 ) -> None:
     """Append all elements of one tensor in row-major order."""
     facts = checkpoint.index.tensors[tensor]
     reader.require_whole(tensor)
-    for slab in cut_into_slabs(facts.shape, facts.item_bytes, appender.room_bytes):
-        buffer, num_bytes = appender.buffer(), slab_bytes(slab, facts)
+    for slab in tensor_slabs.cut_into_slabs(facts.shape, facts.item_bytes, appender.room_bytes):
+        buffer, num_bytes = appender.buffer(), tensor_slabs.slab_bytes(slab, facts)
         reader.read_slab(tensor, slab, buffer[:num_bytes])
         appender.append(buffer, num_bytes)
         progress.advance(num_bytes)

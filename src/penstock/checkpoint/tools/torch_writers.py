@@ -31,13 +31,7 @@ from penstock.checkpoint.state.regions import (
     contiguous_strides,
     element_type,
 )
-from penstock.checkpoint.tools.tensor_slabs import (
-    SinkAppender,
-    SlabReader,
-    WriteBuffers,
-    cut_into_slabs,
-    slab_bytes,
-)
+from penstock.checkpoint.tools import tensor_slabs
 from penstock.cluster.comm import SoloComm
 from penstock.storage import Storage
 
@@ -96,9 +90,9 @@ class _DcpWriter:
     def write(self, transaction: SaveTransaction) -> WrittenFile:
         """Write the data file: objects first, then regions."""
         sink = transaction.data_storage.create(transaction.key(_FILE))
-        with ExitStack() as undo, closing(SlabReader(self._checkpoint)) as reader:
+        with ExitStack() as undo, closing(tensor_slabs.SlabReader(self._checkpoint)) as reader:
             undo.callback(sink.abort)
-            appender = SinkAppender(sink, WriteBuffers())
+            appender = tensor_slabs.SinkAppender(sink, tensor_slabs.WriteBuffers())
             for part in self._objects:
                 self._write_whole(appender, self._object_item(part))
             for row in self._rows.tolist():
@@ -129,7 +123,7 @@ class _DcpWriter:
         plain = dcp_item.undo_transforms(item, packed, f"{checkpoint.uri}, {part.name}") if packed else item
         return dcp_item.apply_transforms(plain, self._descriptors)
 
-    def _write_whole(self, appender: SinkAppender, item: bytes) -> None:
+    def _write_whole(self, appender: tensor_slabs.SinkAppender, item: bytes) -> None:
         self._items.append((appender.position, len(item), appender.position, checksum_of(item)))
         appender.write(item)
 
@@ -137,14 +131,16 @@ class _DcpWriter:
         contents = self._checkpoint.index
         return contents.tensors[int(contents.stored.regions.tensor[row])].dtype
 
-    def _plain_item(self, reader: SlabReader, row: int) -> bytes:
+    def _plain_item(self, reader: tensor_slabs.SlabReader, row: int) -> bytes:
         around = dcp_item.envelope(self._dtype(row), self._checkpoint.shape(row))
         payload = bytearray(around.payload_bytes)
         reader.read_payload(row, 0, memoryview(payload))
         self._progress.advance(len(payload))
         return b"".join((around.prefix, payload, around.suffix))
 
-    def _write_row(self, appender: SinkAppender, reader: SlabReader, row: int) -> None:
+    def _write_row(
+        self, appender: tensor_slabs.SinkAppender, reader: tensor_slabs.SlabReader, row: int
+    ) -> None:
         around = dcp_item.envelope(self._dtype(row), self._checkpoint.shape(row))
         start = dcp_item.item_start(appender.position, len(around.prefix))
         appender.write(bytes(start - appender.position))
@@ -295,9 +291,9 @@ def write_torch(
     pickler = _Pickler(pickled, len(chosen.tensors))
     pickler.dump(_nested_state(checkpoint, chosen, trust=trust))
     sink = storage.create(key)
-    with ExitStack() as undo, closing(SlabReader(checkpoint)) as reader:
+    with ExitStack() as undo, closing(tensor_slabs.SlabReader(checkpoint)) as reader:
         undo.callback(sink.abort)
-        archive = _ArchiveWriter(SinkAppender(sink, WriteBuffers()))
+        archive = _ArchiveWriter(tensor_slabs.SinkAppender(sink, tensor_slabs.WriteBuffers()))
         archive.add("data.pkl", pickled.getvalue())
         for name, content in (
             (".format_version", b"1"),
@@ -347,7 +343,7 @@ def _restore_lists(tree: Any) -> Any:
 class _ArchiveWriter:
     """The archive as it grows."""
 
-    def __init__(self, appender: SinkAppender) -> None:
+    def __init__(self, appender: tensor_slabs.SinkAppender) -> None:
         self.appender = appender
         self._records: list[dcp_item.Record] = []
 
@@ -366,14 +362,19 @@ class _ArchiveWriter:
         self._records.append(record)
 
     def add_tensor(
-        self, name: str, checkpoint: CheckpointSource, reader: SlabReader, tensor: int, progress: Progress
+        self,
+        name: str,
+        checkpoint: CheckpointSource,
+        reader: tensor_slabs.SlabReader,
+        tensor: int,
+        progress: Progress,
     ) -> None:
         """A tensor's elements, slab by slab."""
         facts, offset, crc32 = checkpoint.index.tensors[tensor], self.appender.position, 0
         reader.require_whole(tensor)
         self.appender.write(dcp_item.begin_record(f"archive/{name}", offset, align=_ALIGNMENT))
-        for slab in cut_into_slabs(facts.shape, facts.item_bytes, self.appender.room_bytes):
-            buffer, num_bytes = self.appender.buffer(), slab_bytes(slab, facts)
+        for slab in tensor_slabs.cut_into_slabs(facts.shape, facts.item_bytes, self.appender.room_bytes):
+            buffer, num_bytes = self.appender.buffer(), tensor_slabs.slab_bytes(slab, facts)
             reader.read_slab(tensor, slab, buffer[:num_bytes])
             crc32 = isal_zlib.crc32(buffer[:num_bytes], crc32)
             self.appender.append(buffer, num_bytes)

@@ -23,15 +23,8 @@ import psutil
 
 import penstock
 from penstock.checkpoint.commit.protocol import LEASE_S
+from penstock.checkpoint.levels.flush import flush_folder
 from penstock.checkpoint.levels.flush.file_copy import BURST_S, RateLimiter
-from penstock.checkpoint.levels.flush.flush_folder import (
-    DaemonLock,
-    DaemonProgress,
-    FlushFolder,
-    FlushOrder,
-    Journal,
-    JournalEntry,
-)
 from penstock.checkpoint.levels.flush.flush_task import FlushTask, retry_delay
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, StorageError, Unavailable, UsageError
 from penstock.storage import Storage
@@ -81,7 +74,7 @@ logger = logging.getLogger(__name__)
 
 def main(cache: str) -> None:
     """Run the daemon of this cache, unless it has one."""
-    folder = FlushFolder(Path(cache))
+    folder = flush_folder.FlushFolder(Path(cache))
     _log_to(folder)
     for _ in range(LOCK_ATTEMPTS):
         try:
@@ -100,7 +93,7 @@ def main(cache: str) -> None:
 class CopyThrottle:
     """Limits and counts the bytes that are copied: none during a save if it pauses, else up to the rate."""
 
-    def __init__(self, folder: FlushFolder) -> None:
+    def __init__(self, folder: flush_folder.FlushFolder) -> None:
         self._folder = folder
         self._pace = RateLimiter(None)
         self._pauses = False
@@ -110,7 +103,7 @@ class CopyThrottle:
         self.moved_bytes = 0
         self.is_paused = False
 
-    def begin(self, order: FlushOrder) -> None:
+    def begin(self, order: flush_folder.FlushOrder) -> None:
         """Count what passes from now on for this order."""
         if self._pace.bytes_per_s != order.bytes_per_s:
             self._pace = RateLimiter(order.bytes_per_s, burst_s=BURST_S)
@@ -134,8 +127,8 @@ class Daemon:
 
     def __init__(
         self,
-        folder: FlushFolder,
-        lock: DaemonLock,
+        folder: flush_folder.FlushFolder,
+        lock: flush_folder.DaemonLock,
         *,
         open_storage: Callable[[str], Storage] = open_here,
         clock: Callable[[], float] = time.time,
@@ -148,13 +141,13 @@ class Daemon:
         self._patience_s = patience_s
         self._open_storage = open_storage
         self._clock = clock
-        self._journal = Journal(folder.journal)
+        self._journal = flush_folder.Journal(folder.journal)
         self._meter = CopyThrottle(folder)
         self._tasks: dict[tuple[int, str], FlushTask] = {}
         self._busy_at_s = clock()
         self._succeeded_at_s = clock()
         self._unreadable: set[int] = set()
-        self._last_reported: DaemonProgress | None = None
+        self._last_reported: flush_folder.DaemonProgress | None = None
 
     def run(self) -> None:
         """Run until nothing is left to do and no trainer is alive, or the cache is gone."""
@@ -210,7 +203,7 @@ class Daemon:
         self._succeeded_at_s = self._clock()
         return True
 
-    def _has_newer_to_copy(self, order: FlushOrder) -> bool:
+    def _has_newer_to_copy(self, order: flush_folder.FlushOrder) -> bool:
         """Whether a newer step has arrived that could be copied now."""
         tasks = {task.order.step: task for task in list(self._tasks.values())}
         now_s = self._clock()
@@ -229,7 +222,7 @@ class Daemon:
         # Only what is new is journaled: a durable level that is down for a day must not fill the disk.
         last = state.failure
         if last is None or last.reason != str(error) or last.is_lasting != is_lasting:
-            entry = JournalEntry(
+            entry = flush_folder.JournalEntry(
                 at_s=now_s,
                 what="failed",
                 step=task.order.step,
@@ -242,7 +235,7 @@ class Daemon:
             except OSError as journal_error:
                 logger.warning("The journal cannot be written: %s", journal_error)
 
-    def _find_task(self, order: FlushOrder) -> FlushTask:
+    def _find_task(self, order: flush_folder.FlushOrder) -> FlushTask:
         key = order.step, order.save_id
         if key not in self._tasks:
             # The task of an older save of this step is dropped: its order was replaced.
@@ -280,7 +273,7 @@ class Daemon:
 
     def _report_progress(self, rate_meter: RateMeter) -> None:
         meter = self._meter
-        progress = DaemonProgress(
+        progress = flush_folder.DaemonProgress(
             at_s=self._clock(),
             step=meter.step,
             copied_bytes=meter.copied_bytes,
@@ -320,7 +313,7 @@ def _is_lasting(error: Exception) -> bool:
     return isinstance(error, PenstockError) and not isinstance(error, StorageError)
 
 
-def _log_to(folder: FlushFolder) -> None:
+def _log_to(folder: flush_folder.FlushFolder) -> None:
     """Log to the flush folder."""
     folder.path.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(folder.log, maxBytes=LOG_BYTES, backupCount=1, delay=True)
@@ -343,7 +336,7 @@ hold would stay locked in the daemon. The parent exits at once, so that init ado
 child of the trainer, whose launcher may wait for, or kill, all of its children."""
 
 
-def start_daemon(folder: FlushFolder) -> None:
+def start_daemon(folder: flush_folder.FlushFolder) -> None:
     """Start a daemon for this cache; it takes a moment until it holds the lock.
 
     In a session of its own and without a parent, so that no signal to the job or its terminal reaches it.

@@ -19,15 +19,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from penstock.checkpoint.commit.catalog import step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME
+from penstock.checkpoint.levels.flush import flush_folder
 from penstock.checkpoint.levels.flush.daemon import free_cores, start_daemon
-from penstock.checkpoint.levels.flush.flush_folder import (
-    FlushFolder,
-    FlushOrder,
-    JournalReader,
-    OrderedFile,
-    SaveState,
-    read_order,
-)
 from penstock.checkpoint.levels.flush.flush_task import retry_delay
 from penstock.checkpoint.levels.flush.flusher import FlushPhase, FlushState
 from penstock.checkpoint.manager.step_store import DurableStore
@@ -70,7 +63,13 @@ def find_orphans(nodes: Sequence[NodeOrders], num_nodes: Mapping[Save, int]) -> 
 class OrderRepair:
     """Completes or removes orders that a kill left on some nodes only. The lead rank of each node acts."""
 
-    def __init__(self, cache: CacheLevel, folder: FlushFolder, journal: JournalReader, comm: Comm) -> None:
+    def __init__(
+        self,
+        cache: CacheLevel,
+        folder: flush_folder.FlushFolder,
+        journal: flush_folder.JournalReader,
+        comm: Comm,
+    ) -> None:
         self._cache = cache
         self._folder = folder
         self._journal = journal
@@ -101,13 +100,17 @@ class OrderRepair:
                 logger.warning("Step %d cannot be flushed: nodes %s have lost it", save[0], sorted(lost))
                 self._folder.orders.remove(own_orders[save])
 
-    def _list_orders(self) -> dict[Save, FlushOrder]:
+    def _list_orders(self) -> dict[Save, flush_folder.FlushOrder]:
         if not self._cache.is_lead:
             return {}
         orders = self._folder.orders.all().values()
-        return {(order.step, order.save_id): order for order in orders if isinstance(order, FlushOrder)}
+        return {
+            (order.step, order.save_id): order
+            for order in orders
+            if isinstance(order, flush_folder.FlushOrder)
+        }
 
-    def _summarize(self, orders: Mapping[Save, FlushOrder]) -> NodeOrders:
+    def _summarize(self, orders: Mapping[Save, flush_folder.FlushOrder]) -> NodeOrders:
         states = self._journal.states() if self._cache.is_lead else {}
         over = frozenset(save for save, state in states.items() if state.outcome)
         return NodeOrders(
@@ -118,7 +121,7 @@ class OrderRepair:
         """Adopt an order as the node whose files this cache has; returns its index."""
         if not self._cache.is_lead:
             return None
-        order = read_order(text.encode(), "another node")
+        order = flush_folder.read_order(text.encode(), "another node")
         try:
             share = self._cache.node.find(order.name)
             manifest = read_object(share.storage, share.key(MANIFEST_NAME))
@@ -165,9 +168,9 @@ class DaemonFlusher:
         self._settings = settings
         self._clock = clock
         self._sleep = sleep
-        self._folder = FlushFolder(Path(parse_uri(cache.storage.uri).root))
+        self._folder = flush_folder.FlushFolder(Path(parse_uri(cache.storage.uri).root))
         self._watchdog = DaemonWatchdog(self._folder, clock=clock)
-        self._journal = JournalReader(self._folder.journal)
+        self._journal = flush_folder.JournalReader(self._folder.journal)
         self._order_repair: OrderRepair | None = OrderRepair(cache, self._folder, self._journal, members.comm)
         self._own_steps: set[int] = set()
         self._reported: set[tuple[int, str, str]] = set()
@@ -281,14 +284,14 @@ class DaemonFlusher:
         shares = {share.rank: share.files for share in cached.shares}
         settings = self._settings
         self._folder.orders.put(
-            FlushOrder(
+            flush_folder.FlushOrder(
                 step=step,
                 save_id=cached.save_id,
                 durable=self._durable_uri,
                 node=self._node,
                 nodes=[
                     [
-                        OrderedFile(name=file.name, size_bytes=file.size_bytes)
+                        flush_folder.OrderedFile(name=file.name, size_bytes=file.size_bytes)
                         for rank in ranks
                         for file in shares[rank]
                     ]
@@ -313,7 +316,9 @@ class DaemonFlusher:
 class DaemonWatchdog:
     """Makes sure that a cache has a daemon, without endless attempts where none can run."""
 
-    def __init__(self, folder: FlushFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: flush_folder.FlushFolder, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._folder = folder
         self._clock = clock
         self._num_starts = 0
@@ -341,7 +346,9 @@ class DaemonWatchdog:
         start_daemon(self._folder)
 
 
-def read_flush_states(folder: FlushFolder, journal: JournalReader) -> dict[int, FlushState]:
+def read_flush_states(
+    folder: flush_folder.FlushFolder, journal: flush_folder.JournalReader
+) -> dict[int, FlushState]:
     """The flush state of each step of a cache, from its orders and its journal."""
     # Orders before the journal: an order is removed only after its outcome is in the journal.
     orders = folder.orders.all()
@@ -364,12 +371,14 @@ def read_flush_states(folder: FlushFolder, journal: JournalReader) -> dict[int, 
             states[step] = FlushState(phase="failing", reason=str(order))
             continue
         now_bytes = progress.copied_bytes if progress is not None and progress.step == step else 0
-        save_state = save_states.get((step, order.save_id), SaveState(step=step))
+        save_state = save_states.get((step, order.save_id), flush_folder.SaveState(step=step))
         states[step] = _describe_open_order(order, save_state, now_bytes)
     return dict(sorted(states.items()))
 
 
-def _describe_open_order(order: FlushOrder, save_state: SaveState, now_bytes: int) -> FlushState:
+def _describe_open_order(
+    order: flush_folder.FlushOrder, save_state: flush_folder.SaveState, now_bytes: int
+) -> FlushState:
     copied_bytes = min(max(save_state.copied_bytes, now_bytes), order.size_bytes)
     phase: FlushPhase = "copying" if copied_bytes else "given"
     reason = ""

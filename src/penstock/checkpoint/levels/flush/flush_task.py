@@ -19,15 +19,7 @@ from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Se
 from penstock.checkpoint.commit.shared_draft import SharedDraft
 from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
 from penstock.checkpoint.formats.manifest import ManifestFile, checksum_object, read_manifest
-from penstock.checkpoint.levels.flush import file_copy
-from penstock.checkpoint.levels.flush.flush_folder import (
-    EntryKind,
-    FlushOrder,
-    Journal,
-    JournalEntry,
-    OrderedFile,
-    SaveState,
-)
+from penstock.checkpoint.levels.flush import file_copy, flush_folder
 from penstock.checkpoint.manager.step_store import apply_retention
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable
 from penstock.storage import Storage
@@ -70,10 +62,10 @@ class FlushTask:
 
     def __init__(
         self,
-        order: FlushOrder,
+        order: flush_folder.FlushOrder,
         cache: Storage,
         open_durable: Callable[[str], Storage],
-        journal: Journal,
+        journal: flush_folder.Journal,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -92,10 +84,10 @@ class FlushTask:
         """Files copied by this process, which need no check unless the draft was removed."""
 
     @property
-    def state(self) -> SaveState:
+    def state(self) -> flush_folder.SaveState:
         """The state of this save in the journal."""
         key = self.order.step, self.order.save_id
-        return self._journal.states.get(key, SaveState(step=self.order.step))
+        return self._journal.states.get(key, flush_folder.SaveState(step=self.order.step))
 
     def advance(self, take: file_copy.WaitForTurn, yields: Callable[[], bool]) -> bool:
         """Do what can be done now; returns whether the order is over. `yields` is called before each file."""
@@ -136,7 +128,7 @@ class FlushTask:
             take=take,
         )
 
-        def copy_unless_newer(file: OrderedFile) -> dict[str, str | int]:
+        def copy_unless_newer(file: flush_folder.OrderedFile) -> dict[str, str | int]:
             return {} if yields() else copy_one(file)
 
         with ThreadPoolExecutor(self.order.threads, thread_name_prefix="penstock-flush") as threads:
@@ -150,9 +142,9 @@ class FlushTask:
 
     def _copy_one(
         self,
-        file: OrderedFile,
+        file: flush_folder.OrderedFile,
         *,
-        state: SaveState,
+        state: flush_folder.SaveState,
         source: Storage,
         target: Storage,
         take: file_copy.WaitForTurn,
@@ -219,15 +211,15 @@ class FlushTask:
             raise
         apply_retention(self._steps, self.order.step, self.order.keep)
 
-    def _end(self, what: EntryKind, reason: str = "") -> bool:
+    def _end(self, what: flush_folder.EntryKind, reason: str = "") -> bool:
         self._write(what, reason=reason)
         logger.info("%s is %s%s", self.order.name, what, f": {reason}" if reason else "")
         return True
 
-    def _write(self, what: EntryKind, **facts: str | int) -> None:
+    def _write(self, what: flush_folder.EntryKind, **facts: str | int) -> None:
         save = {"step": self.order.step, "save_id": self.order.save_id}
         self._journal.write(
-            JournalEntry.model_validate({"at_s": self._clock(), "what": what, **save, **facts})
+            flush_folder.JournalEntry.model_validate({"at_s": self._clock(), "what": what, **save, **facts})
         )
 
     @cached_property
@@ -266,7 +258,7 @@ class FlushTask:
         return {file.name: file for file in manifest.files}
 
 
-def _is_unchanged(storage: Storage, key: str, entry: JournalEntry) -> bool:
+def _is_unchanged(storage: Storage, key: str, entry: flush_folder.JournalEntry) -> bool:
     """Whether a file has the size and checksum of its journal entry."""
     try:
         if storage.stat(key).size_bytes != entry.size_bytes:

@@ -99,6 +99,8 @@ def encode(ring: Ring, layout: ParityLayout, own: ConcatenatedReader, kept: Conc
         block, wide = own_block[:length], layout.parities * length
         for chunk in range(layout.num_chunks):
             own.read_into(chunk * layout.chunk_bytes + start, block)
+            # Horner's rule: each member doubles the weighted sum that arrived before it adds its block, so
+            # the blocks get their weights without a multiplication.
             _add_own(sums[:wide], block, is_first=chunk == 0)
             ring.exchange(sums[:wide], others[:wide])
             sums, others = others, sums
