@@ -1,4 +1,4 @@
-"""States on a GPU, where there is one: staged through pinned memory beside the trainer, restored in place."""
+"""States on a GPU, if there is one: staged through pinned memory beside the trainer, restored in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole engine, killed at a call of storage, cut off from power, or refused: what restores is known."""
+"""The whole engine, killed at storage calls, cut off from power, or refused: restores load a known step."""
 
 from __future__ import annotations
 

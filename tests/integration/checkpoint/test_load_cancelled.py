@@ -1,4 +1,4 @@
-"""Loads on several ranks that end early: by Ctrl-C or a failing callback on one, on all of them, and soon."""
+"""Loads on several ranks that are ended by Ctrl-C or a failing callback on one: they end soon on all."""
 
 from __future__ import annotations
 

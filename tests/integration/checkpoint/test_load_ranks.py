@@ -1,4 +1,4 @@
-"""Loading on several ranks: other meshes than at save, bytes read once, failures that reach everybody."""
+"""Loading on several ranks: other meshes than at save, bytes read once, failures raised on all ranks."""
 
 from __future__ import annotations
 

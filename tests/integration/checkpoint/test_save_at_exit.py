@@ -1,4 +1,4 @@
-"""A program that ends while a save is on its way: the save is finished first."""
+"""A program that ends while a save is in flight finishes the save first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a background save takes beside the state: its staging memory and little else, whatever its size."""
+"""The memory of a background save: its staging memory and little else, whatever the state's size."""
 
 from __future__ import annotations
 

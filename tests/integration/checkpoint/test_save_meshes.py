@@ -1,4 +1,4 @@
-"""States of random meshes, placements and dtypes: saved by ours, loaded by stock torch onto others."""
+"""States of random meshes, placements and dtypes: saved by the engine, loaded by stock torch onto others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manifest says on which mesh the state was."""
+"""A manifest has the device mesh of the state."""
 
 from __future__ import annotations
 

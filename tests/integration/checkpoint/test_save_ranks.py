@@ -1,4 +1,4 @@
-"""Saves of several ranks: replicas share the work, what differs is kept, a failure on one reaches all."""
+"""Saves of several ranks: replicas share the work, differing objects are kept, failures reach all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine saves, stock torch loads, bit for bit; and what it refuses leaves nothing behind."""
+"""Stock torch loads bit for bit what the engine saves, and refused saves leave nothing behind."""
 
 from __future__ import annotations
 

@@ -268,23 +268,13 @@ def _move(
     )
     incoming = placement.incoming_messages(plan.receives, tensors, targets)
     context.progress.begin("loading", sum(block.end - block.begin for block in blocks))
+    is_for_cuda = any(target.memory.device.type == "cuda" for target in targets)
     with ThreadPoolExecutor(settings.streams + 1, thread_name_prefix="penstock-load") as threads:
-        is_for_cuda = any(target.memory.device.type == "cuda" for target in targets)
         futures = list(block_reader.start(context.buffers, threads, pin_memory if is_for_cuda else None))
         if context.group.torch_group is not None and (messages or incoming):
             transport = GlooTransport(context.group.torch_group)
             futures.append(threads.submit(run_rounds, transport, outbox, incoming, timeout_s))
-
-        def stop() -> None:
-            block_reader.stop()
-            outbox.give_up()
-
-        cancel_token.on_cancel(stop)
-        for future in futures:
-            future.add_done_callback(lambda done: stop() if done.exception() is not None else None)
-        with ExitStack() as undo:
-            undo.callback(stop)
-            wait(futures)
+        _wait(futures, block_reader, outbox, cancel_token)
     files.close()
     for future in futures:
         future.result()
@@ -293,6 +283,26 @@ def _move(
         received_bytes=sum(message.size_bytes for message in incoming),
         num_verified=len(items),
     )
+
+
+def _wait(
+    futures: Sequence[Future[None]],
+    block_reader: reader.BlockReader,
+    outbox: Outbox,
+    cancel_token: CancelToken,
+) -> None:
+    """Wait for the threads, and stop all of them when one fails or the work is cancelled."""
+
+    def stop() -> None:
+        block_reader.stop()
+        outbox.give_up()
+
+    cancel_token.on_cancel(stop)
+    for future in futures:
+        future.add_done_callback(lambda done: stop() if done.exception() is not None else None)
+    with ExitStack() as undo:
+        undo.callback(stop)
+        wait(futures)
 
 
 def _payload_ranges(plan: LoadPlan, context: LoadContext) -> tuple[Ints, Ints]:

@@ -101,6 +101,7 @@ def plan_load(
         met.regions, stored.regions.take(met.right), item_bytes, options.min_gap_bytes
     )
     want, row = met.left[source], met.right[source]
+    # A region that is not contiguous in its item is read as the one range around it, small gaps included.
     hulls = _hulls(regions, stored.regions.take(row))
     units = group_equal_rows(np.concatenate([row[:, None], region_table(hulls)], axis=1))
     by_unit = np.argsort(units.number, kind="stable")
@@ -113,10 +114,12 @@ def plan_load(
         unit_regions, item_bytes, sets, len(wanted), min_cut_bytes=_min_cut_bytes(total, len(wanted), options)
     )
     round_bytes = _round_bytes(sets, options)
+    # No read is larger than a round, or the ranks that want it could not bound what they receive in it.
     part, parts = split_large(shares.regions, item_bytes, round_bytes)
     share_unit = shares.source[part]
     share_row = unit_row[share_unit]
     start = payload_starts(parts, stored.regions.take(share_row))
+    # Front to back through each file: neighbouring reads are joined, and rounds follow the order of reading.
     in_file = np.lexsort((start, stored.item_offset[share_row], stored.file[share_row]))
     share_rank, share_regions = shares.rank[part][in_file], parts.take(in_file)
     return SharedLoadPlan(

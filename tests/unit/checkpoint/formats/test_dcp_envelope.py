@@ -1,4 +1,4 @@
-"""Items made by hand are what `torch.save` could have written, to torch and to other readers of ZIP files."""
+"""Items that we write are valid archives for torch and for other readers of ZIP files."""
 
 from __future__ import annotations
 

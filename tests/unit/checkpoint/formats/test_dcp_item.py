@@ -1,4 +1,4 @@
-"""Tensors inside stock items are found where they are, or decoded; packed ones as torch packs them."""
+"""Tensors in stock items are located or decoded, and packed items are exchanged with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's metadata and ours are one: read either way, equal to the last field; and nothing in them is run."""
+"""torch's metadata and ours are equal however they are read, and reading runs no code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest survives its file, notices every flipped bit, and agrees with the metadata or says so."""
+"""The manifest round-trips, detects every flipped bit, and must agree with the metadata."""
 
 from __future__ import annotations
 

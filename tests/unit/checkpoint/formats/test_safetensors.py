@@ -1,4 +1,4 @@
-"""safetensors files are read as their own library reads them, and refused where the format forbids them."""
+"""safetensors files are read as their own library reads them, and invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Archives of torch.save are seen through: each tensor's range, each value, and nothing of them is run."""
+"""Archives of torch.save: each tensor's range and each value are read, and no code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as threads that work side by side: all end when one fails, and none before its work is over."""
+"""Ranks as threads that work in parallel: all end when one fails, and none before its own work has ended."""
 
 from __future__ import annotations
 

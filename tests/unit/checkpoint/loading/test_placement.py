@@ -1,4 +1,4 @@
-"""What was read comes to where it belongs: on a device part by part, without a copy of it in main memory."""
+"""Placing what was read on a device part by part, without a copy in host memory."""
 
 from __future__ import annotations
 

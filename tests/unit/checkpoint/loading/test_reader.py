@@ -1,4 +1,4 @@
-"""Reading threads: sums in order whoever reads, bytes handed on once, and no thread left waiting."""
+"""Reading threads: checksums are in order, bytes are passed on once, and no thread is left waiting."""
 
 from __future__ import annotations
 

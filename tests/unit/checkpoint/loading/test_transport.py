@@ -1,4 +1,4 @@
-"""Rounds of messages between ranks that are threads: everything arrives, and a failure holds nobody up."""
+"""Rounds of messages between ranks that are threads: everything arrives, and a failure blocks no rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of imagined jobs for tests of planners: tensors cut into grids, boxes dealt to sets of ranks."""
+"""Random states of jobs for tests of planners: tensors cut into grids, regions assigned to sets of ranks."""
 
 from __future__ import annotations
 

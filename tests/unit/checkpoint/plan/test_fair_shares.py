@@ -1,4 +1,4 @@
-"""What is shared is dealt so that the fullest rank ends as low as can be, and cut at the nearest row."""
+"""Shared bytes are divided so that the highest load is as low as possible, and cut at the nearest row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load plans: every wanted element arrives once, shared bytes are read once, loads are level."""
+"""Load plans: every wanted element arrives once, shared bytes are read once, loads are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save plans: every byte once, by somebody who holds it, with equal loads."""
+"""Save plans: every byte is written once, by a rank that holds it, with equal loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers go one way round, and nobody can starve another for good."""
+"""Buffers change owners in one order, and no stream can starve another."""
 
 from __future__ import annotations
 

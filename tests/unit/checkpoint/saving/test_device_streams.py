@@ -1,4 +1,4 @@
-"""Links to devices, played by small stand-ins: order of streams and events, late copies, pinned memory."""
+"""Device streams with simulated devices: order of streams and events, late copies, pinned memory."""
 
 from __future__ import annotations
 

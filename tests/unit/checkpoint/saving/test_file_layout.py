@@ -1,4 +1,4 @@
-"""A file's image: items where the format wants them, bytes and sums exactly those of the image."""
+"""A file's layout: items where the format requires them, and exact bytes and checksums."""
 
 from __future__ import annotations
 

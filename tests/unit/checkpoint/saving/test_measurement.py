@@ -1,4 +1,4 @@
-"""Figures from stamps: busy times are unions, durations end with durability, ledgers add up or raise."""
+"""Figures from timestamps: busy times are unions, durations end with durability, ledgers add up or raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipe against storages that are late, slow, forgetful or broken: all bytes are right, or it fails."""
+"""Pipelines on storages that are late, slow, lossy or broken: all bytes are right, or the phase fails."""
 
 from __future__ import annotations
 

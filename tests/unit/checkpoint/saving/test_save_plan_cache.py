@@ -1,4 +1,4 @@
-"""How ranks come to one plan, and when they may use it again."""
+"""How ranks agree on one plan, and when they can use it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's share under way: the values at the time of staging are written, memory is given back once."""
+"""One rank's share in flight: values are those at staging time, and memory is returned once."""
 
 from __future__ import annotations
 

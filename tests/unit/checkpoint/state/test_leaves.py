@@ -1,4 +1,4 @@
-"""Nested states as flat lists of leaves, and back to where they were found."""
+"""Nested states as flat lists of leaves, and back into their places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipe on real files, through the page cache and past it: short, full and failing disks."""
+"""Pipelines on real files, buffered and with direct I/O: short transfers, full and failing disks."""
 
 from __future__ import annotations
 
