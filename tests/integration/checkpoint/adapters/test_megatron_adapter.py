@@ -56,4 +56,4 @@ def test_a_save_that_fails_in_the_background_fails_on_all_ranks_and_leaves_the_t
 
 
 def test_a_truncated_tracker_is_damage(ranks: Any) -> None:
-    assert "newest whole iter_* folder" in ranks[0]["empty_tracker"]
+    assert "newest complete iter_* folder" in ranks[0]["empty_tracker"]
