@@ -148,3 +148,22 @@ def test_location_is_set_under_the_workloads_keys(uri: str, changes: dict[str, o
 def test_checkpoints_have_a_place_of_their_own() -> None:
     located = locate_checkpoints(workload(), "direct:///saves")
     assert located.data_path == located.workload.checkpoint.checkpoint_folder == "/saves"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "source"),
+    [
+        ((), "none", "n/a"),
+        (("storage.storage_type=s3", "storage.storage_root=b"), "obstore", "package-metadata"),
+    ],
+)
+def test_provenance_names_the_library_of_object_storage(
+    settings: tuple[str, ...], name: str, source: str
+) -> None:
+    program = Program(folder=Path("/program"), version="1.0")
+    document = build_provenance(
+        workload(*settings), Benchmark.TRAINING, program=program, digest="0" * 32, now=BEGAN
+    )
+    assert document["storage_library"]["name"] == name
+    assert ("version" in document["storage_library"]) is (name != "none")
+    assert document["provenance"]["storage_library"] == source

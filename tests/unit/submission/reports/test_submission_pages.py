@@ -6,7 +6,8 @@ import re
 
 from penstock.submission.check import CheckedResult
 from penstock.submission.finding import Finding, Verdict
-from penstock.submission.reports.submission_pages import verdicts_page
+from penstock.submission.reports.result_figures import ResultFigure, compute_spread
+from penstock.submission.reports.submission_pages import figure_row, verdicts_page
 
 EVIL = '</script><img src=x onerror="alert(1)">'
 
@@ -70,3 +71,11 @@ def test_findings_that_differ_in_evidence_alone_are_merged() -> None:
     assert page.count("5 &gt;= 5") == 1
     assert "r, 5 times" in page
     assert all(finding.evidence in page for finding in findings)
+
+
+def test_row_of_a_figure_has_its_interval_only_from_two_runs_on() -> None:
+    def row(**values: float) -> dict[str, str]:
+        return figure_row(ResultFigure(name="read", unit="s", values=values, spread=compute_spread(values)))
+
+    assert (row(a=2.0)["95% from"], row(a=2.0)["to"], row(a=2.0)["mean"]) == ("-", "-", "2")
+    assert (row(a=2.0, b=2.0)["95% from"], row(a=2.0, b=2.0)["to"]) == ("2", "2")
