@@ -26,7 +26,7 @@ from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.progress import Silent
 from penstock.storage import open_storage
-from penstock.workload.loading import load_model
+from penstock.workload.load_workload import load_model
 
 CLIENTS = ("minio", "s3dlio", "s3torchconnector")
 SCALE = Fraction(1, 1000)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness import Ratio, interleave
+from penstock.bench.checkpoint.read_pipeline import read_objects
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, write_objects
-from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.environment import process_environment
 from penstock.storage import open_storage

@@ -24,11 +24,11 @@ from PIL import Image
 from harness import Ratio, interleave
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file import buffer_pool, verify_file, write_file
+from penstock.dataset.formats.data_file_io import buffer_pool, verify_file, write_file
 from penstock.storage import ObjectInfo, Release
 from penstock.storage.aligned import aligned_buffer, copy_bytes
 from penstock.storage.in_memory import MemoryStorage
-from penstock.workload.choices import Compression, DataFormat
+from penstock.workload.enums import Compression, DataFormat
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn
 
 SIZE_BYTES = 64 << 20

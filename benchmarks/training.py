@@ -27,11 +27,11 @@ from typing import Any, cast
 import numpy as np
 
 from harness import Ratio, interleave
-from penstock.bench.cache_eviction import evict_data_set
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES
+from penstock.bench.page_cache_eviction import evict_data_set
 from penstock.bench.training.harness_limit import EventsInMemory, ZeroCostStorage, measure_harness_limit
 from penstock.bench.training.training_loop import TrainingLoop, make_phase_works
 from penstock.bench.training.training_run import PreparedTraining, prepare_training
@@ -43,8 +43,8 @@ from penstock.progress import Silent
 from penstock.results.step_events import StepPhase
 from penstock.storage import Storage, open_storage
 from penstock.storage.in_memory import MemoryStorage
-from penstock.workload.choices import DataFormat
-from penstock.workload.loading import load
+from penstock.workload.enums import DataFormat
+from penstock.workload.load_workload import load
 from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 

@@ -5,8 +5,6 @@ has a folder for each source, compiler and processor, so that concurrent ranks, 
 versions of this package never share a file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import logging

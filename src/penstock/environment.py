@@ -3,8 +3,6 @@
 `PENSTOCK_*` and `AWS_*` are the user's settings; the others say which launcher started this process.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -20,8 +20,6 @@
 All of them survive pickling with their fields, because they travel from rank to rank.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Self
 
 

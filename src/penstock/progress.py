@@ -3,8 +3,6 @@
 The work calls `begin` once for each phase and `advance` from any thread; the command line draws.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 

@@ -3,8 +3,6 @@
 GiB is 2**30 bytes and GB is 10**9 bytes. A bare `G` is refused, because it may mean either.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Final

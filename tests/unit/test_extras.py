@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import Unavailable
-from penstock.extras import EXTRAS, explained_imports, missing_library
+from penstock.optional_libraries import EXTRAS, explained_imports, missing_library
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

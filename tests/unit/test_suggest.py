@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.suggest import did_you_mean, nearest
+from penstock.did_you_mean import did_you_mean, nearest
 
 KNOWN = ("unet3d", "resnet50", "retinanet", "cosmoflow")
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 import numpy as np
 
 from penstock.bench.permutation import Permutation, Positions
-from penstock.workload.choices import Shuffle
+from penstock.workload.enums import Shuffle
 
 
 class Remainder(StrEnum):

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import UsageError
-from penstock.workload.choices import CheckpointMode, CheckpointWriters, Datatype
-from penstock.workload.loading import CheckpointModel
+from penstock.workload.enums import CheckpointMode, CheckpointWriters, Datatype
+from penstock.workload.load_workload import CheckpointModel
 from penstock.workload.spec import Model, Transformer
 
 

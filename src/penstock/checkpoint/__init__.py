@@ -12,20 +12,15 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.extras import explained_imports
+from penstock.optional_libraries import explained_imports
 
 if TYPE_CHECKING:
     from penstock.checkpoint.api import DryRun, dry_run, load, save
     from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Single, Xor
     from penstock.checkpoint.loading.loader import LoadReport
+    from penstock.checkpoint.manager.graceful_stop import StopConditions
     from penstock.checkpoint.manager.manager import Manager, SaveHandle, SaveReport
-    from penstock.checkpoint.manager.save_policy import (
-        Daly,
-        EverySeconds,
-        EverySteps,
-        Overhead,
-        StopConditions,
-    )
+    from penstock.checkpoint.manager.save_policy import Daly, EverySeconds, EverySteps, Overhead
     from penstock.checkpoint.torch_dcp.planners import LoadPlanner, SavePlanner
     from penstock.checkpoint.torch_dcp.reader import Reader
     from penstock.checkpoint.torch_dcp.writer import Writer
@@ -61,7 +56,8 @@ _MODULES: Final = MappingProxyType(
         "levels.options": ("DoubleParity", "Flush", "Partner", "Single", "Xor"),
         "loading.loader": ("LoadReport",),
         "manager.manager": ("Manager", "SaveHandle", "SaveReport"),
-        "manager.save_policy": ("Daly", "EverySeconds", "EverySteps", "Overhead", "StopConditions"),
+        "manager.save_policy": ("Daly", "EverySeconds", "EverySteps", "Overhead"),
+        "manager.graceful_stop": ("StopConditions",),
         "torch_dcp.planners": ("LoadPlanner", "SavePlanner"),
         "torch_dcp.reader": ("Reader",),
         "torch_dcp.writer": ("Writer",),

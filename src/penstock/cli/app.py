@@ -4,8 +4,6 @@ Exit codes: 0 ok; 1 the thing measured or checked failed; 2 wrong usage; 3 this 
 70 a defect of Penstock itself; 130 interrupted. Modules imported here import nothing heavy at their top.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback as traceback_module
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from penstock.cli.completion import completion_script, install_completion
 from penstock.cli.options import Group
 from penstock.cli.terminal import clear_progress
 from penstock.errors import PenstockError
-from penstock.extras import missing_library
+from penstock.optional_libraries import missing_library
 
 DEFECT = 70
 INTERRUPTED = 130

@@ -19,7 +19,7 @@ from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from penstock.bench.state_layout import StateLayout
-    from penstock.workload.loading import CheckpointModel
+    from penstock.workload.load_workload import CheckpointModel
 
 WRONG_BYTES = 1
 GIB = 2**30
@@ -180,7 +180,7 @@ def models(_: NoOptions, terminal: Terminal) -> None:
 
 
 def _describe_model(name: str) -> dict[str, Any]:
-    from penstock.workload.loading import load_model
+    from penstock.workload.load_workload import load_model
     from penstock.workload.shipped_catalog import cards
 
     model = load_model(name)

@@ -16,7 +16,7 @@ from penstock.errors import UsageError
 from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.manager.save_policy import StopRequest
+    from penstock.checkpoint.manager.graceful_stop import StopRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
 
       penstock checkpoint halt /pfs/run --cancel
     """
-    from penstock.checkpoint.manager import save_policy
+    from penstock.checkpoint.manager import graceful_stop
 
     run = options.run
     if sum((options.cancels, options.shows_status, bool(options.reason))) > 1:
@@ -52,15 +52,15 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
         )
     storage = open_here(run)
     if options.cancels:
-        was_requested = save_policy.cancel_stop_request(storage)
+        was_requested = graceful_stop.cancel_stop_request(storage)
         text = "withdrawn" if was_requested else "no stop was requested"
         terminal.result({"cancelled": was_requested}, [f"halt {run}: {text}"])
         return
     if options.shows_status:
-        request = save_policy.find_stop_request(storage)
+        request = graceful_stop.find_stop_request(storage)
     else:
         request = _make_request(options.reason)
-        save_policy.request_stop(storage, request)
+        graceful_stop.request_stop(storage, request)
     terminal.result(
         {"asked": request is not None, "order": request.model_dump() if request else None},
         [f"halt {run}: {_describe(request)}"],
@@ -68,7 +68,7 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
 
 
 def _make_request(reason: str) -> StopRequest:
-    from penstock.checkpoint.manager.save_policy import StopRequest
+    from penstock.checkpoint.manager.graceful_stop import StopRequest
 
     return StopRequest(asked_by=f"{getpass.getuser()}@{gethostname()}", asked_at_s=time.time(), reason=reason)
 

@@ -32,7 +32,7 @@ from penstock.storage.uri import has_option
 from penstock.submission.authoring.checkpoint_preflight import CheckpointPreflight, require_allowed
 from penstock.submission.authoring.data_location import locate_checkpoints
 from penstock.submission.tree_layout import Benchmark
-from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.mlperf_divisions import SubmissionDivision
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
@@ -218,7 +218,7 @@ def _run_submitted(
     terminal: Terminal,
 ) -> CheckpointResult:
     from penstock.submission.edition import load_edition
-    from penstock.workflows.submission.checkpoint_result import add_checkpoints
+    from penstock.workflows.submission.draft_checkpoint_result import add_checkpoints
     from penstock.workflows.submission.result_draft import RunObserver
 
     request = replace(request, model=replace(request.model, workload=submitted.located.workload))

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from penstock.bench.state_layout import StateLayout
 from penstock.cli.option_groups import load_model, plan_model_layout
 from penstock.cli.options import command_line, option, repeated, required
 from penstock.cli.parsers import FOLDER, RATE, SCALE, SETTING, TEXT, TIME, choice, several, whole
@@ -18,12 +19,11 @@ from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 from penstock.units import format_bytes, format_seconds
 from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest, default_scale
+from penstock.workload.load_workload import CheckpointModel
 
 if TYPE_CHECKING:
-    from penstock.bench.state_layout import StateLayout
     from penstock.workflows.levels_study.study import StudyResult
     from penstock.workflows.levels_study.study_records import RowRecord
-    from penstock.workload.loading import CheckpointModel
 
 DEFAULT_RANKS = 4
 

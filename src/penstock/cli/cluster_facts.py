@@ -1,14 +1,12 @@
 """`penstock cluster collect` and `check`: the facts of all hosts in one file, and how hosts differ."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from penstock.cli.option_groups import GATE, BackendOptions, parse_gates
 from penstock.cli.options import flag, group, option, optional_argument, repeated, verb
@@ -18,6 +16,7 @@ from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.cluster.comm import Comm
 from penstock.cluster.facts import agent_processes
 from penstock.cluster.facts.homogeneity import check_homogeneity, overall_verdict
+from penstock.cluster.facts.host_facts import ClusterFacts, PresentHost, Via
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
 from penstock.cluster.host_slots import expand_nodelist, parse_host_names, parse_hostfile_names
 from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name
@@ -25,9 +24,6 @@ from penstock.environment import Environment, process_environment, untraced
 from penstock.errors import UsageError
 from penstock.storage import open_storage
 from penstock.units import format_bytes
-
-if TYPE_CHECKING:
-    from penstock.cluster.facts.host_facts import ClusterFacts, PresentHost, Via
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,14 +26,14 @@ from penstock.environment import Environment, process_environment
 from penstock.errors import StorageError, Unavailable, UsageError
 from penstock.results.provenance import redact
 from penstock.storage import Storage, open_storage
-from penstock.workload.choices import DataFormat, LoaderKind, StorageKind
+from penstock.workload.enums import DataFormat, LoaderKind, StorageKind
 from penstock.workload.overrides import DlioWords, parse_dlio_words
+from penstock.workload.spec import Workload
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
     from penstock.results.dlio.output_files import HydraFacts
-    from penstock.workload.spec import Workload
 
 OUTPUT_VARIABLE: Final = "DLIO_OUTPUT_FOLDER"
 
@@ -93,7 +93,7 @@ def _run_as_rank(words: Sequence[str]) -> None:
 
 def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> _Stages:
     """Parse and check everything that is requested, before anything is done."""
-    from penstock.workload.loading import load
+    from penstock.workload.load_workload import load
 
     arguments = parse_dlio_words(words)
     if not arguments.workload:
@@ -295,7 +295,7 @@ class _Stages:
         from penstock.bench.state_layout import LayoutRequest, plan_layout
         from penstock.checkpoint.saving.pipeline import PipelineSettings
         from penstock.cli.checkpoint_request import perform_run
-        from penstock.workload.loading import model_of_workload
+        from penstock.workload.load_workload import model_of_workload
 
         model = model_of_workload(self.name, self.workload)
         mode = self.workload.checkpoint.mode

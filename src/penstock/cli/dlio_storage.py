@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.environment import Environment
 from penstock.errors import UsageError
-from penstock.workload.choices import StorageKind
+from penstock.workload.enums import StorageKind
 
 if TYPE_CHECKING:
     from penstock.workload.spec import StorageOptions, Workload

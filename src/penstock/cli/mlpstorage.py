@@ -4,8 +4,6 @@ Place in the flow: `MlpstorageCommand` -> `TranslatedCommand`, which is printed 
 nothing that is requested is left out without a remark or an error.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -338,7 +336,7 @@ def _with_config_file(words: Sequence[str]) -> MlpstorageCommand:
 
 
 def _read_config_file(path: Path) -> Mapping[str, tuple[str, ...]]:
-    from penstock.workload.loading import read_text
+    from penstock.workload.load_workload import read_text
     from penstock.workload.strict_yaml import parse_yaml
 
     options: dict[str, tuple[str, ...]] = {}

@@ -4,16 +4,14 @@ Place in the flow: words -> `MlpstorageCommand` -> `mlpstorage_translation`. Pur
 is an error that suggests the nearest; nothing is ignored in silence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
+from penstock.did_you_mean import did_you_mean
 from penstock.errors import UsageError
-from penstock.suggest import did_you_mean
 
 
 class Takes(StrEnum):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.cluster.gates.gate_model import Gate, PreflightRequest
     from penstock.cluster.gates.preflight import PreflightResult
-    from penstock.workload.loading import CheckpointModel, LoadedWorkload
+    from penstock.workload.load_workload import CheckpointModel, LoadedWorkload
     from penstock.workload.overrides import Override
 
 
@@ -46,7 +46,7 @@ class WorkloadOptions:
 
     def load(self, terminal: Terminal, *, is_data_set: bool = False) -> LoadedWorkload:
         """Load the workload and print its remarks; a data set needs no accelerator."""
-        from penstock.workload.loading import load, load_data_set
+        from penstock.workload.load_workload import load, load_data_set
 
         overrides = parse_overrides(self.settings)
         loaded = (load_data_set if is_data_set else load)(
@@ -101,9 +101,9 @@ class ModelOptions:
 
 def load_model(name: str, settings: tuple[str, ...]) -> CheckpointModel:
     """The model of this name with changed values."""
-    from penstock.workload import loading
+    from penstock.workload import load_workload
 
-    return loading.load_model(name, overrides=parse_overrides(settings))
+    return load_workload.load_model(name, overrides=parse_overrides(settings))
 
 
 def plan_model_layout(
@@ -111,7 +111,7 @@ def plan_model_layout(
 ) -> StateLayout:
     """The model's files on a number of ranks; None: on as many as it is laid out for."""
     from penstock.bench.state_layout import LayoutRequest, plan_layout
-    from penstock.workload.choices import CheckpointMode
+    from penstock.workload.enums import CheckpointMode
 
     mode = CheckpointMode.SUBSET if is_subset else model.workload.checkpoint.mode
     return plan_layout(LayoutRequest(model=model, num_processes=ranks, scale=scale, mode=mode))

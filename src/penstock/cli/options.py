@@ -15,8 +15,6 @@ A declaration holds the name, the parser, the help text and the default; everyth
 the parser's type, so that a type checker compares every field's annotation with its parser.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +28,7 @@ from click.shell_completion import CompletionItem
 from penstock.cli.parsers import Parser
 from penstock.cli.terminal import Terminal
 from penstock.errors import UsageError
-from penstock.extras import missing_library
+from penstock.optional_libraries import missing_library
 
 T = TypeVar("T")
 O = TypeVar("O")  # noqa: E741 - the options of one command
@@ -342,7 +340,7 @@ class Group(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that the words begin with; the error suggests the nearest name."""
-        from penstock.suggest import did_you_mean
+        from penstock.did_you_mean import did_you_mean
 
         name = args[0]
         if name not in self.verbs and not name.startswith("-") and not ctx.resilient_parsing:

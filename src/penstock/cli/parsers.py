@@ -84,7 +84,7 @@ def chosen(words: Iterable[str], make: Callable[[str], T]) -> Parser[T]:
 
     def parse(text: str) -> T:
         if text not in allowed:
-            from penstock.suggest import did_you_mean
+            from penstock.did_you_mean import did_you_mean
 
             hint = did_you_mean(text, allowed)
             raise UsageError(f"Invalid value {text!r}", fix=f"{hint}Choose from: {', '.join(allowed)}.")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.cli.option_groups import ParentOption
 from penstock.cli.options import argument, arguments, flag, group, option, optional_argument, verb
@@ -16,11 +16,9 @@ from penstock.cli.terminal import Terminal, View, bold, format_number
 from penstock.environment import process_environment
 from penstock.errors import UsageError
 from penstock.results.history import run_selection
+from penstock.results.history.run_catalog import CatalogedRun, RunCatalog
 from penstock.results.provenance import redact_settings
-
-if TYPE_CHECKING:
-    from penstock.results.history.run_catalog import CatalogedRun, RunCatalog
-    from penstock.results.run_comparison import RunSummary
+from penstock.results.run_comparison import RunSummary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """`penstock storage probe`: what a storage system can do at best, from here."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 from penstock.cli.option_groups import BackendOptions

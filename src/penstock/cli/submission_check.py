@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.options import argument, flag, option, optional_argument, verb
 from penstock.cli.parsers import EDITION, FILE, FOLDER, TEXT
 from penstock.cli.terminal import Terminal, TextTable, View, bold
+from penstock.submission.check import CheckedResult
+from penstock.submission.edition import Edition
 from penstock.submission.finding import Verdict
 from penstock.submission.reports import findings_export
 from penstock.submission.reports.sarif import sarif
+from penstock.submission.rules.rule import Rule
 
 if TYPE_CHECKING:
-    from penstock.submission.check import CheckedResult
-    from penstock.submission.edition import Edition
     from penstock.submission.reports.result_report import ResultReport
-    from penstock.submission.rules.rule import Rule
 
 _FOLDER_TEXT = "Directory of a round, or of one submitter."
 _EDITION_TEXT = "Apply this edition of the rules; auto: by the layout of the tree."

@@ -15,14 +15,14 @@ from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
 from penstock.submission.authoring.data_location import DataLocation, locate_data
 from penstock.submission.tree_layout import Benchmark
-from penstock.workload.division_rules import SubmissionDivision, require_allowed
 from penstock.workload.dlio_keys import canonical_path
 from penstock.workload.layered_settings import dotted
+from penstock.workload.mlperf_divisions import SubmissionDivision, require_allowed
+from penstock.workload.spec import Workload
 
 if TYPE_CHECKING:
     from penstock.submission.authoring.result_dir import Series
     from penstock.workflows.submission.result_draft import ResultWriter
-    from penstock.workload.spec import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ class ResultOptions:
 
     def find_series(self, *, benchmark: Benchmark, model: str) -> Series | None:
         """The series of results that the run belongs to; None for a run that is not submitted."""
-        from penstock.submission.authoring.ownership import require_owned_tree
         from penstock.submission.authoring.result_dir import Series
+        from penstock.submission.authoring.tree_owner import require_owned_tree
 
         if self.tree is None:
             return None

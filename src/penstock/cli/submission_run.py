@@ -155,7 +155,7 @@ def _sized_workload(
 ) -> WorkloadOptions:
     """The workload with a data set that is large enough; an existing one that is large enough is kept."""
     from penstock.workload import dataset_size
-    from penstock.workload.loading import load
+    from penstock.workload.load_workload import load
 
     overrides = parse_overrides(options.workload.settings)
     workload = load(
@@ -208,12 +208,12 @@ def _make_result(
     terminal: Terminal,
 ) -> None:
     from penstock.submission.edition import load_edition
-    from penstock.workflows.submission.result_draft import RunObserver
-    from penstock.workflows.submission.training_result import (
+    from penstock.workflows.submission.draft_training_result import (
         TrainingResultPlan,
         make_part,
         make_training,
     )
+    from penstock.workflows.submission.result_draft import RunObserver
 
     session = plan.session
     assert session is not None

@@ -20,8 +20,8 @@ from penstock.submission.tree_layout import SENTINEL
 
 if TYPE_CHECKING:
     from penstock.cluster.facts.host_facts import ClusterFacts
-    from penstock.submission.authoring.ownership import OwnedTree
     from penstock.submission.authoring.run_sequence import SeriesProgress
+    from penstock.submission.authoring.tree_owner import OwnedTree
     from penstock.submission.system_description import SchemaProblem
 
 INCOMPLETE = 1
@@ -43,7 +43,7 @@ def init(options: _InitOptions, terminal: Terminal) -> None:
 
       penstock submission init acme ~/results
     """
-    from penstock.submission.authoring.ownership import claim_tree
+    from penstock.submission.authoring.tree_owner import claim_tree
 
     tree = claim_tree(
         options.folder, options.organisation, now=datetime.now(UTC), by=f"penstock {__version__}"
@@ -82,7 +82,7 @@ def describe(options: _DescribeOptions, terminal: Terminal) -> int:
     """
     from penstock.submission.authoring.description_draft import diff_description, initial_text
     from penstock.submission.authoring.description_draft import draft_description as describe_facts
-    from penstock.submission.authoring.ownership import require_owned_tree
+    from penstock.submission.authoring.tree_owner import require_owned_tree
     from penstock.submission.parsed_file import read_description
     from penstock.submission.system_description import find_schema_problems
 
@@ -110,7 +110,7 @@ def describe(options: _DescribeOptions, terminal: Terminal) -> int:
 
 
 def _description_path(tree: OwnedTree, options: TreeOptions) -> Path:
-    from penstock.submission.authoring.ownership import require_plain_name
+    from penstock.submission.authoring.tree_owner import require_plain_name
 
     division = options.rules.require_division()
     name = require_plain_name(options.system, what="system's name")
@@ -169,8 +169,8 @@ def status(options: _StatusOptions, terminal: Terminal) -> None:
 
       penstock submission status ~/results
     """
-    from penstock.submission.authoring.ownership import require_owned_tree
     from penstock.submission.authoring.run_sequence import list_progress
+    from penstock.submission.authoring.tree_owner import require_owned_tree
     from penstock.submission.edition import load_edition
 
     tree = require_owned_tree(options.folder)

@@ -1,7 +1,5 @@
 """`penstock trace summary`, `ops`, `files`, ...: one question to traces each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from penstock.cli.options import argument, group, option, verb

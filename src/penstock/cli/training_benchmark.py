@@ -1,7 +1,5 @@
 """`penstock training run` and `sweep`: one measured run, and the search for the largest number of ranks."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 from penstock.cli.option_groups import CLOSED_GATES, DataOptions, WorkloadOptions

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.dataset.verify_dataset import VerificationResult
     from penstock.workload.accelerator_forecast import AcceleratorForecast
     from penstock.workload.dataset_size import DatasetSizing, SizeCheck
-    from penstock.workload.loading import LoadedWorkload
+    from penstock.workload.load_workload import LoadedWorkload
     from penstock.workload.spec import Workload
 
 

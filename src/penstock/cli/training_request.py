@@ -29,13 +29,14 @@ from penstock.cluster.comm import Comm
 from penstock.cluster.gates.gate_model import PreflightRequest
 from penstock.environment import Environment, process_environment
 from penstock.errors import UsageError
-from penstock.extras import explained_imports
+from penstock.optional_libraries import explained_imports
 from penstock.storage import open_storage
 from penstock.submission.tree_layout import Benchmark
-from penstock.workload.choices import Decode, LoaderKind, Shuffle
-from penstock.workload.division_rules import RULES, SubmissionDivision, require_allowed
-from penstock.workload.extensions import Extension, load_extension
+from penstock.workload.entry_points import Extension, load_extension
+from penstock.workload.enums import Decode, LoaderKind, Shuffle
+from penstock.workload.mlperf_divisions import RULES, SubmissionDivision, require_allowed
 from penstock.workload.quantities import element_bytes
+from penstock.workload.spec import ReaderSection, Workload
 
 if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_result import TrainingResult
     from penstock.bench.training.training_run import TrainingRequest
     from penstock.workflows.submission.result_draft import ResultWriter
-    from penstock.workload.spec import ReaderSection, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +140,8 @@ def plan_training(options: TrainingRunOptions, *, comm: Comm, terminal: Terminal
 def run_training(plan: PlannedTraining, *, comm: Comm, terminal: Terminal) -> TrainingResult:
     """Train, and add the result to its submission tree if it belongs to one."""
     from penstock.bench.training.training_run import train
+    from penstock.workflows.submission.draft_training_result import add_run
     from penstock.workflows.submission.result_draft import RunObserver
-    from penstock.workflows.submission.training_result import add_run
 
     storage = plan.open_storage()
     with terminal.progress() as progress:
@@ -217,7 +217,7 @@ def closed_rules(workload: WorkloadOptions, loader: str | None, division: Remain
 
 def _require_allowed_changes(division: SubmissionDivision, options: WorkloadOptions) -> None:
     """Raise UsageError unless the division allows this workload with these changes."""
-    from penstock.workload.loading import shipped
+    from penstock.workload.load_workload import shipped
 
     name = options.name
     families = {loaded.workload.name for loaded in shipped()}
@@ -324,7 +324,7 @@ def plan_checkpoints(
     from penstock.bench.state_layout import LayoutRequest, plan_layout
     from penstock.bench.training.training_checkpoints import CheckpointsRequest
     from penstock.cli.checkpoint_request import durability_options
-    from penstock.workload.loading import model_of_workload
+    from penstock.workload.load_workload import model_of_workload
 
     if not workload.workflow.checkpoint:
         return None

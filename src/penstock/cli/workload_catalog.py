@@ -55,7 +55,7 @@ def workloads(options: _CatalogOptions, terminal: Terminal) -> None:
 
 
 def _list(terminal: Terminal) -> None:
-    from penstock.workload.loading import shipped
+    from penstock.workload.load_workload import shipped
 
     catalog = [loaded.workload for loaded in shipped()]
     document = {"workloads": [_summarize(workload) for workload in catalog]}

@@ -10,8 +10,6 @@ them enters the next collective call; they need `Comm.gather` alone. `BaseComm` 
 promises on top of three ways to move bytes, which MPI and torch.distributed supply.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import time

@@ -3,8 +3,6 @@
 Invariant: where it is not certain that counters cover a storage, the answer is "nothing", with the reason.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

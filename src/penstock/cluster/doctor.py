@@ -3,8 +3,6 @@
 A check never raises: what it cannot determine, it reports.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -21,7 +19,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from penstock.environment import Environment
-from penstock.extras import EXTRAS
+from penstock.optional_libraries import EXTRAS
 from penstock.units import format_bytes, format_seconds
 
 State = Literal["ok", "limited", "missing"]

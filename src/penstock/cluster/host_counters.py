@@ -5,8 +5,6 @@ difference of two samples is what happened between them on the whole host; the s
 memory, and its failure does not fail the run but is reported at the end.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -4,8 +4,6 @@ Invariant: a placement either holds all ranks or is refused before anything star
 cannot be parsed is refused, because a host that is left out would go unnoticed.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Planning is pure; only `find_launcher` looks at this machine. Invariant: values 
 appear in a command line, where every user of a machine can read them.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

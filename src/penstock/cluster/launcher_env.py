@@ -3,8 +3,6 @@
 Pure. Invariant: the innermost launcher counts, so a torchrun inside srun is a torchrun.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

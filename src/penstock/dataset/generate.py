@@ -13,7 +13,7 @@ from penstock.dataset.content import Content
 from penstock.dataset.data_files import DataFiles, evaluation_files, for_each_file, training_files
 from penstock.dataset.dataset_manifest import DatasetRecipe, claim_folder, write_manifest
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file import buffer_pool, write_file
+from penstock.dataset.formats.data_file_io import buffer_pool, write_file
 from penstock.dataset.formats.format_protocol import FilePlan
 from penstock.errors import ObjectNotFound
 from penstock.progress import Progress

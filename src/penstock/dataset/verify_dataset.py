@@ -12,7 +12,7 @@ from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
 from penstock.dataset.data_files import for_each_file
 from penstock.dataset.dataset_manifest import DatasetRecipe
-from penstock.dataset.formats.data_file import verify_file
+from penstock.dataset.formats.data_file_io import verify_file
 from penstock.dataset.formats.format_protocol import FilePlan
 from penstock.dataset.generate import data_files
 from penstock.errors import ObjectNotFound, ShortTransfer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.extras import explained_imports
+from penstock.optional_libraries import explained_imports
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -4,14 +4,12 @@ Neither has colours of its own: both take them from the page's CSS variables, so
 dark and printed palettes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from penstock.extras import explained_imports
+from penstock.optional_libraries import explained_imports
 
 _WIDTH: Final = 420
 _LEFT: Final = 130

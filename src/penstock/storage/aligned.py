@@ -4,8 +4,6 @@ Used by direct I/O, the probe and the checkpoint pipeline. Invariant: every buff
 and its pages are in memory before it is returned.
 """
 
-from __future__ import annotations
-
 import mmap
 import threading
 from collections import deque

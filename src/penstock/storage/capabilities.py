@@ -5,8 +5,6 @@ works like a built-in one. Invariant: what changes the visible state does so in 
 leaves the state before it or the one after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

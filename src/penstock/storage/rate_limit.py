@@ -4,8 +4,6 @@ For plans and studies on one machine. Invariant: bytes wait before they are subm
 inside receives requests at the limited rate.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -16,11 +16,11 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from penstock.did_you_mean import did_you_mean
 from penstock.environment import TRACE, Environment, process_environment, untraced
 from penstock.errors import AccessRefused, Unavailable, UsageError
 from penstock.storage.capabilities import SupportsLocalPaths, find_local_paths
 from penstock.storage.protocol import Storage
-from penstock.suggest import did_you_mean
 from penstock.units import parse_bytes, parse_seconds
 
 _PATH_SCHEMES = ("file", "direct")

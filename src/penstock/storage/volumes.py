@@ -1,7 +1,5 @@
 """Free space and identity of local file systems."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import UsageError
 from penstock.submission.parsed_file import MissingFact
-from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.strict_yaml import parse_yaml
 
 

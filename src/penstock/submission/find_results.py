@@ -21,7 +21,7 @@ from penstock.submission.tree_layout import (
     SubmissionPhase,
     is_result_dir_name,
 )
-from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.mlperf_divisions import SubmissionDivision
 
 V1_REPORT_FILE: Final = "mlperf_storage_report.json"
 _RUN: Final = re.compile(r"run[_-]?(\d+)", re.IGNORECASE)

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Final
 
 import yaml
 
+from penstock.did_you_mean import nearest
 from penstock.errors import PenstockError
-from penstock.suggest import nearest
 
 MAX_TEXT_BYTES: Final = 4 << 20
 """Only the beginning of a log is read: what rules need is printed there."""

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from penstock.did_you_mean import nearest
 from penstock.submission.parsed_file import KeyPath, ParsedFile
-from penstock.suggest import nearest
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]

@@ -4,8 +4,6 @@ Forking it is therefore safe, unlike forking the test process. A child shares on
 test, and no child outlives its `with` block.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import multiprocessing
 import sys

@@ -4,8 +4,6 @@ To test a communicator, call `check_comm` on each of its ranks. Invariant: all c
 leave the ranks in step, except `check_absence`, after which the communicator is unusable.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -5,8 +5,6 @@ are bound by `functools.partial`. It runs in a child of a clean process, so that
 of the caller. Invariant: every child is ended and waited for.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterable, Sequence
 

@@ -4,8 +4,6 @@ Each has one effect and is off at its mildest setting, where it passes the contr
 when a fault occurs, every submitted buffer is released exactly once.
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

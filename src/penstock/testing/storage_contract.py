@@ -11,8 +11,6 @@ A back end subclasses it in a class named `Test...` with one fixture. For readab
 Where a back end honestly differs it says so in a class attribute; nothing else may be overridden.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

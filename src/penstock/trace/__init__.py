@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from penstock.extras import explained_imports
+from penstock.optional_libraries import explained_imports
 
 if TYPE_CHECKING:
     from penstock.trace.api import load

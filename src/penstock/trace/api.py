@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from penstock.extras import explained_imports
+from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress, Silent
 from penstock.trace.dimensions import Dimensions
 from penstock.trace.event_schema import FileAccount

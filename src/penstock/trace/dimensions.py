@@ -3,8 +3,6 @@
 Pure. Invariant: text of users enters SQL only through `sql_literal`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

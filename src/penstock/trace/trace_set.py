@@ -7,8 +7,6 @@
 the set is closed. Invariant: a table that is older than its sources is rebuilt before it is asked.
 """
 
-from __future__ import annotations
-
 import glob
 import importlib
 import logging
@@ -23,7 +21,7 @@ from typing import Any, Final
 import duckdb
 
 from penstock.errors import UsageError
-from penstock.extras import explained_imports
+from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress, Silent
 from penstock.trace.capture.trace_writer import COUNT_SUFFIX
 from penstock.trace.dimensions import sql_literal

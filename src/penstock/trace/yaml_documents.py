@@ -3,16 +3,14 @@
 Invariant: an unknown key is an error that gives its place and the nearest known key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from penstock.did_you_mean import nearest
 from penstock.errors import UsageError
-from penstock.suggest import nearest
 from penstock.workload.strict_yaml import parse_yaml
 
 

@@ -38,7 +38,7 @@ from penstock.progress import Progress
 from penstock.reports.html_page import Section, render_sections
 from penstock.storage import open_storage
 from penstock.units import format_bytes, format_seconds
-from penstock.workload.loading import load, load_model
+from penstock.workload.load_workload import load, load_model
 from penstock.workload.overrides import parse_settings
 
 _NUM_FILES = 28

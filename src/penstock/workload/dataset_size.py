@@ -13,7 +13,7 @@ from typing import Final
 
 from penstock.errors import UsageError
 from penstock.units import format_bytes
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.quantities import element_bytes
 from penstock.workload.spec import Dataset, ParquetColumn, Workload
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.errors import UsageError
-from penstock.workload.extensions import Extension
+from penstock.workload.entry_points import Extension
 from penstock.workload.layered_settings import KeyPath, LayeredSettings, SettingProblem, dotted, flatten
 
 

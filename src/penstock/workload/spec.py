@@ -19,7 +19,7 @@ from pydantic import (
     Strict,
 )
 
-from penstock.workload.choices import (
+from penstock.workload.enums import (
     CheckpointMode,
     CheckpointWriters,
     Compression,

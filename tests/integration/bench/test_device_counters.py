@@ -28,7 +28,7 @@ from penstock.results.io_reconciliation import IoReconciliation, ReconciliationV
 from penstock.results.run_record import read_record
 from penstock.storage import open_storage
 from penstock.testing.rank_threads import ThreadComm, on_ranks
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 

@@ -54,7 +54,7 @@ def test_a_service_that_stops_at_any_request_leaves_a_known_step(step: int, ever
         before = server.requests.total()
         save_state(objects(server.as_server(), "counted"), step, 1)
         most = server.requests.total() - before
-    assert most >= 20
+    assert most >= 15, "a sweep over few requests shows little"
     num_failed = 0
     for number in range(1, most + 1, every):
         bucket = FakeBucket()

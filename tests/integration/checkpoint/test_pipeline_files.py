@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.bench.checkpoint.read_pipeline import read_objects
 from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, write_objects
-from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, StorageError
 from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess

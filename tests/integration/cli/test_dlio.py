@@ -16,7 +16,7 @@ from tests.support.s3.server import ACCESS_KEY, BUCKET, SECRET_KEY
 from penstock.cli.dlio import main
 from penstock.results.dlio.dlio_result import read_dlio_result
 from penstock.results.run_record import RunOutcome, read_record
-from penstock.workload.loading import shipped
+from penstock.workload.load_workload import shipped
 
 if TYPE_CHECKING:
     from tests.support.s3.server import S3Server

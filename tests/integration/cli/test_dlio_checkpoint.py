@@ -11,8 +11,8 @@ from tests.support.s3.server import BUCKET
 
 from penstock.cli.dlio import main
 from penstock.cli.dlio_storage import checkpoint_location
-from penstock.workload.choices import StorageKind
-from penstock.workload.loading import load
+from penstock.workload.enums import StorageKind
+from penstock.workload.load_workload import load
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:

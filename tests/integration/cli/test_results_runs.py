@@ -16,7 +16,7 @@ from penstock.cli.app import main
 from penstock.cli.mlpstorage import main as by_mlpstorages_words
 from penstock.results.active_run import ActiveRun
 from penstock.results.run_record import RunRequest
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 
 
 def finished(parent: Path, *command: str, workload: str = "unet3d_h100") -> str:

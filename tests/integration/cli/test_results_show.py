@@ -17,7 +17,7 @@ from penstock.results.active_run import ActiveRun
 from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.provenance import read_host
 from penstock.results.run_record import RunRequest
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 from penstock.workload.overrides import parse_settings
 
 PUBLISHED = Path(os.environ.get("PENSTOCK_MLPERF_RESULTS", "/nowhere"))
@@ -51,7 +51,7 @@ from penstock.results.step_events import StepPhase, SpanEvent, SpanKind, StepEve
 from penstock.results.active_run import ActiveRun
 from penstock.results.run_record import RunRequest
 from penstock.results.event_files import SpoolWriter, spool_path
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 
 workload = load("unet3d_h100").workload
 run = ActiveRun.start(Path(sys.argv[1]), RunRequest(workload=workload, ranks=1, hosts=[], command=["x"]))

@@ -15,7 +15,7 @@ from penstock.dataset.generate import data_files, generate
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
 from penstock.storage.protocol import write_object
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
 
 

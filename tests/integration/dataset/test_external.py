@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cluster.comm import SoloComm
-from penstock.dataset.external import list_external_files, list_in_parallel
+from penstock.dataset.external_dataset import list_external_files, list_in_parallel
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import ObjectInfo, open_storage
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:
-    from penstock.dataset.external import ExternalFiles
+    from penstock.dataset.external_dataset import ExternalFiles
 
 
 def put(folder: Path, *names: str) -> None:

@@ -28,7 +28,7 @@ from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.testing.faults import FailAfter
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:

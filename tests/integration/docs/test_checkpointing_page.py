@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.cache_eviction import WARM_SHARE
 from penstock.bench.checkpoint.checkpoint_folder import KEY
+from penstock.bench.page_cache_eviction import WARM_SHARE
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.results.run_folder import CHECKPOINTS_FILE
-from penstock.workload.loading import load_model
+from penstock.workload.load_workload import load_model
 from penstock.workload.shipped_catalog import cards
 
 PAGE = (Path(__file__).parents[3] / "docs" / "checkpointing.md").read_text(encoding="utf-8")

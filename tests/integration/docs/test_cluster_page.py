@@ -19,7 +19,7 @@ from penstock.cluster.gates.gate_checks import (
     SHARED_MEMORY_WANTED,
 )
 from penstock.cluster.gates.gate_model import Gate
-from penstock.cluster.gates.storage_probe import PATIENCE_S
+from penstock.cluster.gates.shared_storage_check import PATIENCE_S
 from penstock.results.io_reconciliation import LEAST_BYTES, LEAST_SHARE
 
 PAGE = (Path(__file__).parents[3] / "docs" / "cluster.md").read_text(encoding="utf-8")

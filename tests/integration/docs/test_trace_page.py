@@ -14,7 +14,7 @@ from penstock.trace.compare.expectations import Expectations
 from penstock.trace.compare.trace_study import ComparisonSpec
 from penstock.trace.questions.breakdowns import STRAGGLER_RATIO
 from penstock.trace.synthesize import SynthesisSpec, synthesize
-from penstock.trace.synthesize.description import FileDamage
+from penstock.trace.synthesize.trace_description import FileDamage
 from penstock.trace.yaml_documents import parse_document
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from penstock.results.step_events import StepEvent
 from penstock.results.active_run import ActiveRun
 from penstock.results.run_record import RunRequest
 from penstock.results.event_files import SpoolWriter, spool_path
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 
 request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["x"])
 run = ActiveRun.start(Path(sys.argv[1]), request)

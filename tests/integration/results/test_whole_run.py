@@ -18,7 +18,7 @@ from penstock.results.event_files import gather_events, read_events, recompute_f
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.provenance import read_host
 from penstock.results.run_record import RunOutcome, RunRequest, read_record
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 from penstock.workload.overrides import parse_settings
 
 RANK = """

@@ -34,7 +34,7 @@ from penstock.submission.authoring.data_location import locate_checkpoints
 from penstock.testing.storage_contract import StorageContract
 from penstock.trace.capture.recorder import TraceRecorder
 from penstock.trace.capture.traced_storage import TracedStorage
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

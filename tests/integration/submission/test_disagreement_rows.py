@@ -23,7 +23,7 @@ from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.rules import rule_by_id
-from penstock.workload.loading import load_model
+from penstock.workload.load_workload import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

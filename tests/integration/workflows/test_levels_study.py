@@ -15,7 +15,7 @@ from penstock.cluster.comm import SoloComm
 from penstock.errors import PenstockError, Unavailable, UsageError
 from penstock.workflows.levels_study.study import require_memory, require_torch
 from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest, list_rows
-from penstock.workload.loading import load_model
+from penstock.workload.load_workload import load_model
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.epoch_order import EpochOrder, EvenDivision, Remainder
-from penstock.workload.choices import Shuffle
+from penstock.workload.enums import Shuffle
 
 shuffles = st.sampled_from(Shuffle)
 epochs = st.integers(0, 10_000)

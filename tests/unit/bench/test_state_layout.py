@@ -23,8 +23,8 @@ from penstock.bench.state_layout import (
     stage_of_layer,
 )
 from penstock.errors import UsageError
-from penstock.workload.choices import CheckpointMode, CheckpointWriters, Datatype
-from penstock.workload.loading import CheckpointModel, load_model
+from penstock.workload.enums import CheckpointMode, CheckpointWriters, Datatype
+from penstock.workload.load_workload import CheckpointModel, load_model
 from penstock.workload.shipped_catalog import cards
 from penstock.workload.spec import CheckpointSection, Model, Parallelism, Transformer, Workload
 

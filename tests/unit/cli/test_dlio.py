@@ -20,7 +20,7 @@ from penstock.cli.dlio import (
 )
 from penstock.cli.dlio_storage import data_location
 from penstock.errors import UsageError
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 from penstock.workload.overrides import parse_dlio_words, parse_settings
 
 if TYPE_CHECKING:

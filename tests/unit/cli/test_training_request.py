@@ -12,7 +12,7 @@ from penstock.bench.loader.native_loader import NativeOptions
 from penstock.cli.option_groups import WorkloadOptions
 from penstock.cli.training_request import closed_rules, default_rules, loader_options
 from penstock.errors import Unavailable, UsageError
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import click
 import pytest
 
 from penstock.cli.app import app
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
 WRITTEN_DOWN = json.loads((GOLDEN / "verbs.json").read_text())

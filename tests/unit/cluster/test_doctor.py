@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cluster import doctor
 from penstock.cluster.doctor import Diagnosis, examine
-from penstock.extras import EXTRAS
+from penstock.optional_libraries import EXTRAS
 
 if TYPE_CHECKING:
     import pytest

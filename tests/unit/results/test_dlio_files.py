@@ -29,7 +29,7 @@ from penstock.results.phase_figures import compute_phase_figures, mean_and_stdev
 from penstock.results.provenance import HostFacts
 from penstock.results.run_comparison import summarize_run
 from penstock.results.step_events import RankEvents, SpanKind, StepPhase
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 from penstock.workload.spec import Dataset, Metric, ReaderSection, Workload
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "results"

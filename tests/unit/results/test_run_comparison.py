@@ -25,7 +25,7 @@ from penstock.results.run_comparison import (
 )
 from penstock.results.run_record import RunRequest, read_record
 from penstock.workload.layered_settings import dotted
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 from penstock.workload.overrides import parse_settings
 from penstock.workload.workload_schema import known_paths
 

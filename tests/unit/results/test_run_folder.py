@@ -15,7 +15,7 @@ from penstock.results.history.history_file import HistoryFile, RunBegan, RunEnde
 from penstock.results.provenance import read_host
 from penstock.results.run_folder import RUN_FILE, run_folder_name
 from penstock.results.run_record import RunOutcome, RunRequest, read_record
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 
 
 def request() -> RunRequest:

@@ -45,7 +45,7 @@ from penstock.results.run_record import (
     read_recorded_workload,
     workload_values,
 )
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 
 if TYPE_CHECKING:
     from penstock.workload.spec import Workload

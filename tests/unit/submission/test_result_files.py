@@ -21,7 +21,7 @@ from penstock.submission.find_results import (
     submitters_without_results,
 )
 from penstock.submission.parsed_file import MissingFact
-from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.mlperf_divisions import SubmissionDivision
 
 if TYPE_CHECKING:
     from tests.support.submission.tree_store import Tree, TreeStore

@@ -37,7 +37,7 @@ from penstock.workflows.levels_study.study_records import (
     require_same,
     row_folder,
 )
-from penstock.workload.loading import load_model
+from penstock.workload.load_workload import load_model
 
 
 def layout_for(ranks: int) -> StateLayout:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import UsageError
 from penstock.workload.accelerator_forecast import MODEL, forecast_accelerators
-from penstock.workload.loading import load, shipped
+from penstock.workload.load_workload import load, shipped
 from penstock.workload.quantities import Duration
 
 if TYPE_CHECKING:

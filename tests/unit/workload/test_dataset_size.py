@@ -20,7 +20,7 @@ from penstock.workload.dataset_size import (
     quotient_text,
     size_dataset,
 )
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 
 GIB = 1 << 30
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import UsageError
-from penstock.workload.division_rules import (
+from penstock.workload.dlio_keys import canonical_path
+from penstock.workload.layered_settings import KeyPath, dotted
+from penstock.workload.mlperf_divisions import (
     CLOSED_KEYS,
     OPEN_KEYS,
     PLACE_KEYS,
@@ -13,8 +15,6 @@ from penstock.workload.division_rules import (
     find_breaches,
     require_allowed,
 )
-from penstock.workload.dlio_keys import canonical_path
-from penstock.workload.layered_settings import KeyPath, dotted
 from penstock.workload.workload_schema import known_paths
 
 CLOSED, OPEN = SubmissionDivision.CLOSED, SubmissionDivision.OPEN

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import Unavailable, UsageError
-from penstock.workload.extensions import Extension, installed_extensions, load_extension
+from penstock.workload.entry_points import Extension, installed_extensions, load_extension
 
 
 @pytest.fixture

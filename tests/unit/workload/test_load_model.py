@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import UsageError
-from penstock.workload.loading import load, load_model
+from penstock.workload.load_workload import load, load_model
 from penstock.workload.overrides import parse_settings
 from penstock.workload.shipped_catalog import cards, families, shipped_card
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from penstock.errors import UsageError
-from penstock.workload.choices import DataFormat, LoaderKind, Shuffle
-from penstock.workload.loading import load, load_data_set
+from penstock.workload.enums import DataFormat, LoaderKind, Shuffle
+from penstock.workload.load_workload import load, load_data_set
 from penstock.workload.overrides import parse_settings
 from penstock.workload.quantities import Distribution, Duration
 from penstock.workload.workload_schema import write_workload

@@ -7,13 +7,13 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workload.choices import DataFormat
 from penstock.workload.dataset_size import (
     column_bytes,
     parquet_row_bytes,
     read_bytes_per_sample,
     record_bytes,
 )
+from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn
 
 COLUMNS = st.lists(

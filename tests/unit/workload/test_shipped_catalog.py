@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.workload.choices import DataFormat, Framework, LoaderKind, Shuffle
 from penstock.workload.dataset_size import column_bytes, read_bytes_per_sample, record_bytes
-from penstock.workload.loading import load, shipped
+from penstock.workload.enums import DataFormat, Framework, LoaderKind, Shuffle
+from penstock.workload.load_workload import load, shipped
 from penstock.workload.quantities import Duration
 from penstock.workload.shipped_catalog import families
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workload.choices import DataFormat, Shuffle
-from penstock.workload.loading import shipped
+from penstock.workload.enums import DataFormat, Shuffle
+from penstock.workload.load_workload import shipped
 from penstock.workload.quantities import Distribution, Duration
 from penstock.workload.spec import Parquet, ParquetColumn, StorageOptions, Transformer, Workload
 from penstock.workload.workload_schema import known_paths, read_workload, write_workload

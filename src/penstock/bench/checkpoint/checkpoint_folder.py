@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from penstock.bench.checkpoint.rounds import EPOCH, CheckpointRound, plan_rounds
+from penstock.bench.checkpoint.checkpoint_rounds import EPOCH, CheckpointRound, plan_rounds
 from penstock.bench.state_layout import checkpoint_folder
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import CONTENT_VERSION

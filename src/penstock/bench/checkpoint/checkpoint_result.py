@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.bench.cache_eviction import ObjectEviction
+from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord, WrongByte
 from penstock.results.checkpoint_figures import FORMAT_VERSION
 from penstock.results.io_reconciliation import IoReconciliation
@@ -21,7 +21,7 @@ from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.rounds import CheckpointRound, Direction
+    from penstock.bench.checkpoint.checkpoint_rounds import CheckpointRound, Direction
 
 
 GIB: Final = 2**30

@@ -23,13 +23,7 @@ from penstock.bench.checkpoint.checkpoint_folder import (
     update_marker,
 )
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, EarlierRun, RoundFigures
-from penstock.bench.checkpoint.progress_board import (
-    PROGRESS_FILE,
-    ProgressBoard,
-    ProgressOutputs,
-    RoundProgress,
-)
-from penstock.bench.checkpoint.rounds import (
+from penstock.bench.checkpoint.checkpoint_rounds import (
     EPOCH,
     RoundRunner,
     choose_source_process,
@@ -37,6 +31,12 @@ from penstock.bench.checkpoint.rounds import (
     plan_objects,
     rank_shift,
     seconds_between,
+)
+from penstock.bench.checkpoint.progress_board import (
+    PROGRESS_FILE,
+    ProgressBoard,
+    ProgressOutputs,
+    RoundProgress,
 )
 from penstock.bench.compute import SystemClock, compute_until
 from penstock.bench.device_counters import DeviceObserver
@@ -57,8 +57,8 @@ from penstock.results.run_folder import CHECKPOINTS_FILE
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.storage import Counters
 from penstock.storage.capabilities import find_local_root
-from penstock.workload.choices import CheckpointMode
-from penstock.workload.loading import CheckpointModel
+from penstock.workload.enums import CheckpointMode
+from penstock.workload.load_workload import CheckpointModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

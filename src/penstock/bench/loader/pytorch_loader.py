@@ -22,20 +22,16 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from penstock.bench.loader.loader_protocol import Batch, BatchRequest
+from penstock.bench.loader.loader_protocol import Batch, BatchRequest, Decoder, OpenStorage
 from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES, RangeReader, ReadTotals
 from penstock.errors import PenstockError, Unavailable, UsageError
-from penstock.storage import Counters
-from penstock.workload.choices import ProcessStart
-
-if TYPE_CHECKING:
-    from penstock.bench.loader.loader_protocol import Decoder, OpenStorage
-    from penstock.storage import Storage
+from penstock.storage import Counters, Storage
+from penstock.workload.enums import ProcessStart
 
 _KILL_S: Final = 5.0
 """How long a worker may take to be gone once its end has begun."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.bench.epoch_order import EpochOrder, EvenDivision, Remainder
 from penstock.errors import UsageError
 from penstock.results.step_events import StepPhase
-from penstock.workload.choices import FileSharing, Shuffle
+from penstock.workload.enums import FileSharing, Shuffle
 from penstock.workload.spec import Workload
 
 Items = NDArray[np.int64]

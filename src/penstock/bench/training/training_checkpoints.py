@@ -11,8 +11,8 @@ from pathlib import Path
 
 from penstock.bench.checkpoint.checkpoint_folder import require_room
 from penstock.bench.checkpoint.checkpoint_result import RoundFigures
+from penstock.bench.checkpoint.checkpoint_rounds import CheckpointRound, RoundRunner, fit_pipe, plan_objects
 from penstock.bench.checkpoint.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
-from penstock.bench.checkpoint.rounds import CheckpointRound, RoundRunner, fit_pipe, plan_objects
 from penstock.bench.loader.loader_protocol import OpenStorage
 from penstock.bench.state_layout import StateLayout
 from penstock.bench.step_recorder import StepRecorder

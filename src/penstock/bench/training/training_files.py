@@ -17,7 +17,7 @@ from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import Reduction
 from penstock.dataset.data_files import DataFiles, evaluation_files, training_files
 from penstock.dataset.dataset_manifest import DatasetRecipe, read_manifest, require_same
-from penstock.dataset.external import ExternalFiles
+from penstock.dataset.external_dataset import ExternalFiles
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.format_base import ComputedLayout
 from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
@@ -25,7 +25,7 @@ from penstock.errors import ObjectNotFound, UsageError
 from penstock.progress import Progress
 from penstock.results.step_events import StepPhase
 from penstock.storage import Storage
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
 
 OpenFormat = Callable[["Dataset", int], "FileFormat"]

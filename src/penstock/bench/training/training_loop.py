@@ -20,7 +20,7 @@ from penstock.cluster.comm import Comm
 from penstock.progress import Progress
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 from penstock.storage import Storage
-from penstock.workload.choices import ReadType
+from penstock.workload.enums import ReadType
 from penstock.workload.spec import Workload
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from penstock.bench.cache_eviction import CacheEviction
 from penstock.bench.loader.loader_protocol import LoaderOptions
+from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.training.training_files import Validation
 from penstock.bench.training.training_loop import Preload
 from penstock.results.io_reconciliation import IoReconciliation

@@ -10,12 +10,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.bench.cache_eviction import evict_data_set
 from penstock.bench.checkpoint.progress_board import PROGRESS_FILE
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
 from penstock.bench.loader.sample_decoder import ContentCheck, FormatDecoder
+from penstock.bench.page_cache_eviction import evict_data_set
 from penstock.bench.run_settings import RunSettings
 from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.bench.training.batch_requests import SampleHandling
@@ -38,7 +38,7 @@ from penstock.bench.training.training_result import (
     TrainingResult,
 )
 from penstock.cluster.comm import Comm, all_gather_results
-from penstock.dataset.external import list_external_files
+from penstock.dataset.external_dataset import list_external_files
 from penstock.dataset.formats import open_format
 from penstock.errors import StorageError, UsageError
 from penstock.progress import Progress
@@ -51,7 +51,7 @@ from penstock.results.published_files import write_json
 from penstock.results.step_events import StepPhase
 from penstock.storage import Counters, Storage
 from penstock.storage.capabilities import uses_page_cache
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Workload
 
 

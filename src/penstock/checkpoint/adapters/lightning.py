@@ -4,8 +4,6 @@ Lightning passes the whole checkpoint on rank 0 and expects it back on every ran
 tree. Invariant: a checkpoint is removed only after every save that began before has been committed.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

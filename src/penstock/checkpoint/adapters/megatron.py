@@ -7,8 +7,6 @@ The format is Megatron's `torch_dist`: its own strategies load what this one sav
 Invariant: the tracker names an iteration only when all of its files, `common.pt` included, are durable.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, Final

@@ -7,8 +7,6 @@ Invariant: tensors in main memory are written as they are at the time of `save_r
 they are at the time of scheduling.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -7,8 +7,6 @@ manager, and each loads what the other has saved. Invariant: a step is visible o
 ranks; the engine removes it at once, and never while it is the only one.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,8 @@
 """Which checkpoints are committed: from a path or URI to a checkpoint, from a run's folder to its steps.
 
-Paths and URIs that users give are resolved here. Which steps to remove is decided by pure code
-(`choose_surplus`). Invariant: a `CheckpointRef` was committed when it was made; steps are what the storage
-lists as committed, and the pointer `latest` is for people and other programs: nothing here ever reads it.
+Paths and URIs that users give are resolved here. Invariant: a `CheckpointRef` was committed when it was made;
+steps are what the storage lists as committed, and the pointer `latest` is for people and other programs:
+nothing here ever reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -106,22 +105,6 @@ def parse_step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[int], bool]) -> list[int]:
-    """The steps to remove so that the newest `keep` remain, oldest first; None keeps all.
-
-    If none of those is complete, the newest complete one before them stays, too: a run never loses its last
-    usable checkpoint. `is_whole` is called for the newest first and no more often than needed.
-    """
-    ordered = sorted(steps)
-    if keep is None or len(ordered) <= keep:
-        return []
-    surplus, newest = ordered[:-keep], ordered[-keep:]
-    if any(is_whole(step) for step in reversed(newest)):
-        return surplus
-    spared = next((step for step in reversed(surplus) if is_whole(step)), None)
-    return [step for step in surplus if step != spared]
-
-
 class StepCatalog:
     """The committed steps of one run. Any rank may read; only rank 0 may change anything."""
 
@@ -137,10 +120,6 @@ class StepCatalog:
     def find(self, step: int) -> CheckpointRef:
         """The checkpoint of a step; `ObjectNotFound` if it is not committed."""
         return CheckpointRef(self.storage, self._catalog.find(step_dirname(step)))
-
-    def surplus(self, committed: Sequence[int], keep: int | None) -> list[int]:
-        """Which of the `committed` steps to remove so that the newest `keep` remain; see `choose_surplus`."""
-        return choose_surplus(committed, keep, lambda step: self.find(step).is_whole())
 
     def remove(self, step: int) -> None:
         """Remove a step."""

@@ -5,8 +5,6 @@ own. Invariant: what is returned has been checked: every region has one place an
 file name leaves the checkpoint's folder. Only names that torch's own metadata has are written.
 """
 
-from __future__ import annotations
-
 import gc
 import struct
 from collections.abc import Iterable, Iterator, Mapping

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.commit.catalog import StepCatalog, parse_step, step_dirname
 from penstock.checkpoint.levels.cache import NodeCache
-from penstock.checkpoint.levels.flush.daemon_flusher import DaemonWatchdog, read_flush_states
+from penstock.checkpoint.levels.flush.daemon_client import DaemonWatchdog, read_flush_states
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrder, JournalReader
 from penstock.checkpoint.levels.flush.flusher import FlushState
 from penstock.checkpoint.levels.redundancy.redundancy_record import assess

@@ -3,8 +3,6 @@
 Pure settings, imported by every `Manager`. `parity_layout` derives groups and stripes from a scheme.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal

@@ -18,7 +18,7 @@ from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, parse_
 from penstock.checkpoint.commit.protocol import Draft
 from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
 from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
-from penstock.checkpoint.levels.flush.daemon_flusher import DaemonFlusher
+from penstock.checkpoint.levels.flush.daemon_client import DaemonFlusher
 from penstock.checkpoint.levels.flush.flusher import Flusher, TrainerFlusher, require_durable
 from penstock.checkpoint.levels.options import Flush, Scheme
 from penstock.checkpoint.levels.recovery import FetchedFiles, find_damaged_shares

@@ -22,7 +22,7 @@ import numpy as np
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
 from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.checkpoint.loading import placement, reader
-from penstock.checkpoint.loading.requests import ByteItemIndex
+from penstock.checkpoint.loading.load_requests import ByteItemIndex
 from penstock.checkpoint.loading.transport import GlooTransport, Outbox, run_rounds
 from penstock.checkpoint.plan.load_plan import LoadPlan, payload_starts
 from penstock.checkpoint.plan.region_arithmetic import find_overlaps

@@ -29,7 +29,7 @@ from penstock.checkpoint.commit.catalog import CheckpointRef
 from penstock.checkpoint.engine import LoadChoice, State
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_together
 from penstock.checkpoint.formats.dcp_item import load_object
-from penstock.checkpoint.loading import requests as load_requests
+from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute_plan
 from penstock.checkpoint.loading.placement import Target, cut_region
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings

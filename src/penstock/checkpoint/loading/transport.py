@@ -5,8 +5,6 @@ before it begins the next, and what it reads for one round waits for no later on
 rank that fails still sends.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

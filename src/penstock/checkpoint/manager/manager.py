@@ -37,10 +37,11 @@ from penstock.checkpoint.engine import (
 from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single
 from penstock.checkpoint.manager import save_policy as policies
 from penstock.checkpoint.manager import step_store
+from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
 from penstock.checkpoint.state.process_group import make_own_group
 from penstock.cluster.comm import Comm, format_cause
 from penstock.errors import PenstockError, RankError, RankFailed, UsageError, WaitTimeout
-from penstock.extras import explained_imports
+from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
 from penstock.storage.uri import open_here
@@ -306,7 +307,7 @@ class Manager:
         keep_cached: int | None = 2,
         failure_domain: str | None = None,
         save_policy: policies.SavePolicy = policies.EVERY_STEP,
-        stop: policies.StopConditions = policies.ON_REQUEST,
+        stop: StopConditions = ON_REQUEST,
         process_group: Any = None,
         writers: int = 2,
         separation_hint: str | None = None,
@@ -339,7 +340,7 @@ class Manager:
                 path=os.fspath(durable) if isinstance(durable, str | os.PathLike) else None,
             )
         self._scheduler = policies.SaveScheduler(save_policy)
-        self._stop = policies.GracefulStop(stop, self._storage, self._rank)
+        self._stop = GracefulStop(stop, self._storage, self._rank)
         self._engine = engine or _open_torch_engine(writers, separation_hint, staging_bytes)
         self._restart: Restart | None = None
         self._in_flight = _InFlightSaves(self._front.comm, timeout_s)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, local_path, parse_step
+from penstock.checkpoint.commit.retention import apply_retention
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save, write_into
 from penstock.cluster.comm import Comm, all_gather_results, format_cause, run_on_rank0
 from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError
@@ -168,19 +169,6 @@ class DurableSlot:
     def abandon(self) -> None:
         """Remove the draft."""
         self._transaction.abandon()
-
-
-def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> None:
-    """Point to the newest step and remove the surplus. Never raises `StorageError`: `step` is committed."""
-    try:
-        committed = catalog.committed()
-        if step == max(committed, default=None):
-            catalog.set_latest(step)
-        for removed in catalog.surplus(committed, keep):
-            logger.info("Removing step %d: the newest %s are kept", removed, keep)
-            catalog.remove(removed)
-    except StorageError as error:
-        logger.warning("Step %d is committed, but not all old steps could be removed: %s", step, error)
 
 
 def warn_once_per_job(own_logger: logging.Logger, rank: int, message: str, *values: object) -> None:

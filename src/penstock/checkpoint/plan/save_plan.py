@@ -4,8 +4,6 @@ Pure: every rank calls `plan_save` with the same arguments and derives the same 
 ranks write every element of every tensor exactly once, or `NotCovered` says which are missing.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ storage works. Invariant: an object is durable with exactly its planned bytes, o
 and the object is aborted.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ imported only if the job has ranks. Invariant: a rank outside of the group gets 
 ranks in it do not wait for it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.did_you_mean import did_you_mean
 from penstock.errors import UsageError
-from penstock.suggest import did_you_mean
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

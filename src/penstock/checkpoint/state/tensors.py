@@ -4,8 +4,6 @@ The boundary between torch and the planners. Invariant: a shard's memory is the 
 into it loads the state, and writing from it saves the current value.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

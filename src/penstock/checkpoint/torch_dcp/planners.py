@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from penstock.checkpoint.engine import LoadChoice, NamePatterns
 from penstock.checkpoint.formats.dcp_item import load_object
-from penstock.checkpoint.loading.requests import LeafSelection, select_leaves
+from penstock.checkpoint.loading.load_requests import LeafSelection, select_leaves
 from penstock.checkpoint.plan.save_plan import (
     Holdings,
     PlacedObject,

@@ -1,7 +1,5 @@
 """The agent, one on each host: prints the facts of this machine between marks."""
 
-from __future__ import annotations
-
 import sys
 from socket import gethostname
 

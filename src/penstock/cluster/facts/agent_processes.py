@@ -6,8 +6,6 @@ never appear in command lines (see `launcher_command`). Invariant: when the quer
 process that it started has ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

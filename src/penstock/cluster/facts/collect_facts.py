@@ -5,8 +5,6 @@ Invariant: an answer counts only if its process ended with 0 and its document is
 version; otherwise its host is absent, with the reason.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime

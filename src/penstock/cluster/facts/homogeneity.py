@@ -4,8 +4,6 @@ Pure. Where a fact of some host is unknown, the subject is "not checked" and the
 never count as equal. A difference that is known is reported first.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

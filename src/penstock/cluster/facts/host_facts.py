@@ -5,8 +5,6 @@ those. Invariant: every queried host is in the file, as present or as absent, so
 cannot pass for those of all.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self, TypeVar
 

@@ -4,8 +4,6 @@ Runs once on every host, in the agent. Invariant: what cannot be read is None an
 reason; nothing is guessed, and an unreadable file does not affect the other facts.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import re

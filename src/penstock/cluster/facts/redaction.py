@@ -3,8 +3,6 @@
 Pure. Invariant: a value whose name or form suggests a secret is never reported, even if its name is allowed.
 """
 
-from __future__ import annotations
-
 import re
 
 from penstock.environment import Environment, user_settings

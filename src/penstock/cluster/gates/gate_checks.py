@@ -3,8 +3,6 @@
 Pure. Invariant: the worst result of any rank is the verdict, and its rank or host is named.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from penstock.did_you_mean import did_you_mean
 from penstock.errors import UsageError
-from penstock.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from penstock.environment import Environment

@@ -26,7 +26,7 @@ from penstock.cluster.gates.gate_model import (
     RankReport,
 )
 from penstock.cluster.gates.rank_measurements import measure_clock_offsets, read_rank_report
-from penstock.cluster.gates.storage_probe import probe_storage
+from penstock.cluster.gates.shared_storage_check import probe_storage
 from penstock.errors import PenstockError
 
 T = TypeVar("T")

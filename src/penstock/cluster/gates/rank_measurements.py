@@ -4,8 +4,6 @@ Called once on every rank, without side effects. A rank reads its clock after ra
 0 has received, so between two readings of rank 0's clock: a proven bound, however slow the network is.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import pwd

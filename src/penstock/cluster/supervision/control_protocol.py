@@ -4,8 +4,6 @@ Independent of the communicators on purpose: this must work while ranks are stuc
 Invariant: a server accepts no message before the other side has proved that it knows the job's token.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

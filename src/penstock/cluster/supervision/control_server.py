@@ -5,8 +5,6 @@ Invariant: from the first failure on, every supervisor is told to stop, and none
 ranks have ended or had `GRACE_S` + `KILL_S` to end.
 """
 
-from __future__ import annotations
-
 import hmac
 import logging
 import resource

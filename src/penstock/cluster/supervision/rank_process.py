@@ -4,8 +4,6 @@ Invariant: however the body of `join_job` ends, the job's server learns of it, s
 or finish together.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ still ends in time. Invariant: whichever of relay, supervisor and rank is killed
 too, even if it detached itself.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import selectors

@@ -1,6 +1,6 @@
 """The formats of data files, one module each: what a file consists of, and how it is read.
 
-`DataFormat` in `penstock.workload.choices` declares them. A format is imported when a data set asks for it,
+`DataFormat` in `penstock.workload.enums` declares them. A format is imported when a data set asks for it,
 and with it the library that it needs. What a data set asks for and its format cannot do is a `UsageError`
 here, before the first byte.
 """

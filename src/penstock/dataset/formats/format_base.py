@@ -34,7 +34,7 @@ from penstock.dataset.formats.format_protocol import (
 )
 from penstock.errors import StorageError, UsageError
 from penstock.storage import Source
-from penstock.workload.choices import Compression
+from penstock.workload.enums import Compression
 from penstock.workload.spec import Dataset
 
 _SEARCHED_ROWS: Final = 1 << 16

@@ -28,7 +28,7 @@ from penstock.dataset.formats.format_base import (
 )
 from penstock.errors import UsageError
 from penstock.storage import Source
-from penstock.workload.choices import Compression
+from penstock.workload.enums import Compression
 from penstock.workload.spec import Dataset
 
 _BATCH_BYTES: Final = 8 << 20

@@ -21,7 +21,7 @@ from penstock.dataset.formats.file_objects import GrowingBuffer
 from penstock.dataset.formats.format_base import make_damage_error
 from penstock.dataset.formats.npy import StackedFormat, array_header, stacked_header, unstack
 from penstock.storage import Source
-from penstock.workload.choices import Compression
+from penstock.workload.enums import Compression
 from penstock.workload.spec import Dataset
 
 _STREAMED: Final = 0x08

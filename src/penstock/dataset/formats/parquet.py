@@ -28,8 +28,8 @@ from penstock.dataset.formats.format_base import (
 )
 from penstock.errors import UsageError
 from penstock.storage import Source
-from penstock.workload.choices import Compression
 from penstock.workload.dataset_size import column_bytes
+from penstock.workload.enums import Compression
 from penstock.workload.spec import Dataset, ParquetColumn
 
 if TYPE_CHECKING:

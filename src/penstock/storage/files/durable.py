@@ -6,8 +6,6 @@ tests replace those one by one. Invariant: after `write_durably` or
 `replace_durably` the target has its old content or its new one, never a part.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import IO

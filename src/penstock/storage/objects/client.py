@@ -5,8 +5,6 @@ splitting, verification and counting are done above it. There are two kinds of m
 supports one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module

@@ -22,7 +22,7 @@ from urllib3 import exceptions
 
 from penstock.storage.objects.client import RemoteObject, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings
-from penstock.storage.objects.requests import FailureKind, RequestFailed
+from penstock.storage.objects.object_requests import FailureKind, RequestFailed
 
 if TYPE_CHECKING:
     import http.client

@@ -23,7 +23,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from penstock.errors import Unavailable
 from penstock.storage.objects.client import RemoteObject, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings
-from penstock.storage.objects.requests import FailureKind, RequestFailed
+from penstock.storage.objects.object_requests import FailureKind, RequestFailed
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -6,8 +6,6 @@ come on top. Listings go through obstore, because s3dlio lists names without siz
 whole objects only and asks HEAD first, so ranges are copied.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from penstock.errors import UsageError
 from penstock.storage.objects.client import ObjectClient, RemoteObject, bare_etag
 from penstock.storage.objects.client_obstore import ObstoreClient
 from penstock.storage.objects.client_settings import ClientSettings, ProcessWideSettings, export_credentials
-from penstock.storage.objects.requests import FailureKind, RequestFailed
+from penstock.storage.objects.object_requests import FailureKind, RequestFailed
 
 _LIBRARY = ProcessWideSettings("s3dlio")  # the library's state is the process's, and so is what we know of it
 _SECRETS = frozenset({"AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"})

@@ -19,7 +19,7 @@ from s3torchconnectorclient._mountpoint_s3_client import HeadObjectResult, Mount
 from penstock.errors import UsageError
 from penstock.storage.objects.client import RemoteObject, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings, export_credentials
-from penstock.storage.objects.requests import FailureKind, RequestFailed
+from penstock.storage.objects.object_requests import FailureKind, RequestFailed
 
 T = TypeVar("T")
 

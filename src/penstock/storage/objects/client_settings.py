@@ -4,8 +4,6 @@ Parsed once when a storage is opened; adapters receive `ClientSettings` and read
 secrets are in `Credentials` alone, which neither `repr` nor the record of options ever shows.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading

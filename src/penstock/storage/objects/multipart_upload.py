@@ -17,7 +17,7 @@ from typing import Protocol, cast
 
 from penstock.errors import StorageError, StorageTimeout
 from penstock.storage.objects.client import ObjectClient, SupportsPartUpload, SupportsStreamUpload
-from penstock.storage.objects.requests import (
+from penstock.storage.objects.object_requests import (
     Endpoint,
     RequestContext,
     RequestFailed,

@@ -6,8 +6,6 @@ owner's `release` is called exactly once, when the last piece of its buffer is n
 returns only after the service itself has reported the submitted size.
 """
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading
@@ -22,7 +20,7 @@ from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.objects.client import RemoteObject
 from penstock.storage.objects.client_settings import MIN_PART_BYTES
 from penstock.storage.objects.multipart_upload import Upload
-from penstock.storage.objects.requests import RetryingRequests
+from penstock.storage.objects.object_requests import RetryingRequests
 from penstock.storage.protocol import Counters, ObjectInfo, Release
 from penstock.units import format_bytes
 

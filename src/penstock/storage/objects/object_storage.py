@@ -5,8 +5,6 @@ request is counted; no key that passes `check_key` leaves the prefix; `read_into
 raises only when no request still writes into the buffer.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
@@ -24,14 +22,14 @@ from penstock.storage.objects.client import (
 )
 from penstock.storage.objects.client_settings import ObjectLocation, resolve_location
 from penstock.storage.objects.multipart_upload import PartUpload, StreamUpload, Upload, UploadSpec
-from penstock.storage.objects.object_sink import NewObject, ObjectSink, flat_bytes, split_range
-from penstock.storage.objects.requests import (
+from penstock.storage.objects.object_requests import (
     MAX_BACKOFF_S,
     Endpoint,
     RequestContext,
     RequestFailed,
     RetryingRequests,
 )
+from penstock.storage.objects.object_sink import NewObject, ObjectSink, flat_bytes, split_range
 from penstock.storage.protocol import Counters, ObjectInfo, OptionValue
 from penstock.storage.uri import Location, check_key, check_prefix
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from penstock.errors import UsageError
 from penstock.submission.edition import Edition, ModelLimits
-from penstock.workload.division_rules import Breach, SubmissionDivision
+from penstock.workload.mlperf_divisions import Breach, SubmissionDivision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.storage.uri import find_local_paths_at, parse_uri
-from penstock.workload.choices import StorageKind
+from penstock.workload.enums import StorageKind
 from penstock.workload.spec import Workload
 
 

@@ -13,9 +13,9 @@ from typing import Final
 from penstock.results.history.history_file import HistoryFile
 from penstock.storage.files.durable import rename_durably, sync_folder
 from penstock.storage.files.system_calls import translate_os_errors
-from penstock.submission.authoring.ownership import OwnedTree, require_plain_name
+from penstock.submission.authoring.tree_owner import OwnedTree, require_plain_name
 from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, SubmissionPhase, log_names, metadata_name
-from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.mlperf_divisions import SubmissionDivision
 
 HIDDEN: Final = ".mlps"
 UNDER_WAY: Final = "under-way"

@@ -18,7 +18,7 @@ from penstock.results.run_record import workload_values
 from penstock.submission.authoring.result_dir import ResultDirAddress
 from penstock.submission.code_image import UNKNOWN, Program, pointer_text
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, PROVENANCE, Benchmark, SubmissionPhase
-from penstock.workload.choices import StorageKind
+from penstock.workload.enums import StorageKind
 from penstock.workload.layered_settings import dotted, flatten
 from penstock.workload.spec import Workload
 

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from penstock.errors import StorageError, UsageError
 from penstock.results.run_folder import RUN_FILE
 from penstock.results.run_record import read_record
-from penstock.submission.authoring.ownership import OwnedTree
 from penstock.submission.authoring.result_dir import HIDDEN, UNDER_WAY, Series, list_drafts
+from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.edition import Edition
 from penstock.submission.parsed_file import read_description
 from penstock.submission.system_description import find_schema_problems
@@ -33,7 +33,7 @@ from penstock.submission.tree_layout import (
     SubmissionPhase,
     is_result_dir_name,
 )
-from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.mlperf_divisions import SubmissionDivision
 
 
 class _Metadata(BaseModel):

@@ -8,7 +8,7 @@ from penstock.submission.finding import Finding, Verdict, not_applicable, not_ch
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.result_files import ResultDir
 from penstock.submission.rules import rule
-from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.mlperf_divisions import SubmissionDivision
 
 
 def _pointed_digest(run: ResultDir) -> str:

@@ -19,7 +19,7 @@ from penstock.submission.finding import Finding, Verdict, not_applicable, not_ch
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.result_files import ResultDir, SubmittedResult
 from penstock.submission.tree_layout import Benchmark
-from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.mlperf_divisions import SubmissionDivision
 
 ALL: Final = ("v1.0", "v2.0", "v3.0")
 LATER: Final = ("v2.0", "v3.0")

@@ -4,8 +4,6 @@ Planning is pure; then the program runs, with its own output and exit code. Inva
 its own arguments, traced or not at all.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -8,8 +8,6 @@ They trace if `PENSTOCK_TRACE` names a folder, or into the one given to `tracing
 look-up. Invariant: a span never changes what it wraps, and exceptions pass through.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -7,8 +7,6 @@ process ends; it is removed when the trace is closed in good order. Invariants: 
 line is one line of valid JSON; trace and count together tell how many events are missing.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

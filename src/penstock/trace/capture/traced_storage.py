@@ -5,8 +5,6 @@ releases the buffer, so writes in flight overlap in the trace as they do in real
 inside gets exactly the calls that it would get without a trace.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Final

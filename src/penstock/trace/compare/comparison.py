@@ -3,8 +3,6 @@
 To add a finding, write a `FindingRule` into one of the `*_findings` modules and add it to `FINDING_RULES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final

@@ -5,8 +5,6 @@ query whose first value must be true. Invariant: expressions are walked as synta
 Python.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ Ranks and threads: missing ranks (F1), summed threads (F3), stragglers (F8). Tie
 (F6), repeated lookups (F7).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

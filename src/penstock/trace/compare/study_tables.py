@@ -4,8 +4,6 @@
 sums hide (threads side by side) is in the measures table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from penstock.trace.compare.trace_study import PROCESS, Study, longest_process_sql, pivot

@@ -6,8 +6,6 @@ Invariants: an answer holds microseconds, bytes and counts as integers, and only
 printed to the microsecond, so printed sums can be checked by hand.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Each row has calls, bytes and measures of time. In `overlap`, `union_us`, `sum_u
 of the I/O; its overlap with computation is one of intervals, not a difference of totals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 

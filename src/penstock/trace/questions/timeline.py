@@ -4,8 +4,6 @@ An event that spans several buckets is divided by the time it spent in each; it 
 it began. A bucket's concurrency is the mean over the whole bucket.
 """
 
-from __future__ import annotations
-
 from penstock.errors import UsageError
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.interval_union import measure_groups

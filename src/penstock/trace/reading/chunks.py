@@ -5,8 +5,6 @@ bytes; memory is bounded whatever the file's size; what can be decompressed is d
 reported.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

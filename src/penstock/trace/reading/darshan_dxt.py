@@ -4,8 +4,6 @@ Times are seconds since the job began, whose start is in the text's head. MPI-IO
 their own, because the same bytes are seen again as POSIX below it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Final

@@ -5,8 +5,6 @@ skip this step and are columns already. Invariant: a batch has the columns of `e
 order. Most texts repeat within a file, so they are dictionary-encoded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum

@@ -5,8 +5,6 @@ Chrome documents use `parse_event` for their objects. Invariant: whatever bytes 
 fails; what can still be found of a damaged event is salvaged.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -4,14 +4,12 @@ Invariant: the durations that a budget covers add up to it exactly, because tabl
 against such sums to the microsecond.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import UsageError
-from penstock.trace.synthesize.description import (
+from penstock.trace.synthesize.trace_description import (
     Call,
     Pattern,
     PatternUse,

@@ -5,8 +5,6 @@ recognizable by its lines alone (quoted numbers and names; integers and hashes; 
 the real writers are; a damage touches only what it names.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -20,8 +18,8 @@ import yaml
 
 from penstock.errors import StorageError, UsageError
 from penstock.progress import Progress, Silent
-from penstock.trace.synthesize.description import FileDamage, Run, SynthesisSpec
 from penstock.trace.synthesize.planned_calls import PlannedCall, plan_rank
+from penstock.trace.synthesize.trace_description import FileDamage, Run, SynthesisSpec
 
 _STREAMS: Final = ("fread", "fwrite")
 _LIBC_LAYER, _PYTHON_LAYER, _TRACER_LAYER = 3, 6, 1

@@ -42,7 +42,7 @@ from penstock.workflows.levels_study.study_plan import (
 
 if TYPE_CHECKING:
     from penstock.trace.compare.comparison import ComparisonResult
-    from penstock.workflows.levels_study.training_loop import EmulatedTrainer, StudySaver
+    from penstock.workflows.levels_study.study_training import EmulatedTrainer, StudySaver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class RowSetting:
 
 def run_row(row: StudyRow, trainer: "EmulatedTrainer", setting: RowSetting) -> study_records.RowRecord:
     """Train and save as the row says, traced; its files are removed from the levels. Collective."""
-    from penstock.workflows.levels_study.training_loop import make_saver  # noqa: PLC0415 - loads torch
+    from penstock.workflows.levels_study.study_training import make_saver  # noqa: PLC0415 - loads torch
 
     comm, request = setting.comm, setting.request
     traces = study_records.trace_folder(request.out, row.name)
@@ -162,7 +162,7 @@ def run_study(
     check_request(request, environment, trace_variable=TRACE)
     require_torch()
     # Loads torch, so only once the request is known to be good.
-    from penstock.workflows.levels_study.training_loop import EmulatedTrainer, process_group  # noqa: PLC0415
+    from penstock.workflows.levels_study.study_training import EmulatedTrainer, process_group  # noqa: PLC0415
 
     hosts = comm.gather(comm.host, awaiting="all ranks to name their hosts")
     _require_room(request, comm)

@@ -13,9 +13,9 @@ from typing import Final
 
 from penstock.bench.state_layout import StateLayout
 from penstock.checkpoint.levels.options import Scheme, Single, Xor
+from penstock.did_you_mean import did_you_mean
 from penstock.environment import Environment
 from penstock.errors import UsageError
-from penstock.suggest import did_you_mean
 
 LARGEST_GROUP: Final = 8
 

@@ -22,9 +22,9 @@ from penstock.progress import Progress
 from penstock.results.provenance import HostFacts, git_state
 from penstock.results.run_record import read_record
 from penstock.submission.authoring import write_result_dir
-from penstock.submission.authoring.ownership import OwnedTree
 from penstock.submission.authoring.result_dir import ResultDirAddress, Series, reserve_address
 from penstock.submission.authoring.run_metadata import RunFacts
+from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.authoring.write_result_dir import ProgramImage, RunLogs
 from penstock.submission.code_image import UNKNOWN, Program, capture
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, SubmissionPhase

@@ -27,7 +27,7 @@ from penstock.progress import Silent
 from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.storage import open_storage
-from penstock.workload.loading import load_model
+from penstock.workload.load_workload import load_model
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult

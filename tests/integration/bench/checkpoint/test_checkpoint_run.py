@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.bench import cache_eviction
+from penstock.bench import page_cache_eviction
 from penstock.bench.checkpoint.checkpoint_folder import KEY, read_marker
 from penstock.bench.checkpoint.checkpoint_run import (
     CheckpointRequest,
@@ -40,7 +40,7 @@ from penstock.storage.uri import Location
 from penstock.testing.faults import FailAtCall, Full, Late
 from penstock.testing.file_faults import FailFileCall, faulty_calls
 from penstock.testing.rank_threads import on_ranks
-from penstock.workload.loading import load_model
+from penstock.workload.load_workload import load_model
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def test_where_the_kernel_does_not_tell_a_read_is_not_called_cold(
     def silent(_: str) -> None:
         raise Unavailable("This kernel does not report which pages are resident")
 
-    monkeypatch.setattr(cache_eviction, "evict_file", silent)
+    monkeypatch.setattr(page_cache_eviction, "evict_file", silent)
     result = ground.run(writes=1, reads=1)
     assert result.is_right
     assert result.is_from_memory

@@ -20,7 +20,7 @@ from penstock.bench.loader.loader_protocol import BatchRequest, OpenStorage, Rea
 from penstock.errors import ObjectNotFound, ShortTransfer, Unavailable, UsageError
 from penstock.storage import open_storage
 from penstock.storage.protocol import write_object
-from penstock.workload.choices import ProcessStart
+from penstock.workload.enums import ProcessStart
 
 pytest.importorskip("torch")
 

@@ -19,7 +19,7 @@ from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.progress import Silent
 from penstock.storage import open_storage
-from penstock.workload.choices import DataFormat, Shuffle
+from penstock.workload.enums import DataFormat, Shuffle
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 
 if TYPE_CHECKING:

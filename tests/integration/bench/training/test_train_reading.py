@@ -26,7 +26,7 @@ from penstock.progress import Silent
 from penstock.results.event_files import read_events
 from penstock.results.run_record import read_record
 from penstock.storage import open_storage
-from penstock.workload.choices import DataFormat, ProcessStart, ReadType, Shuffle
+from penstock.workload.enums import DataFormat, ProcessStart, ReadType, Shuffle
 from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 

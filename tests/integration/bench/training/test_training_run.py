@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from tests.support.s3.server import BUCKET
 
-from penstock.bench.cache_eviction import evict_data_set
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeOptions
+from penstock.bench.page_cache_eviction import evict_data_set
 from penstock.bench.training.training_files import choose_checked_files, open_files, validate
 from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cluster.comm import SoloComm
@@ -33,7 +33,7 @@ from penstock.storage import open_storage
 from penstock.storage.capabilities import uses_page_cache
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedSource, WrappedStorage
-from penstock.workload.choices import DataFormat, Shuffle
+from penstock.workload.enums import DataFormat, Shuffle
 from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, Evaluation, Metric, ReaderSection, Train, Workflow, Workload
 

@@ -16,7 +16,7 @@ from tests.support.flush_orders import files_of, order, serve
 from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.levels.flush.daemon import Daemon
-from penstock.checkpoint.levels.flush.daemon_flusher import read_flush_states
+from penstock.checkpoint.levels.flush.daemon_client import read_flush_states
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, JournalReader, SaveState, parse_entries
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify

@@ -13,6 +13,7 @@ from tests.support.bytes_engine import BytesEngine
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit.catalog import StepCatalog, step_dirname
+from penstock.checkpoint.commit.retention import find_surplus
 from penstock.checkpoint.engine import SaveCancelled
 from penstock.checkpoint.manager.manager import Manager, ProgressState, SaveProgress
 from penstock.errors import (
@@ -217,11 +218,11 @@ def test_retention_keeps_the_last_whole_step_if_the_newest_are_not(
     steps = StepCatalog(open_here(tmp_path))
     (tmp_path / "step-3" / "__0_0.distcp").write_bytes(bytes(3))
     assert not steps.find(3).is_whole()
-    assert steps.surplus(steps.committed(), 1) == [1]
+    assert find_surplus(steps, steps.committed(), 1) == [1]
     (tmp_path / "step-2" / ".metadata").write_bytes(b"other")
     assert not steps.find(2).is_whole()
-    assert steps.surplus(steps.committed(), 1) == [2]
-    assert steps.surplus(steps.committed(), 2) == []
+    assert find_surplus(steps, steps.committed(), 1) == [2]
+    assert find_surplus(steps, steps.committed(), 2) == []
 
 
 def test_a_step_is_committed_even_if_old_ones_cannot_be_removed(

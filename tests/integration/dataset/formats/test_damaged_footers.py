@@ -11,11 +11,11 @@ from contextlib import suppress
 from fractions import Fraction
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file import buffer_pool, write_file
+from penstock.dataset.formats.data_file_io import buffer_pool, write_file
 from penstock.errors import StorageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import read_object, write_object
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.spec import ParquetColumn, Dataset, Parquet
 
 columns = (ParquetColumn(name="a", dtype="int8", size=7), ParquetColumn(name="b", dtype="int32"))

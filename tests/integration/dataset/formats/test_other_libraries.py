@@ -24,9 +24,9 @@ from PIL import Image
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file import buffer_pool, verify_file, write_file
+from penstock.dataset.formats.data_file_io import buffer_pool, verify_file, write_file
 from penstock.storage.uri import open_storage
-from penstock.workload.choices import Compression, DataFormat
+from penstock.workload.enums import Compression, DataFormat
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.results.history import history_file
 from penstock.results.active_run import ActiveRun
 from penstock.results.run_record import RunRequest
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 
 parent, moment = Path(sys.argv[1]), sys.argv[2]
 

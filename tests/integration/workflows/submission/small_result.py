@@ -19,14 +19,13 @@ from penstock.progress import Silent
 from penstock.results.provenance import HostFacts
 from penstock.storage import open_storage
 from penstock.submission.authoring.data_location import locate_data
-from penstock.submission.authoring.ownership import claim_tree
 from penstock.submission.authoring.result_dir import Series
+from penstock.submission.authoring.tree_owner import claim_tree
 from penstock.submission.authoring.write_result_dir import ProgramImage, RunLogs
 from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
-from penstock.workflows.submission.result_draft import ResultWriter, RunObserver
-from penstock.workflows.submission.training_result import (
+from penstock.workflows.submission.draft_training_result import (
     TrainingResultPlan,
     add_datagen,
     add_datasize,
@@ -34,8 +33,9 @@ from penstock.workflows.submission.training_result import (
     make_part,
     make_training,
 )
-from penstock.workload.division_rules import SubmissionDivision
-from penstock.workload.loading import load
+from penstock.workflows.submission.result_draft import ResultWriter, RunObserver
+from penstock.workload.load_workload import load
+from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:

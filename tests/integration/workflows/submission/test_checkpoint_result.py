@@ -19,9 +19,9 @@ from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.storage import open_storage
 from penstock.submission.authoring.data_location import locate_checkpoints
-from penstock.submission.authoring.ownership import claim_tree
 from penstock.submission.authoring.result_dir import Series
 from penstock.submission.authoring.run_sequence import list_progress
+from penstock.submission.authoring.tree_owner import claim_tree
 from penstock.submission.authoring.write_result_dir import ProgramImage, RunLogs
 from penstock.submission.check import check
 from penstock.submission.code_image import Program, capture
@@ -29,10 +29,10 @@ from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
 from penstock.submission.tree_layout import Benchmark
 from penstock.testing.rank_threads import on_ranks
-from penstock.workflows.submission.checkpoint_result import add_checkpoints
+from penstock.workflows.submission.draft_checkpoint_result import add_checkpoints
 from penstock.workflows.submission.result_draft import ResultWriter, RunObserver
-from penstock.workload.division_rules import SubmissionDivision
-from penstock.workload.loading import load_model
+from penstock.workload.load_workload import load_model
+from penstock.workload.mlperf_divisions import SubmissionDivision
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from penstock.bench.cache_eviction import ObjectEviction
 from penstock.bench.checkpoint.checkpoint_result import (
     CheckpointResult,
     EarlierRun,
@@ -15,7 +14,8 @@ from penstock.bench.checkpoint.checkpoint_result import (
     find_bottleneck,
     total_direction,
 )
-from penstock.bench.checkpoint.rounds import CheckpointRound, Direction
+from penstock.bench.checkpoint.checkpoint_rounds import CheckpointRound, Direction
+from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord
 from penstock.storage import Counters
 

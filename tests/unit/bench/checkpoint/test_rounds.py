@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.cache_eviction import ObjectEviction
-from penstock.bench.checkpoint.progress_board import ProgressBoard, format_progress
-from penstock.bench.checkpoint.rounds import (
+from penstock.bench.checkpoint.checkpoint_rounds import (
     CheckpointRound,
     StateContent,
     choose_source_process,
@@ -20,10 +18,12 @@ from penstock.bench.checkpoint.rounds import (
     rank_shift,
     seconds_between,
 )
+from penstock.bench.checkpoint.progress_board import ProgressBoard, format_progress
+from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.errors import UsageError
-from penstock.workload.loading import load_model
+from penstock.workload.load_workload import load_model
 
 
 @given(st.integers(0, 12), st.sets(st.integers(1, 12)), st.data())

@@ -13,7 +13,7 @@ from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import write_object
-from penstock.workload.choices import ProcessStart
+from penstock.workload.enums import ProcessStart
 
 pytest.importorskip("torch")
 

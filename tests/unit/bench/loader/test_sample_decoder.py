@@ -29,7 +29,7 @@ from penstock.progress import Silent
 from penstock.results.step_events import StepPhase
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import read_object, write_object
-from penstock.workload.choices import Compression, DataFormat, Shuffle
+from penstock.workload.enums import Compression, DataFormat, Shuffle
 from penstock.workload.quantities import Distribution, Duration
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ReaderSection, Workload
 

@@ -28,7 +28,7 @@ from penstock.progress import Silent
 from penstock.results.step_events import StepPhase
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedSource, WrappedStorage, write_object
-from penstock.workload.choices import Compression, DataFormat, Shuffle
+from penstock.workload.enums import Compression, DataFormat, Shuffle
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn, ReaderSection, Train, Workload
 
 if TYPE_CHECKING:

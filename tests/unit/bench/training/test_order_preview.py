@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.training.training_plan import OrderPreview, preview_order
 from penstock.errors import UsageError
-from penstock.workload.choices import DataFormat, Shuffle
+from penstock.workload.enums import DataFormat, Shuffle
 from penstock.workload.spec import Dataset, ReaderSection, Workload
 
 WORKLOAD = Workload(

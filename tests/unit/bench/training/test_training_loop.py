@@ -23,7 +23,7 @@ from penstock.errors import ObjectNotFound
 from penstock.progress import Silent
 from penstock.results.step_events import RankEvents, SpanKind, StepPhase
 from penstock.storage.in_memory import MemoryStorage
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.quantities import Distribution, Duration
 from penstock.workload.spec import Dataset, Evaluation, ReaderSection, Train, Workflow, Workload
 

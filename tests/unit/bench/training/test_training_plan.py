@@ -31,7 +31,7 @@ from penstock.bench.training.training_plan import (
 )
 from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
-from penstock.workload.choices import FileSharing, Shuffle
+from penstock.workload.enums import FileSharing, Shuffle
 from penstock.workload.spec import Dataset, Evaluation, ReaderSection, Train, Workflow, Workload
 
 

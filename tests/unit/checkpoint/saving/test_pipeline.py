@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.bench.checkpoint.read_pipeline import read_objects
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.saving.measurement import WrongByte, combine_ranks
 from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, WritePipeline, write_objects
-from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, ShortTransfer, StorageError, StorageTimeout, WaitTimeout
 from penstock.progress import Silent

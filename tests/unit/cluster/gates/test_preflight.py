@@ -14,7 +14,7 @@ from penstock.cluster.gates.gate_checks import check_storage
 from penstock.cluster.gates.gate_model import Gate, GateFinding, GateVerdict, LoginSettings, PreflightRequest
 from penstock.cluster.gates.preflight import PreflightResult, run_preflight
 from penstock.cluster.gates.rank_measurements import measure_clock_offsets, parse_remove_ipc, read_login
-from penstock.cluster.gates.storage_probe import probe_storage
+from penstock.cluster.gates.shared_storage_check import probe_storage
 from penstock.errors import AccessRefused
 from penstock.storage import Storage, open_storage
 from penstock.storage.in_memory import MemoryStorage

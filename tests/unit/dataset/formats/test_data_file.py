@@ -12,7 +12,7 @@ import pytest
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file import buffer_pool, read_samples, verify_file, write_file
+from penstock.dataset.formats.data_file_io import buffer_pool, read_samples, verify_file, write_file
 from penstock.dataset.formats.file_writer import (
     BUFFER_BYTES,
     DataFileChecker,
@@ -25,7 +25,7 @@ from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool
 from penstock.storage.in_memory import MemorySink, MemoryStorage
 from penstock.storage.protocol import read_object, write_object
-from penstock.workload.choices import Compression, DataFormat
+from penstock.workload.enums import Compression, DataFormat
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn
 
 if TYPE_CHECKING:

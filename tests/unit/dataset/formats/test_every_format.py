@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file import buffer_pool, read_samples, verify_file, write_file
+from penstock.dataset.formats.data_file_io import buffer_pool, read_samples, verify_file, write_file
 from penstock.errors import ObjectNotFound, ShortTransfer
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import read_object, write_object
-from penstock.workload.choices import Compression, DataFormat
+from penstock.workload.enums import Compression, DataFormat
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from penstock.dataset.content import Content, Reduction
 from penstock.dataset.formats import jpeg, png
 from penstock.dataset.formats.jpeg import JpegFormat
 from penstock.dataset.formats.png import PngFormat
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
 
 JPEG = JpegFormat(Dataset(format=DataFormat.JPEG), 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.format_protocol import COMPUTED
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:

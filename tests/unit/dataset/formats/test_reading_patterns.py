@@ -12,11 +12,11 @@ import pytest
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file import buffer_pool, write_file
+from penstock.dataset.formats.data_file_io import buffer_pool, write_file
 from penstock.dataset.formats.format_protocol import COMPUTED, Extent, FileSurvey, RangeRead
 from penstock.errors import StorageError, UsageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.workload.choices import Compression, DataFormat
+from penstock.workload.enums import Compression, DataFormat
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
 
 if TYPE_CHECKING:

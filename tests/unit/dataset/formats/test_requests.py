@@ -9,7 +9,7 @@ import pytest
 
 from penstock.dataset.formats import open_format
 from penstock.errors import UsageError
-from penstock.workload.choices import Compression, DataFormat
+from penstock.workload.enums import Compression, DataFormat
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
 
 

@@ -12,10 +12,10 @@ import pytest
 from penstock.dataset import formats
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file import buffer_pool, write_file
+from penstock.dataset.formats.data_file_io import buffer_pool, write_file
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import read_object
-from penstock.workload.choices import DataFormat
+from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
 
 GOLDEN = {

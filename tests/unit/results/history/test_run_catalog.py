@@ -24,7 +24,7 @@ from penstock.results.history.run_catalog import (
 from penstock.results.history.trash import delete_from_trash, move_to_trash, restore_from_trash
 from penstock.results.provenance import identify_this_process
 from penstock.results.run_record import RunRequest
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

@@ -18,7 +18,7 @@ from penstock.errors import (
 from penstock.storage.objects import client_obstore, client_s3dlio, client_s3torchconnector
 from penstock.storage.objects.client import CLIENTS, RemoteObject, connect
 from penstock.storage.objects.client_settings import ProcessWideSettings, export_credentials, resolve_location
-from penstock.storage.objects.requests import (
+from penstock.storage.objects.object_requests import (
     MAX_BACKOFF_S,
     Endpoint,
     FailureKind,

@@ -15,7 +15,7 @@ from penstock.submission.authoring.checkpoint_preflight import (
     require_allowed,
 )
 from penstock.submission.edition import load_edition
-from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.mlperf_divisions import SubmissionDivision
 
 ASKED = CheckpointPreflight(
     model="llama3-8b",

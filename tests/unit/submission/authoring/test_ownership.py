@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import DataDamaged, UsageError
-from penstock.submission.authoring.ownership import (
+from penstock.submission.authoring.tree_owner import (
     OwnedTree,
     claim_tree,
     require_owned_tree,

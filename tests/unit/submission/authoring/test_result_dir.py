@@ -14,10 +14,10 @@ from penstock.errors import StorageError
 from penstock.results.active_run import ActiveRun
 from penstock.results.provenance import HostFacts
 from penstock.results.run_record import RunRequest
-from penstock.submission.authoring.ownership import OwnedTree, claim_tree
 from penstock.submission.authoring.result_dir import Series, list_drafts, reserve_address, set_aside
 from penstock.submission.authoring.run_metadata import DatasetSize, RunFacts
 from penstock.submission.authoring.run_sequence import list_progress, missing_system_files, read_series_state
+from penstock.submission.authoring.tree_owner import OwnedTree, claim_tree
 from penstock.submission.authoring.write_result_dir import (
     ProgramImage,
     RunLogs,
@@ -28,8 +28,8 @@ from penstock.submission.authoring.write_result_dir import (
 from penstock.submission.code_image import Program
 from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
-from penstock.workload.division_rules import SubmissionDivision
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
+from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:

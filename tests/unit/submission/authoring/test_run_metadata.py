@@ -10,7 +10,6 @@ import pytest
 
 from penstock.results.provenance import HostFacts
 from penstock.submission.authoring.data_location import locate_checkpoints, locate_data
-from penstock.submission.authoring.ownership import OwnedTree
 from penstock.submission.authoring.result_dir import ResultDirAddress, Series
 from penstock.submission.authoring.run_metadata import (
     CORE_KEYS,
@@ -20,10 +19,11 @@ from penstock.submission.authoring.run_metadata import (
     build_provenance,
     core_config_digest,
 )
+from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.code_image import Program
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
-from penstock.workload.division_rules import SubmissionDivision
-from penstock.workload.loading import load
+from penstock.workload.load_workload import load
+from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:

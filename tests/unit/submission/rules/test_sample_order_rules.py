@@ -15,7 +15,7 @@ from penstock.bench.training.training_plan import (
     summarize_samples,
 )
 from penstock.submission.rules.sample_order_rules import digest_of_all
-from penstock.workload.choices import Shuffle
+from penstock.workload.enums import Shuffle
 
 
 @given(

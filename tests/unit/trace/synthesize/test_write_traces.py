@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.trace.synthesize.description import FileDamage
 from penstock.trace.synthesize.planned_calls import PlannedCall
+from penstock.trace.synthesize.trace_description import FileDamage
 from penstock.trace.synthesize.write_traces import RankProcess, damage_lines, is_event, pack, write_lines
 
 CALLS = [

@@ -4,8 +4,6 @@ Used by both flushers and by recovery. Invariant: bytes pass no faster than the 
 thread moves them; a file that differs from its checksums in the cache is never committed elsewhere.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

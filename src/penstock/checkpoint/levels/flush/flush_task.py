@@ -16,11 +16,11 @@ from typing import Final
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, open_catalog
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
+from penstock.checkpoint.commit.retention import apply_retention
 from penstock.checkpoint.commit.shared_draft import SharedDraft
 from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
 from penstock.checkpoint.formats.manifest import ManifestFile, checksum_object, read_manifest
 from penstock.checkpoint.levels.flush import file_copy, flush_folder
-from penstock.checkpoint.manager.step_store import apply_retention
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable
 from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from penstock.checkpoint.commit.catalog import CheckpointRef
 from penstock.checkpoint.commit.protocol import Seal
+from penstock.checkpoint.commit.retention import apply_retention
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.levels.flush.file_copy import BURST_S, FileCopy, RateLimiter, copy_files
-from penstock.checkpoint.manager.step_store import DurableStore, apply_retention, start_lasting_worker
+from penstock.checkpoint.manager.step_store import DurableStore, start_lasting_worker
 from penstock.cluster.comm import Comm, all_gather_results, format_cause
 from penstock.errors import StorageError, WaitTimeout
 from penstock.storage import Storage

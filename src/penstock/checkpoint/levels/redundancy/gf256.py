@@ -8,8 +8,6 @@ blocks that stay in the L1 cache (docs/decisions/012). A save without redundancy
 buffers are whole 8-byte words of equal length, and only the first named ones are written.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -96,11 +94,11 @@ class Loops(NamedTuple):
 def load_loops() -> Loops:
     """The fastest loops that are installed. Compiling them takes tenths of a second, once per machine."""
     try:
-        from penstock.checkpoint.levels.redundancy import compiled_parity  # noqa: PLC0415 - numba is optional
+        from penstock.checkpoint.levels.redundancy import gf256_compiled  # noqa: PLC0415 - numba is optional
     except ModuleNotFoundError:
         logger.info("Double parity is computed by numpy: install numba for four times its speed")
         return NUMPY_LOOPS
-    return Loops(*compiled_parity.compile_loops())
+    return Loops(*gf256_compiled.compile_loops())
 
 
 def _words(buffer: memoryview) -> Words:

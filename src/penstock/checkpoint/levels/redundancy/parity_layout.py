@@ -13,8 +13,6 @@ All is pure and linear: a piece is a weighted sum of others (`gf256`), so a lost
 piece can be recovered unless a stripe's group lost more members than it has parities.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.extras import explained_imports
+from penstock.optional_libraries import explained_imports
 
 if TYPE_CHECKING:
     from penstock.trace.reading.event_filter import Prefilter

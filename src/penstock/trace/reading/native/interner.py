@@ -5,8 +5,6 @@ explains; until then to a code of its own, which the explanation redirects. Inva
 only within the file that explains them.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import Any, Final
 

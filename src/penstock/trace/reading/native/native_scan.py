@@ -6,8 +6,6 @@ understood to the last byte or not touched. Invariant: no load or store passes t
 bytes, which callers leave.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache

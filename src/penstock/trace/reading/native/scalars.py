@@ -6,8 +6,6 @@ Invariant: a string or number is accepted only if JSON would accept it, and none
 newline is no part of either. Loads may pass what is asked by up to seven bytes.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import numba

@@ -30,8 +30,8 @@ from penstock.checkpoint.state.regions import (
     TensorFacts,
 )
 from penstock.cluster.comm import Comm, run_on_all_ranks
+from penstock.did_you_mean import nearest
 from penstock.errors import DataDamaged, UsageError
-from penstock.suggest import nearest
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import LoadChoice

@@ -4,8 +4,6 @@ The base install serves the engine, storage, the probe and the command line. Eve
 libraries where it needs them; `missing_library` turns the failed import into what to install.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType

@@ -13,15 +13,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from penstock.bench.cache_eviction import evict_objects
 from penstock.bench.checkpoint.checkpoint_result import MAX_WRONG_PLACES, RoundFigures
 from penstock.bench.checkpoint.progress_board import RoundProgress
+from penstock.bench.checkpoint.read_pipeline import read_objects
+from penstock.bench.page_cache_eviction import evict_objects
 from penstock.bench.state_layout import StateLayout, checkpoint_folder
 from penstock.bench.step_recorder import StepRecorder
 from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM, WarmMemory
 from penstock.checkpoint.saving.measurement import Measurement, combine_ranks, common_origin_ns
 from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, write_objects
-from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError, UsageError

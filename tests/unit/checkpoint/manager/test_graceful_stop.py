@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.checkpoint.manager.save_policy import (
+from penstock.checkpoint.manager.graceful_stop import (
     MARKER_NAME,
     GracefulStop,
     SignalWatch,

@@ -1,7 +1,5 @@
 """The "did you mean" of all error messages: the known name that a mistyped one most resembles."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -3,8 +3,6 @@
 Invariant: a description fixes every byte of the traces; nothing is random.
 """
 
-from __future__ import annotations
-
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self

@@ -10,9 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from penstock.did_you_mean import did_you_mean, nearest
 from penstock.errors import UsageError
-from penstock.suggest import did_you_mean, nearest
-from penstock.workload.choices import CheckpointMode
 from penstock.workload.dataset_size import parquet_row_bytes
 from penstock.workload.dlio_keys import (
     ALIASES,
@@ -22,6 +21,7 @@ from penstock.workload.dlio_keys import (
     apply_dlio_rules,
     read_layer,
 )
+from penstock.workload.enums import CheckpointMode
 from penstock.workload.layered_settings import KeyPath, LayeredSettings, SettingProblem, dotted
 from penstock.workload.overrides import Override
 from penstock.workload.shipped_catalog import (

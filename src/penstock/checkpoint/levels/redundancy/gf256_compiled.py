@@ -4,8 +4,6 @@ They work on words of eight bytes, with everything in registers. Coverage cannot
 tests compare them with the arithmetic of single elements. Imported by `gf256.load_loops` alone.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import numba
