@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Two workers keep two cores busy; on more cores more. `make test PARALLEL=` runs one test after the other.
-PARALLEL ?= --numprocesses auto --dist loadgroup --no-loadscope-reorder
+PARALLEL ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
 RECIPE := pyproject.toml constraints.txt tests/peers.txt
 
 # Tests start some thousand processes: without bytecode files, each compiles the package again.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from tests.support.browser import browser
 from tests.support.s3.fixtures import faulty, lasting_fake, moto, radosgw
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 __all__ = ["browser", "faulty", "lasting_fake", "moto", "radosgw"]
 
 pytest.register_assert_rewrite("penstock.testing.storage_contract")
 
-OBJECT_TESTS = Path(__file__).parent / "integration" / "storage" / "objects"
+OBJECT_TESTS = "tests/integration/storage/objects/"
 
 # Tests hold invariants, benchmarks hold speed: on a busy machine a deadline fails what is right.
 # `make test` tries few examples of each property, each time other ones; `make test-slow` tries many.
@@ -28,13 +29,26 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a file, which share fixtures, on one worker; likewise all of object services.
+class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Keeps the tests of a file, which share fixtures, on one worker; likewise all of object services.
 
     Ceph starts slowly, and s3dlio has one endpoint a process: the first one that a test names.
     """
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        objects = "radosgw" in getattr(item, "fixturenames", ()) or OBJECT_TESTS in item.path.parents
-        item.add_marker(pytest.mark.xdist_group("objects" if objects else str(item.path)))
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "objects" if file.startswith(OBJECT_TESTS) or "radosgw" in nodeid else file
+
+
+class Scheduling:
+    """The plugin that gives pytest-xdist this suite's order."""
+
+    @staticmethod
+    def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+        return FileScheduling(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Offer the scheduling where pytest-xdist is at work."""
+    if config.pluginmanager.hasplugin("dsession"):
+        config.pluginmanager.register(Scheduling())

@@ -135,4 +135,4 @@ def test_damage_is_listed_for_people(run: Path, capsys: pytest.CaptureFixture[st
     assert main(["checkpoint", "verify", str(run / "step-5")]) == 1
     text = capsys.readouterr().out
     assert "damaged: .metadata, bytes 0 to" in text
-    assert "damaged in 1 places" in text
+    assert "damaged in 1 place;" in text

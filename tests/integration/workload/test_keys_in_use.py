@@ -17,7 +17,8 @@ from penstock.workload.quantities import Duration
 
 ROOT = Path(penstock.__file__).parent
 NOT_A_USE = {
-    f"workload/{name}.py" for name in ("spec", "workload_schema", "dlio_keys", "values", "division_rules")
+    f"workload/{name}.py"
+    for name in ("spec", "workload_schema", "dlio_keys", "quantities", "mlperf_divisions")
 }
 """Modules that name every key in order to read, write or explain it."""
 

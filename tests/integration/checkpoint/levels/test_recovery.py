@@ -199,7 +199,7 @@ def test_a_verb_on_a_single_rank_reports_what_it_cannot_do(
     assert main(["checkpoint", "scavenge", cache, "--to", durable]) == 1
     assert "step 2: ranks 1, 2, 3 of one group lost their files" in capsys.readouterr().err
     assert main(["checkpoint", "rebuild", cache, "--step", "7"]) == 1
-    assert "They hold 1, 2." in capsys.readouterr().err
+    assert "The caches hold: 1, 2." in capsys.readouterr().err
     assert main(["checkpoint", "rebuild", cache, cache]) == 2
     assert "--ranks 2" in capsys.readouterr().err
     assert main(["checkpoint", "rebuild", str(caches / "elsewhere")]) == 1
