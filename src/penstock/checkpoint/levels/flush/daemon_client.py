@@ -77,15 +77,14 @@ class OrderRepair:
 
     def repair(self) -> None:
         """Complete orders where the missing nodes have their shares, else remove them. Collective."""
-        own_orders = self._list_orders()
-        answers = all_gather_results(
-            self._comm,
-            lambda: (
-                self._summarize(own_orders),
-                {save: len(order.nodes) for save, order in own_orders.items()},
-            ),
-            awaiting="all nodes to list their orders",
-        )
+        own_orders: dict[Save, flush_folder.FlushOrder] = {}
+
+        def describe() -> tuple[NodeOrders, dict[Save, int]]:
+            # Read in here: a folder that one node cannot read must fail all nodes, not leave them waiting.
+            own_orders.update(self._list_orders())
+            return self._summarize(own_orders), {save: len(order.nodes) for save, order in own_orders.items()}
+
+        answers = all_gather_results(self._comm, describe, awaiting="all nodes to list their orders")
         nodes = [node for node, _ in answers]
         num_nodes = {save: number for _, numbers in answers for save, number in numbers.items()}
         for save, missing in find_orphans(nodes, num_nodes).items():
