@@ -11,21 +11,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, Self
 
+from penstock.cluster import host_counters
 from penstock.cluster.comm import Comm
 from penstock.cluster.counter_coverage import CounterCoverage, find_coverage
-from penstock.cluster.host_counters import (
-    INTERVAL_S,
-    CounterSampler,
-    HostHardware,
-    find_hardware,
-    read_sample,
-)
 from penstock.results.counter_files import CounterSpool, SampledHost
 from penstock.results.io_reconciliation import Direction, HostTraffic, IoReconciliation, reconcile
 from penstock.storage import Storage
 
 ROOT: Final = Path("/")
-_NO_HARDWARE: Final = HostHardware(boot_id="", drives=(), nics=(), ports=())
+_NO_HARDWARE: Final = host_counters.HostHardware(boot_id="", drives=(), nics=(), ports=())
 
 
 class DeviceObserver:
@@ -38,7 +32,7 @@ class DeviceObserver:
         self._failure: str | None = None
         self._hardware = _NO_HARDWARE
         self._coverage = CounterCoverage(watched="nothing", reason="it was not looked at")
-        self._sampler: CounterSampler | None = None
+        self._sampler: host_counters.CounterSampler | None = None
         self._resources = ExitStack()
         hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
         self._samples = hosts.index(comm.host) == comm.rank
@@ -50,19 +44,19 @@ class DeviceObserver:
 
     def _begin(self, run_folder: Path, storage: Storage, root: Path) -> None:
         self._coverage = find_coverage(storage, proc=root / "proc")
-        hardware = self._hardware = find_hardware(root)
+        hardware = self._hardware = host_counters.find_hardware(root)
         host = SampledHost(
             host=self._comm.host,
             rank=self._comm.rank,
             boot_id=hardware.boot_id,
             drives=hardware.drives,
-            interval_s=INTERVAL_S,
+            interval_s=host_counters.INTERVAL_S,
             wall_ns=time.time_ns(),
             monotonic_ns=time.monotonic_ns(),
         )
         spool = self._resources.enter_context(CounterSpool(run_folder, host))
         self._sampler = self._resources.enter_context(
-            CounterSampler(lambda: read_sample(hardware, root), spool.append)
+            host_counters.CounterSampler(lambda: host_counters.read_sample(hardware, root), spool.append)
         )
 
     @contextmanager

@@ -14,9 +14,7 @@ from penstock.bench.training.training_files import TrainingFiles
 from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.errors import Unavailable
-from penstock.storage import Storage
-from penstock.storage.capabilities import find_local_paths
-from penstock.storage.residency import evict_file
+from penstock.storage import Storage, capabilities, residency
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: C
     Another rank may have written a file on this node. Each rank evicts what it reads itself, on the node on
     which it will read it, because only that cache matters.
     """
-    files = find_local_paths(storage)
+    files = capabilities.find_local_paths(storage)
     if files is None:
         return ObjectEviction(path="no page cache")
     if not files.uses_page_cache:
@@ -94,7 +92,7 @@ def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: C
 
 def evict_data_set(files: TrainingFiles, storage: Storage, *, comm: Comm) -> CacheEviction:
     """Evict the data set on every node; the ranks of a node share its files. Collective."""
-    paths = find_local_paths(storage)
+    paths = capabilities.find_local_paths(storage)
     assert paths is not None
     began_s = time.monotonic()
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
@@ -126,7 +124,7 @@ def _evict(paths: Iterable[str]) -> tuple[int, int, int]:
     """Bytes in memory before and after, and in total."""
     before = resident = total = 0
     for path in paths:
-        drop = evict_file(path)
+        drop = residency.evict_file(path)
         before += drop.before.resident_bytes
         resident += drop.after.resident_bytes
         total += drop.after.total_bytes

@@ -9,11 +9,10 @@ from typing import Any
 from penstock.cluster.comm import Comm
 from penstock.cluster.gates.preflight import PreflightResult
 from penstock.environment import Environment
+from penstock.results import event_files, provenance
 from penstock.results.active_run import ActiveRun
 from penstock.results.dlio.output_files import HYDRA_FOLDER, DlioOutputs, HydraFacts, write_dlio_files
-from penstock.results.event_files import read_events
 from penstock.results.phase_figures import PhaseFigures
-from penstock.results.provenance import HostFacts, ReadHostFacts, read_host, redact, unique_hosts
 from penstock.results.run_record import RunRequest
 from penstock.results.step_events import RankEvents
 from penstock.workload.spec import Workload
@@ -37,18 +36,18 @@ class RunSettings:
     run_folder: Path | None = None
     hydra_subfolder: str = HYDRA_FOLDER
     log_before: Sequence[str] = ()
-    facts_of: ReadHostFacts = read_host
+    facts_of: provenance.ReadHostFacts = provenance.read_host
     inspection: PreflightResult | None = None
 
-    def gather_hosts(self, comm: Comm) -> tuple[HostFacts, ...]:
+    def gather_hosts(self, comm: Comm) -> tuple[provenance.HostFacts, ...]:
         """The facts of all hosts. Collective."""
-        return unique_hosts(comm.gather(self.facts_of(comm.host), awaiting="facts of all hosts"))
+        return provenance.unique_hosts(comm.gather(self.facts_of(comm.host), awaiting="facts of all hosts"))
 
     def open_run(
         self,
         workload: Workload,
         *,
-        hosts: Sequence[HostFacts],
+        hosts: Sequence[provenance.HostFacts],
         ranks: int,
         seeds: Mapping[str, int],
         plan: Mapping[str, Any],
@@ -76,7 +75,7 @@ class RunSettings:
         run: ActiveRun,
         workload: Workload,
         *,
-        hosts: Sequence[HostFacts],
+        hosts: Sequence[provenance.HostFacts],
         events: Sequence[RankEvents] | None = None,
         train: PhaseFigures | None = None,
         evaluation: PhaseFigures | None = None,
@@ -86,7 +85,7 @@ class RunSettings:
             run.folder,
             DlioOutputs(
                 workload=workload,
-                ranks=read_events(run.folder) if events is None else events,
+                ranks=event_files.read_events(run.folder) if events is None else events,
                 hosts=hosts,
                 started=datetime.fromisoformat(run.record.started_at),
                 ended=datetime.now(UTC),
@@ -95,7 +94,7 @@ class RunSettings:
             ),
             HydraFacts(
                 workload_name=workload.full_name,
-                overrides=redact(self.overrides),
+                overrides=provenance.redact(self.overrides),
                 subfolder=self.hydra_subfolder,
                 working_folder=str(Path.cwd()),
                 run_folder=str(run.folder),

@@ -20,8 +20,8 @@ from penstock.storage.uri import open_here
 from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.levels import cache_tools
     from penstock.checkpoint.levels.cache import CacheLevel
-    from penstock.checkpoint.levels.cache_tools import CacheFlush, DroppableStep, LevelsOverview
     from penstock.checkpoint.levels.flush.flusher import FlushState
     from penstock.checkpoint.levels.recovery import StepRepair
 
@@ -78,12 +78,12 @@ def status(options: _StatusOptions, terminal: Terminal) -> int:
 
 def _watch(caches: Sequence[str], terminal: Terminal) -> None:
     """Draw how much is left to copy until nothing is, or until only failing flushes are left."""
-    from penstock.checkpoint.levels.cache_tools import inspect_flush, require_cache_folder
+    from penstock.checkpoint.levels import cache_tools
 
-    folders = [require_cache_folder(path) for path in caches]
+    folders = [cache_tools.require_cache_folder(path) for path in caches]
 
     def read_states() -> list[FlushState]:
-        return [state for folder in folders for state in inspect_flush(folder).states.values()]
+        return [state for folder in folders for state in cache_tools.inspect_flush(folder).states.values()]
 
     with terminal.progress() as progress:
         progress.begin("flush", sum(state.size_bytes for state in read_states()))
@@ -97,7 +97,7 @@ def _watch(caches: Sequence[str], terminal: Terminal) -> None:
             time.sleep(POLL_S)
 
 
-def _describe_flush(flush_: CacheFlush) -> str:
+def _describe_flush(flush_: cache_tools.CacheFlush) -> str:
     pending = [state for state in flush_.states.values() if not state.is_over]
     left_bytes = sum(state.size_bytes - state.copied_bytes for state in pending)
     work = (
@@ -111,7 +111,7 @@ def _describe_flush(flush_: CacheFlush) -> str:
     return f"{flush_.cache}: daemon {flush_.daemon} {pace}; {work}"
 
 
-def _step_row(levels: LevelsOverview, step: int) -> dict[str, str]:
+def _step_row(levels: cache_tools.LevelsOverview, step: int) -> dict[str, str]:
     cached = next((entry for entry in levels.cached if entry.step == step), None)
     phases = dict.fromkeys(  # without repetition: all nodes flush their share of the same step
         _describe_phase(state) for flush_ in levels.flushes if (state := flush_.states.get(step)) is not None
@@ -152,11 +152,11 @@ def flush(options: _FlushOptions, terminal: Terminal) -> int:
 
       srun --ntasks-per-node=1 penstock checkpoint flush /local/ssd/run --timeout 2h
     """
-    from penstock.checkpoint.levels.cache_tools import drain_caches, require_cache_folder
+    from penstock.checkpoint.levels import cache_tools
 
-    folders = [require_cache_folder(path) for path in options.caches]
+    folders = [cache_tools.require_cache_folder(path) for path in options.caches]
     with terminal.progress() as progress:
-        states_of_caches = drain_caches(folders, progress, timeout_s=options.timeout_s)
+        states_of_caches = cache_tools.drain_caches(folders, progress, timeout_s=options.timeout_s)
     entries = [
         (folder, step, state) for folder, states in states_of_caches.items() for step, state in states.items()
     ]
@@ -208,11 +208,10 @@ def drop(options: _DropOptions, terminal: Terminal) -> None:
       srun --ntasks-per-node=1 penstock checkpoint drop /local/ssd/run --all --force
     """
     from penstock.checkpoint.levels import cache_tools
-    from penstock.checkpoint.levels.cache_tools import require_cache_folder
 
     if bool(options.steps) == options.drops_all:
         raise UsageError("The steps to drop are not clear", fix="Give either --step N or --all.")
-    caches = [require_cache_folder(path) for path in options.caches]
+    caches = [cache_tools.require_cache_folder(path) for path in options.caches]
     steps = cache_tools.find_droppable(
         caches, None if options.drops_all else list(options.steps), options.durable
     )
@@ -225,7 +224,7 @@ def drop(options: _DropOptions, terminal: Terminal) -> None:
     terminal.result(document, table(title, [_drop_row(entry) for entry in steps]))
 
 
-def _drop_row(entry: DroppableStep) -> dict[str, str]:
+def _drop_row(entry: cache_tools.DroppableStep) -> dict[str, str]:
     return {
         "step": str(entry.step),
         "size": format_bytes(entry.size_bytes),

@@ -14,9 +14,7 @@ from penstock.cli.parsers import FILE, FOLDER, LAUNCHER, SIZE, TEXT, TIME, URI, 
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.cluster.comm import Comm
-from penstock.cluster.facts import agent_processes
-from penstock.cluster.facts.homogeneity import check_homogeneity, overall_verdict
-from penstock.cluster.facts.host_facts import ClusterFacts, PresentHost, Via
+from penstock.cluster.facts import agent_processes, homogeneity, host_facts
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
 from penstock.cluster.host_slots import expand_nodelist, parse_host_names, parse_hostfile_names
 from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name
@@ -30,9 +28,9 @@ from penstock.units import format_bytes
 class _CollectOptions:
     hosts: str | None = option("--hosts", TEXT, "Query these hosts (default: this one).", metavar="A,B:4")
     hostfile: Path | None = option("--hostfile", FILE, "Read the hosts from a file, one a line.")
-    via: Via | None = option(
+    via: host_facts.Via | None = option(
         "--via",
-        chosen(("local", "ssh", "slurm", "mpi"), lambda word: cast("Via", word)),
+        chosen(("local", "ssh", "slurm", "mpi"), lambda word: cast("host_facts.Via", word)),
         "Start a process on each host in this way: ssh, slurm (default hosts: the allocation), mpi (any "
         "launcher) or local for this machine only (default: mpi with hosts, else local).",
     )
@@ -92,7 +90,7 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
 class TargetHosts:
     """The hosts to query, and the way to start a process on them."""
 
-    via: Via
+    via: host_facts.Via
     hosts: tuple[str, ...]
 
 
@@ -163,14 +161,14 @@ def _allocated_hosts(environment: Environment) -> tuple[str, ...]:
     return expand_nodelist(nodes) if nodes else ()
 
 
-def _view_hosts(facts: ClusterFacts, output: Path) -> View:
+def _view_hosts(facts: host_facts.ClusterFacts, output: Path) -> View:
     yield TextTable("Hosts", [_host_row(host) for host in facts.present])
     state = f"PARTIAL: {len(facts.absent)} missing" if facts.is_partial else "complete"
     memory = "unknown" if facts.memory_bytes is None else format_bytes(facts.memory_bytes)
     yield f"{len(facts.present)} of {len(facts.asked)} hosts, {state}, memory of all {memory}: {output}"
 
 
-def _host_row(host: PresentHost) -> dict[str, str]:
+def _host_row(host: host_facts.PresentHost) -> dict[str, str]:
     report = host.report
     return {
         "host": host.host,
@@ -233,11 +231,9 @@ def check(options: _CheckOptions, comm: Comm, terminal: Terminal) -> int:
 
 
 def _check_file(file: Path, terminal: Terminal) -> int:
-    from penstock.cluster.facts.host_facts import read_cluster_facts
-
-    facts = read_cluster_facts(file)
-    checks = check_homogeneity(facts)
-    verdict = overall_verdict(checks)
+    facts = host_facts.read_cluster_facts(file)
+    checks = homogeneity.check_homogeneity(facts)
+    verdict = homogeneity.overall_verdict(checks)
     document = {
         "verdict": verdict,
         "is_partial": facts.is_partial,

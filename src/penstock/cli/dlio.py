@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock import __version__
-from penstock.cli import training_request
-from penstock.cli.app import EXIT_CODES, run_at_edge, take_debug
-from penstock.cli.dlio_storage import checkpoint_location, data_location
+from penstock.cli import app, dlio_storage, training_request
 from penstock.cli.terminal import Terminal
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment, process_environment
@@ -66,20 +64,20 @@ Examples:
   mpiexec -n 4 penstock-dlio workload=unet3d_h100 ++workload.dataset.num_files_train=42 \\
     ++workload.workflow.generate_data=True ++workload.dataset.data_folder=/data/unet3d hydra.run.dir=out
 
-{EXIT_CODES}
+{app.EXIT_CODES}
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
-    words, debug = take_debug(sys.argv[1:] if arguments is None else arguments)
+    words, debug = app.take_debug(sys.argv[1:] if arguments is None else arguments)
     if not words or {"-h", "--help"} & set(words):
         print(HELP, end="")
         return 0 if words else 2
     if "--version" in words:
         print(f"penstock-dlio {__version__}")
         return 0
-    return run_at_edge(lambda: _run_as_rank(words), debug=debug)
+    return app.run_at_edge(lambda: _run_as_rank(words), debug=debug)
 
 
 def _run_as_rank(words: Sequence[str]) -> None:
@@ -104,7 +102,7 @@ def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> 
     loaded = load(arguments.workload, overrides=arguments.overrides, config_dir=arguments.config_dir)
     workload = loaded.workload
     require_runnable_stages(workload)
-    location = data_location(workload, environment)
+    location = dlio_storage.data_location(workload, environment)
     folder = choose_run_folder(arguments, workload, environment, now=datetime.now().astimezone())
     opener = partial(
         open_storage, location.uri, location.environment, options=location.options, rank=comm.rank
@@ -251,7 +249,7 @@ class _Stages:
         from penstock.bench.epoch_order import Remainder
         from penstock.bench.training.training_run import TrainingRequest, train
 
-        location = checkpoint_location(self.workload, process_environment())
+        location = dlio_storage.checkpoint_location(self.workload, process_environment())
         request = TrainingRequest(
             workload=self.workload,
             results=self.folder.parent,
@@ -299,7 +297,7 @@ class _Stages:
 
         model = model_of_workload(self.name, self.workload)
         mode = self.workload.checkpoint.mode
-        location = checkpoint_location(self.workload, process_environment())
+        location = dlio_storage.checkpoint_location(self.workload, process_environment())
         request = CheckpointRequest(
             model=model,
             layout=plan_layout(LayoutRequest(model=model, num_processes=self.comm.size, mode=mode)),

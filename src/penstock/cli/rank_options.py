@@ -17,9 +17,8 @@ from penstock import environment as env
 from penstock.cli.options import JsonOption, Verb, command_line, fill, group, option, repeated
 from penstock.cli.parsers import FOLDER_URI, LAUNCHER, NAME, TEXT, TIME, whole
 from penstock.cli.terminal import Terminal, progress_columns
+from penstock.cluster import launcher_command, launcher_env
 from penstock.cluster.comm import Comm
-from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name, plan_launch
-from penstock.cluster.launcher_env import detect_rank
 
 O = TypeVar("O")  # noqa: E741 - the options of one command
 
@@ -42,14 +41,14 @@ class RankOptions:
     def with_ranks(self, default_ranks: int | None, environment: env.Environment) -> RankOptions:
         """The same on `default_ranks` ranks, if neither the user nor a launcher sets a number."""
         is_set = self.ranks is not None or self.hosts or self.hostfile
-        if default_ranks is None or is_set or detect_rank(environment) is not None:
+        if default_ranks is None or is_set or launcher_env.detect_rank(environment) is not None:
             return self
         return replace(self, ranks=default_ranks)
 
     def starts_ranks(self, environment: env.Environment) -> bool:
         """Whether this process launches ranks, rather than being one."""
         has_several = self.ranks not in (None, 1) or self.hosts or self.hostfile
-        return bool(has_several) and detect_rank(environment) is None
+        return bool(has_several) and launcher_env.detect_rank(environment) is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +87,11 @@ def _launch(ranks: RankOptions, environment: env.Environment) -> int:
     """Start this very command line on all ranks; the exit code is rank 0's."""
     from penstock.cluster.supervision.job_launch import launch_job
 
-    request = LaunchRequest(
+    request = launcher_command.LaunchRequest(
         ranks=ranks.ranks,
         hosts=ranks.hosts,
         hostfile=ranks.hostfile,
-        launcher=parse_launcher_name(ranks.launcher),
+        launcher=launcher_command.parse_launcher_name(ranks.launcher),
         launcher_args=ranks.launcher_args,
         env_names=ranks.env_names,
     )
@@ -102,7 +101,7 @@ def _launch(ranks: RankOptions, environment: env.Environment) -> int:
     if ranks.trace is not None:
         variables[env.TRACE] = str(Path(ranks.trace).absolute())
     program = [sys.executable, "-m", "penstock", *command_line()[1:]]
-    return launch_job(plan_launch(request, program, variables))
+    return launch_job(launcher_command.plan_launch(request, program, variables))
 
 
 def _join(

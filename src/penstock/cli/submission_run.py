@@ -7,16 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli import option_groups
 from penstock.cli.checkpoint_request import CheckpointRunOptions, run_checkpoint_benchmark
-from penstock.cli.option_groups import (
-    CLOSED_GATES,
-    BackendOptions,
-    DataOptions,
-    GateOptions,
-    ModelOptions,
-    WorkloadOptions,
-    parse_overrides,
-)
 from penstock.cli.options import argument, flag, group, option, required
 from penstock.cli.parsers import TEXT, URI, choice, whole
 from penstock.cli.rank_options import ranked
@@ -44,7 +36,7 @@ class _CheckpointingOptions:
     destination: str = required(
         "--to", URI, "Save checkpoints here: a directory, direct:///directory or s3://bucket/prefix."
     )
-    storage: BackendOptions = group(BackendOptions)
+    storage: option_groups.BackendOptions = group(option_groups.BackendOptions)
     target: TreeOptions = group(TreeOptions)
     accelerator: str = required(
         "--accelerator", TEXT, "Name the accelerator whose memory is saved: b200 or mi355."
@@ -52,7 +44,7 @@ class _CheckpointingOptions:
     writes: int = option("--writes", whole(0), "Write this many checkpoints.", default="10")
     reads: int = option("--reads", whole(0), "Read back this many checkpoints.", default="10")
     is_subset: bool = flag("--subset", "Run on fewer ranks than the model needs; they carry a subset of it.")
-    gates: GateOptions = group(GateOptions)
+    gates: option_groups.GateOptions = group(option_groups.GateOptions)
 
 
 @ranked(_CheckpointingOptions)
@@ -70,7 +62,7 @@ def checkpointing(options: _CheckpointingOptions, comm: Comm, terminal: Terminal
     """
     result = run_checkpoint_benchmark(
         CheckpointRunOptions(
-            model=ModelOptions(name=options.model),
+            model=option_groups.ModelOptions(name=options.model),
             destination=options.destination,
             storage=options.storage,
             results=ResultOptions.in_tree(options.target),
@@ -84,15 +76,15 @@ def checkpointing(options: _CheckpointingOptions, comm: Comm, terminal: Terminal
         terminal=terminal,
     )
     if result is None:
-        return CLOSED_GATES
+        return option_groups.CLOSED_GATES
     terminal.result(result.document(), view_checkpoints(result))
     return 0 if result.is_right else WRONG_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainingOptions:
-    workload: WorkloadOptions = group(WorkloadOptions)
-    data: DataOptions = group(DataOptions)
+    workload: option_groups.WorkloadOptions = group(option_groups.WorkloadOptions)
+    data: option_groups.DataOptions = group(option_groups.DataOptions)
     target: TreeOptions = group(TreeOptions)
     threads: int | None = option(
         "--threads",
@@ -110,7 +102,7 @@ class _TrainingOptions:
         choice("datagen", "run"),
         "Run only this phase: datagen (on any number of ranks) or one run (default: all phases).",
     )
-    gates: GateOptions = group(GateOptions)
+    gates: option_groups.GateOptions = group(option_groups.GateOptions)
 
 
 @ranked(_TrainingOptions)
@@ -139,7 +131,7 @@ def training(options: _TrainingOptions, comm: Comm, terminal: Terminal) -> int:
     )
     plan = plan_training(run_options, comm=comm, terminal=terminal)
     if plan.is_stopped:
-        return CLOSED_GATES
+        return option_groups.CLOSED_GATES
     _make_result(plan, options, hosts, comm=comm, terminal=terminal)
     return 0
 
@@ -152,12 +144,12 @@ def _gather_hosts(comm: Comm) -> Sequence[HostFacts]:
 
 def _sized_workload(
     options: _TrainingOptions, hosts: Sequence[HostFacts], *, num_accelerators: int
-) -> WorkloadOptions:
+) -> option_groups.WorkloadOptions:
     """The workload with a data set that is large enough; an existing one that is large enough is kept."""
     from penstock.workload import dataset_size
     from penstock.workload.load_workload import load
 
-    overrides = parse_overrides(options.workload.settings)
+    overrides = option_groups.parse_overrides(options.workload.settings)
     workload = load(
         options.workload.name, accelerator=options.workload.accelerator, overrides=overrides
     ).workload

@@ -32,10 +32,7 @@ from penstock.errors import UsageError
 from penstock.optional_libraries import explained_imports
 from penstock.storage import open_storage
 from penstock.submission.tree_layout import Benchmark
-from penstock.workload.entry_points import Extension, load_extension
-from penstock.workload.enums import Decode, LoaderKind, Shuffle
-from penstock.workload.mlperf_divisions import RULES, SubmissionDivision, require_allowed
-from penstock.workload.quantities import element_bytes
+from penstock.workload import entry_points, enums, mlperf_divisions, quantities
 from penstock.workload.spec import ReaderSection, Workload
 
 if TYPE_CHECKING:
@@ -190,9 +187,9 @@ class ReadingRules:
 def choose_reading_rules(options: TrainingRunOptions) -> ReadingRules:
     """What the options ask for, or what their division of MLPerf Storage prescribes."""
     submitted = options.results.rules.division
-    if submitted is SubmissionDivision.CLOSED:
+    if submitted is mlperf_divisions.SubmissionDivision.CLOSED:
         return closed_rules(options.workload, options.loader, options.division)
-    if submitted is SubmissionDivision.OPEN:
+    if submitted is mlperf_divisions.SubmissionDivision.OPEN:
         _require_allowed_changes(submitted, options.workload)
     return default_rules(options.loader, options.division)
 
@@ -204,7 +201,7 @@ def default_rules(loader: str | None, division: Remainder | None) -> ReadingRule
 
 def closed_rules(workload: WorkloadOptions, loader: str | None, division: Remainder | None) -> ReadingRules:
     """What the closed division prescribes; UsageError if the options say something else."""
-    _require_allowed_changes(SubmissionDivision.CLOSED, workload)
+    _require_allowed_changes(mlperf_divisions.SubmissionDivision.CLOSED, workload)
     for name, given, prescribed in (("--loader", loader, "pytorch"), ("--division", division, "drop")):
         if given not in (None, prescribed):
             raise UsageError(
@@ -215,7 +212,7 @@ def closed_rules(workload: WorkloadOptions, loader: str | None, division: Remain
     return ReadingRules(loader="pytorch", division=DIVISION("drop"))
 
 
-def _require_allowed_changes(division: SubmissionDivision, options: WorkloadOptions) -> None:
+def _require_allowed_changes(division: mlperf_divisions.SubmissionDivision, options: WorkloadOptions) -> None:
     """Raise UsageError unless the division allows this workload with these changes."""
     from penstock.workload.load_workload import shipped
 
@@ -225,12 +222,12 @@ def _require_allowed_changes(division: SubmissionDivision, options: WorkloadOpti
     if family not in families:
         raise UsageError(
             f"{name} is not a shipped workload, and the {division.upper()} division allows no other "
-            f"(rule {RULES[division]})",
+            f"(rule {mlperf_divisions.RULES[division]})",
             where=f"--{division}",
             fix="`penstock workloads` lists them.",
         )
     changed = [override.path for override in parse_overrides(options.settings)]
-    require_allowed(division, changed, workload=family)
+    mlperf_divisions.require_allowed(division, changed, workload=family)
 
 
 def loader_options(name: str, workload: Workload, threads: int | None) -> LoaderOptions:
@@ -240,12 +237,14 @@ def loader_options(name: str, workload: Workload, threads: int | None) -> Loader
     if name == "pytorch":
         return _pytorch_options(workload, threads)
     if name != "native":
-        extension = load_extension(Extension.LOADER, name, where="--loader", own=("native", "pytorch"))
+        extension = entry_points.load_extension(
+            entry_points.Extension.LOADER, name, where="--loader", own=("native", "pytorch")
+        )
         options: LoaderOptions = extension(workload, threads)
         return options
     reader = workload.reader
     # Only TensorFlow preprocesses in threads of its own; elsewhere the reading threads work on samples, too.
-    is_tensorflow = reader.data_loader is LoaderKind.TENSORFLOW and not reader.preprocess_time.is_zero
+    is_tensorflow = reader.data_loader is enums.LoaderKind.TENSORFLOW and not reader.preprocess_time.is_zero
     return NativeOptions(
         threads=threads or reader.read_threads or NativeOptions().threads,
         prefetch_batches=reader.prefetch_size,
@@ -277,14 +276,14 @@ def _pytorch_options(workload: Workload, threads: int | None) -> PytorchOptions:
 def _transformed_bytes(reader: ReaderSection) -> int:
     """A sample's size after its transformation, if the workload says its shape; else 0."""
     dims = reader.transformed_record_dims
-    return prod(dims) * element_bytes(reader.transformed_record_element_type) if dims else 0
+    return prod(dims) * quantities.element_bytes(reader.transformed_record_element_type) if dims else 0
 
 
 def choose_seed(comm: Comm, workload: Workload, seed: int | None) -> int:
     """The seed of `--seed`; else a random one for random shuffling, or the workload's. Collective."""
     if seed is not None:
         return seed
-    if Shuffle.RANDOM in (workload.reader.file_shuffle, workload.reader.sample_shuffle):
+    if enums.Shuffle.RANDOM in (workload.reader.file_shuffle, workload.reader.sample_shuffle):
         return comm.broadcast(secrets.randbits(31), awaiting="rank 0 to draw a seed")
     return workload.train.seed
 
@@ -293,13 +292,13 @@ def load_reader(name: str | None) -> OpenFormat | None:
     """The reader of an extension; None for files of our own formats."""
     if name is None:
         return None
-    reader: OpenFormat = load_extension(Extension.READER, name, where="--reader")
+    reader: OpenFormat = entry_points.load_extension(entry_points.Extension.READER, name, where="--reader")
     return reader
 
 
 def decodes_arrow(workload: Workload) -> bool:
     """Whether DLIO's own key says that samples are decoded."""
-    return workload.storage.storage_options.decode is Decode.ARROW
+    return workload.storage.storage_options.decode is enums.Decode.ARROW
 
 
 def list_unsupported(workload: Workload) -> Sequence[str]:

@@ -30,8 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import BinaryIO, Final, Self
 
 from penstock.errors import ShortTransfer, StorageError
-from penstock.storage.files.file_storage import open_local
-from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.files import file_storage, system_calls
 from penstock.storage.protocol import ObjectInfo, write_object
 
 VERSION: Final = 1
@@ -81,7 +80,7 @@ class Listing:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with translate_os_errors("Opening a listing", str(path)):
+        with system_calls.translate_os_errors("Opening a listing", str(path)):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 self._num_files, self._names_bytes = self._read_head(descriptor)
@@ -204,7 +203,7 @@ def list_files(
     Needs room for the names twice beside `path` while it works. A name that comes twice is a `StorageError`,
     because no storage has two objects of one name: the stream is then not one listing.
     """
-    with translate_os_errors("Sorting names", str(path)):
+    with system_calls.translate_os_errors("Sorting names", str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent, prefix=".listing-") as folder:
             runs = _Runs(Path(folder), max_runs)
@@ -212,7 +211,7 @@ def list_files(
             while batch := list(islice(entries, run_entries)):
                 batch.sort()
                 runs.add(batch)
-            storage = open_local(path.parent)
+            storage = file_storage.open_local(path.parent)
             write_object(storage, path.name, _layout(runs, path))
     return Listing(path)
 

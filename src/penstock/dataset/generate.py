@@ -17,10 +17,8 @@ from penstock.dataset.formats.data_file_io import buffer_pool, write_file
 from penstock.dataset.formats.format_protocol import FilePlan
 from penstock.errors import ObjectNotFound
 from penstock.progress import Progress
-from penstock.storage import Storage
+from penstock.storage import Storage, capabilities, volumes
 from penstock.storage.aligned import BufferPool
-from penstock.storage.capabilities import find_local_root
-from penstock.storage.volumes import require_free_space
 from penstock.workload.spec import Dataset
 
 
@@ -96,8 +94,8 @@ def generate(
 def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:
     is_resumed = claim_folder(storage, recipe)
     if not is_resumed:
-        require_free_space(
-            find_local_root(storage),
+        volumes.require_free_space(
+            capabilities.find_local_root(storage),
             size_bytes,
             what="This data set",
             fix="ask for fewer files or smaller samples",

@@ -15,27 +15,10 @@ from typing import Self
 
 from penstock import __version__
 from penstock.errors import UsageError
+from penstock.results import provenance, published_files, run_folder, run_record
 from penstock.results.history.history_file import HistoryFile, RunEntry
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.phase_figures import PhaseFigures
-from penstock.results.provenance import (
-    git_state,
-    identify_this_process,
-    package_versions,
-    redact,
-    redact_settings,
-)
-from penstock.results.published_files import write_file, write_text
-from penstock.results.run_folder import CLUSTER_FILE, RUN_FILE, make_run_folder, take_run_folder
-from penstock.results.run_record import (
-    FORMAT_VERSION,
-    RunOutcome,
-    RunRecord,
-    RunRequest,
-    format_record,
-    read_record,
-    workload_values,
-)
 
 
 class ActiveRun:
@@ -45,47 +28,53 @@ class ActiveRun:
     `read_record` finds out whether that is still true.
     """
 
-    def __init__(self, folder: Path, record: RunRecord, entry: RunEntry | None = None) -> None:
+    def __init__(self, folder: Path, record: run_record.RunRecord, entry: RunEntry | None = None) -> None:
         self.folder = folder
         self.record = record
         self._entry = entry
         self._write()
 
     @classmethod
-    def start(cls, parent: Path, request: RunRequest) -> Self:
+    def start(cls, parent: Path, request: run_record.RunRequest) -> Self:
         """Enter the run in the history of `parent`, and make its folder there, with its `run.json`."""
         now = datetime.now(UTC)
         entry = RunEntry.begin(HistoryFile(parent), request, now)
         folder = parent / entry.folder_name
         with entry.starting():
-            make_run_folder(folder)
+            run_folder.make_run_folder(folder)
             return cls._create(folder, request, now, entry)
 
     @classmethod
-    def start_in(cls, folder: Path, request: RunRequest, *, results: Path | None = None) -> Self:
+    def start_in(cls, folder: Path, request: run_record.RunRequest, *, results: Path | None = None) -> Self:
         """The same in a folder that the user named; replaces an earlier run there unless it is active.
 
         The run is entered in the history of `results`, a folder above it; without `results` in its parent's,
         but only if that exists already: a folder of unknown use gets no history beside it.
         """
-        if (folder / RUN_FILE).is_file() and read_record(folder).outcome is RunOutcome.RUNNING:
+        if (folder / run_folder.RUN_FILE).is_file() and run_record.read_record(
+            folder
+        ).outcome is run_record.RunOutcome.RUNNING:
             raise UsageError("A run is active in this folder", where=str(folder), fix="Name another folder.")
         now = datetime.now(UTC)
         entry = RunEntry.begin_in(folder, request, now, results=results or folder.parent)
         with entry.starting() if entry else nullcontext():
-            take_run_folder(folder)
+            run_folder.take_run_folder(folder)
             return cls._create(folder, request, now, entry)
 
     @classmethod
-    def _create(cls, folder: Path, request: RunRequest, now: datetime, entry: RunEntry | None) -> Self:
+    def _create(
+        cls, folder: Path, request: run_record.RunRequest, now: datetime, entry: RunEntry | None
+    ) -> Self:
         run = cls(folder, _first_record(request, folder.name, now), entry)
         if request.cluster is not None:
-            write_text(folder, CLUSTER_FILE, request.cluster.model_dump_json(indent=2) + "\n")
+            published_files.write_text(
+                folder, run_folder.CLUSTER_FILE, request.cluster.model_dump_json(indent=2) + "\n"
+            )
         return run
 
     def heartbeat(self) -> None:
         """Show readers on other hosts that the run is active; cheap enough for every few seconds."""
-        os.utime(self.folder / RUN_FILE)
+        os.utime(self.folder / run_folder.RUN_FILE)
 
     def finish(
         self,
@@ -101,22 +90,24 @@ class ActiveRun:
             evaluation=_without_rank_times(evaluation),
             deliveries=tuple(deliveries),
         )
-        self._end(RunOutcome.FINISHED, "")
+        self._end(run_record.RunOutcome.FINISHED, "")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if self.record.outcome is not RunOutcome.RUNNING:
+        if self.record.outcome is not run_record.RunOutcome.RUNNING:
             return
         if isinstance(error, KeyboardInterrupt):
-            self._end(RunOutcome.INTERRUPTED, "Stopped by its user, or because another rank failed.")
+            self._end(
+                run_record.RunOutcome.INTERRUPTED, "Stopped by its user, or because another rank failed."
+            )
         elif kind is not None:
-            self._end(RunOutcome.FAILED, f"{kind.__name__}: {error}")
+            self._end(run_record.RunOutcome.FAILED, f"{kind.__name__}: {error}")
         else:
-            self._end(RunOutcome.FAILED, "It ended without figures.")
+            self._end(run_record.RunOutcome.FAILED, "It ended without figures.")
 
-    def _end(self, outcome: RunOutcome, why: str) -> None:
+    def _end(self, outcome: run_record.RunOutcome, why: str) -> None:
         ended_at = datetime.now(UTC).isoformat(timespec="microseconds")
         self.record = replace(self.record, outcome=outcome, why=why, ended_at=ended_at)
         self._write()
@@ -124,31 +115,31 @@ class ActiveRun:
             self._entry.end(outcome.value, why)
 
     def _write(self) -> None:
-        write_file(self.folder, RUN_FILE, format_record(self.record))
+        published_files.write_file(self.folder, run_folder.RUN_FILE, run_record.format_record(self.record))
 
 
-def _first_record(request: RunRequest, run_id: str, now: datetime) -> RunRecord:
-    return RunRecord(
-        format=FORMAT_VERSION,
+def _first_record(request: run_record.RunRequest, run_id: str, now: datetime) -> run_record.RunRecord:
+    return run_record.RunRecord(
+        format=run_record.FORMAT_VERSION,
         id=run_id,
         name=request.workload.name,
         accelerator=request.workload.accelerator,
-        outcome=RunOutcome.RUNNING,
+        outcome=run_record.RunOutcome.RUNNING,
         why="",
         started_at=now.isoformat(timespec="microseconds"),
         ended_at=None,
         ranks=request.ranks,
-        command=redact(request.command),
-        settings=redact_settings(request.environment),
+        command=provenance.redact(request.command),
+        settings=provenance.redact_settings(request.environment),
         penstock_version=__version__,
         python_version=platform.python_version(),
-        package_versions=package_versions(),
-        git=git_state(Path.cwd()),
-        process=identify_this_process(),
+        package_versions=provenance.package_versions(),
+        git=provenance.git_state(Path.cwd()),
+        process=provenance.identify_this_process(),
         hosts=tuple(request.hosts),
         seeds=request.seeds,
         remarks=tuple(request.remarks),
-        workload=workload_values(request.workload),
+        workload=run_record.workload_values(request.workload),
         plan=request.plan,
         preflight=request.preflight,
     )

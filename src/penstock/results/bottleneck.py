@@ -17,25 +17,16 @@ from typing import Final
 
 import numpy as np
 
-from penstock.results.step_events import (
-    Nanoseconds,
-    RankEvents,
-    Rows,
-    StepPhase,
-    barrier_ns,
-    compute_ns,
-    wait_ns,
-)
-from penstock.results.utilization import UtilizationWindow, concatenate_steps, counted_steps
+from penstock.results import step_events, utilization
 from penstock.units import format_seconds
 
-MEASURES: Final[Mapping[str, Callable[[Rows], Nanoseconds]]] = MappingProxyType(
+MEASURES: Final[Mapping[str, Callable[[step_events.Rows], step_events.Nanoseconds]]] = MappingProxyType(
     {
-        "wait": wait_ns,
+        "wait": step_events.wait_ns,
         "read": lambda steps: steps["read_ns"],
         "decode": lambda steps: steps["decode_ns"],
-        "compute": compute_ns,
-        "barrier": barrier_ns,
+        "compute": step_events.compute_ns,
+        "barrier": step_events.barrier_ns,
     }
 )
 """What is measured of each step, by name."""
@@ -91,7 +82,9 @@ class TimeBreakdown:
 
 
 def break_down_times(
-    ranks: Sequence[RankEvents], window: UtilizationWindow, phase: StepPhase
+    ranks: Sequence[step_events.RankEvents],
+    window: utilization.UtilizationWindow,
+    phase: step_events.StepPhase,
 ) -> TimeBreakdown | None:
     """The times of a phase over all its epochs; None where no step counts."""
     counted = {rank.clock.rank: _counted(rank, window, phase) for rank in ranks}
@@ -111,34 +104,38 @@ def break_down_times(
     )
 
 
-def held_up_ns(steps: Rows) -> Nanoseconds:
+def held_up_ns(steps: step_events.Rows) -> step_events.Nanoseconds:
     """For each step of all ranks: how much of its barrier is due to the last rank's wait for samples.
 
     The last rank at a barrier is the one whose wait and computation in this step took longest.
     """
-    waited = wait_ns(steps)
+    waited = step_events.wait_ns(steps)
     _, group = np.unique((steps["epoch"] << 32) | steps["step"], return_inverse=True)
-    by_arrival = np.lexsort((waited + compute_ns(steps), group))
+    by_arrival = np.lexsort((waited + step_events.compute_ns(steps), group))
     last_of_group = by_arrival[
         np.searchsorted(group[by_arrival], np.arange(group.max() + 1), side="right") - 1
     ]
-    held_up: Nanoseconds = np.clip(waited[last_of_group][group] - waited, 0, barrier_ns(steps))
+    held_up: step_events.Nanoseconds = np.clip(
+        waited[last_of_group][group] - waited, 0, step_events.barrier_ns(steps)
+    )
     return held_up
 
 
-def _counted(rank: RankEvents, window: UtilizationWindow, phase: StepPhase) -> Rows:
-    epochs = [concatenate_steps(rank.blocks(phase, epoch)) for epoch in rank.epochs(phase)]
-    return np.concatenate([rank.steps[:0], *(counted_steps(steps, window) for steps in epochs)])
+def _counted(
+    rank: step_events.RankEvents, window: utilization.UtilizationWindow, phase: step_events.StepPhase
+) -> step_events.Rows:
+    epochs = [utilization.concatenate_steps(rank.blocks(phase, epoch)) for epoch in rank.epochs(phase)]
+    return np.concatenate([rank.steps[:0], *(utilization.counted_steps(steps, window) for steps in epochs)])
 
 
-def _harness_ns(rank: RankEvents, phase: StepPhase) -> int:
+def _harness_ns(rank: step_events.RankEvents, phase: step_events.StepPhase) -> int:
     """The time of a rank's blocks outside of their steps."""
     blocks = [block for epoch in rank.epochs(phase) for block in rank.blocks(phase, epoch)]
     in_steps = (int((block.steps["barrier_ns"] - block.steps["start_ns"]).sum()) for block in blocks)
     return sum(block.elapsed_ns for block in blocks) - sum(in_steps)
 
 
-def _measure_steps(steps: Rows) -> dict[str, TimeStats]:
+def _measure_steps(steps: step_events.Rows) -> dict[str, TimeStats]:
     return {measure: _compute_stats(measured(steps) / 1e9) for measure, measured in MEASURES.items()}
 
 

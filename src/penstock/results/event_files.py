@@ -23,20 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import ObjectNotFound, StorageError
+from penstock.results import published_files, step_events
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
-from penstock.results.published_files import publishing
 from penstock.results.run_folder import RUN_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload
-from penstock.results.step_events import (
-    FORMAT_VERSION,
-    SPAN_TYPE,
-    STEP_TYPE,
-    RankClock,
-    RankEvents,
-    Rows,
-    SpanKind,
-    StepPhase,
-)
 from penstock.storage.files.durable import sync_open_file
 
 logger = logging.getLogger(__name__)
@@ -46,7 +36,7 @@ _SUFFIX: Final = ".events"
 _FRAME: Final = struct.Struct("<4sIII")
 _MAGIC: Final = b"PSF1"
 _STEPS, _SPANS = 1, 2
-_TYPES: Final = {_STEPS: STEP_TYPE, _SPANS: SPAN_TYPE}
+_TYPES: Final = {_STEPS: step_events.STEP_TYPE, _SPANS: step_events.SPAN_TYPE}
 
 
 def spool_path(run_folder: Path, rank: int) -> Path:
@@ -62,16 +52,16 @@ def spool_paths(run_folder: Path) -> list[Path]:
 class SpoolWriter:
     """Appends rows. What `append_*` has returned from survives a kill, though not a power cut."""
 
-    def __init__(self, path: Path, clock: RankClock) -> None:
+    def __init__(self, path: Path, clock: step_events.RankClock) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("xb", buffering=0)
-        self._write(json.dumps({"format": FORMAT_VERSION, **asdict(clock)}).encode() + b"\n")
+        self._write(json.dumps({"format": step_events.FORMAT_VERSION, **asdict(clock)}).encode() + b"\n")
 
-    def append_steps(self, rows: Rows) -> None:
+    def append_steps(self, rows: step_events.Rows) -> None:
         """Append steps, in one frame."""
         self._append(_STEPS, rows)
 
-    def append_spans(self, rows: Rows) -> None:
+    def append_spans(self, rows: step_events.Rows) -> None:
         """Append spans, in one frame."""
         self._append(_SPANS, rows)
 
@@ -87,7 +77,7 @@ class SpoolWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _append(self, kind: int, rows: Rows) -> None:
+    def _append(self, kind: int, rows: step_events.Rows) -> None:
         if len(rows):
             content = rows.tobytes()
             self._write(_FRAME.pack(_MAGIC, kind, len(rows), zlib.crc32(content)) + content)
@@ -98,30 +88,30 @@ class SpoolWriter:
             rest = rest[self._file.write(rest) :]
 
 
-def read_clock(path: Path) -> RankClock:
+def read_clock(path: Path) -> step_events.RankClock:
     """Read whose spool this is, without its rows."""
     with path.open("rb") as file:
         return _parse_clock(file.readline(), path)
 
 
-def read_spool(path: Path) -> RankEvents:
+def read_spool(path: Path) -> step_events.RankEvents:
     """Read all complete frames of a spool; a torn tail is logged and left out."""
     line, _, content = path.read_bytes().partition(b"\n")
-    frames: dict[int, list[Rows]] = {_STEPS: [], _SPANS: []}
+    frames: dict[int, list[step_events.Rows]] = {_STEPS: [], _SPANS: []}
     position = 0
     while (frame := _frame_at(content, position)) is not None:
         kind, rows, position = frame
         frames[kind].append(rows)
     if position < len(content):
         logger.warning("%s: the last %d bytes are torn and left out", path, len(content) - position)
-    return RankEvents(
+    return step_events.RankEvents(
         clock=_parse_clock(line, path),
-        steps=np.concatenate([np.empty(0, STEP_TYPE), *frames[_STEPS]]),
-        spans=np.concatenate([np.empty(0, SPAN_TYPE), *frames[_SPANS]]),
+        steps=np.concatenate([np.empty(0, step_events.STEP_TYPE), *frames[_STEPS]]),
+        spans=np.concatenate([np.empty(0, step_events.SPAN_TYPE), *frames[_SPANS]]),
     )
 
 
-def _frame_at(content: bytes, position: int) -> tuple[int, Rows, int] | None:
+def _frame_at(content: bytes, position: int) -> tuple[int, step_events.Rows, int] | None:
     if len(content) - position < _FRAME.size:
         return None
     magic, kind, num_rows, checksum = _FRAME.unpack_from(content, position)
@@ -134,11 +124,11 @@ def _frame_at(content: bytes, position: int) -> tuple[int, Rows, int] | None:
     return kind, np.frombuffer(content, _TYPES[kind], num_rows, begin), end
 
 
-def _parse_clock(line: bytes, path: Path) -> RankClock:
+def _parse_clock(line: bytes, path: Path) -> step_events.RankClock:
     try:
         header = json.loads(line)
-        if header.pop("format") == FORMAT_VERSION:
-            return RankClock(**header)
+        if header.pop("format") == step_events.FORMAT_VERSION:
+            return step_events.RankClock(**header)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError("Not a spool of step events", uri=str(path), fix="Remove it.") from error
     raise StorageError(
@@ -149,7 +139,7 @@ def _parse_clock(line: bytes, path: Path) -> RankClock:
 STEPS_FILE: Final = "steps.parquet"
 SPANS_FILE: Final = "spans.parquet"
 _METADATA: Final = b"penstock"
-_WORDS: Final[dict[str, type[IntEnum]]] = {"phase": StepPhase, "kind": SpanKind}
+_WORDS: Final[dict[str, type[IntEnum]]] = {"phase": step_events.StepPhase, "kind": step_events.SpanKind}
 """Columns stored as words instead of numbers, for other Parquet readers."""
 
 
@@ -169,33 +159,38 @@ def gather_events(run_folder: Path, num_ranks: int) -> None:
     (run_folder / FOLDER).rmdir()
 
 
-def write_tables(run_folder: Path, clocks: Sequence[RankClock], events: Iterator[RankEvents]) -> None:
+def write_tables(
+    run_folder: Path, clocks: Sequence[step_events.RankClock], events: Iterator[step_events.RankEvents]
+) -> None:
     """Write both tables from the ranks' events, which come in the order of `clocks`."""
-    header = {"format": FORMAT_VERSION, "ranks": [asdict(clock) for clock in clocks]}
+    header = {"format": step_events.FORMAT_VERSION, "ranks": [asdict(clock) for clock in clocks]}
     metadata = {_METADATA: json.dumps(header).encode()}
     with ExitStack() as files:
-        steps = _writer(files, run_folder, STEPS_FILE, _schema(STEP_TYPE, metadata))
-        spans = _writer(files, run_folder, SPANS_FILE, _schema(SPAN_TYPE, metadata))
+        steps = _writer(files, run_folder, STEPS_FILE, _schema(step_events.STEP_TYPE, metadata))
+        spans = _writer(files, run_folder, SPANS_FILE, _schema(step_events.SPAN_TYPE, metadata))
         for rank in events:
             # A row group per rank, as large as its rows: readers then load one rank at a time.
             for table, rows in ((steps, rank.steps), (spans, rank.spans)):
                 table.write_batch(_event_batch(rank.clock.rank, rows, table.schema), max(1, len(rows)))
 
 
-def read_events(run_folder: Path) -> list[RankEvents]:
+def read_events(run_folder: Path) -> list[step_events.RankEvents]:
     """All ranks' events: from the tables, or from the spools of an active or interrupted run."""
     if not (run_folder / STEPS_FILE).exists():
         paths = spool_paths(run_folder)
         if not paths:
             raise ObjectNotFound("This run has no step events", uri=str(run_folder))
         return [read_spool(path) for path in paths]
-    clocks, steps = _read_table(run_folder / STEPS_FILE, STEP_TYPE)
-    _, spans = _read_table(run_folder / SPANS_FILE, SPAN_TYPE)
-    return [RankEvents(clock=clock, steps=steps[clock.rank], spans=spans[clock.rank]) for clock in clocks]
+    clocks, steps = _read_table(run_folder / STEPS_FILE, step_events.STEP_TYPE)
+    _, spans = _read_table(run_folder / SPANS_FILE, step_events.SPAN_TYPE)
+    return [
+        step_events.RankEvents(clock=clock, steps=steps[clock.rank], spans=spans[clock.rank])
+        for clock in clocks
+    ]
 
 
 def _writer(files: ExitStack, folder: Path, name: str, schema: pa.Schema) -> pq.ParquetWriter:
-    file = files.enter_context(publishing(folder, name))
+    file = files.enter_context(published_files.publishing(folder, name))
     return files.enter_context(pq.ParquetWriter(file, schema, compression="zstd"))
 
 
@@ -210,7 +205,7 @@ def _words() -> pa.DataType:
     return pa.dictionary(pa.int32(), pa.string())
 
 
-def _event_batch(rank: int, rows: Rows, schema: pa.Schema) -> pa.RecordBatch:
+def _event_batch(rank: int, rows: step_events.Rows, schema: pa.Schema) -> pa.RecordBatch:
     columns: list[Any] = [pa.array(np.full(len(rows), rank, np.int32))]
     columns += [_column(name, rows[name]) for name in schema.names[1:]]
     return pa.record_batch(columns, schema=schema)
@@ -223,17 +218,19 @@ def _column(name: str, values: Any) -> Any:
     return pa.DictionaryArray.from_arrays(pa.array(values.astype(np.int32)), pa.array(words))
 
 
-def _read_table(path: Path, row_type: np.dtype[np.void]) -> tuple[list[RankClock], dict[int, Rows]]:
+def _read_table(
+    path: Path, row_type: np.dtype[np.void]
+) -> tuple[list[step_events.RankClock], dict[int, step_events.Rows]]:
     try:
         file = pq.ParquetFile(path)
         header = json.loads((file.schema_arrow.metadata or {}).get(_METADATA, b"{}"))
-        if header.get("format") != FORMAT_VERSION:
+        if header.get("format") != step_events.FORMAT_VERSION:
             raise StorageError(
-                f"The events have format {header.get('format')}, not {FORMAT_VERSION}",
+                f"The events have format {header.get('format')}, not {step_events.FORMAT_VERSION}",
                 uri=str(path),
                 fix="Read them with the version that wrote them.",
             )
-        clocks = [RankClock(**clock) for clock in header["ranks"]]
+        clocks = [step_events.RankClock(**clock) for clock in header["ranks"]]
         groups = [_rows(file.read_row_group(index), row_type) for index in range(file.num_row_groups)]
     except (pa.ArrowException, FileNotFoundError) as error:
         raise StorageError(f"Cannot read the events: {error}", uri=str(path)) from error
@@ -242,7 +239,7 @@ def _read_table(path: Path, row_type: np.dtype[np.void]) -> tuple[list[RankClock
     return clocks, by_rank
 
 
-def _rows(group: pa.Table, row_type: np.dtype[np.void]) -> tuple[Any, Rows]:
+def _rows(group: pa.Table, row_type: np.dtype[np.void]) -> tuple[Any, step_events.Rows]:
     assert row_type.names is not None
     rows = np.empty(group.num_rows, row_type)
     for name in row_type.names:
@@ -258,7 +255,7 @@ def _values(name: str, column: Any) -> Any:
 
 
 def recompute_figures(
-    folder: Path, record: RunRecord, phase: StepPhase = StepPhase.TRAIN
+    folder: Path, record: RunRecord, phase: step_events.StepPhase = step_events.StepPhase.TRAIN
 ) -> PhaseFigures | None:
     """Compute a phase's figures from its events alone, also for a run that has not finished.
 

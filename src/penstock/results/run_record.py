@@ -19,10 +19,9 @@ from penstock.cluster.facts.host_facts import ClusterFacts
 from penstock.cluster.gates.gate_model import Preflight
 from penstock.environment import Environment
 from penstock.errors import StorageError
+from penstock.results import provenance, run_folder
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.phase_figures import PhaseFigures
-from penstock.results.provenance import GitState, HostFacts, ProcessMark, is_alive
-from penstock.results.run_folder import RUN_FILE
 from penstock.units import format_seconds
 from penstock.workload.layered_settings import dotted
 from penstock.workload.spec import Workload
@@ -81,7 +80,7 @@ class RunRequest:
 
     workload: Workload
     ranks: int
-    hosts: Sequence[HostFacts]
+    hosts: Sequence[provenance.HostFacts]
     command: Sequence[str]
     environment: Environment = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=dict)
@@ -115,9 +114,9 @@ class RunRecord:
     penstock_version: str
     python_version: str
     package_versions: Mapping[str, str]
-    git: GitState | None
-    process: ProcessMark
-    hosts: tuple[HostFacts, ...]
+    git: provenance.GitState | None
+    process: provenance.ProcessMark
+    hosts: tuple[provenance.HostFacts, ...]
     seeds: Mapping[str, int]
     remarks: tuple[str, ...]
     workload: Mapping[str, Any]
@@ -135,7 +134,7 @@ def format_record(record: RunRecord) -> bytes:
 
 def read_record(folder: Path) -> RunRecord:
     """Read the record in a run's folder, with its present outcome: a dead run counts as interrupted."""
-    path = folder / RUN_FILE
+    path = folder / run_folder.RUN_FILE
     try:
         content = path.read_bytes()
         silence_s = time.time() - path.stat().st_mtime
@@ -158,7 +157,7 @@ def as_of_now(record: RunRecord, silence_s: float) -> RunRecord:
     """The record of a run whose last heartbeat was `silence_s` ago, as seen from this host now."""
     if record.outcome is not RunOutcome.RUNNING:
         return record
-    alive = is_alive(record.process)
+    alive = provenance.is_alive(record.process)
     if alive or (alive is None and silence_s < LONGEST_SILENCE_S):
         return record
     why = (

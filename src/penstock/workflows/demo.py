@@ -15,15 +15,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock import __version__
+from penstock.bench.checkpoint import checkpoint_run
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
-from penstock.bench.checkpoint.checkpoint_run import (
-    CheckpointRequest,
-    change_checkpoint_section,
-    run_checkpoints,
-)
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.probe import ProbeRequest, ProbeResult, probe
-from penstock.bench.probe.probe_run import headline_rows, measurement_rows
+from penstock.bench.probe import ProbeRequest, ProbeResult, probe, probe_run
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import TrainingRequest, train
@@ -177,7 +172,7 @@ def _take_checkpoints(
     out: Path, *, scheme: str, size_bytes: int, environment: Environment, progress: Progress
 ) -> CheckpointResult:
     """Write checkpoints of a language model, scaled to about `size_bytes`, read them back and remove them."""
-    model = change_checkpoint_section(
+    model = checkpoint_run.change_checkpoint_section(
         load_model(_MODEL),
         num_checkpoints_write=_NUM_CHECKPOINTS,
         num_checkpoints_read=_NUM_CHECKPOINTS,
@@ -187,7 +182,7 @@ def _take_checkpoints(
     layout = plan_layout(LayoutRequest(model=model, num_processes=comm.size))
     scale = Fraction(1, max(1, layout.total_bytes // size_bytes))
     with TemporaryDirectory(dir=out.resolve(), prefix="checkpoints-") as folder:
-        request = CheckpointRequest(
+        request = checkpoint_run.CheckpointRequest(
             model=model,
             layout=layout.scaled(scale),
             scale=scale,
@@ -196,7 +191,7 @@ def _take_checkpoints(
             command=("penstock", "demo"),
             environment=environment,
         )
-        return run_checkpoints(
+        return checkpoint_run.run_checkpoints(
             request, partial(open_storage, f"{scheme}://{folder}", environment), comm=comm, progress=progress
         )
 
@@ -226,13 +221,13 @@ def _render(results: Tour) -> str:
             Section(
                 title="What this storage can do at best",
                 prose=(_LIMITS.format(uri=results.probe.uri),),
-                rows=headline_rows(results.probe.measurements),
+                rows=probe_run.headline_rows(results.probe.measurements),
                 bars="GiB/s",
             ),
             Section(
                 title="All measurements",
                 prose=(_METHOD.format(size=format_bytes(results.probe.size_bytes)), *results.probe.notes),
-                rows=measurement_rows(results.probe.measurements),
+                rows=probe_run.measurement_rows(results.probe.measurements),
                 bars="GiB/s",
             ),
             Section(

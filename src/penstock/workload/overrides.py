@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import UsageError
-from penstock.workload.layered_settings import KeyPath, dotted
-from penstock.workload.spec import SECRET_NAMES
+from penstock.workload import layered_settings, spec
 
 _KEY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _INTEGER: Final = re.compile(r"[+-]?\d+(_\d+)*")
@@ -26,7 +25,7 @@ _OUTERMOST: Final = ","
 class Override:
     """One value to set. `source` is the text it came from, for messages."""
 
-    path: KeyPath
+    path: layered_settings.KeyPath
     value: Any
     source: str
 
@@ -106,12 +105,12 @@ def _override(text: str, *, source: str) -> Override:
     if not _KEY.fullmatch(key.strip()):
         raise UsageError(f"{key!r} is not a key", where=source, fix="Write SECTION.KEY=VALUE.")
     path = tuple(key.strip().split("."))
-    if path[-1] in SECRET_NAMES:
+    if path[-1] in spec.SECRET_NAMES:
         return _secret(path, value, source=f"{source.removesuffix(value)}...")
     return Override(path=path, value=parse_value(value, source=source), source=source)
 
 
-def _secret(path: KeyPath, value: str, *, source: str) -> Override:
+def _secret(path: layered_settings.KeyPath, value: str, *, source: str) -> Override:
     """An override whose value no message may quote."""
     try:
         return Override(path=path, value=parse_value(value, source=source), source=source)
@@ -138,9 +137,9 @@ def format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def format_setting(path: KeyPath, value: Any) -> str:
+def format_setting(path: layered_settings.KeyPath, value: Any) -> str:
     """The text of one `--set`."""
-    return f"{dotted(path)}={format_value(value)}"
+    return f"{layered_settings.dotted(path)}={format_value(value)}"
 
 
 def _reads_bare(text: str) -> bool:

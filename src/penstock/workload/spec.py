@@ -19,32 +19,7 @@ from pydantic import (
     Strict,
 )
 
-from penstock.workload.enums import (
-    CheckpointMode,
-    CheckpointWriters,
-    Compression,
-    DataFormat,
-    Datatype,
-    Decode,
-    FileSharing,
-    Framework,
-    LoaderKind,
-    ProcessStart,
-    Profiler,
-    ReadType,
-    Shuffle,
-    StorageKind,
-    StorageLibrary,
-)
-from penstock.workload.quantities import (
-    Duration,
-    read_bytes,
-    read_duration,
-    read_element_type,
-    read_exact_bytes,
-    read_seconds,
-    write_duration,
-)
+from penstock.workload import enums, quantities
 
 
 def _write_fraction(value: Fraction) -> float:
@@ -54,15 +29,17 @@ def _write_fraction(value: Fraction) -> float:
 Integer = Annotated[int, Strict()]
 Count = Annotated[Integer, Ge(0)]
 AtLeastOne = Annotated[Integer, Ge(1)]
-Bytes = Annotated[Count, BeforeValidator(read_bytes)]
-_Exact = Annotated[Fraction, BeforeValidator(read_exact_bytes), PlainSerializer(_write_fraction)]
+Bytes = Annotated[Count, BeforeValidator(quantities.read_bytes)]
+_Exact = Annotated[Fraction, BeforeValidator(quantities.read_exact_bytes), PlainSerializer(_write_fraction)]
 ExactBytes = Annotated[_Exact, Gt(0)]
 """Mean sizes may be fractions of a byte (114660.07): kept exactly, so that ceilings are right."""
 SpreadBytes = Annotated[_Exact, Ge(0)]
-Seconds = Annotated[float, Strict(), Ge(0), BeforeValidator(read_seconds)]
-Time = Annotated[Duration, PlainValidator(read_duration), PlainSerializer(write_duration)]
+Seconds = Annotated[float, Strict(), Ge(0), BeforeValidator(quantities.read_seconds)]
+Time = Annotated[
+    quantities.Duration, PlainValidator(quantities.read_duration), PlainSerializer(quantities.write_duration)
+]
 Share = Annotated[float, Strict(), Ge(0), Le(1)]
-ElementType = Annotated[str, AfterValidator(read_element_type)]
+ElementType = Annotated[str, AfterValidator(quantities.read_element_type)]
 """A numpy name such as float32; in Parquet also `string` and `binary`, whose elements are bytes."""
 Secret = Annotated[str | None, Field(exclude=True)]
 """No printed form shows it."""
@@ -119,7 +96,7 @@ class Dataset:
     preprocessing, 0 for its size as read; `listing_validation_interval` of 0 validates nothing.
     """
 
-    format: DataFormat = DataFormat.TFRECORD
+    format: enums.DataFormat = enums.DataFormat.TFRECORD
     data_folder: str = "./data/"
     num_files_train: Count = 8
     num_files_eval: Count = 0
@@ -132,7 +109,7 @@ class Dataset:
     num_subfolders_train: Count = 0
     num_subfolders_eval: Count = 0
     file_prefix: str = "img"
-    compression: Compression = Compression.NONE
+    compression: enums.Compression = enums.Compression.NONE
     compression_level: Annotated[Count, Le(9)] = 4
     enable_chunking: bool = False
     chunk_size_bytes: Annotated[Bytes, Field(alias="chunk_size")] = 0
@@ -152,25 +129,25 @@ class ReaderSection:
     sequential reads to the format.
     """
 
-    data_loader: LoaderKind = LoaderKind.TENSORFLOW
+    data_loader: enums.LoaderKind = enums.LoaderKind.TENSORFLOW
     batch_size: AtLeastOne = 1
     batch_size_eval: AtLeastOne = 1
     read_threads: Count | None = None
     write_threads: AtLeastOne | None = None
     computation_threads: AtLeastOne = 1
     prefetch_size: Count = 2
-    file_shuffle: Shuffle = Shuffle.OFF
-    sample_shuffle: Shuffle = Shuffle.OFF
+    file_shuffle: enums.Shuffle = enums.Shuffle.OFF
+    sample_shuffle: enums.Shuffle = enums.Shuffle.OFF
     shuffle_size: AtLeastOne = 1024
-    read_type: ReadType = ReadType.ON_DEMAND
-    file_access: FileSharing = FileSharing.MULTI
+    read_type: enums.ReadType = enums.ReadType.ON_DEMAND
+    file_access: enums.FileSharing = enums.FileSharing.MULTI
     transfer_bytes: Annotated[
-        Annotated[AtLeastOne, BeforeValidator(read_bytes)] | None, Field(alias="transfer_size")
+        Annotated[AtLeastOne, BeforeValidator(quantities.read_bytes)] | None, Field(alias="transfer_size")
     ] = None
     odirect: bool = False
     pin_memory: bool = True
-    multiprocessing_context: ProcessStart = ProcessStart.SPAWN
-    preprocess_time: Time = field(default_factory=Duration)
+    multiprocessing_context: enums.ProcessStart = enums.ProcessStart.SPAWN
+    preprocess_time: Time = field(default_factory=quantities.Duration)
     transformed_record_dims: tuple[AtLeastOne, ...] = ()
     transformed_record_element_type: ElementType = "uint8"
 
@@ -183,14 +160,14 @@ class Train:
     total_training_steps: AtLeastOne | None = None
     seed: Count = 123
     seed_change_epoch: bool = True
-    computation_time: Time = field(default_factory=Duration)
+    computation_time: Time = field(default_factory=quantities.Duration)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """The emulated evaluation: first after epoch `eval_after_epoch`, then every `epochs_between_evals`."""
 
-    eval_time: Time = field(default_factory=Duration)
+    eval_time: Time = field(default_factory=quantities.Duration)
     eval_after_epoch: AtLeastOne = 1
     epochs_between_evals: AtLeastOne = 1
 
@@ -203,14 +180,14 @@ class CheckpointSection:
     checkpoint_after_epoch: AtLeastOne = 1
     epochs_between_checkpoints: AtLeastOne = 1
     steps_between_checkpoints: AtLeastOne | None = None
-    type: CheckpointWriters = CheckpointWriters.RANK_ZERO
+    type: enums.CheckpointWriters = enums.CheckpointWriters.RANK_ZERO
     fsync: bool = False
     recovery_rank_shift: bool = False
     rank_sync: bool = False
     time_between_checkpoints_s: Annotated[Seconds, Field(alias="time_between_checkpoints")] = 0.0
     num_checkpoints_write: Count = 0
     num_checkpoints_read: Count = 0
-    mode: CheckpointMode = CheckpointMode.DEFAULT
+    mode: enums.CheckpointMode = enums.CheckpointMode.DEFAULT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,8 +222,8 @@ class Model:
     name: str = "default"
     type: str | None = None
     model_size_bytes: Bytes = 10240
-    model_datatype: Datatype = Datatype.FP16
-    optimizer_datatype: Datatype = Datatype.FP32
+    model_datatype: enums.Datatype = enums.Datatype.FP16
+    optimizer_datatype: enums.Datatype = enums.Datatype.FP32
     num_layers: AtLeastOne | None = None
     layer_parameters: tuple[AtLeastOne, ...] = ()
     optimization_groups: tuple[AtLeastOne, ...] = ()
@@ -275,7 +252,7 @@ class Metric:
 class Profiling:
     """What observes a run from outside, and which devices."""
 
-    profiler: Profiler = Profiler.IOSTAT
+    profiler: enums.Profiler = enums.Profiler.IOSTAT
     iostat_devices: tuple[str, ...] = ()
 
 
@@ -300,7 +277,7 @@ class StorageOptions:
     prefetch_workers: AtLeastOne | None = None
     max_outstanding: AtLeastOne | None = None
     columns: tuple[str, ...] = ()
-    decode: Decode | None = None
+    decode: enums.Decode | None = None
 
 
 SECRET_NAMES: Final = frozenset(entry.name for entry in fields(StorageOptions) if not entry.repr)
@@ -310,9 +287,9 @@ SECRET_NAMES: Final = frozenset(entry.name for entry in fields(StorageOptions) i
 class StorageSection:
     """Where data is, in DLIO's terms; a `--data` URI replaces it."""
 
-    storage_type: StorageKind = StorageKind.LOCAL_FS
+    storage_type: enums.StorageKind = enums.StorageKind.LOCAL_FS
     storage_root: str = "./"
-    storage_library: StorageLibrary | None = None
+    storage_library: enums.StorageLibrary | None = None
     post_generation_settle_s: Annotated[Seconds, Field(alias="post_generation_settle_seconds")] = 0.0
     storage_options: StorageOptions = field(default_factory=StorageOptions)
 
@@ -325,7 +302,7 @@ class Workload:
 
     name: str
     accelerator: str = ""
-    framework: Framework = Framework.TENSORFLOW
+    framework: enums.Framework = enums.Framework.TENSORFLOW
     workflow: Workflow = field(default_factory=Workflow)
     dataset: Dataset = field(default_factory=Dataset)
     reader: ReaderSection = field(default_factory=ReaderSection)

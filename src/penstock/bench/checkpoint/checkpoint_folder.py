@@ -20,8 +20,7 @@ from penstock.bench.state_layout import checkpoint_folder
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import CONTENT_VERSION
 from penstock.errors import ObjectNotFound, StorageError, UsageError
-from penstock.storage import Storage
-from penstock.storage.capabilities import find_local_paths
+from penstock.storage import Storage, capabilities
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.volumes import nearest_folder, read_volume_id, require_free_space
 
@@ -195,7 +194,7 @@ def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
         lambda: _delete(storage, keys[comm.rank :: comm.size]),
         awaiting="old checkpoints to be deleted",
     )
-    paths = find_local_paths(storage)
+    paths = capabilities.find_local_paths(storage)
     if comm.rank == 0 and paths is not None:
         for folder in folders:
             # A folder with files of other programs stays.

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord, WrongByte
-from penstock.results.checkpoint_figures import FORMAT_VERSION
+from penstock.results import checkpoint_figures, phase_figures
 from penstock.results.io_reconciliation import IoReconciliation
-from penstock.results.phase_figures import mean_and_stdev
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
 
@@ -137,7 +136,7 @@ def total_direction(rounds: Sequence[RoundFigures]) -> DirectionTotals | None:
     warm = [checkpoint.phase for checkpoint in rounds if checkpoint.is_from_memory]
     measured = cold or phases
     # Rates of storage are those of cold rounds; content is generated and verified in every round.
-    rate = mean_and_stdev([phase.gib_per_s for phase in cold]) if cold else None
+    rate = phase_figures.mean_and_stdev([phase.gib_per_s for phase in cold]) if cold else None
     content, store = _overall_rate(phases, "content_busy_s"), _overall_rate(cold, "storage_busy_s")
     return DirectionTotals(
         checkpoints=len(rounds),
@@ -264,7 +263,7 @@ class CheckpointResult:
         """As plain data: `write` and `read` are None where there was none."""
         write, read = self.write, self.read
         return {
-            "format": FORMAT_VERSION,
+            "format": checkpoint_figures.FORMAT_VERSION,
             "model": self.model,
             "ranks": self.ranks,
             "target": self.target,

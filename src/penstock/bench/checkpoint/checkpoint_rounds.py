@@ -13,9 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from penstock.bench.checkpoint.checkpoint_result import MAX_WRONG_PLACES, RoundFigures
+from penstock.bench.checkpoint import checkpoint_result, read_pipeline
 from penstock.bench.checkpoint.progress_board import RoundProgress
-from penstock.bench.checkpoint.read_pipeline import read_objects
 from penstock.bench.page_cache_eviction import evict_objects
 from penstock.bench.state_layout import StateLayout, checkpoint_folder
 from penstock.bench.step_recorder import StepRecorder
@@ -141,7 +140,7 @@ class RoundRunner:
     progress: RoundProgress
     recorder: StepRecorder
 
-    def run(self, checkpoint: CheckpointRound, *, last: int) -> RoundFigures:
+    def run(self, checkpoint: CheckpointRound, *, last: int) -> checkpoint_result.RoundFigures:
         """Run the round; its figures over all ranks. `last` is the number of its direction's last round."""
         process = self.comm.rank
         if checkpoint.direction == "read":
@@ -158,14 +157,14 @@ class RoundRunner:
         with self.progress.track(title, self._bytes_of_ranks(checkpoint)):
             measurements = self._move(checkpoint, planned, content)
         busy = [measurement for measurement in measurements if measurement is not None]
-        return RoundFigures(
+        return checkpoint_result.RoundFigures(
             round=checkpoint,
             began_at_s=began_at_s,
             ended_at_s=time.time(),
             phase=combine_ranks(busy),
             cold=cold,
             wrong=tuple(place for measurement in busy for place in measurement.wrong_bytes)[
-                :MAX_WRONG_PLACES
+                : checkpoint_result.MAX_WRONG_PLACES
             ],
         )
 
@@ -181,7 +180,7 @@ class RoundRunner:
         self, checkpoint: CheckpointRound, planned: Sequence[PlannedObject], content: StateContent
     ) -> list[Measurement | None]:
         """The timed part; None of a rank without files."""
-        move = write_objects if checkpoint.direction == "write" else read_objects
+        move = write_objects if checkpoint.direction == "write" else read_pipeline.read_objects
         with ExitStack() as undo:
             if checkpoint.direction == "write":
                 undo.callback(remove_objects, self.storages[0], planned)

@@ -13,31 +13,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.checkpoint.checkpoint_folder import (
-    CheckpointMarker,
-    CheckpointShape,
-    PreparedRounds,
-    prepare_folder,
-    remove_steps,
-    require_room,
-    update_marker,
-)
+from penstock.bench.checkpoint import checkpoint_folder, checkpoint_rounds, progress_board
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, EarlierRun, RoundFigures
-from penstock.bench.checkpoint.checkpoint_rounds import (
-    EPOCH,
-    RoundRunner,
-    choose_source_process,
-    fit_pipe,
-    plan_objects,
-    rank_shift,
-    seconds_between,
-)
-from penstock.bench.checkpoint.progress_board import (
-    PROGRESS_FILE,
-    ProgressBoard,
-    ProgressOutputs,
-    RoundProgress,
-)
 from penstock.bench.compute import SystemClock, compute_until
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.loader.loader_protocol import OpenStorage
@@ -49,12 +26,8 @@ from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import CONTENT_VERSION, Content
 from penstock.progress import Progress
-from penstock.results.counter_files import gather_counters
-from penstock.results.event_files import SpoolWriter, gather_events, spool_path
+from penstock.results import counter_files, event_files, published_files, run_folder, step_events
 from penstock.results.io_reconciliation import IoReconciliation
-from penstock.results.published_files import write_json
-from penstock.results.run_folder import CHECKPOINTS_FILE
-from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.storage import Counters
 from penstock.storage.capabilities import find_local_root
 from penstock.workload.enums import CheckpointMode
@@ -80,10 +53,10 @@ class CheckpointRequest(RunSettings):
     removes: bool = False
 
     @property
-    def shape(self) -> CheckpointShape:
+    def shape(self) -> checkpoint_folder.CheckpointShape:
         """What another run must ask for to read these checkpoints."""
         layout, mode = self.layout, "subset" if self.layout.is_subset else "default"
-        return CheckpointShape(
+        return checkpoint_folder.CheckpointShape(
             model=self.model.name,
             processes=layout.num_processes,
             mode=mode,
@@ -138,14 +111,14 @@ def run_checkpoints(
 ) -> CheckpointResult:
     """Write and read as the request's workload says; the same result on every rank."""
     storage = reopen()
-    prepared = prepare_folder(request, storage, comm=comm, tell=tell)
+    prepared = checkpoint_folder.prepare_folder(request, storage, comm=comm, tell=tell)
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
     num_writes = sum(each.direction == "write" for each in prepared.rounds)
     sizes = request.layout.bytes_of_processes().tolist()
-    require_room(find_local_root(storage), [size * num_writes for size in sizes], comm=comm)
+    checkpoint_folder.require_room(find_local_root(storage), [size * num_writes for size in sizes], comm=comm)
     facts = request.gather_hosts(comm)
     workload = request.model.workload
-    shift = rank_shift(hosts) if workload.checkpoint.recovery_rank_shift else 0
+    shift = checkpoint_rounds.rank_shift(hosts) if workload.checkpoint.recovery_rank_shift else 0
     if workload.checkpoint.recovery_rank_shift and not shift:
         tell("checkpoint.recovery_rank_shift: all ranks are on one host, so each reads what it wrote")
     with ExitStack() as resources:
@@ -162,8 +135,10 @@ def run_checkpoints(
                 )
             )
         folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
-        board = ProgressBoard(folder / PROGRESS_FILE, rank=comm.rank, num_ranks=comm.size)
-        outputs = ProgressOutputs(
+        board = progress_board.ProgressBoard(
+            folder / progress_board.PROGRESS_FILE, rank=comm.rank, num_ranks=comm.size
+        )
+        outputs = progress_board.ProgressOutputs(
             progress=progress, heartbeat=run.heartbeat if run else _no_heartbeat, tell=tell
         )
         session = _Session(
@@ -172,14 +147,14 @@ def run_checkpoints(
             comm=comm,
             prepared=prepared,
             shift=shift,
-            progress=RoundProgress(board, rank=comm.rank, outputs=outputs),
+            progress=progress_board.RoundProgress(board, rank=comm.rank, outputs=outputs),
         )
         result = session.run(folder)
         if run is not None:
             board.remove()
-            gather_events(folder, comm.size)
-            gather_counters(folder)
-            write_json(folder, CHECKPOINTS_FILE, result.document())
+            event_files.gather_events(folder, comm.size)
+            counter_files.gather_counters(folder)
+            published_files.write_json(folder, run_folder.CHECKPOINTS_FILE, result.document())
             request.write_dlio_files(run, workload, hosts=facts)
             run.finish(deliveries=result.deliveries)
         # All ranks have the same result but for their wall clocks: rank 0's count.
@@ -202,14 +177,16 @@ class _Session:
     request: CheckpointRequest
     reopen: OpenStorage
     comm: Comm
-    prepared: PreparedRounds
+    prepared: checkpoint_folder.PreparedRounds
     shift: int
-    progress: RoundProgress
+    progress: progress_board.RoundProgress
 
     def run(self, folder: Path) -> CheckpointResult:
         """Run all rounds; afterwards the folder's spools have their spans."""
         began_ns = time.monotonic_ns()
-        spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
+        spool = event_files.SpoolWriter(
+            event_files.spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host)
+        )
         with DeviceObserver(self.comm, folder, self.reopen()) as observer, StepRecorder(spool) as recorder:
             runner = self._make_runner(recorder)
             rounds = tuple(self._run_rounds(runner, folder, observer))
@@ -222,7 +199,7 @@ class _Session:
         read_from_s = next((each.began_at_s for each in rounds if each.round.direction == "read"), None)
         if self.request.removes:
             steps = {*(each.round.step for each in rounds), *(earlier.step_numbers if earlier else ())}
-            remove_steps(runner.storages[0], sorted(steps), comm=self.comm)
+            checkpoint_folder.remove_steps(runner.storages[0], sorted(steps), comm=self.comm)
         return CheckpointResult(
             model=self.request.model.name,
             ranks=self.comm.size,
@@ -241,14 +218,16 @@ class _Session:
             peak_rss_bytes=tuple(self.comm.gather(peak_rss_bytes(), awaiting="all ranks' memory")),
         )
 
-    def _make_runner(self, recorder: StepRecorder) -> RoundRunner:
+    def _make_runner(self, recorder: StepRecorder) -> checkpoint_rounds.RoundRunner:
         """What all rounds share, warmed up before the first of them."""
         layout, rank = self.request.layout, self.comm.rank
-        read_rank = choose_source_process(rank, num_processes=self.comm.size, shift=self.shift)
-        pipe = fit_pipe(
+        read_rank = checkpoint_rounds.choose_source_process(
+            rank, num_processes=self.comm.size, shift=self.shift
+        )
+        pipe = checkpoint_rounds.fit_pipe(
             self.request.pipe,
             max(
-                (plan_objects(layout, process, 1) for process in (rank, read_rank)),
+                (checkpoint_rounds.plan_objects(layout, process, 1) for process in (rank, read_rank)),
                 key=lambda planned: sum(each.size_bytes for each in planned),
             ),
         )
@@ -256,7 +235,7 @@ class _Session:
         if layout.bytes_of_processes()[[rank, read_rank]].any():
             memory.touch()
             Content(self.prepared.seed, 0).prepare_verification()
-        return RoundRunner(
+        return checkpoint_rounds.RoundRunner(
             comm=self.comm,
             layout=layout,
             storages=[self.reopen() for _ in range(pipe.streams)],
@@ -270,11 +249,11 @@ class _Session:
         )
 
     def _run_rounds(
-        self, runner: RoundRunner, folder: Path, observer: DeviceObserver
+        self, runner: checkpoint_rounds.RoundRunner, folder: Path, observer: DeviceObserver
     ) -> Iterator[RoundFigures]:
         rounds, earlier = self.prepared.rounds, self.prepared.earlier
         # Another run's checkpoints stay noted, with this run's folder.
-        marker = CheckpointMarker(
+        marker = checkpoint_folder.CheckpointMarker(
             content_version=CONTENT_VERSION,
             seed=self.prepared.seed,
             shape=self.request.shape,
@@ -282,19 +261,21 @@ class _Session:
             steps=earlier.steps if earlier else (),
         )
         interval_s = self.request.model.workload.checkpoint.time_between_checkpoints_s
-        for checkpoint, pause_s in zip(rounds, seconds_between(rounds, interval_s), strict=True):
+        for checkpoint, pause_s in zip(
+            rounds, checkpoint_rounds.seconds_between(rounds, interval_s), strict=True
+        ):
             compute_until(time.monotonic_ns() + round(pause_s * 1e9), SystemClock())
             last = max(other.number for other in rounds if other.direction == checkpoint.direction)
             with observer.during(checkpoint.direction):
                 figures = runner.run(checkpoint, last=last)
             if checkpoint.direction == "write":
                 marker = marker.with_step(checkpoint.step, figures.ended_at_s)
-                update_marker(runner.storages[0], marker, comm=self.comm)
+                checkpoint_folder.update_marker(runner.storages[0], marker, comm=self.comm)
             yield figures
 
 
 def _reconcile(
-    observer: DeviceObserver, runner: RoundRunner, rounds: Sequence[RoundFigures]
+    observer: DeviceObserver, runner: checkpoint_rounds.RoundRunner, rounds: Sequence[RoundFigures]
 ) -> Iterator[IoReconciliation]:
     """Compare what devices moved with what the storages did, in each direction there was. Collective."""
     counted = sum((storage.counters.snapshot() for storage in runner.storages), Counters())
@@ -310,12 +291,12 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _epoch_span(began_ns: int) -> SpanEvent:
+def _epoch_span(began_ns: int) -> step_events.SpanEvent:
     """DLIO's single epoch of a run without training."""
-    return SpanEvent(
-        kind=SpanKind.EPOCH,
-        phase=StepPhase.TRAIN,
-        epoch=EPOCH,
+    return step_events.SpanEvent(
+        kind=step_events.SpanKind.EPOCH,
+        phase=step_events.StepPhase.TRAIN,
+        epoch=checkpoint_rounds.EPOCH,
         block=0,
         step=0,
         start_ns=began_ns,

@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 from penstock.bench.loader.loader_protocol import BlockRequest, Decoder, ReadRequest
 from penstock.dataset.formats.format_protocol import Extent
 from penstock.errors import ShortTransfer
-from penstock.storage import Source, Storage
-from penstock.storage.aligned import aligned_buffer, round_up
+from penstock.storage import Source, Storage, aligned
 
 DEFAULT_BUFFER_BYTES: Final = 8 << 20
 _ALIGNMENT: Final = 4096
@@ -37,7 +36,7 @@ class RangeReader:
 
     def __init__(self, storage: Storage, buffer_bytes: int, decoder: Decoder | None = None) -> None:
         self._storage = storage
-        self._buffer = aligned_buffer(buffer_bytes)
+        self._buffer = aligned.aligned_buffer(buffer_bytes)
         self._block = self._buffer
         self._decoder = decoder
         self._key: str | None = None
@@ -81,9 +80,9 @@ class RangeReader:
     def _read_block(self, block: BlockRequest) -> list[Extent]:
         """All ranges of a block, side by side in memory that the next block reuses."""
         lengths = [_length(read, self._open(read)) for read in block.reads]
-        places = [round_up(length, _ALIGNMENT) for length in lengths]
+        places = [aligned.round_up(length, _ALIGNMENT) for length in lengths]
         if sum(places) > len(self._block):
-            self._block = aligned_buffer(sum(places))
+            self._block = aligned.aligned_buffer(sum(places))
         pieces, begin = [], 0
         for read, length, place in zip(block.reads, lengths, places, strict=True):
             piece = self._block[begin : begin + length]

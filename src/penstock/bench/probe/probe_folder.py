@@ -14,11 +14,9 @@ from penstock.bench.probe.probe_plan import Mode
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment
 from penstock.errors import ObjectNotFound, StorageError
-from penstock.storage import Storage, open_storage
-from penstock.storage.capabilities import find_local_paths, find_local_root, unwrap
+from penstock.storage import Storage, capabilities, open_storage, volumes
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.uri import Location
-from penstock.storage.volumes import nearest_folder, require_free_space
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +44,7 @@ class ProbeFolder:
             rank=comm.rank,
         )
         self.mode = _find_mode(self.storage)
-        self.folder = find_local_root(self.storage)
+        self.folder = capabilities.find_local_root(self.storage)
         self._missing_folders = _missing_folders(self.folder)
 
     def __enter__(self) -> Self:
@@ -99,7 +97,7 @@ class ProbeFolder:
 
     def check_free_space(self, size_bytes: int) -> None:
         """Fail before the first byte if the file system has no room for one measurement and a little more."""
-        require_free_space(
+        volumes.require_free_space(
             self.folder,
             size_bytes,
             what="Each measurement of this probe",
@@ -109,14 +107,14 @@ class ProbeFolder:
 
 def _find_mode(storage: Storage) -> Mode:
     """How the storage moves bytes, by its capabilities."""
-    paths = find_local_paths(storage)
+    paths = capabilities.find_local_paths(storage)
     if paths is not None:
         return "buffered" if paths.uses_page_cache else "direct"
-    return "memory" if isinstance(unwrap(storage), MemoryStorage) else "objects"
+    return "memory" if isinstance(capabilities.unwrap(storage), MemoryStorage) else "objects"
 
 
 def _missing_folders(folder: Path | None) -> list[Path]:
     """The folders that a probe will make, innermost first; it removes these, and no others."""
     if folder is None:
         return []
-    return [folder, *(parent for parent in folder.parents if nearest_folder(parent) != parent)]
+    return [folder, *(parent for parent in folder.parents if volumes.nearest_folder(parent) != parent)]

@@ -25,9 +25,8 @@ from penstock.bench.probe.timed_streams import Blocks, StreamStopped, StreamTask
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment
 from penstock.progress import Progress
-from penstock.storage import Counters
+from penstock.storage import Counters, residency
 from penstock.storage.protocol import OptionValue
-from penstock.storage.residency import evict_file
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -336,7 +335,7 @@ def _evict_files(step: ProbeStep, place: ProbeFolder) -> tuple[int, int]:
         return 0, 0
     resident_bytes = file_bytes = 0
     for key in place.keys:
-        left = evict_file(str(place.folder / key)).after
+        left = residency.evict_file(str(place.folder / key)).after
         resident_bytes += left.resident_bytes
         file_bytes += left.total_bytes
     return resident_bytes, file_bytes

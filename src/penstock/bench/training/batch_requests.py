@@ -19,8 +19,7 @@ from penstock.bench.training.sample_sharding import RankEpoch
 from penstock.bench.training.training_files import TrainingFiles
 from penstock.dataset.formats.format_protocol import COMPUTED, FilePlan, FileSurvey
 from penstock.results.step_events import StepPhase
-from penstock.storage import Storage
-from penstock.storage.aligned import round_up
+from penstock.storage import Storage, aligned
 from penstock.storage.protocol import WrappedSource
 
 TRANSFER_BYTES: Final = 256 << 10
@@ -80,7 +79,7 @@ class BatchPlanner:
         for step in range(1, num_steps + 1):
             reach = step * sharding.batch_size
             if sharding.window_samples:
-                reach = min(round_up(reach, sharding.window_samples), num_samples)
+                reach = min(aligned.round_up(reach, sharding.window_samples), num_samples)
             requests = []
             while waiting is not None and waiting[0] < reach:
                 requests.append(waiting[1])

@@ -18,39 +18,20 @@ from penstock.bench.loader.sample_decoder import ContentCheck, FormatDecoder
 from penstock.bench.page_cache_eviction import evict_data_set
 from penstock.bench.run_settings import RunSettings
 from penstock.bench.step_recorder import StepRecorder, read_clocks
+from penstock.bench.training import harness_limit, training_files, training_loop, training_result
 from penstock.bench.training.batch_requests import SampleHandling
-from penstock.bench.training.harness_limit import measure_harness_limit
 from penstock.bench.training.training_checkpoints import CheckpointsRequest, TrainingCheckpoints
-from penstock.bench.training.training_files import (
-    OpenFormat,
-    TrainingFiles,
-    Validation,
-    open_files,
-    validate,
-)
-from penstock.bench.training.training_loop import PhaseWork, Preload, TrainingLoop, make_phase_works
 from penstock.bench.training.training_plan import TrainingPlan, eval_epochs, plan_training
-from penstock.bench.training.training_result import (
-    STAGES_FILE,
-    EpochStage,
-    HarnessLimit,
-    Stages,
-    TrainingResult,
-)
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.external_dataset import list_external_files
 from penstock.dataset.formats import open_format
 from penstock.errors import StorageError, UsageError
 from penstock.progress import Progress
+from penstock.results import counter_files, event_files, phase_figures, published_files
 from penstock.results.active_run import ActiveRun
-from penstock.results.counter_files import gather_counters
-from penstock.results.event_files import SpoolWriter, gather_events, read_events, spool_path
-from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.provenance import HostFacts
-from penstock.results.published_files import write_json
 from penstock.results.step_events import StepPhase
-from penstock.storage import Counters, Storage
-from penstock.storage.capabilities import uses_page_cache
+from penstock.storage import Counters, Storage, capabilities
 from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Workload
 
@@ -72,16 +53,16 @@ class TrainingRequest(RunSettings):
     checkpoints: CheckpointsRequest | None = None
     decodes: bool = False
     check: ContentCheck = ContentCheck.OFF
-    reader: OpenFormat | None = None
+    reader: training_files.OpenFormat | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTraining:
     """What the loop needs, and how long its preparation took."""
 
-    files: TrainingFiles
+    files: training_files.TrainingFiles
     plan: TrainingPlan
-    validation: Validation
+    validation: training_files.Validation
     opening_s: float
     planning_s: float
 
@@ -94,14 +75,16 @@ def prepare_training(
     division: Remainder,
     comm: Comm,
     progress: Progress,
-    reader: OpenFormat = open_format,
+    reader: training_files.OpenFormat = open_format,
 ) -> PreparedTraining:
     """Open, validate and plan. Collective."""
     began_s = time.monotonic()
     dataset, evaluates = workload.dataset, bool(eval_epochs(workload, workload.train.epochs))
     files = all_gather_results(
         comm,
-        lambda: open_files(dataset, storage, seed=workload.train.seed, evaluates=evaluates, reader=reader),
+        lambda: training_files.open_files(
+            dataset, storage, seed=workload.train.seed, evaluates=evaluates, reader=reader
+        ),
         awaiting="all ranks to open the data set",
     )[comm.rank]
     if files.needs_listing:
@@ -109,7 +92,7 @@ def prepare_training(
             list_external_files(dataset, storage, evaluates=evaluates, comm=comm, progress=progress)
         )
     opened_s = time.monotonic()
-    validation = validate(files, storage, comm=comm, progress=progress)
+    validation = training_files.validate(files, storage, comm=comm, progress=progress)
     validated_s = time.monotonic()
     plan = plan_training(
         workload, block_samples=files.block_samples(), seed=seed, division=division, comm=comm
@@ -123,7 +106,9 @@ def prepare_training(
     )
 
 
-def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: Progress) -> TrainingResult:
+def train(
+    request: TrainingRequest, storage: Storage, *, comm: Comm, progress: Progress
+) -> training_result.TrainingResult:
     """Run the workload on the files at `storage`; the same result on every rank."""
     prepared = prepare_training(
         request.workload,
@@ -155,25 +140,25 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
 
 
 def _write_results(
-    run: ActiveRun, stages: Stages, *, request: TrainingRequest, hosts: Sequence[HostFacts]
-) -> TrainingResult:
+    run: ActiveRun, stages: training_result.Stages, *, request: TrainingRequest, hosts: Sequence[HostFacts]
+) -> training_result.TrainingResult:
     """Close the run, once all ranks have written their last event."""
     workload = request.workload
     num_ranks = run.record.ranks
-    gather_events(run.folder, num_ranks)
-    gather_counters(run.folder)
-    events = read_events(run.folder)
+    event_files.gather_events(run.folder, num_ranks)
+    counter_files.gather_counters(run.folder)
+    events = event_files.read_events(run.folder)
     # Without computation every harness limit is near 0, and says nothing about this client.
     is_computing = not workload.train.computation_time.is_zero
     share = stages.ceiling.compute_share if stages.ceiling and is_computing else None
-    train = compute_phase_figures(events, workload, ceiling=share)
+    train = phase_figures.compute_phase_figures(events, workload, ceiling=share)
     if train is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
-    evaluation = compute_phase_figures(events, workload, phase=StepPhase.EVAL)
-    write_json(run.folder, STAGES_FILE, stages.document())
+    evaluation = phase_figures.compute_phase_figures(events, workload, phase=StepPhase.EVAL)
+    published_files.write_json(run.folder, training_result.STAGES_FILE, stages.document())
     request.write_dlio_files(run, workload, hosts=hosts, events=events, train=train, evaluation=evaluation)
     run.finish(train=train, evaluation=evaluation, deliveries=stages.deliveries)
-    return TrainingResult(
+    return training_result.TrainingResult(
         workload=workload.full_name,
         ranks=num_ranks,
         results_dir=str(run.folder),
@@ -193,7 +178,7 @@ class _Session:
     progress: Progress
     prepared: PreparedTraining
 
-    def run(self, folder: Path, run: ActiveRun | None) -> Stages:
+    def run(self, folder: Path, run: ActiveRun | None) -> training_result.Stages:
         """Measure the harness limit, then run all epochs; afterwards the folder's spools have their steps."""
         workload = self.request.workload
         handling, decoder = choose_handling(self.request, self.prepared.files, uri=self.storage.uri)
@@ -201,10 +186,12 @@ class _Session:
         # Storage that costs nothing holds nothing, so there is nothing to decode.
         ceiling = None if handling.decodes else self._measure_limit()
         ceiling_s = time.monotonic() - began_s
-        works = make_phase_works(
+        works = training_loop.make_phase_works(
             workload, self.prepared, self.storage, rank=self.comm.rank, handling=handling
         )
-        spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
+        spool = event_files.SpoolWriter(
+            event_files.spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host)
+        )
         heartbeat = run.heartbeat if run else _no_heartbeat
         observer = DeviceObserver(self.comm, folder, self.storage)
         with observer, StepRecorder(spool, on_flush=heartbeat) as recorder:
@@ -212,7 +199,7 @@ class _Session:
             began_s = time.monotonic()
             with closing(self.request.loader.start(self.storage, self.request.reopen, decoder)) as loader:
                 loader_start_s = time.monotonic() - began_s
-                loop = TrainingLoop(
+                loop = training_loop.TrainingLoop(
                     comm=self.comm,
                     loader=loader,
                     recorder=recorder,
@@ -226,7 +213,7 @@ class _Session:
         counted = self.storage.counters.snapshot() + loader.counters
         counters = self.comm.gather(counted, awaiting="what the storages of all ranks counted")
         survey_bytes = sum(work.batches.survey_bytes for work in works.values())
-        return Stages(
+        return training_result.Stages(
             opening_s=self.prepared.opening_s,
             files_found=self.prepared.files.num_found,
             remarks=self.prepared.files.remarks,
@@ -260,8 +247,8 @@ class _Session:
             heartbeat=heartbeat,
         )
 
-    def _measure_limit(self) -> HarnessLimit | None:
-        return measure_harness_limit(
+    def _measure_limit(self) -> training_result.HarnessLimit | None:
+        return harness_limit.measure_harness_limit(
             self.request.workload,
             self.prepared,
             self.storage,
@@ -270,13 +257,15 @@ class _Session:
             progress=self.progress,
         )
 
-    def _run_epochs(self, loop: TrainingLoop, works: Mapping[StepPhase, PhaseWork]) -> Iterator[EpochStage]:
+    def _run_epochs(
+        self, loop: training_loop.TrainingLoop, works: Mapping[StepPhase, training_loop.PhaseWork]
+    ) -> Iterator[training_result.EpochStage]:
         """Run every epoch; yield what preceded it once it is over."""
         plan = self.prepared.plan
         ended_s = time.monotonic()
         for epoch in plan.epochs:
             cache = None
-            if uses_page_cache(self.storage):
+            if capabilities.uses_page_cache(self.storage):
                 cache = evict_data_set(self.prepared.files, self.storage, comm=self.comm)
             self.comm.barrier(awaiting=f"all ranks to begin epoch {epoch.epoch}")
             self.progress.begin(f"epoch {epoch.epoch} of {len(plan.epochs)}, steps", epoch.num_steps)
@@ -288,20 +277,22 @@ class _Session:
                 loop.evaluate(works[StepPhase.EVAL], epoch.epoch, plan.eval_steps)
             loop.record_epoch(epoch.epoch, began_ns)
             ended_s = time.monotonic()
-            yield EpochStage(epoch=epoch.epoch, cache=cache, change_s=change_s, preload=self._merge(preload))
+            yield training_result.EpochStage(
+                epoch=epoch.epoch, cache=cache, change_s=change_s, preload=self._merge(preload)
+            )
 
-    def _merge(self, preload: Preload | None) -> Preload | None:
+    def _merge(self, preload: training_loop.Preload | None) -> training_loop.Preload | None:
         """What all ranks read before the first step, and how long the last one took. Collective."""
         if preload is None:
             return None
-        return Preload(
+        return training_loop.Preload(
             read_bytes=self.comm.reduce(preload.read_bytes, "sum", awaiting="what all ranks read first"),
             elapsed_s=self.comm.reduce(preload.elapsed_s, "max", awaiting="the rank that read longest"),
         )
 
 
 def choose_handling(
-    request: TrainingRequest, files: TrainingFiles, *, uri: str
+    request: TrainingRequest, files: training_files.TrainingFiles, *, uri: str
 ) -> tuple[SampleHandling, FormatDecoder | None]:
     """What is done with samples, and what does it; `UsageError` where no manifest tells what files hold."""
     decodes = request.decodes or request.check is not ContentCheck.OFF

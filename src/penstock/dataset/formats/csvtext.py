@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from penstock.dataset.formats import format_base
 from penstock.dataset.formats import format_protocol as fp
-from penstock.dataset.formats.format_base import (
-    ReadWhole,
-    SampleShape,
-    make_content,
-    make_damage_error,
-    read_range,
-)
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,10 +27,10 @@ _STEP_ELEMENTS: Final = 1 << 18
 _ZERO, _COMMA, _NEWLINE = b"0,\n"
 
 
-class CsvFormat(ReadWhole):
+class CsvFormat(format_base.ReadWhole):
     """Files that any reader of CSV takes as numbers."""
 
-    def _draw_shape(self, index: int) -> SampleShape:
+    def _draw_shape(self, index: int) -> format_base.SampleShape:
         """A sample is a row of numbers, whatever its dimensions."""
         shape = super()._draw_shape(index)
         if np.dtype(shape.dtype).kind == "c":
@@ -67,10 +61,12 @@ class CsvFormat(ReadWhole):
         """Parse the rows."""
         kind = np.dtype(plan.dtype)
         row_bytes = plan.dims[0] * _width(kind)
-        text = read_range(plan, pieces, samples.start * row_bytes, len(samples) * row_bytes)
+        text = format_base.read_range(plan, pieces, samples.start * row_bytes, len(samples) * row_bytes)
         digits = np.frombuffer(text, dtype=np.uint8).reshape(-1, _width(kind))[:, _prefix(kind) : -1]
         if ((digits < _ZERO) | (digits > _ZERO + 9)).any():
-            raise make_damage_error(plan, "it has other characters than digits where its numbers are")
+            raise format_base.make_damage_error(
+                plan, "it has other characters than digits where its numbers are"
+            )
         numbers = np.zeros(len(digits), dtype=np.uint64)
         for column in digits.T:
             numbers = numbers * np.uint64(10) + (column - _ZERO)
@@ -100,7 +96,7 @@ def _width(kind: np.dtype[np.generic]) -> int:
 
 def _numbers(plan: fp.FilePlan, content: fp.ContentSource, start: int, count: int) -> NDArray[np.uint64]:
     kind = np.dtype(plan.dtype)
-    text = make_content(content, start * kind.itemsize, count * kind.itemsize)
+    text = format_base.make_content(content, start * kind.itemsize, count * kind.itemsize)
     numbers = np.frombuffer(text, dtype=f"<u{kind.itemsize}").astype(np.uint64)
     limit = _limit(kind)
     return numbers if limit == 2**64 else numbers % np.uint64(limit)

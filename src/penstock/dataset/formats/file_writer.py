@@ -14,8 +14,7 @@ import numpy as np
 
 from penstock.dataset.formats.format_protocol import Checksum, ContentSource, FilePlan
 from penstock.errors import ShortTransfer
-from penstock.storage import Sink, Source
-from penstock.storage.aligned import BufferPool, aligned_buffer, copy_bytes
+from penstock.storage import Sink, Source, aligned
 
 BUFFER_BYTES: Final = 4 << 20
 _SHORT_BYTES: Final = 4096
@@ -51,7 +50,7 @@ class _Sum:
 class DataFileWriter:
     """Fills buffers of `pool` and submits them to `sink` as they get full; the last one at `flush`."""
 
-    def __init__(self, content: ContentSource, sink: Sink, pool: BufferPool) -> None:
+    def __init__(self, content: ContentSource, sink: Sink, pool: aligned.BufferPool) -> None:
         self.content = content
         self.offset = 0
         self._sink = sink
@@ -68,7 +67,7 @@ class DataFileWriter:
             if room.nbytes <= _SHORT_BYTES:
                 room[:] = view[: room.nbytes]
             else:
-                copy_bytes(room, view[: room.nbytes])
+                aligned.copy_bytes(room, view[: room.nbytes])
             self._took(room)
             view = view[room.nbytes :]
 
@@ -126,7 +125,7 @@ class DataFileChecker:
         self.offset = 0
         self._source = source
         self._on_short = on_short
-        self._buffer = aligned_buffer(min(BUFFER_BYTES, max(source.size_bytes, 1)))
+        self._buffer = aligned.aligned_buffer(min(BUFFER_BYTES, max(source.size_bytes, 1)))
         self._window = self._buffer[:0]
         self._sum = _Sum()
 

@@ -15,17 +15,9 @@ from typing import Any, Final
 import h5py  # type: ignore[import-untyped]  # it brings no types
 import numpy as np
 
+from penstock.dataset.formats import format_base
 from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_objects import PiecesFile, RecordingFile
-from penstock.dataset.formats.format_base import (
-    BaseFormat,
-    SampleShape,
-    as_array,
-    draw_shape,
-    make_content,
-    make_damage_error,
-    merge_ranges,
-)
 from penstock.errors import UsageError
 from penstock.storage import Source
 from penstock.workload.enums import Compression
@@ -38,7 +30,7 @@ _UNREADABLE: Final = (OSError, KeyError, ValueError, RuntimeError, TypeError, At
 """What h5py raises for damaged files."""
 
 
-class Hdf5Format(BaseFormat):
+class Hdf5Format(format_base.BaseFormat):
     """Files that h5py opens; read by chunk, or by sample where there are no chunks."""
 
     compressions = (Compression.GZIP, Compression.LZF)
@@ -53,9 +45,9 @@ class Hdf5Format(BaseFormat):
                 fix="Choose a divisor of the first of record_dims.",
             )
 
-    def _draw_shape(self, index: int) -> SampleShape:
+    def _draw_shape(self, index: int) -> format_base.SampleShape:
         """Samples can be cut into the datasets of a record."""
-        return draw_shape(self._dataset, self._seed, index, elements_multiple=self._num_datasets)
+        return format_base.draw_shape(self._dataset, self._seed, index, elements_multiple=self._num_datasets)
 
     def _block_samples(self, plan: fp.FilePlan) -> int:
         chunks = self._chunks(plan.dims, plan.dtype)
@@ -75,10 +67,12 @@ class Hdf5Format(BaseFormat):
                 stop = min(start + step, plan.num_samples)
                 text = batch[: (stop - start) * plan.sample_bytes]
                 out.content.fill(text, start * plan.sample_bytes)
-                parts = self._cut(plan, as_array(plan, text, stop - start))
+                parts = self._cut(plan, format_base.as_array(plan, text, stop - start))
                 for target, part in zip(targets, parts, strict=True):
                     target[start:stop] = part
-            labels = make_content(out.content, plan.num_samples * plan.sample_bytes, plan.num_samples * 8)
+            labels = format_base.make_content(
+                out.content, plan.num_samples * plan.sample_bytes, plan.num_samples * 8
+            )
             file.create_dataset("labels", data=np.frombuffer(labels, dtype="<i8"))
         out.raw(whole.getbuffer())
 
@@ -92,18 +86,20 @@ class Hdf5Format(BaseFormat):
                     for sample, read in _ranges(file[f"records_{number}"]):
                         blocks[sample // plan.block_samples].append(read)
         except (*_UNREADABLE, IndexError) as error:
-            raise make_damage_error(plan, str(error)) from error
+            raise format_base.make_damage_error(plan, str(error)) from error
         return fp.FileSurvey(
             size_bytes=source.size_bytes,
             known=tuple(recording.extents),
-            blocks=tuple(merge_ranges(block) for block in blocks),
+            blocks=tuple(format_base.merge_ranges(block) for block in blocks),
         )
 
     def reads(self, plan: fp.FilePlan, found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """The chunks that hold the samples, whole; neighbours in one range."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
-            yield from merge_ranges(read for block in found.blocks[first : last + 1] for read in block)
+            yield from format_base.merge_ranges(
+                read for block in found.blocks[first : last + 1] for read in block
+            )
 
     def decode(
         self, plan: fp.FilePlan, found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
@@ -118,7 +114,7 @@ class Hdf5Format(BaseFormat):
                 ]
             return np.concatenate(parts, axis=1).reshape(len(samples), *plan.dims)
         except _UNREADABLE as error:
-            raise make_damage_error(plan, str(error)) from error
+            raise format_base.make_damage_error(plan, str(error)) from error
 
     def with_all_columns(self) -> Hdf5Format:
         """Training reads samples whole anyway."""

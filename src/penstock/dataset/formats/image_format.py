@@ -10,20 +10,14 @@ from typing import ClassVar
 
 import numpy as np
 
+from penstock.dataset.formats import format_base
 from penstock.dataset.formats import format_protocol as fp
-from penstock.dataset.formats.format_base import (
-    ReadWhole,
-    SampleShape,
-    draw_bytes,
-    make_damage_error,
-    read_range,
-)
 from penstock.errors import UsageError
 from penstock.workload.dataset_size import record_bytes
 from penstock.workload.spec import Dataset
 
 
-class ImageFormat(ReadWhole):
+class ImageFormat(format_base.ReadWhole):
     """One image a file; memory holds one file."""
 
     smallest_bytes: ClassVar[int]
@@ -45,13 +39,13 @@ class ImageFormat(ReadWhole):
                 fix=f"Ask for {self.smallest_bytes} to {self.largest_bytes} bytes.",
             )
 
-    def _draw_shape(self, index: int) -> SampleShape:
+    def _draw_shape(self, index: int) -> format_base.SampleShape:
         """Of the size drawn, where such an image exists; else of the nearest one."""
         drawn = round(record_bytes(self._dataset))
         if not self._dataset.record_dims:
-            drawn = draw_bytes(self._dataset, self._seed, index)
+            drawn = format_base.draw_bytes(self._dataset, self._seed, index)
         size_bytes = min(max(drawn, self.smallest_bytes), self.largest_bytes)
-        return SampleShape(self.dims(size_bytes), "|u1", size_bytes)
+        return format_base.SampleShape(self.dims(size_bytes), "|u1", size_bytes)
 
     def _file_bytes(self, plan: fp.FilePlan) -> int:
         return plan.sample_bytes
@@ -66,7 +60,7 @@ class ImageFormat(ReadWhole):
         """Pixels, as Pillow decodes them."""
         if not samples:
             return np.empty((0, *plan.dims), dtype=np.uint8)
-        return _pixels(plan, read_range(plan, pieces, 0, plan.sample_bytes))
+        return _pixels(plan, format_base.read_range(plan, pieces, 0, plan.sample_bytes))
 
     def expected(self, plan: fp.FilePlan, content: fp.ContentSource, samples: range) -> fp.Sample:
         """Pixels of the image as it is generated."""
@@ -88,7 +82,7 @@ def _pixels(plan: fp.FilePlan, text: memoryview) -> fp.Sample:
         with Image.open(io.BytesIO(text)) as image:
             pixels = np.asarray(image.convert("RGB"))
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-        raise make_damage_error(plan, str(error)) from error
+        raise format_base.make_damage_error(plan, str(error)) from error
     if pixels.shape != plan.dims:
-        raise make_damage_error(plan, f"its image is {pixels.shape}, and {plan.dims} was planned")
+        raise format_base.make_damage_error(plan, f"its image is {pixels.shape}, and {plan.dims} was planned")
     return pixels[np.newaxis]

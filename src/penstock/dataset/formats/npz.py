@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from penstock.dataset.formats import format_base, npy
 from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_objects import GrowingBuffer
-from penstock.dataset.formats.format_base import make_damage_error
-from penstock.dataset.formats.npy import StackedFormat, array_header, stacked_header, unstack
 from penstock.storage import Source
 from penstock.workload.enums import Compression
 from penstock.workload.spec import Dataset
@@ -138,8 +137,8 @@ class _Array:
 
 def _arrays(plan: fp.FilePlan) -> tuple[_Array, _Array]:
     """Both members, `x` at the beginning of the archive and `y` after it."""
-    samples = _array("x.npy", 0, stacked_header(plan), plan.num_samples * plan.sample_bytes)
-    labels_head = array_header("<i8", (plan.num_samples,))
+    samples = _array("x.npy", 0, npy.stacked_header(plan), plan.num_samples * plan.sample_bytes)
+    labels_head = npy.array_header("<i8", (plan.num_samples,))
     return samples, _array("y.npy", samples.end, labels_head, plan.num_samples * LABEL_BYTES)
 
 
@@ -147,7 +146,7 @@ def _array(name: str, offset: int, head: bytes, body_bytes: int) -> _Array:
     return _Array(Member(name, offset, len(head) + body_bytes), head, body_bytes)
 
 
-class NpzFormat(StackedFormat):
+class NpzFormat(npy.StackedFormat):
     """`numpy.load` gives `x` and `y`; stored, without compression."""
 
     compressions = tuple(_METHODS)
@@ -223,15 +222,15 @@ class CompressedNpzFormat(NpzFormat):
     ) -> fp.Sample:
         """Inflate `x`; its CRC-32 is checked on the way."""
         whole = io.BytesIO(pieces[0].content)
-        head = stacked_header(plan)
+        head = npy.stacked_header(plan)
         try:
             with zipfile.ZipFile(whole) as archive:
                 text = memoryview(archive.read("x.npy"))
         except (zipfile.BadZipFile, zlib.error, EOFError, *_UNPACKING) as error:
-            raise make_damage_error(plan, str(error)) from error
+            raise format_base.make_damage_error(plan, str(error)) from error
         if text[: len(head)] != head or text.nbytes != len(head) + plan.num_samples * plan.sample_bytes:
-            raise make_damage_error(plan, "its array has another shape than planned")
-        return unstack(plan, text[len(head) :], samples)
+            raise format_base.make_damage_error(plan, "its array has another shape than planned")
+        return npy.unstack(plan, text[len(head) :], samples)
 
 
 def _steps(content: fp.ContentSource, offset: int, size_bytes: int) -> Iterator[memoryview]:

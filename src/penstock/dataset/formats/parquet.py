@@ -17,15 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.dataset.formats import file_objects, format_base
 from penstock.dataset.formats import format_protocol as fp
-from penstock.dataset.formats.file_objects import GrowingBuffer, PiecesFile, RecordingFile
-from penstock.dataset.formats.format_base import (
-    BaseFormat,
-    SampleShape,
-    make_content,
-    make_damage_error,
-    merge_ranges,
-)
 from penstock.errors import UsageError
 from penstock.storage import Source
 from penstock.workload.dataset_size import column_bytes
@@ -158,7 +151,7 @@ class _Group:
     offset: int
 
 
-class ParquetFormat(BaseFormat):
+class ParquetFormat(format_base.BaseFormat):
     """Files that pyarrow opens; read by row group, and of it only the columns marked `read`."""
 
     compressions = tuple(_CODECS)
@@ -182,11 +175,11 @@ class ParquetFormat(BaseFormat):
         # Arrow's types forget their element's name and nullability when they are pickled: they are made anew.
         return ParquetFormat, (self._dataset, self._seed)
 
-    def _draw_shape(self, index: int) -> SampleShape:
+    def _draw_shape(self, index: int) -> format_base.SampleShape:
         """A sample decodes to the bytes of the columns that are read."""
         columns = self._columns or _byte_strings(super()._draw_shape(index).size_bytes)
         read_bytes = sum(column.row_bytes for column in columns if column.read)
-        return SampleShape((read_bytes,), "|u1", sum(column.row_bytes for column in columns))
+        return format_base.SampleShape((read_bytes,), "|u1", sum(column.row_bytes for column in columns))
 
     def _block_samples(self, plan: fp.FilePlan) -> int:
         return min(self._dataset.parquet.row_group_size, plan.num_samples)
@@ -200,7 +193,7 @@ class ParquetFormat(BaseFormat):
         schema = pa.schema([column.field for column in columns])
         groups = list(_groups(plan, range(plan.num_samples)))
         step = max(1, self._dataset.parquet.generation_batch_size // plan.block_samples)
-        buffer = GrowingBuffer()
+        buffer = file_objects.GrowingBuffer()
         with self._writer(buffer, schema, columns) as writer:
             for start in range(0, len(groups), step):
                 tables = [
@@ -215,16 +208,18 @@ class ParquetFormat(BaseFormat):
         """Read the footer: the file's last 64 KiB, and the rest of it where it is longer."""
         wanted = {column.name for column in self._columns_of(plan) if column.read}
         try:
-            metadata = pq.read_metadata(RecordingFile(source))
+            metadata = pq.read_metadata(file_objects.RecordingFile(source))
             self._refuse_other_levels(plan, metadata.schema)
             blocks = tuple(
-                merge_ranges(_column_ranges(metadata.row_group(number), wanted))
+                format_base.merge_ranges(_column_ranges(metadata.row_group(number), wanted))
                 for number in range(metadata.num_row_groups)
             )
         except _UNREADABLE as error:
-            raise make_damage_error(plan, str(error)) from error
+            raise format_base.make_damage_error(plan, str(error)) from error
         if metadata.num_rows != plan.num_samples or len(blocks) != -(-plan.num_samples // plan.block_samples):
-            raise make_damage_error(plan, f"it has {metadata.num_rows} rows in {len(blocks)} row groups")
+            raise format_base.make_damage_error(
+                plan, f"it has {metadata.num_rows} rows in {len(blocks)} row groups"
+            )
         return fp.FileSurvey(size_bytes=source.size_bytes, blocks=blocks, opened=metadata)
 
     def reads(self, plan: fp.FilePlan, found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
@@ -245,7 +240,7 @@ class ParquetFormat(BaseFormat):
         try:
             # Without pre-buffering arrow reads the column chunks and never the gaps between them.
             file = pq.ParquetFile(
-                PiecesFile(found.size_bytes, pieces),
+                file_objects.PiecesFile(found.size_bytes, pieces),
                 metadata=found.opened,
                 pre_buffer=False,
                 page_checksum_verification=True,
@@ -255,11 +250,11 @@ class ParquetFormat(BaseFormat):
             )
             rows = [column.to_rows(table.column(column.name)) for column in columns]
         except _UNREADABLE as error:
-            raise make_damage_error(plan, str(error)) from error
+            raise format_base.make_damage_error(plan, str(error)) from error
         before = samples.start - first * plan.block_samples
         wanted = [column[before : before + len(samples)] for column in rows]
         if any(len(column) != len(samples) for column in wanted):
-            raise make_damage_error(
+            raise format_base.make_damage_error(
                 plan, f"row groups {first} to {last} have other numbers of rows than planned"
             )
         return np.concatenate(wanted, axis=1)
@@ -294,7 +289,7 @@ class ParquetFormat(BaseFormat):
         ours = _written_levels(self._columns_of(plan))
         for path, levels in _levels(stored).items():
             if ours.get(path, levels) != levels:
-                raise make_damage_error(
+                raise format_base.make_damage_error(
                     plan, f"its schema gives column {path} other levels than it was written with"
                 )
 
@@ -302,7 +297,7 @@ class ParquetFormat(BaseFormat):
         return self._columns or _byte_strings(plan.sample_bytes)
 
     def _writer(
-        self, buffer: GrowingBuffer, schema: pa.Schema, columns: Sequence[ColumnType]
+        self, buffer: file_objects.GrowingBuffer, schema: pa.Schema, columns: Sequence[ColumnType]
     ) -> pq.ParquetWriter:
         compression, level = self._dataset.compression, self._dataset.compression_level
         return pq.ParquetWriter(
@@ -350,7 +345,7 @@ def _elements(
     num_rows, row_bytes = len(group.rows), columns[number].row_bytes
     before = sum(column.row_bytes for column in columns[:number])
     assert before + row_bytes <= plan.sample_bytes
-    text = make_content(content, group.offset + num_rows * before, num_rows * row_bytes)
+    text = format_base.make_content(content, group.offset + num_rows * before, num_rows * row_bytes)
     return np.frombuffer(text, dtype=np.uint8).reshape(num_rows, row_bytes)
 
 

@@ -12,15 +12,9 @@ from typing import Final
 import google_crc32c
 import numpy as np
 
+from penstock.dataset.formats import format_base
 from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_objects import GatheredRanges
-from penstock.dataset.formats.format_base import (
-    ComputedLayout,
-    as_array,
-    make_content,
-    make_damage_error,
-    read_range,
-)
 from penstock.workload.spec import Dataset
 
 _LENGTH_BYTES: Final = 12
@@ -32,7 +26,7 @@ DEFAULT_TRANSFER_BYTES: Final = 256 << 10
 """The buffer of TensorFlow's own reader, where a workload names no `transfer_size`."""
 
 
-class TFRecordFormat(ComputedLayout):
+class TFRecordFormat(format_base.ComputedLayout):
     """Files that TensorFlow and DALI read, front to back, in pieces of `transfer_bytes`."""
 
     def __init__(self, dataset: Dataset, seed: int, transfer_bytes: int = DEFAULT_TRANSFER_BYTES) -> None:
@@ -63,13 +57,15 @@ class TFRecordFormat(ComputedLayout):
     ) -> fp.Sample:
         """The images; their records' lengths and sums are checked."""
         gathered = GatheredRanges(pieces)
-        images = [as_array(plan, _checked_image(plan, gathered, sample)) for sample in samples]
+        images = [format_base.as_array(plan, _checked_image(plan, gathered, sample)) for sample in samples]
         return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
 
     def expected(self, plan: fp.FilePlan, content: fp.ContentSource, samples: range) -> fp.Sample:
         """The images' content."""
         images = [
-            as_array(plan, make_content(content, image_offset(plan, sample), plan.sample_bytes))
+            format_base.as_array(
+                plan, format_base.make_content(content, image_offset(plan, sample), plan.sample_bytes)
+            )
             for sample in samples
         ]
         return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
@@ -78,11 +74,11 @@ class TFRecordFormat(ComputedLayout):
 def _checked_image(plan: fp.FilePlan, gathered: GatheredRanges, sample: int) -> memoryview:
     length, head = record_head(plan.sample_bytes)
     start = sample * record_bytes(plan.sample_bytes)
-    record = read_range(plan, gathered, start, record_bytes(plan.sample_bytes))
+    record = format_base.read_range(plan, gathered, start, record_bytes(plan.sample_bytes))
     example = record[_LENGTH_BYTES:-_SUM_BYTES]
     (stored_sum,) = struct.unpack("<I", record[-_SUM_BYTES:])
     if record[:_LENGTH_BYTES] != length or stored_sum != mask(google_crc32c.value(bytes(example))):
-        raise make_damage_error(plan, f"record {sample} does not match its checksums")
+        raise format_base.make_damage_error(plan, f"record {sample} does not match its checksums")
     return example[len(head) :]
 
 

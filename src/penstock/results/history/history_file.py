@@ -25,17 +25,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from penstock.errors import StorageError
-from penstock.results.provenance import (
-    ProcessMark,
-    identify_this_process,
-    redact,
-    redact_settings,
-    replace_surrogates,
-)
-from penstock.results.run_folder import run_folder_name
+from penstock.results import provenance, run_folder
 from penstock.results.run_record import RunRequest
-from penstock.storage.files.durable import sync_folder, sync_open_file
-from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.files import durable, system_calls
 
 FORMAT_VERSION: Final = 1
 """Raised whenever a key is added, renamed or means something else."""
@@ -60,7 +52,7 @@ class RunBegan:
     command: tuple[str, ...]
     working_folder: str
     settings: Mapping[str, str]
-    process: ProcessMark
+    process: provenance.ProcessMark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +169,7 @@ class HistoryFile:
 
     def read(self) -> HistoryLines:
         """Read all entries; a missing file is an empty history."""
-        with translate_os_errors("Reading the history of runs", str(self.path)):
+        with system_calls.translate_os_errors("Reading the history of runs", str(self.path)):
             try:
                 content = self.path.read_bytes()
             except FileNotFoundError:
@@ -186,19 +178,19 @@ class HistoryFile:
 
     @contextmanager
     def _appending(self) -> Iterator[Callable[[HistoryEntry], None]]:
-        with translate_os_errors("Writing the history of runs", str(self.path)):
+        with system_calls.translate_os_errors("Writing the history of runs", str(self.path)):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not self.path.exists()
             descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 _lock(descriptor, self.path)
                 yield lambda entry: _write_line(descriptor, format_entry(entry))
-                sync_open_file(descriptor)
+                durable.sync_open_file(descriptor)
             finally:
                 os.close(descriptor)
             if is_new:
                 for folder in (self.path.parent, self.parent):
-                    sync_folder(folder)
+                    durable.sync_folder(folder)
 
 
 def parse_lines(content: bytes, name: str) -> HistoryLines:
@@ -268,14 +260,14 @@ class RunEntry:
             return RunBegan(
                 run=run_id,
                 at=_text(now),
-                folder=named or run_folder_name(workload, now, run_id),
+                folder=named or run_folder.run_folder_name(workload, now, run_id),
                 is_named=bool(named),
                 workload=workload,
                 ranks=request.ranks,
-                command=redact(request.command),
-                working_folder=replace_surrogates(str(Path.cwd())),
-                settings=redact_settings(request.environment),
-                process=identify_this_process(),
+                command=provenance.redact(request.command),
+                working_folder=provenance.replace_surrogates(str(Path.cwd())),
+                settings=provenance.redact_settings(request.environment),
+                process=provenance.identify_this_process(),
             )
 
         return cls(history, history.begin(entry))

@@ -11,10 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from penstock.errors import PenstockError, UsageError
+from penstock.results import provenance, run_comparison, run_folder
 from penstock.results.history.history_file import FolderMoved, HistoryEntry, HistoryFile, RunBegan, RunEnded
-from penstock.results.provenance import is_alive
-from penstock.results.run_comparison import RunSummary, summarize_run
-from penstock.results.run_folder import RUN_FILE, is_run, resolve_run, run_folders
 from penstock.storage.files.system_calls import translate_os_errors
 
 
@@ -44,7 +42,7 @@ class CatalogedRun:
     workload: str
     started: datetime | None
     began: RunBegan | None
-    summary: RunSummary | None
+    summary: run_comparison.RunSummary | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +90,15 @@ def find_run_folder(text: str, parent: Path) -> Path:
 
     A run in the trash is found by its name or id.
     """
-    if any(is_run(folder) for folder in (Path(text), parent / text)):
-        return resolve_run(text, parent)
+    if any(run_folder.is_run(folder) for folder in (Path(text), parent / text)):
+        return run_folder.resolve_run(text, parent)
     history_file = HistoryFile(parent)
     own = _index_entries(history_file.read().entries).folders.get(text)
     named = {own} if own else set()
     removed = [folder for batch in subfolders(history_file.trash) for folder in subfolders(batch)]
     places = [*(parent / name for name in named), *(each for each in removed if each.name in {text, *named})]
-    found = next((folder for folder in places if is_run(folder)), None)
-    return found or resolve_run(text, parent)
+    found = next((folder for folder in places if run_folder.is_run(folder)), None)
+    return found or run_folder.resolve_run(text, parent)
 
 
 def find_run(text: str, runs: tuple[CatalogedRun, ...], *, where: str) -> CatalogedRun:
@@ -140,7 +138,7 @@ def _index_entries(entries: tuple[HistoryEntry, ...]) -> _History:
 
 
 def _list_present(parent: Path, history: _History) -> Iterator[CatalogedRun]:
-    folders = {folder.name: folder for folder in run_folders(parent)}
+    folders = {folder.name: folder for folder in run_folder.run_folders(parent)}
     for name in history.owners:
         if name not in folders and (parent / name).is_dir():
             folders[name] = parent / name
@@ -186,11 +184,11 @@ def _catalog_folder(
 
 def _read_outcome(
     folder: Path, began: RunBegan | None, history: _History
-) -> tuple[RunSummary | None, str, str]:
-    if began is not None and not is_run(folder):
-        return (None, *_infer_outcome(began, history, f"There is no {RUN_FILE} in its folder."))
+) -> tuple[run_comparison.RunSummary | None, str, str]:
+    if began is not None and not run_folder.is_run(folder):
+        return (None, *_infer_outcome(began, history, f"There is no {run_folder.RUN_FILE} in its folder."))
     try:
-        summary = summarize_run(folder)
+        summary = run_comparison.summarize_run(folder)
     except PenstockError as error:
         return None, "unreadable", str(error)
     return summary, summary.outcome, summary.why
@@ -221,7 +219,7 @@ def _infer_outcome(began: RunBegan, history: _History, what: str) -> tuple[str, 
     """How a run without a record ended: as it was entered, else by whether its process is alive."""
     if (end := history.ended.get(began.run)) is not None:
         return end.outcome, " ".join(filter(None, (end.why, what)))
-    alive = is_alive(began.process)
+    alive = provenance.is_alive(began.process)
     outcome = {True: "running", False: "interrupted", None: "unknown"}[alive]
     return outcome, " ".join(filter(None, ("Its end was never entered.", what)))
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from penstock.errors import UsageError
 from penstock.results.history.history_file import FolderMoved, HistoryFile
 from penstock.results.history.run_catalog import CatalogedRun, subfolders
-from penstock.storage.files.durable import rename_durably
-from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.files import durable, system_calls
 
 
 def move_to_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime) -> str:
@@ -31,7 +30,7 @@ def move_to_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime) -> 
     history = HistoryFile(parent)
     batch = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     folder = history.trash / batch
-    with translate_os_errors("Removing runs", str(folder)):
+    with system_calls.translate_os_errors("Removing runs", str(folder)):
         folder.mkdir(parents=True)
         for run in runs:
             _move(run, folder / run.folder)
@@ -51,7 +50,7 @@ def restore_from_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime
                 fix=f"Move it away first; the removed one stays in the trash, batch {run.batch}.",
             )
     history = HistoryFile(parent)
-    with translate_os_errors("Restoring runs", str(parent)):
+    with system_calls.translate_os_errors("Restoring runs", str(parent)):
         for run in runs:
             _move(run, parent / run.folder)
             history.append(
@@ -63,7 +62,7 @@ def restore_from_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime
 def delete_from_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime) -> None:
     """Delete folders in the trash for good; a kill on the way leaves the others there."""
     history = HistoryFile(parent)
-    with translate_os_errors("Emptying the trash", str(history.trash)):
+    with system_calls.translate_os_errors("Emptying the trash", str(history.trash)):
         for run in runs:
             assert run.path is not None
             shutil.rmtree(run.path)
@@ -75,7 +74,7 @@ def delete_from_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime)
 
 def _move(run: CatalogedRun, target: Path) -> None:
     assert run.path is not None
-    rename_durably(run.path, target)
+    durable.rename_durably(run.path, target)
 
 
 def _drop_empty_batches(history: HistoryFile) -> None:

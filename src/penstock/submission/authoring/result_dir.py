@@ -11,8 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from penstock.results.history.history_file import HistoryFile
-from penstock.storage.files.durable import rename_durably, sync_folder
-from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.files import durable, system_calls
 from penstock.submission.authoring.tree_owner import OwnedTree, require_plain_name
 from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, SubmissionPhase, log_names, metadata_name
 from penstock.workload.mlperf_divisions import SubmissionDivision
@@ -100,7 +99,7 @@ def reserve_address(series: Series, phase: SubmissionPhase, *, now: datetime) ->
 
 def _create_draft(draft: Path) -> bool:
     """Whether this call created the folder; a run of the same second may have been first."""
-    with translate_os_errors("Creating the folder of a result directory", str(draft)):
+    with system_calls.translate_os_errors("Creating the folder of a result directory", str(draft)):
         draft.parent.mkdir(parents=True, exist_ok=True)
         try:
             draft.mkdir()
@@ -112,10 +111,10 @@ def _create_draft(draft: Path) -> bool:
 def publish(address: ResultDirAddress) -> Path:
     """Move a draft to its place in the tree; after a power cut it has either name, with all its files."""
     folder = address.folder
-    with translate_os_errors("Publishing a result directory", str(folder)):
+    with system_calls.translate_os_errors("Publishing a result directory", str(folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        sync_folder(address.draft)
-        rename_durably(address.draft, folder)
+        durable.sync_folder(address.draft)
+        durable.rename_durably(address.draft, folder)
         _remove_empty_parents(address.draft.parent, until=address.series.tree.root / HIDDEN)
     HistoryFile(address.series.tree.root).publish(address.draft, folder)
     return folder
@@ -124,9 +123,9 @@ def publish(address: ResultDirAddress) -> Path:
 def set_aside(tree: OwnedTree, folder: Path) -> Path:
     """Move a folder of the tree to the trash below `.mlps/`, from which a person can move it back."""
     target = tree.root / HIDDEN / TRASH / secrets.token_hex(4) / folder.relative_to(tree.root)
-    with translate_os_errors("Moving a result directory to the trash", str(folder)):
+    with system_calls.translate_os_errors("Moving a result directory to the trash", str(folder)):
         target.parent.mkdir(parents=True)
-        rename_durably(folder, target)
+        durable.rename_durably(folder, target)
     return target
 
 

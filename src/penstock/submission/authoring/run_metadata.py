@@ -13,8 +13,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Final
 
-from penstock.results.provenance import HostFacts, package_versions, redact
-from penstock.results.run_record import workload_values
+from penstock.results import provenance, run_record
 from penstock.submission.authoring.result_dir import ResultDirAddress
 from penstock.submission.code_image import UNKNOWN, Program, pointer_text
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, PROVENANCE, Benchmark, SubmissionPhase
@@ -48,7 +47,7 @@ class RunFacts:
     changed: Mapping[str, Any]
     data_path: str
     num_processes: int
-    hosts: Sequence[HostFacts]
+    hosts: Sequence[provenance.HostFacts]
     command: Sequence[str]
     ended_at: datetime
     exit_status: int
@@ -68,7 +67,7 @@ def build_metadata(facts: RunFacts) -> dict[str, Any]:
         "accelerator": facts.accelerator,
         "result_dir": str(address.folder),
         "verification": series.division.value.upper(),
-        "parameters": workload_values(facts.workload),
+        "parameters": run_record.workload_values(facts.workload),
         "override_parameters": {key: str(value) for key, value in facts.changed.items()},
         "args": _args(facts),
         "system_info": {
@@ -83,7 +82,7 @@ def build_metadata(facts: RunFacts) -> dict[str, Any]:
                 for host in facts.hosts
             ],
         },
-        "executed_command": " ".join(redact(facts.command)),
+        "executed_command": " ".join(provenance.redact(facts.command)),
         "runtime": (facts.ended_at - address.started_at).total_seconds(),
         "exit_status": facts.exit_status,
         "invocation_start_time": address.started_at.isoformat(),
@@ -197,7 +196,7 @@ def build_provenance(
 ) -> dict[str, Any]:
     """The content of the file."""
     keys = CORE_KEYS[benchmark]
-    values = keys.of(workload_values(workload))
+    values = keys.of(run_record.workload_values(workload))
     library = _storage_library(workload)
     return {
         "schema": SCHEMA,
@@ -235,7 +234,7 @@ def _storage_library(workload: Workload) -> dict[str, str]:
     if workload.storage.storage_type is not StorageKind.S3:
         return {"name": "none"}
     name = workload.storage.storage_library.value if workload.storage.storage_library else "obstore"
-    return {"name": name, "version": package_versions((name,)).get(name, UNKNOWN)}
+    return {"name": name, "version": provenance.package_versions((name,)).get(name, UNKNOWN)}
 
 
 def _plain(value: Any) -> Any:

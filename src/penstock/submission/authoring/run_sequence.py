@@ -19,20 +19,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import StorageError, UsageError
-from penstock.results.run_folder import RUN_FILE
-from penstock.results.run_record import read_record
+from penstock.results import run_folder, run_record
+from penstock.submission import parsed_file, system_description, tree_layout
 from penstock.submission.authoring.result_dir import HIDDEN, UNDER_WAY, Series, list_drafts
 from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.edition import Edition
-from penstock.submission.parsed_file import read_description
-from penstock.submission.system_description import find_schema_problems
-from penstock.submission.tree_layout import (
-    CHECKED_BENCHMARKS,
-    METADATA_SUFFIX,
-    Benchmark,
-    SubmissionPhase,
-    is_result_dir_name,
-)
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 
@@ -94,25 +85,29 @@ def read_series_state(series: Series) -> SeriesState:
     unreadable: list[str] = []
     dirs = {phase: _read_published(series, phase, unreadable) for phase in _phases(series)}
     return SeriesState(
-        datasizes=dirs.get(SubmissionPhase.DATASIZE, ()),
-        datagens=dirs.get(SubmissionPhase.DATAGEN, ()),
-        runs=dirs[SubmissionPhase.RUN],
+        datasizes=dirs.get(tree_layout.SubmissionPhase.DATASIZE, ()),
+        datagens=dirs.get(tree_layout.SubmissionPhase.DATAGEN, ()),
+        runs=dirs[tree_layout.SubmissionPhase.RUN],
         attempts=tuple(map(_read_attempt, list_drafts(series))),
         unreadable=tuple(unreadable),
     )
 
 
-def _phases(series: Series) -> tuple[SubmissionPhase, ...]:
-    return tuple(SubmissionPhase) if series.benchmark is Benchmark.TRAINING else (SubmissionPhase.RUN,)
+def _phases(series: Series) -> tuple[tree_layout.SubmissionPhase, ...]:
+    return (
+        tuple(tree_layout.SubmissionPhase)
+        if series.benchmark is tree_layout.Benchmark.TRAINING
+        else (tree_layout.SubmissionPhase.RUN,)
+    )
 
 
 def _read_published(
-    series: Series, phase: SubmissionPhase, unreadable: list[str]
+    series: Series, phase: tree_layout.SubmissionPhase, unreadable: list[str]
 ) -> tuple[PublishedDir, ...]:
     parent = series.tree.root / series.folder_of(phase)
     published = []
     for folder in sorted(parent.glob("*")):
-        if folder.is_dir() and is_result_dir_name(folder.name):
+        if folder.is_dir() and tree_layout.is_result_dir_name(folder.name):
             try:
                 published.append(_read(folder))
             except (OSError, ValueError, LookupError, TypeError) as error:
@@ -122,7 +117,7 @@ def _read_published(
 
 
 def _read(folder: Path) -> PublishedDir:
-    files = sorted(folder.glob(f"*{METADATA_SUFFIX}"))
+    files = sorted(folder.glob(f"*{tree_layout.METADATA_SUFFIX}"))
     if len(files) != 1:
         raise ValueError(f"it has {len(files)} files of metadata, not one")
     try:
@@ -144,10 +139,10 @@ def _read(folder: Path) -> PublishedDir:
 
 
 def _read_attempt(folder: Path) -> Attempt:
-    if not (folder / RUN_FILE).exists():
+    if not (folder / run_folder.RUN_FILE).exists():
         return Attempt(folder=folder, outcome="interrupted", why="It left no run.json.")
     try:
-        record = read_record(folder)
+        record = run_record.read_record(folder)
     except StorageError as error:
         return Attempt(folder=folder, outcome="unreadable", why=str(error))
     return Attempt(folder=folder, outcome=record.outcome.value, why=record.why)
@@ -169,7 +164,7 @@ class RequestedResult:
 class RunSequence:
     """Run `phases` in this order, after the `excluded` runs, each with the reason, were set aside."""
 
-    phases: tuple[SubmissionPhase, ...]
+    phases: tuple[tree_layout.SubmissionPhase, ...]
     counted: tuple[PublishedDir, ...]
     excluded: tuple[tuple[PublishedDir, str], ...]
 
@@ -185,12 +180,15 @@ def plan_run_sequence(state: SeriesState, request: RequestedResult, *, now: date
         _require_same(run_dir, request)
     phases = _missing_preparations(state)
     counted, excluded = select_runs(state.runs, request, now=now)
-    phases += [SubmissionPhase.RUN] * (request.num_runs - len(counted))
+    phases += [tree_layout.SubmissionPhase.RUN] * (request.num_runs - len(counted))
     return RunSequence(phases=tuple(phases), counted=counted, excluded=excluded)
 
 
-def _missing_preparations(state: SeriesState) -> list[SubmissionPhase]:
-    present = {SubmissionPhase.DATASIZE: state.datasizes, SubmissionPhase.DATAGEN: state.datagens}
+def _missing_preparations(state: SeriesState) -> list[tree_layout.SubmissionPhase]:
+    present = {
+        tree_layout.SubmissionPhase.DATASIZE: state.datasizes,
+        tree_layout.SubmissionPhase.DATAGEN: state.datagens,
+    }
     return [phase for phase, result_dirs in present.items() if not result_dirs]
 
 
@@ -250,7 +248,7 @@ def _split_runs(runs: Sequence[PublishedDir], counted: Sequence[PublishedDir], w
 
 def _require_same(run_dir: PublishedDir, request: RequestedResult) -> None:
     """A series holds one result: another accelerator, number or data set needs another series."""
-    if run_dir.folder.parent.name == SubmissionPhase.DATAGEN:
+    if run_dir.folder.parent.name == tree_layout.SubmissionPhase.DATAGEN:
         pairs = [
             ("files", run_dir.num_files, request.num_files),
             ("data", run_dir.data_path, request.data_path),
@@ -295,7 +293,7 @@ def _list_series(tree: OwnedTree) -> Iterator[Series]:
     for top in (tree.root, tree.root / HIDDEN / UNDER_WAY):
         for division in SubmissionDivision:
             results = top / division.value / tree.organisation / "results"
-            for benchmark in CHECKED_BENCHMARKS:
+            for benchmark in tree_layout.CHECKED_BENCHMARKS:
                 for folder in results.glob(f"*/{benchmark.value}/*"):
                     if folder.is_dir():
                         keys.add((division, folder.parts[-3], benchmark, folder.name))
@@ -308,7 +306,7 @@ def _measure_progress(series: Series, edition: Edition, now: datetime) -> Series
     last = state.runs[-1] if state.runs else None
     counted: tuple[PublishedDir, ...] = state.runs
     num_required = 1
-    if series.benchmark is Benchmark.TRAINING:
+    if series.benchmark is tree_layout.Benchmark.TRAINING:
         num_required = edition.num_runs
         if last is not None:
             counted, _ = select_runs(state.runs, _request_like(last, edition), now=now)
@@ -337,7 +335,7 @@ def _request_like(run_dir: PublishedDir, edition: Edition) -> RequestedResult:
 
 
 def _list_missing(series: Series, state: SeriesState, *, num_missing: int) -> Iterator[str]:
-    if series.benchmark is Benchmark.TRAINING:
+    if series.benchmark is tree_layout.Benchmark.TRAINING:
         yield from (phase.value for phase in _missing_preparations(state))
     if num_missing:
         yield f"{num_missing} run{'s' * (num_missing > 1)}"
@@ -350,7 +348,7 @@ def missing_system_files(series: Series) -> Iterator[str]:
     path = root / series.submitter / "systems" / f"{series.system}.yaml"
     if not path.is_file():
         yield f"systems/{series.system}.yaml"
-    elif problems := find_schema_problems(read_description(path, root)):
+    elif problems := system_description.find_schema_problems(parsed_file.read_description(path, root)):
         lines = sorted({problem.line for problem in problems})
         shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > len(lines[:5]) else "")
         yield f"systems/{series.system}.yaml, line{'s' * (len(lines) > 1)} {shown}"

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import DataDamaged, UsageError
 from penstock.results.published_files import write_text
-from penstock.storage.files.file_storage import is_unfinished
-from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.files import file_storage, system_calls
 from penstock.submission.tree_layout import SENTINEL
 from penstock.workload.strict_yaml import parse_yaml
 
@@ -103,10 +102,10 @@ def _read(root: Path) -> _Sentinel | None:
 
 
 def _require_empty(root: Path) -> None:
-    with translate_os_errors("Listing the folder", str(root)):
+    with system_calls.translate_os_errors("Listing the folder", str(root)):
         names = sorted(path.name for path in root.iterdir()) if root.exists() else []
     # Drafts of a sentinel are allowed: another process may be claiming the folder, and the link decides.
-    other_files = [name for name in names if SENTINEL not in name and not is_unfinished(name)]
+    other_files = [name for name in names if SENTINEL not in name and not file_storage.is_unfinished(name)]
     if other_files:
         shown = ", ".join(other_files[:3]) + (", ..." if len(other_files) > 3 else "")
         raise UsageError(
@@ -126,7 +125,7 @@ def _write_sentinel(root: Path, organisation: str, *, now: datetime, by: str) ->
     )
     draft = f".{SENTINEL}-{secrets.token_hex(4)}"
     write_text(root, draft, yaml.safe_dump(document.model_dump(), sort_keys=False))
-    with translate_os_errors("Claiming the folder", str(root)):
+    with system_calls.translate_os_errors("Claiming the folder", str(root)):
         try:
             (root / SENTINEL).hardlink_to(root / draft)
         except FileExistsError:

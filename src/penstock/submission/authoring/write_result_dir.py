@@ -22,14 +22,8 @@ from penstock.results.dlio.output_files import HydraFacts, write_configuration
 from penstock.results.provenance import redact
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.uri import find_local_paths_at
+from penstock.submission.authoring import run_metadata
 from penstock.submission.authoring.result_dir import Series, publish
-from penstock.submission.authoring.run_metadata import (
-    LAYOUT_VERSION,
-    RULES_EDITION,
-    RunFacts,
-    build_metadata,
-    build_provenance,
-)
 from penstock.submission.code_image import POINTER, UNKNOWN, Program, pointer_text
 from penstock.submission.edition import Edition
 from penstock.submission.find_results import Submitter, find_result_dirs
@@ -56,7 +50,7 @@ class ProgramImage:
 
 
 def write_result_dir(
-    facts: RunFacts,
+    facts: run_metadata.RunFacts,
     *,
     image: ProgramImage,
     now: datetime,
@@ -76,16 +70,18 @@ def write_result_dir(
         write_json(draft, SEPARATION, separation)
     write_text(draft, POINTER, pointer_text(image.digest))
     benchmark = address.series.benchmark
-    provenance = build_provenance(facts.workload, benchmark, program=program, digest=image.digest, now=now)
+    provenance = run_metadata.build_provenance(
+        facts.workload, benchmark, program=program, digest=image.digest, now=now
+    )
     write_json(draft, PROVENANCE, provenance)
     # Last: a draft with metadata is one whose run came to its end.
-    write_json(draft, address.metadata_file, build_metadata(facts))
+    write_json(draft, address.metadata_file, run_metadata.build_metadata(facts))
     folder = publish(address)
     write_manifest(address.series, by=f"penstock {program.version}", now=now)
     return folder
 
 
-def _write_configuration(facts: RunFacts) -> None:
+def _write_configuration(facts: run_metadata.RunFacts) -> None:
     address = facts.address
     hydra = HydraFacts(
         subfolder=CONFIG_FOLDER,
@@ -97,7 +93,7 @@ def _write_configuration(facts: RunFacts) -> None:
     write_configuration(address.draft, facts.workload, hydra)
 
 
-def _list_overrides(facts: RunFacts) -> Sequence[str]:
+def _list_overrides(facts: run_metadata.RunFacts) -> Sequence[str]:
     """The stages and the changes, as DLIO spells overrides."""
     stages = facts.workload.workflow
     own = {
@@ -130,8 +126,8 @@ def write_manifest(series: Series, *, by: str, now: datetime) -> None:
         "schema": SCHEMA,
         "org": tree.organisation,
         "division": series.division.value,
-        "rules_edition": RULES_EDITION,
-        "layout_version": LAYOUT_VERSION,
+        "rules_edition": run_metadata.RULES_EDITION,
+        "layout_version": run_metadata.LAYOUT_VERSION,
         "generated_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
         "generated_by": by,
         "tool_versions": _list_known(run["tool_version"] for run in runs),

@@ -23,9 +23,8 @@ from penstock.submission.find_results import V1_REPORT_FILE
 from penstock.submission.finding import Verdict
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import mib_per_second, samples_per_second
-from penstock.submission.reports.findings_export import to_csv
+from penstock.submission.reports import findings_export, submission_pages
 from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigures, compute_figures
-from penstock.submission.reports.submission_pages import figures_page
 from penstock.submission.result_files import ResultRun, SubmittedResult
 from penstock.submission.tree_layout import CHECKED_BENCHMARKS, RESULTS_FILE, Benchmark
 
@@ -254,7 +253,7 @@ class PlannedFile:
 
 def plan_folder(folder: Path, reports: Sequence[ResultReport], edition: Edition) -> Iterator[PlannedFile]:
     """Plan all files of a report in a separate folder."""
-    yield PlannedFile(path=folder / PAGE_FILE, text=figures_page(reports, edition.edition))
+    yield PlannedFile(path=folder / PAGE_FILE, text=submission_pages.figures_page(reports, edition.edition))
     yield PlannedFile(path=folder / CSV_FILE, text=_format_rows(reports))
     yield PlannedFile(path=folder / RESULTS_FILE, text=_format_json(reports_document(reports, edition)))
     for report in reports:
@@ -319,7 +318,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _format_rows(reports: Sequence[ResultReport]) -> str:
-    return to_csv(RESULT_COLUMNS, (report.row for report in reports))
+    return findings_export.to_csv(RESULT_COLUMNS, (report.row for report in reports))
 
 
 def _format_json(content: Mapping[str, Any]) -> str:

@@ -7,8 +7,7 @@ from penstock.submission.finding import Finding, Verdict, not_applicable, pass_i
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import Interval, read_durations, read_interval
 from penstock.submission.result_files import ResultDir, SubmittedResult
-from penstock.submission.rules import rule
-from penstock.submission.rules.system_rules import SOLUTION, require_description
+from penstock.submission.rules import rule, system_rules
 
 
 def requested_counts(run: ResultDir) -> tuple[int, int]:
@@ -187,8 +186,8 @@ rule.limit_rule(
     fails="remap_time_in_seconds 60 with a gap of 20 s",
 )
 def _check_remap(case: rule.ResultCase) -> Iterator[Finding]:
-    description = require_description(case)
-    capabilities = (*SOLUTION, "capabilities")
+    description = system_rules.require_description(case)
+    capabilities = (*system_rules.SOLUTION, "capabilities")
     declared_s = description.number(*capabilities, "remap_time_in_seconds")
     required_s = case.checkpoints.min_remap_share * declared_s
     times = _write_and_read(case.result)
@@ -222,11 +221,11 @@ def _check_remap(case: rule.ResultCase) -> Iterator[Finding]:
     fails="two hosts, simultaneous_read: false (a warning)",
 )
 def _check_shared_access(case: rule.RunCase) -> Iterator[Finding]:
-    hosts, description = rule.num_hosts(case.run), require_description(case)
+    hosts, description = rule.num_hosts(case.run), system_rules.require_description(case)
     missing = [
         name
         for name in ("simultaneous_write", "simultaneous_read")
-        if not description.boolean(*SOLUTION, "capabilities", name)
+        if not description.boolean(*system_rules.SOLUTION, "capabilities", name)
     ]
     yield pass_if(
         hosts == 1 or not missing,

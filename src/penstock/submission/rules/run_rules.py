@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Final
 
+from penstock.submission import recomputed_metrics, tree_layout
 from penstock.submission.finding import Finding, Verdict, pass_if
 from penstock.submission.parsed_file import MissingFact
-from penstock.submission.recomputed_metrics import num_accelerators, read_interval
 from penstock.submission.result_files import ResultDir, ResultRun
 from penstock.submission.rules import rule
-from penstock.submission.tree_layout import CONFIG_FOLDER, RESULTS_FILE, Benchmark
 
 rule.limit_rule(
     rule.ResultCase,
@@ -106,14 +105,14 @@ def _check_run_files(case: rule.RunCase) -> Iterator[Finding]:
     fails="dlio_config/ with config.yaml alone",
 )
 def _check_config_files(case: rule.ResultCase) -> Iterator[Finding]:
-    expected, prefix = set(case.timed.config_files), f"{CONFIG_FOLDER}/"
+    expected, prefix = set(case.timed.config_files), f"{tree_layout.CONFIG_FOLDER}/"
     for directory in (*case.result.datagen, *case.result.run_dirs()):
         present = {name.removeprefix(prefix) for name in directory.files if name.startswith(prefix)}
         problems = [f"there is no {name}" for name in sorted(expected - present)]
         problems += [f"{name} does not belong there" for name in sorted(present - expected)]
         yield pass_if(
             not problems,
-            evidence=f"{directory.name}/{CONFIG_FOLDER}",
+            evidence=f"{directory.name}/{tree_layout.CONFIG_FOLDER}",
             value=f"{len(present)} files",
             limit=", ".join(sorted(expected)),
             proof="; ".join(problems) or "exactly its files are there",
@@ -138,7 +137,7 @@ def _check_results_file(case: rule.ResultCase) -> Iterator[Finding]:
     yield pass_if(
         not report.is_missing,
         evidence=report.file,
-        proof=f"{RESULTS_FILE} {'is not' if report.is_missing else 'is'} there",
+        proof=f"{tree_layout.RESULTS_FILE} {'is not' if report.is_missing else 'is'} there",
         fix="Write it with `penstock submission report --write`.",
     )
 
@@ -188,7 +187,7 @@ def _over_dirs(read: Callable[[ResultDir], str]) -> Callable[[ResultRun], str]:
 
 SHARED_SETTINGS: Final[tuple[tuple[str, Callable[[ResultRun], str]], ...]] = (
     ("workload", _over_dirs(lambda run: "_".join(run.workload()))),
-    ("accelerators", lambda run: str(num_accelerators(run))),
+    ("accelerators", lambda run: str(recomputed_metrics.num_accelerators(run))),
     ("files", _over_dirs(lambda run: str(run.summary.integer("num_files_train")))),
     ("samples a file", _over_dirs(lambda run: str(run.summary.integer("num_samples_per_file")))),
 )
@@ -207,7 +206,7 @@ SHARED_SETTINGS: Final[tuple[tuple[str, Callable[[ResultRun], str]], ...]] = (
 )
 def _check_same_settings(case: rule.ResultCase) -> Iterator[Finding]:
     rule.require_runs(case.result)
-    is_training = case.result.location.benchmark is Benchmark.TRAINING
+    is_training = case.result.location.benchmark is tree_layout.Benchmark.TRAINING
     for name, read in SHARED_SETTINGS if is_training else SHARED_SETTINGS[:2]:
         values = {run.name: read(run) for run in case.result.runs}
         distinct = sorted(set(values.values()))
@@ -235,7 +234,7 @@ def _check_pauses(case: rule.ResultCase) -> Iterator[Finding]:
     runs = case.result.runs
     if len(runs) < 2:
         raise MissingFact(f"there are {len(runs)} runs, and no pause", where=case.result.name)
-    intervals = [read_interval(run.dirs[0]) for run in runs]
+    intervals = [recomputed_metrics.read_interval(run.dirs[0]) for run in runs]
     shortest_s = min(interval.duration_s for interval in intervals)
     limit_s = case.timed.max_pause_runs * shortest_s
     for (before, after), run in zip(pairwise(intervals), runs[1:], strict=True):

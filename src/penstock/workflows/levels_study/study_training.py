@@ -22,8 +22,7 @@ from penstock.bench.compute import SystemClock, compute_until
 from penstock.bench.state_layout import StateLayout
 from penstock.checkpoint import Flush, Manager
 from penstock.cluster.comm import Comm
-from penstock.storage import Storage
-from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage import Storage, capabilities
 from penstock.workflows.levels_study.study_plan import NUM_KEPT, SaveMode, StudyLevel, StudyRow
 
 _WORK_BYTES: Final = 8 << 20
@@ -113,7 +112,7 @@ class FileSaver:
     """Writes each rank's files, durably, into one folder per checkpoint, without a commit."""
 
     def __init__(self, storage: Storage, root: Path, trainer: EmulatedTrainer) -> None:
-        self._storage = prefer_direct_access(storage)
+        self._storage = capabilities.prefer_direct_access(storage)
         self._root = root
         self._trainer = trainer
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="study-files")

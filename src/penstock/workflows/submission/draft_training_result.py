@@ -26,11 +26,10 @@ from penstock.results.provenance import HostFacts
 from penstock.results.published_files import write_json
 from penstock.storage import Storage
 from penstock.storage.protocol import read_object, write_object
-from penstock.submission.authoring import run_sequence
+from penstock.submission.authoring import run_sequence, write_result_dir
 from penstock.submission.authoring.result_dir import ResultDirAddress, set_aside
 from penstock.submission.authoring.run_metadata import DatasetSize
 from penstock.submission.authoring.run_sequence import RequestedResult, RunSequence
-from penstock.submission.authoring.write_result_dir import RunLogs, write_manifest, write_report
 from penstock.submission.edition import Edition
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, SubmissionPhase
 from penstock.units import format_bytes, format_seconds
@@ -73,7 +72,7 @@ def make_training(
         sequence = _plan_next(writer, requested, comm=comm, observer=observer)
         if sequence.is_complete:
             if comm.rank == 0:
-                write_report(writer.series, plan.edition)
+                write_result_dir.write_report(writer.series, plan.edition)
             return sequence
         phase = sequence.phases[0]
         if phase is SubmissionPhase.RUN:
@@ -109,7 +108,7 @@ def make_part(
     else:
         observer.note(f"{phase.value}: exists already")
     if sequence.is_complete and comm.rank == 0:
-        write_report(writer.series, plan.edition)
+        write_result_dir.write_report(writer.series, plan.edition)
     return sequence
 
 
@@ -145,7 +144,7 @@ def _plan_next(
             observer.note(f"{run.folder.name} was set aside: {reason}. It is in {target}")
         if sequence.excluded:
             by = f"penstock {writer.image.program.version}"
-            write_manifest(writer.series, by=by, now=writer.clock())
+            write_result_dir.write_manifest(writer.series, by=by, now=writer.clock())
     planned = comm.broadcast(sequence, awaiting="rank 0 to plan what is left to do")
     assert planned is not None
     return planned
@@ -220,7 +219,7 @@ def add_datagen(
             workload,
             num_processes=comm.size,
             hosts=plan.hosts,
-            logs=RunLogs(stdout="\n".join(lines) + "\n"),
+            logs=write_result_dir.RunLogs(stdout="\n".join(lines) + "\n"),
             data_size=_dataset_size(workload),
         )
     return share_folder(folder, comm)

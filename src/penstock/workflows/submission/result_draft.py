@@ -19,10 +19,8 @@ from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import TrainingRequest
 from penstock.cluster.comm import Comm
 from penstock.progress import Progress
-from penstock.results.provenance import HostFacts, git_state
-from penstock.results.run_record import read_record
-from penstock.submission.authoring import write_result_dir
-from penstock.submission.authoring.result_dir import ResultDirAddress, Series, reserve_address
+from penstock.results import provenance, run_record
+from penstock.submission.authoring import result_dir, write_result_dir
 from penstock.submission.authoring.run_metadata import RunFacts
 from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.authoring.write_result_dir import ProgramImage, RunLogs
@@ -52,16 +50,16 @@ class ResultWriter:
     shipped ones, by dotted key, locations included; `command` is the command line.
     """
 
-    series: Series
+    series: result_dir.Series
     image: ProgramImage
     data_path: str
     changed: Mapping[str, Any]
     command: Sequence[str]
     clock: Clock = lambda: datetime.now(UTC)
 
-    def reserve(self, phase: SubmissionPhase, comm: Comm) -> ResultDirAddress:
+    def reserve(self, phase: SubmissionPhase, comm: Comm) -> result_dir.ResultDirAddress:
         """Reserve the next result directory; the same on all ranks. Collective."""
-        address = reserve_address(self.series, phase, now=self.clock()) if comm.rank == 0 else None
+        address = result_dir.reserve_address(self.series, phase, now=self.clock()) if comm.rank == 0 else None
         reserved = comm.broadcast(address, awaiting="rank 0 to reserve the next result directory")
         assert reserved is not None
         return reserved
@@ -74,17 +72,17 @@ class ResultWriter:
             uri, self.series.tree.root, host=comm.host, now=self.clock()
         )
 
-    def redirect(self, request: AnyRequest, address: ResultDirAddress) -> AnyRequest:
+    def redirect(self, request: AnyRequest, address: result_dir.ResultDirAddress) -> AnyRequest:
         """The same run, writing into the draft instead of a folder of its own."""
         return replace(request, run_folder=address.draft, results=self.series.tree.root, hydra_subfolder="")
 
     def publish(
         self,
-        address: ResultDirAddress,
+        address: result_dir.ResultDirAddress,
         workload: Workload,
         *,
         num_processes: int,
-        hosts: Sequence[HostFacts],
+        hosts: Sequence[provenance.HostFacts],
         logs: RunLogs | None = None,
         separation: dict[str, Any] | None = None,
         **optional: Any,
@@ -112,7 +110,7 @@ class ResultWriter:
 
     def publish_run(
         self,
-        address: ResultDirAddress,
+        address: result_dir.ResultDirAddress,
         workload: Workload,
         result: AnyResult,
         format_logs: Callable[[AnyResult], RunLogs],
@@ -128,7 +126,7 @@ class ResultWriter:
                 address,
                 workload,
                 num_processes=comm.size,
-                hosts=read_record(address.draft).hosts,
+                hosts=run_record.read_record(address.draft).hosts,
                 logs=format_logs(replace(result, results_dir=str(address.folder))),
                 separation=separation,
                 **optional,
@@ -148,7 +146,7 @@ def capture_image(tree: OwnedTree, *, comm: Comm, clock: Clock) -> ProgramImage:
     image = None
     if comm.rank == 0:
         folder = Path(package_file).parent
-        state = git_state(folder)
+        state = provenance.git_state(folder)
         program = Program(folder=folder, version=__version__, commit=state.commit if state else UNKNOWN)
         image = ProgramImage(program=program, digest=capture(program, tree.root, now=clock()))
     pooled = comm.broadcast(image, awaiting="rank 0 to capture the image of the program")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.bench import page_cache_eviction
 from penstock.bench.checkpoint.checkpoint_folder import KEY, read_marker
 from penstock.bench.checkpoint.checkpoint_run import (
     CheckpointRequest,
@@ -31,7 +30,7 @@ from penstock.results.event_files import read_events
 from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.results.step_events import SpanKind
-from penstock.storage import open_storage
+from penstock.storage import open_storage, residency
 from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.in_memory import MemoryStorage
@@ -207,7 +206,7 @@ def test_where_the_kernel_does_not_tell_a_read_is_not_called_cold(
     def silent(_: str) -> None:
         raise Unavailable("This kernel does not report which pages are resident")
 
-    monkeypatch.setattr(page_cache_eviction, "evict_file", silent)
+    monkeypatch.setattr(residency, "evict_file", silent)
     result = ground.run(writes=1, reads=1)
     assert result.is_right
     assert result.is_from_memory

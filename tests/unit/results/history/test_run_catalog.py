@@ -96,7 +96,7 @@ def test_a_run_whose_folder_cannot_be_made_is_entered_as_failed(
     def full(_: Path) -> None:
         raise StorageError("The disk is full", uri="x")
 
-    monkeypatch.setattr("penstock.results.active_run.make_run_folder", full)
+    monkeypatch.setattr("penstock.results.run_folder.make_run_folder", full)
     with pytest.raises(StorageError):
         ActiveRun.start(tmp_path, request())
     run = only(read_catalog(tmp_path))
