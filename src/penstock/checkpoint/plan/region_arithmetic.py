@@ -106,7 +106,7 @@ def find_rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
     Every group has a pair. Sets are compared by a 128-bit sum over their members: two different ones of a
     million sets would share it with a probability of 10^-27.
     """
-    span = int(rank.max()) + 1 if len(rank) else 1
+    span = int(rank.max(initial=0)) + 1
     pairs = np.sort(group * span + rank)
     pairs = pairs[np.append(pairs[1:] != pairs[:-1], True)[: len(pairs)]]
     group, rank = pairs // span, pairs % span
@@ -154,25 +154,21 @@ def find_overlaps(left: Regions, right: Regions) -> Overlaps:
     """
     width = max(left.num_dims, right.num_dims)
     left, right = left.widened(width), right.widened(width)
-    full = [np.flatnonzero((regions.sizes > 0).all(axis=1)) for regions in (left, right)]
-    # Empty regions overlap nothing, and would break the order of beginnings and ends.
-    wanted, there = left.take(full[0]), right.take(full[1])
-    if not len(wanted) or not len(there):
+    if not len(left) or not len(right):
         none = np.zeros(0, dtype=np.int64)
         return Overlaps(none, none, left.take(none))
-    first, last, order = _candidates(wanted, there)
+    first, last, order = _candidates(left, right)
     rows_left, rows_there = expand_ranges(first, np.maximum(last - first, 0))
     rows_right = order[rows_there]
-    begin = np.maximum(wanted.offsets[rows_left], there.offsets[rows_right])
+    begin = np.maximum(left.offsets[rows_left], right.offsets[rows_right])
     end = np.minimum(
-        wanted.offsets[rows_left] + wanted.sizes[rows_left],
-        there.offsets[rows_right] + there.sizes[rows_right],
+        left.offsets[rows_left] + left.sizes[rows_left], right.offsets[rows_right] + right.sizes[rows_right]
     )
     real = (end > begin).all(axis=1)
     rows_left, rows_right = rows_left[real], rows_right[real]
-    common = Regions(wanted.tensor[rows_left], begin[real], (end - begin)[real])
+    common = Regions(left.tensor[rows_left], begin[real], (end - begin)[real])
     in_order = np.lexsort((rows_right, rows_left))
-    return Overlaps(full[0][rows_left][in_order], full[1][rows_right][in_order], common.take(in_order))
+    return Overlaps(rows_left[in_order], rows_right[in_order], common.take(in_order))
 
 
 def _candidates(wanted: Regions, there: Regions) -> tuple[Ints, Ints, Ints]:
@@ -251,7 +247,7 @@ def find_rows(regions: Regions, item_bytes: Ints) -> Rows:
     """The rows of each region; regions of one element are one row."""
     if regions.num_dims == 0:
         ones = np.ones(len(regions), dtype=np.int64)
-        return Rows(ones * 0, ones, item_bytes[regions.tensor])
+        return Rows(np.zeros_like(ones), ones, item_bytes[regions.tensor])
     dim = np.argmax(regions.sizes != 1, axis=1).astype(np.int64)
     count = np.take_along_axis(regions.sizes, dim[:, None], axis=1)[:, 0]
     num_bytes = regions.num_bytes(item_bytes) // np.maximum(count, 1)
@@ -364,7 +360,7 @@ def _cut(axis: _Axis, cut_set: Ints, position: Ints, sets: RankSets) -> tuple[In
     """Cut at the row nearest to each position: region, first and end row, and owner of each part."""
     rows = axis.rows
     region, row = _nearest_rows(axis, position)
-    position = axis.start[region] + row * rows.num_bytes[region] if len(region) else position
+    position = axis.start[region] + row * rows.num_bytes[region]
     inside = (row > 0) & (row < rows.count[region])
     unique = np.unique(np.stack([region[inside], row[inside]], axis=1), axis=0)
     num_parts = 1 + np.bincount(unique[:, 0], minlength=len(axis.start))

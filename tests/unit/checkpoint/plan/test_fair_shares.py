@@ -54,9 +54,41 @@ def test_a_cut_is_at_the_row_nearest_to_the_middle(shape: tuple[int, ...], parts
     assert bytes_by_rank(shape, 2, 1) == parts
 
 
+def test_a_cut_that_moves_to_an_earlier_row_takes_the_owner_with_it() -> None:
+    # 40 bytes are 14, 13 and 13; the cuts at 14 and 27 move to the rows that begin at 10 and 30.
+    assert bytes_by_rank((4, 10), 3, 1) == [10, 20, 10]
+
+
+@pytest.mark.parametrize(("lengths", "row_bytes"), [((11, 9), 1), ((9, 11), 1), ((11, 9), 4), ((9, 11), 4)])
+def test_a_cut_near_an_end_of_a_region_moves_there(lengths: tuple[int, int], row_bytes: int) -> None:
+    facts = tuple(TensorFacts(f"w{length}", "int8", (length, row_bytes), 1) for length in lengths)
+    options = SaveOptions(min_cut_bytes=4 * row_bytes)
+    plan = plan_save([Holdings(tensors=facts, regions=whole_regions(facts))] * 2, options)
+    loads = np.bincount(plan.rank, weights=plan.regions.num_elements)
+    assert loads.tolist() == [length * row_bytes for length in lengths]
+
+
+def test_an_empty_tensor_is_written_by_a_rank_that_holds_it_though_a_cut_of_others_is_beside_it() -> None:
+    empty, shared, alone = (
+        TensorFacts(name, "int8", (length,), 1)
+        for name, length in (("empty", 0), ("shared", 8), ("alone", 100))
+    )
+    held = [(empty,), (empty,), (shared, alone), (shared,)]
+    plan = plan_save(
+        [Holdings(tensors=facts, regions=whole_regions(facts)) for facts in held],
+        SaveOptions(min_cut_bytes=1),
+    )
+    writers = {
+        plan.tensors[tensor].name: rank for tensor, rank in zip(plan.regions.tensor, plan.rank, strict=True)
+    }
+    assert writers["empty"] in (0, 1)
+    assert (writers["shared"], writers["alone"]) == (3, 2)
+
+
 def test_no_part_is_smaller_than_worth_an_item() -> None:
     assert sorted(bytes_by_rank((20, 1), 2, 10)) == [10, 10]
     assert sorted(bytes_by_rank((20, 1), 2, 11)) == [0, 20]
+    assert bytes_by_rank((10, 4), 2, 12) == [20, 20]
 
 
 def test_the_pieces_that_overlap_are_both_named() -> None:

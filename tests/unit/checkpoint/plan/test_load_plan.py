@@ -238,3 +238,65 @@ def test_a_gap_is_skipped_from_the_size_given_on(min_gap_bytes: int, bytes_of_pl
     wanted = [one_region((0, 0), (8, 128))]
     plans = plans_of(tensors, stored, wanted, LoadOptions(min_gap_bytes=min_gap_bytes))
     assert bytes_read(tensors, plans)[0] == bytes_of_plan
+
+
+def relay(sizes: list[int], options: LoadOptions, *, num_receivers: int = 1) -> LoadPlan:
+    """What rank 0 sends, which alone can open the file, if the others want tensors of these sizes."""
+    tensors = tuple(TensorFacts(f"w{number}", "int8", (size,), 1) for number, size in enumerate(sizes))
+    item_bytes = element_sizes(tensors)
+    stored = stored_as(whole_regions(tensors), np.zeros(len(sizes), dtype=np.int64), item_bytes)
+    wanted = [Regions.from_rows([]), *[whole_regions(tensors)] * num_receivers]
+    readable = np.zeros((len(wanted), 1), dtype=np.bool_)
+    readable[0] = True
+    shared = plan_load(stored, item_bytes, wanted, options, readable=readable)
+    return plan_rank_load(shared, item_bytes, 0, options)
+
+
+SMALL = LoadOptions(message_bytes=16, exchange_bytes=256)  # rounds of 64 bytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "messages"),
+    [
+        # By where they begin: 0, 8, 12 and 14 are in the first 16 bytes, 20, 24 and 28 in the next.
+        ([8, 4, 2, 6, 4, 4, 2], SMALL, [0, 0, 0, 0, 1, 1, 1]),
+        # Rounds of 24 bytes: those that begin at 24 and later have a message of their own.
+        ([8, 4, 2, 6, 4, 4, 2], LoadOptions(message_bytes=16, exchange_bytes=96), [0, 0, 0, 0, 1, 2, 2]),
+        ([4, 15, 4], SMALL, [0, 0, 1]),
+        ([4, 16, 4, 4], SMALL, [0, 1, 2, 2]),
+        ([4, 20, 40, 2], SMALL, [0, 1, 2, 3]),
+    ],
+)
+def test_small_transfers_share_a_message_and_large_ones_do_not(
+    sizes: list[int], options: LoadOptions, messages: list[int]
+) -> None:
+    assert relay(sizes, options).sends.message.tolist() == messages
+
+
+def test_messages_to_each_rank_are_numbered_from_its_own_first_transfer() -> None:
+    sends = relay([8, 4, 2, 6, 4, 4, 2], SMALL, num_receivers=3).sends
+    for peer in (1, 2, 3):
+        assert sends.message[sends.peer == peer].tolist() == [0, 0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("exchange_bytes", "num_ranks", "round_bytes"),
+    [
+        (4096, 1, 1024),  # the next round is read while one is exchanged: never more than a quarter
+        (4096, 4, 1024),
+        (4096, 8, 512),  # a rank receives from 8 at once
+        (64, 8, 16),  # no less than a message
+        (32, 8, 8),  # unless that is more than a quarter
+    ],
+)
+def test_a_round_of_all_ranks_fits_what_one_may_receive(
+    exchange_bytes: int, num_ranks: int, round_bytes: int
+) -> None:
+    tensors = (TensorFacts("w", "int8", (num_ranks * 4 * round_bytes,), 1),)
+    item_bytes = element_sizes(tensors)
+    stored = stored_as(whole_regions(tensors), np.zeros(1, dtype=np.int64), item_bytes)
+    options = LoadOptions(min_cut_bytes=1, message_bytes=16, exchange_bytes=exchange_bytes)
+    shared = plan_load(stored, item_bytes, [whole_regions(tensors)] * num_ranks, options)
+    assert set(shared.share_regions.num_elements.tolist()) == {round_bytes}
+    for rank in range(num_ranks):
+        assert shared.share_round[shared.share_rank == rank].tolist() == [0, 1, 2, 3]

@@ -1,12 +1,23 @@
-"""Equal rows are found by hashes, and rows that only share a hash are kept apart."""
+"""Equal rows, sets of ranks, disjoint regions and limited parts, against plain ways to find them."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.checkpoint.plan.states import painted, region
 
-from penstock.checkpoint.plan.region_arithmetic import find_rank_sets, group_equal_rows, scramble
+from penstock.checkpoint.plan.region_arithmetic import (
+    are_disjoint,
+    find_overlaps,
+    find_rank_sets,
+    find_rows,
+    group_equal_rows,
+    scramble,
+    split_large,
+)
+from penstock.checkpoint.state.regions import Regions, TensorFacts, whole_regions
 
 SMALL = st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 2)), min_size=1, max_size=12)
 
@@ -34,3 +45,91 @@ def test_groups_of_the_same_ranks_share_a_set(groups: list[set[int]], random: ob
     sets = find_rank_sets(group, rank, len(groups))
     assert [set(sets.ranks(number).tolist()) for number in sets.of_group] == groups
     assert len(sets) == len({frozenset(ranks) for ranks in groups})
+
+
+def test_scrambled_numbers_are_those_of_splitmix64() -> None:
+    step = 0x9E3779B97F4A7C15  # its outputs are the scrambled multiples of this, from the seed on
+    seeds = np.array([0, step, 1234567, 1234567 + step], dtype=np.uint64)
+    assert scramble(seeds).tolist() == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        6457827717110365317,
+        3203168211198807973,
+    ]
+
+
+BOXES = st.tuples(
+    st.integers(0, 2),
+    st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    st.tuples(st.integers(0, 4), st.integers(0, 4)),
+)
+
+
+@given(st.lists(BOXES, max_size=6))
+def test_regions_that_overlap_are_never_taken_for_disjoint(
+    rows: list[tuple[int, tuple[int, int], tuple[int, int]]],
+) -> None:
+    regions = Regions.from_rows(rows)
+    tensors = tuple(TensorFacts(f"w{number}", "int8", (10, 10), 1) for number in range(3))
+    if any((count > 1).any() for count in painted(tensors, regions.widened(2))):
+        assert not are_disjoint(regions)
+
+
+def test_whole_tensors_and_slices_of_one_are_surely_disjoint() -> None:
+    tensors = tuple(TensorFacts(f"w{number}", "int8", (5,), 1) for number in range(3))
+    assert are_disjoint(whole_regions(tensors))
+    assert are_disjoint(Regions.from_rows([(0, (begin, 0), (2, 3)) for begin in (4, 0, 2)]))
+    assert are_disjoint(Regions.from_rows([(0, (0, begin), (3, 2)) for begin in (4, 0, 2)]))
+    assert are_disjoint(Regions.from_rows([(0, (2,), (0,)), (0, (2,), (0,))])), "both are empty"
+    assert are_disjoint(Regions.from_rows([]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dim", "count", "num_bytes"),
+    [
+        ((), 0, 1, 4),
+        ((1, 1), 0, 1, 4),
+        ((6,), 0, 6, 4),
+        ((1, 5, 3), 1, 5, 12),
+        ((5, 1, 3), 0, 5, 12),
+        ((0, 3), 0, 0, 0),
+    ],
+)
+def test_rows_are_those_of_the_first_dimension_longer_than_one(
+    sizes: tuple[int, ...], dim: int, count: int, num_bytes: int
+) -> None:
+    rows = find_rows(Regions.from_rows([(0, (0,) * len(sizes), sizes)]), np.array([4]))
+    assert (rows.dim.tolist(), rows.count.tolist(), rows.num_bytes.tolist()) == ([dim], [count], [num_bytes])
+
+
+@given(
+    st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple),
+    st.integers(1, 40),
+    st.sampled_from([1, 4]),
+)
+def test_parts_of_large_regions_cover_them_in_order_within_the_limit(
+    shape: tuple[int, ...], limit_bytes: int, item_bytes: int
+) -> None:
+    facts = TensorFacts("w", "int8", shape, item_bytes)
+    source, parts = split_large(whole_regions([facts]), np.array([item_bytes]), limit_bytes)
+    assert set(source.tolist()) == {0}
+    assert parts.num_elements.max() * item_bytes <= max(limit_bytes, item_bytes)
+    places = np.arange(int(np.prod(shape))).reshape(shape)
+    inside = [places[region(parts, row, len(shape))].reshape(-1) for row in range(len(parts))]
+    assert np.concatenate(inside).tolist() == list(range(places.size))
+
+
+@given(st.integers(1, 60), st.integers(1, 20))
+def test_a_row_of_bytes_is_split_into_as_few_parts_as_the_limit_allows(length: int, limit_bytes: int) -> None:
+    facts = TensorFacts("w", "int8", (length,), 1)
+    _, parts = split_large(whole_regions([facts]), np.array([1]), limit_bytes)
+    assert len(parts) == -(-length // limit_bytes)
+
+
+def test_huge_tensors_with_high_numbers_stay_apart() -> None:
+    number, extent = 1 << 20, 1 << 44  # end to end, a million of these do not fit an axis of 64 bits
+    met = find_overlaps(
+        Regions.from_rows([(number, (0,), (extent,))]),
+        Regions.from_rows([(0, (0,), (extent,)), (number, (extent - 1,), (1,))]),
+    )
+    assert (met.left.tolist(), met.right.tolist()) == ([0], [1])

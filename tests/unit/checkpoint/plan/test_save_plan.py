@@ -10,10 +10,12 @@ from tests.unit.checkpoint.plan.states import jobs, painted, region
 
 from penstock.checkpoint.plan.region_arithmetic import find_overlaps
 from penstock.checkpoint.plan.save_plan import (
+    HeldObject,
     Holdings,
     NotCovered,
     PlacedObject,
     SaveOptions,
+    assign_objects,
     plan_rank_files,
     plan_save,
 )
@@ -129,6 +131,15 @@ def test_a_rank_with_nothing_to_write_has_no_file() -> None:
     assert sorted(len(plan.buckets) for plan in plans) == [0, 1]
 
 
+def test_an_empty_object_counts_as_a_byte() -> None:
+    held = [
+        HeldObject(name=str(number), size_bytes=size, digest=b"")
+        for number, size in enumerate([3, 0, 0, 0, 0])
+    ]
+    placed = assign_objects([held, held])
+    assert [[each.name for each in objects] for objects in placed] == [["0", "4"], ["1", "2", "3"]]
+
+
 @pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (4, 4)), ("float32", (4, 5))])
 def test_ranks_that_disagree_on_a_tensor_are_named(dtype: str, shape: tuple[int, ...]) -> None:
     one = TensorFacts("layer.w", "float32", (4, 4), 4)
@@ -151,6 +162,8 @@ def held_as(shape: tuple[int, ...], *regions: tuple[tuple[int, ...], tuple[int, 
         (held_as((8, 2), ((0, 0), (4, 2)), ((4, 0), (5, 2))), "is outside its shape"),
         (held_as((8, 2), ((0, 0), (5, 2)), ((4, 0), (3, 2))), "overlap"),
         (held_as((8,), ((-1,), (8,))), "is outside its shape"),
+        (held_as((8, 2), ((0, 0), (8, 2)), ((3, 0), (1, 2))), "overlap"),
+        (held_as((8, 2), ((0, 0), (4, 2)), ((4, 0), (3, 2)), ((3, 1), (1, 1))), "overlap"),
     ],
 )
 def test_regions_that_do_not_cover_their_tensor_are_refused(job: list[Holdings], complaint: str) -> None:
@@ -159,10 +172,19 @@ def test_regions_that_do_not_cover_their_tensor_are_refused(job: list[Holdings],
     assert caught.value.tensor == "w"
 
 
-@given(jobs(), jobs())
-def test_overlaps_are_what_comparing_all_pairs_finds(one: list[Holdings], other: list[Holdings]) -> None:
-    left = Regions.concatenated([each.regions for each in one])
-    right = Regions.concatenated([each.regions for each in other])
+BOXES = st.tuples(
+    st.integers(0, 2),
+    st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    st.tuples(st.integers(0, 4), st.integers(0, 4)),
+)
+REGIONS = st.one_of(
+    jobs().map(lambda job: Regions.concatenated([each.regions for each in job])),
+    st.lists(BOXES, max_size=6).map(Regions.from_rows),  # nested, equal, empty ones anywhere
+)
+
+
+@given(REGIONS, REGIONS)
+def test_overlaps_are_what_comparing_all_pairs_finds(left: Regions, right: Regions) -> None:
     width = max(left.num_dims, right.num_dims)
     left, right = left.widened(width), right.widened(width)
     expected = []
