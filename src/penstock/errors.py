@@ -20,6 +20,7 @@
 All of them survive pickling with their fields, because they travel from rank to rank.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 
@@ -166,3 +167,9 @@ class WaitTimeout(RankError, TimeoutError):
         )
         self.awaited = awaited
         self.timeout_s = timeout_s
+
+
+def name_some(names: Sequence[object], limit: int = 3, *, separator: str = ", ") -> str:
+    """The first names of a list that may be too long for a message: `a, b, c and 4 more`."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return separator.join(map(str, names[:limit])) + more

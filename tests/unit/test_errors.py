@@ -18,6 +18,7 @@ from penstock.errors import (
     Unavailable,
     UsageError,
     WaitTimeout,
+    name_some,
 )
 
 EXAMPLES: list[PenstockError] = [
@@ -80,3 +81,11 @@ def test_exit_codes_tell_usage_and_environment_from_failure() -> None:
         1,
         1,
     )
+
+
+def test_long_list_of_names_is_cut_and_the_rest_counted() -> None:
+    assert name_some([]) == ""
+    assert name_some(["a", "b", "c"]) == "a, b, c"
+    assert name_some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert name_some([1, 2, 3], 1, separator="; ") == "1 and 2 more"
+    assert name_some(["x y", "z"], separator="; ") == "x y; z"

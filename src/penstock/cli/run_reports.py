@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.cli.terminal import TextTable, View, bold, format_number, render_text
+from penstock.errors import name_some
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ def reconciliation_lines(reconciliations: Sequence[IoReconciliation]) -> Iterato
             yield title, f"not checked: {reconciliation.why}"
             continue
         names = sorted(reconciliation.by, key=lambda name: -reconciliation.by[name])
-        more = f" and {len(names) - MAX_DEVICES_NAMED} more" if len(names) > MAX_DEVICES_NAMED else ""
-        devices = f", by {', '.join(names[:MAX_DEVICES_NAMED])}{more}" if names else ""
+        devices = f", by {name_some(names, MAX_DEVICES_NAMED)}" if names else ""
         application = format_bytes(reconciliation.application_bytes)
         moved = f"{format_bytes(reconciliation.delivered_bytes)} for {application} of the application"
         yield title, f"{moved}{devices}"

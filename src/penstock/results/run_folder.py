@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from penstock.errors import UsageError
+from penstock.errors import UsageError, name_some
 from penstock.storage.files.system_calls import translate_os_errors
 
 RUN_FILE: Final = "run.json"
@@ -73,7 +73,7 @@ def resolve_run(text: str, parent: Path) -> Path:
     if len(alike) == 1:
         return alike[0]
     if alike:
-        names = ", ".join(folder.name for folder in alike[:3])
+        names = name_some([folder.name for folder in alike])
         raise UsageError(f"{text!r} names {len(alike)} runs: {names}", fix="Give more of the name.")
     raise UsageError(
         f"No run is called {text!r}", where=str(parent), fix="`penstock results ls FOLDER` lists them."

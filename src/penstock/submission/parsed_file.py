@@ -16,11 +16,11 @@ import yaml
 
 from penstock.did_you_mean import nearest
 from penstock.errors import PenstockError
+from penstock.workload.strict_yaml import choose_loader
 
 MAX_TEXT_BYTES: Final = 4 << 20
 """Only the beginning of a log is read: what rules need is printed there."""
 NO_FILE: Final = "there is no such file"
-_LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 KeyPath = tuple[str, ...]
 """The keys down to a value."""
@@ -145,7 +145,8 @@ def read_description(path: Path, base: Path) -> ParsedFile:
     parsed = read_file(path, base)
     if parsed.problem:
         return parsed
-    root = yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=_LOADER)
+    text = path.read_text(encoding="utf-8-sig")
+    root = yaml.compose(text, Loader=choose_loader(text))
     lines = dict(_line_numbers(root, ())) if root is not None else {}
     return ParsedFile(file=parsed.file, content=parsed.content, lines=lines)
 
@@ -168,6 +169,7 @@ def _parse(path: str) -> Any:
             return json.loads(stream.read())
     if path.endswith((".yaml", ".yml")):
         with open(path, encoding="utf-8-sig") as stream:  # noqa: PTH123 - likewise
-            return yaml.load(stream.read(), Loader=_LOADER)  # noqa: S506 - both loaders are safe
+            text = stream.read()
+        return yaml.load(text, Loader=choose_loader(text))  # noqa: S506 - a safe loader
     with open(path, encoding="utf-8", errors="replace") as stream:  # noqa: PTH123 - likewise
         return stream.read(MAX_TEXT_BYTES)

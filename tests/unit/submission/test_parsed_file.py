@@ -109,6 +109,11 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     assert read_file(tmp_path / "marked.json", tmp_path).value() == [1]
 
 
+def test_brackets_without_end_are_a_problem_of_their_file_and_do_not_end_the_process(tmp_path: Path) -> None:
+    (tmp_path / "deep.yaml").write_text("[" * 100_000)
+    assert read_file(tmp_path / "deep.yaml", tmp_path).problem.startswith("cannot be understood: ")
+
+
 def test_only_the_beginning_of_a_log_is_read(tmp_path: Path) -> None:
     (tmp_path / "long.log").write_text("a" * ((4 << 20) + 1))
     assert len(read_file(tmp_path / "long.log", tmp_path).value()) == 4 << 20

@@ -24,6 +24,11 @@ def test_plain_values_come_out() -> None:
         ("a: !!python/object:os.system 1\n", "Not YAML"),
         ("- 1\n", "A workload is a mapping of sections, not [1] (f.yaml)"),
         ("", "not None"),
+        ("[a, b]: 1\n", "found unhashable key (f.yaml, line 1)"),
+        ("a: \x01\n", "Not YAML: unacceptable character #x0001"),
+        ("[" * 100_000, "nested too deeply (f.yaml)"),
+        ("- " * 50_000, "nested too deeply (f.yaml)"),
+        ("".join(f"{' ' * level}a:\n" for level in range(3000)), "nested too deeply (f.yaml)"),
     ],
 )
 def test_what_is_no_mapping_or_hides_a_value_is_refused_with_its_place(text: str, said: str) -> None:

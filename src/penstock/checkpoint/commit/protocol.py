@@ -28,7 +28,15 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from penstock.checkpoint.formats.manifest import read_manifest
-from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer, StorageError, Unavailable, UsageError
+from penstock.errors import (
+    AlreadyThere,
+    ObjectNotFound,
+    ShortTransfer,
+    StorageError,
+    Unavailable,
+    UsageError,
+    name_some,
+)
 from penstock.storage import Storage
 from penstock.storage.capabilities import FolderEntry, FolderTree
 from penstock.storage.files.file_storage import is_unfinished
@@ -226,12 +234,6 @@ def require_complete(sizes: Mapping[str, int], expected: Mapping[str, int], uri:
             uri=uri,
             fix="Find out which other program writes there, then save again.",
         )
-
-
-def name_some(names: list[str], limit: int = 3) -> str:
-    """The first names, and how many more there are."""
-    rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 HIDDEN_PREFIX: Final = ".penstock-"

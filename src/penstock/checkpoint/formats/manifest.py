@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock import __version__
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Ints
-from penstock.errors import AccessRefused, DataDamaged, Unavailable
+from penstock.errors import AccessRefused, DataDamaged, Unavailable, name_some
 from penstock.storage import Storage
 from penstock.storage.aligned import aligned_buffer
 from penstock.storage.uri import check_key
@@ -301,7 +301,7 @@ def build_manifest(
     by_name = {file.name: file for file in files if len(file.item_offset)}
     missing = set(index.files) ^ set(by_name)
     if missing:
-        raise DataDamaged(f"Planned and written files differ: {', '.join(sorted(missing)[:5])}")
+        raise DataDamaged(f"Planned and written files differ: {name_some(sorted(missing), 5)}")
     items = _ItemTable(index)
     entries = []
     for number, name in enumerate(index.files):

@@ -31,7 +31,7 @@ from penstock.checkpoint.state.regions import (
 )
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.did_you_mean import nearest
-from penstock.errors import DataDamaged, UsageError
+from penstock.errors import DataDamaged, UsageError, name_some
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import LoadChoice
@@ -296,9 +296,8 @@ def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) ->
     wanted = apply_rename(missing[0], choice.rename or {})
     similar = nearest(wanted, list(stored)[:10_000])
     hint = f"The most similar name is {similar!r}. " if similar else ""
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return UsageError(
-        f"The checkpoint does not hold {wanted!r}{more}",
+        f"The checkpoint does not hold {name_some([repr(wanted), *missing[1:]], 1)}",
         fix=f"{hint}Map names with rename=, skip parts with exclude=, or keep missing parts unchanged with"
         " strict=False.",
     )

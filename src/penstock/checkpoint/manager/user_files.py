@@ -43,7 +43,7 @@ from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions
 from penstock.checkpoint.tools.verify import find_damage
 from penstock.cluster.comm import Comm, format_cause
-from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError
+from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
 from penstock.storage.files.durable import sync_open_file
@@ -363,11 +363,10 @@ class Restart:
         checkpoint = self._checkpoint
         writers = {file.name: parse_writer_rank(self._manifest, file) for file in self._manifest.files}
         if file_name not in writers:
-            names = ", ".join(sorted(writers)[:5])
             raise ObjectNotFound(
                 f"Step {self.step} has no file {file_name}",
                 uri=checkpoint.uri,
-                fix=f"It has {len(writers)} files: {names}{', ...' if len(writers) > 5 else ''}.",
+                fix=f"It has {len(writers)} files: {name_some(sorted(writers), 5)}.",
             )
         if checkpoint.readable is not None and file_name not in checkpoint.readable:
             home = choose_home_rank(writers[file_name], self._manifest.world_size, self._comm.size)

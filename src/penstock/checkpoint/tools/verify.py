@@ -26,7 +26,7 @@ from penstock.checkpoint.formats.dcp_item import require_known_transforms, undo_
 from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, checksum_of, read_manifest
 from penstock.checkpoint.formats.torch_save import ReadRange, data_offset, read_directory
 from penstock.checkpoint.tools import file_scan
-from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
+from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
@@ -219,10 +219,9 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
 def _notes_of_unknown(items: Sequence[_Item]) -> Iterator[str]:
     """A note that names the items that could not be checked."""
     if items:
-        names = ", ".join(item.name for item in items[:_MOST_NAMES])
-        more = f" and {len(items) - _MOST_NAMES} more" if len(items) > _MOST_NAMES else ""
+        names = name_some([item.name for item in items], _MOST_NAMES)
         through = ", ".join(sorted({name for item in items for name in item.descriptors}))
-        yield f"Not checked, because their transforms are unknown here ({through}): {names}{more}."
+        yield f"Not checked, because their transforms are unknown here ({through}): {names}."
 
 
 def _can_unpack(descriptors: Sequence[str]) -> bool:

@@ -21,6 +21,7 @@ from typing import Self
 import psutil
 
 from penstock.cluster.supervision import control_protocol as protocol
+from penstock.errors import name_some
 
 logger = logging.getLogger(__name__)
 
@@ -255,14 +256,13 @@ class ControlServer:
             return failure
         hosts = {rank: member.host for rank, member in self._members.items()}
         first, *others = missing
-        named = "".join(f", nor did rank {rank}" for rank in others[:NAMED_RANKS])
-        more = f", nor did {len(others) - NAMED_RANKS} more" if len(others) > NAMED_RANKS else ""
+        named = f", nor did {name_some([f'rank {rank}' for rank in others], NAMED_RANKS)}" if others else ""
         waited = f"Rank {failure.rank} on {failure.host}: {failure.cause}"
         return replace(
             failure,
             rank=first,
             host=hosts.get(first, "an unknown host"),
-            cause=f"it did not arrive{named}{more}. {waited}",
+            cause=f"it did not arrive{named}. {waited}",
         )
 
     def _fail(self, failure: protocol.Failed) -> None:

@@ -31,7 +31,7 @@ from penstock.cluster.supervision.control_server import (
     advertise_address,
 )
 from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN
-from penstock.errors import RankError, Unavailable, WaitTimeout
+from penstock.errors import RankError, Unavailable, WaitTimeout, name_some
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +133,8 @@ def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server:
 
 def _give_up_start(plan: LaunchPlan, server: ControlServer, start_timeout_s: float) -> None:
     missing = sorted(set(range(plan.ranks)) - server.arrived)
-    first = ", ".join(str(rank) for rank in missing[:8])
-    error = WaitTimeout(f"{len(missing)} of {plan.ranks} ranks to start ({first})", start_timeout_s)
+    awaited = f"{len(missing)} of {plan.ranks} ranks to start ({name_some(missing, 8)})"
+    error = WaitTimeout(awaited, start_timeout_s)
     server.stop(Failed(rank=missing[0], host="its host", cause=str(error)))
 
 

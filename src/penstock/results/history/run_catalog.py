@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import PenstockError, UsageError, name_some
 from penstock.results import provenance, run_comparison, run_folder
 from penstock.results.history.history_file import FolderMoved, HistoryEntry, HistoryFile, RunBegan, RunEnded
 from penstock.storage.files.system_calls import translate_os_errors
@@ -108,7 +108,7 @@ def find_run(text: str, runs: tuple[CatalogedRun, ...], *, where: str) -> Catalo
     if len(found) == 1:
         return found[0]
     if found:
-        names = ", ".join(run.folder for run in found[:3])
+        names = name_some([run.folder for run in found])
         raise UsageError(
             f"{text!r} names {len(found)} runs: {names}", fix="Give more of the name, or the id."
         )

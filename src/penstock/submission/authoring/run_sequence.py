@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.errors import StorageError, UsageError
+from penstock.errors import StorageError, UsageError, name_some
 from penstock.results import run_folder, run_record
 from penstock.submission import parsed_file, system_description, tree_layout
 from penstock.submission.authoring.result_dir import HIDDEN, UNDER_WAY, Series, list_drafts
@@ -350,7 +350,6 @@ def missing_system_files(series: Series) -> Iterator[str]:
         yield f"systems/{series.system}.yaml"
     elif problems := system_description.find_schema_problems(parsed_file.read_description(path, root)):
         lines = sorted({problem.line for problem in problems})
-        shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > len(lines[:5]) else "")
-        yield f"systems/{series.system}.yaml, line{'s' * (len(lines) > 1)} {shown}"
+        yield f"systems/{series.system}.yaml, line{'s' * (len(lines) > 1)} {name_some(lines, 5)}"
     if not path.with_suffix(".pdf").is_file():
         yield f"systems/{series.system}.pdf"

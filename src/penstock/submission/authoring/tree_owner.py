@@ -14,7 +14,7 @@ from typing import Final
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.errors import DataDamaged, UsageError
+from penstock.errors import DataDamaged, UsageError, name_some
 from penstock.results.published_files import write_text
 from penstock.storage.files import file_storage, system_calls
 from penstock.submission.tree_layout import SENTINEL
@@ -107,9 +107,8 @@ def _require_empty(root: Path) -> None:
     # Drafts of a sentinel are allowed: another process may be claiming the folder, and the link decides.
     other_files = [name for name in names if SENTINEL not in name and not file_storage.is_unfinished(name)]
     if other_files:
-        shown = ", ".join(other_files[:3]) + (", ..." if len(other_files) > 3 else "")
         raise UsageError(
-            f"There are other files here ({shown}), and no {SENTINEL}",
+            f"There are other files here ({name_some(other_files)}), and no {SENTINEL}",
             where=str(root),
             fix="Choose a new or an empty folder.",
         )

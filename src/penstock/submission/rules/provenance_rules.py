@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from penstock.errors import DataDamaged
+from penstock.errors import DataDamaged, name_some
 from penstock.submission.code_image import ALGORITHM, image_name, parse_pointer
 from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
 from penstock.submission.parsed_file import MissingFact, ParsedFile
@@ -195,7 +195,7 @@ def _check_manifest(case: rule.ResultCase) -> Iterator[Finding]:
     present = set(case.result.context.result_dirs)
     problems = [f"{name} is not listed" for name in sorted(present - listed)]
     problems += [f"{name} is not there" for name in sorted(listed - present)]
-    shown = "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+    shown = name_some(problems, separator="; ")
     yield pass_if(
         not problems,
         evidence=manifest.file,

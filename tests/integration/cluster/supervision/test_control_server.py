@@ -238,7 +238,7 @@ def test_a_crowd_of_missing_ranks_is_counted(monkeypatch: pytest.MonkeyPatch) ->
         only.send(Failed(rank=0, host="a", cause="Waited.", ending=Ending.TIMED_OUT, call=1))
         stop = heard(only)
     assert isinstance(stop, Stop)
-    assert "nor did 20 more. Rank 0 on a: Waited." in stop.failure.cause
+    assert "rank 8, rank 9 and 20 more. Rank 0 on a: Waited." in stop.failure.cause
     assert stop.failure.host == "an unknown host"
 
 

@@ -270,7 +270,10 @@ def test_progress_counts_runs_that_follow_one_another_and_names_what_is_missing(
     ("text", "missing"),
     [
         ("typo: 1\n", "systems/fast.yaml, line 1"),
-        ("".join(f"typo{number}: 1\n" for number in range(7)), "systems/fast.yaml, lines 1, 2, 3, 4, 5, ..."),
+        (
+            "".join(f"typo{number}: 1\n" for number in range(7)),
+            "systems/fast.yaml, lines 1, 2, 3, 4, 5 and 2 more",
+        ),
     ],
 )
 def test_lines_of_a_description_to_correct_are_listed(tree: OwnedTree, text: str, missing: str) -> None:

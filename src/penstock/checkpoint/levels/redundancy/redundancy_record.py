@@ -19,10 +19,9 @@ from typing import Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.checkpoint.commit.protocol import name_some
 from penstock.checkpoint.formats.manifest import start_checksum
 from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout
-from penstock.errors import DataDamaged
+from penstock.errors import DataDamaged, name_some
 from penstock.storage.protocol import Sink, Source
 
 
