@@ -12,7 +12,7 @@ from penstock.cli.options import argument, arguments, group, option, repeated, r
 from penstock.cli.parsers import FOLDER, FOLDER_URI, NAME, TEXT, choice
 from penstock.cli.terminal import Terminal, table
 from penstock.cli.trace_options import RANK_PATTERN_TEXT, TraceOptions, report_losses
-from penstock.trace.capture.external_tracers import TRACERS, plan_recording
+from penstock.trace.capture.external_tracers import BLIND_SPOTS, TRACERS, plan_recording
 from penstock.trace.capture.external_tracers import record as run_recorded
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def record(options: _RecordOptions, terminal: Terminal) -> int:  # noqa: ARG001 
         list(options.command), folder, tracer=TRACERS[options.tracer], data=options.folders
     )
     print(f"Tracing with {recording.tracer} into {folder}", file=sys.stderr)
+    print(f"Note: {BLIND_SPOTS[recording.tracer]}.", file=sys.stderr)
     return run_recorded(recording, folder)
 
 

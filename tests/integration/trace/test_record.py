@@ -50,6 +50,46 @@ def test_the_exit_code_is_the_programs(tmp_path: Path) -> None:
     assert _record(tmp_path, "--", "sh", "-c", "kill -TERM $$").returncode == 143
 
 
+@needs_strace
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_threads_processes_and_names_of_a_real_program_are_told_apart(
+    *, is_recorded: bool, tmp_path: Path
+) -> None:
+    """A recording has a file for each thread, `strace -f` one listing with numbers: both say the same."""
+    data = tmp_path / "data"
+    data.mkdir()
+    program = (sys.executable, str(PROGRAMS / "threads_and_children.py"), str(data))
+    if is_recorded:
+        ended = _record(tmp_path, "--", *program)
+        assert ended.returncode == 0, ended.stderr
+        assert "strace does not see what is read or written through a mapped file" in ended.stderr
+    else:
+        (tmp_path / "t").mkdir()
+        listing = ("strace", "-f", "-y", "-ttt", "-T", "-o", str(tmp_path / "t" / "listing.strace"))
+        subprocess.run([*listing, *program], check=True, timeout=280)
+    query = (
+        'SELECT pid, tid, op, parse_filename(path), size_bytes, "offset" FROM events'
+        f" WHERE path LIKE '{data}/%' AND op IN ('open', 'write', 'preadv', 'pwritev') ORDER BY ts_us"
+    )
+    with penstock.trace.load(tmp_path / "t") as run:
+        assert run.losses() == []
+        events = run.sql(query).fetchall()
+        assert run.sql("SELECT count(*) FROM events WHERE pid = 0 OR tid = 0").fetchall() == [(0,)]
+    names = {name for _, _, _, name, _, _ in events}
+    assert names == {'naïve "q" \\ x<y>.txt', "plain.bin", "t0", "t1", "t2", "t3"}
+    assert [event[2:] for event in events if event[3] == "plain.bin"] == [
+        ("open", "plain.bin", None, None),
+        ("pwritev", "plain.bin", 5, 7),
+        ("preadv", "plain.bin", 4, 7),
+    ]
+    writers = {name: (pid, tid) for pid, tid, op, name, _, _ in events if op == "write"}
+    main = next(pid for pid, tid, _, name, _, _ in events if name == "plain.bin" and pid == tid)
+    assert {pid for pid, _ in (writers["t0"], writers["t1"], writers["t2"])} == {main}
+    assert main not in {tid for _, tid in writers.values()}
+    child, thread = writers["t3"]
+    assert child not in (main, thread)
+
+
 def test_bad_requests_are_refused_with_their_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="no command to record"):
         plan_recording([], tmp_path)

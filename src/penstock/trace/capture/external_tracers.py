@@ -20,8 +20,18 @@ Tracer = Literal["auto", "dftracer", "strace"]
 
 TRACERS: Mapping[str, Tracer] = {"auto": "auto", "dftracer": "dftracer", "strace": "strace"}
 
-WATCHED_CALLS = "trace=%file,%desc"
-"""Calls that take a file name or a descriptor: all I/O, but not memory, signals or time."""
+WATCHED_CALLS = "trace=%file,%desc,?clone,?clone3,?fork,?vfork"
+"""Calls that take a file name or a descriptor: all I/O, but not memory, signals or time; and those that make
+threads and processes, so that each file is known to be one's or the other's."""
+
+BLIND_SPOTS: Mapping[str, str] = {
+    "dftracer": (
+        "dftracer does not see I/O inside libc (numpy's np.save and np.load, std::fstream), mapped files, and"
+        " vectored reads at offsets; --tracer strace does, except for what is read through a mapping"
+    ),
+    "strace": "strace does not see what is read or written through a mapped file (mmap), nor io_uring",
+}
+"""What each tracer misses, for those who wonder where their bytes are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +75,16 @@ def plan_recording(
             fix="Run pip install dftracer, or apt-get install strace.",
         )
     # One file per process (-ff), so that none waits for another, and descriptors with their paths (-y).
-    options = ("-ff", "-ttt", "-T", "-y", "-s", "0", "-e", WATCHED_CALLS, "-o", str(folder / "trace.strace"))
+    options = ["-ff", "-ttt", "-T", "-y", "-s", "0", "-e", WATCHED_CALLS, "-o", str(folder / "trace.strace")]
+    if _has_seccomp_filter(strace):
+        options.insert(0, "--seccomp-bpf")
     return RecordingPlan(tracer="strace", argv=(strace, *options, "--", *command), environment={})
+
+
+def _has_seccomp_filter(strace: str) -> bool:
+    """Whether this strace can leave calls that are not watched at full speed (since 5.3)."""
+    said = subprocess.run([strace, "--help"], capture_output=True, text=True, check=False, timeout=60)
+    return "--seccomp-bpf" in said.stdout
 
 
 def dftracer_preload() -> Path | None:

@@ -1,7 +1,8 @@
 """The output of `strace -f -ttt -T`: system calls, with the files that their descriptors refer to.
 
 Without -y, strace prints numbers of descriptors only, so each process's table of descriptors is followed
-through open, dup, close, fork and threads. Invariant: a call that others interrupt in the listing
+through open, dup, close, fork and threads. A listing of `strace -ff` is one thread's, and its lines do not
+say whose: `strace_threads.py` finds that out. Invariant: a call that others interrupt in the listing
 (`<unfinished ...>`) is one event, which starts at its first line.
 """
 
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 from penstock.trace.event_schema import canonical
 from penstock.trace.reading.event_batch import LineFate, ParsedLine, parse_int64, transfer_size
+from penstock.trace.reading.strace_threads import UNKNOWN_TASK, Task
 
 FIRST_LINE: Final = re.compile(
     rb"\s*(?:\[pid\s+\d+\]\s+|\d+\s+)?\d{9,11}\.\d{6}\s+(?:[a-z_]\w*\(|<\.\.\.|\+\+\+|---)"
@@ -23,13 +25,23 @@ FIRST_LINE: Final = re.compile(
 """How a line of this dialect begins."""
 
 _LINE: Final = re.compile(r"\s*(?:\[pid\s+(\d+)\]\s+|(\d+)\s+)?(\d{1,11})\.(\d{6})\s+(.*?)\s*", re.DOTALL)
+# Strace escapes < and > in names of files. Sockets (`-yy`) have an arrow, devices a pair of their own.
+_SHOWN: Final = r"<([A-Za-z0-9-]+:\[[^<>]*(?:->[^<>]*)?\]|[^<>]*(?:<[^<>]*>)?)>(?:\(deleted\))?"
 _CALL: Final = re.compile(
-    r"(\w+)\((.*)\)\s*= (-?\w+|\?)(?:<[^>]*>)?(?:\s+([A-Z]\w+))?.*?(?:\s<(\d+)\.(\d{6})>)?", re.DOTALL
+    rf"(\w+)\((.*)\)\s*= (-?\w+|\?)(?:{_SHOWN})?(?:\s+([A-Z]\w+))?.*?(?:\s<(\d+)\.(\d{{6}})>)?", re.DOTALL
 )
 _RESUMED: Final = re.compile(r"<\.\.\. (\w+) resumed>\s?(.*)", re.DOTALL)
 _UNFINISHED: Final = "<unfinished ...>"
+_REMARK: Final = re.compile(r"strace: Process \d+ .*|\[ Process PID=\d+ .*")
+"""What strace says about itself, where its listing goes to the terminal."""
 _STRING: Final = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\.\.\.)?')
-_DESCRIPTOR: Final = re.compile(r"(-?\d+)(?:<([^>]*)>)?")
+_DESCRIPTOR: Final = re.compile(rf"\s*(-?\d+)(?![\w.])(?:{_SHOWN})?")
+_WORKING_FOLDER: Final = re.compile(rf"\s*AT_FDCWD(?:{_SHOWN})?")
+_MAPPED: Final = re.compile(rf",\s*(-?\d+)(?:{_SHOWN})?,\s*(?:0x[0-9a-f]+|\d+)\s*$")
+_BELOW: Final = re.compile(r"at\d*$|^statx$|^openat2$|^faccessat2$|^renameat2$|^inotify_add_watch$")
+"""Calls in which a name behind a descriptor is one below its folder, not bytes that are moved."""
+_MAKES_TASK: Final = re.compile(r"(?:clone3?|v?fork)\(")
+"""Calls that make a thread or a process."""
 _FLAGS: Final = re.compile(r"\b(O_\w+(?:\|\w+)*)")
 
 _FILE_CALLS: Final = frozenset((
@@ -40,7 +52,51 @@ _FILE_CALLS: Final = frozenset((
     "sendfile", "copy_file_range", "splice", "flock", "chdir", "fchdir", "fcntl", "dup", "dup2", "dup3",
     "getxattr", "fgetxattr", "setxattr", "fsetxattr", "ioctl", "umask",
 ))  # fmt: skip
+_NAME_CALLS: Final = _FILE_CALLS | frozenset((
+    "execve", "chroot", "mount", "umount", "umount2", "pivot_root", "swapon", "swapoff", "acct", "quotactl",
+    "lgetxattr", "lsetxattr", "listxattr", "llistxattr", "removexattr", "lremovexattr",
+))  # fmt: skip
+"""Calls whose first text is a file's name; in the rest, such as getrandom, it is anything."""
+_DESCRIPTOR_CALLS: Final = (_FILE_CALLS - {"umask"}) | frozenset((
+    "recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "bind", "listen", "accept", "accept4", "shutdown",
+    "getsockopt", "setsockopt", "getsockname", "getpeername", "epoll_ctl", "epoll_wait", "epoll_pwait",
+    "inotify_add_watch", "name_to_handle_at", "execveat", "flistxattr", "fremovexattr", "io_uring_enter",
+))  # fmt: skip
+"""Calls whose first number is a descriptor; in the rest, such as exit_group, it is anything."""
 _OFFSET_CALLS: Final = frozenset(("pread", "pwrite", "preadv", "pwritev"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call and its parts; `descriptor` is the one that its arguments begin with."""
+
+    name: str
+    op: str
+    arguments: str
+    strings: list[str]
+    descriptor: re.Match[str] | None
+    ret: int | None
+    opened: str | None
+
+    def names_below(self) -> bool:
+        """Whether the text behind the descriptor is a name below its folder."""
+        behind = self.arguments[self.descriptor.end() :] if self.descriptor else ""
+        return behind.startswith(', "') and _BELOW.search(self.name) is not None
+
+    def offset(self) -> int | None:
+        """The offset that the call names: its last argument, or the one before the flags."""
+        if self.op not in _OFFSET_CALLS:
+            return None
+        numbers = self.arguments.rsplit(",", 2)
+        offset = parse_int64(numbers[-2 if self.name.endswith("v2") else -1].strip())
+        # pwritev2 and preadv2 take -1 for the file's own position.
+        return offset if offset is None or offset >= 0 else None
+
+    def other_arguments(self) -> Mapping[str, Any]:
+        """Arguments without a column: descriptor and flags."""
+        others: dict[str, Any] = {"fd": int(self.descriptor[1])} if self.descriptor else {}
+        flags = _FLAGS.search(self.arguments[-200:])
+        return {**others, "flags": flags[1]} if flags else others
 
 
 @dataclass(slots=True)
@@ -56,25 +112,35 @@ class _Process:
 
     def path_of(self, descriptor: re.Match[str]) -> str | None:
         """The file of a descriptor: strace -y names it, otherwise the calls so far have."""
-        return descriptor[2] or self.paths.get(int(descriptor[1]))
+        return _unescape(descriptor[2]) if descriptor[2] else self.paths.get(int(descriptor[1]))
 
-    def follow(self, op: str, number: int | None, arguments: str, path: str | None, ret: int) -> None:
+    def follow(self, call: _Call, path: str | None, ret: int) -> None:
         """Keep the table of descriptors as a successful call changes it."""
-        is_copy = op in ("dup", "dup2", "dup3") or (op == "fcntl" and "F_DUPFD" in arguments)
-        if (op == "open" or is_copy) and path is not None:
+        is_copy = call.op in ("dup", "dup2", "dup3") or (call.op == "fcntl" and "F_DUPFD" in call.arguments)
+        if (call.op == "open" or is_copy) and path is not None:
             self.paths[ret] = path
-        elif op == "close" and number is not None:
-            self.paths.pop(number, None)
-        elif op == "chdir" and path is not None:
+        elif call.op == "close" and call.descriptor is not None:
+            self.paths.pop(int(call.descriptor[1]), None)
+        elif call.op == "chdir" and path is not None:
             self.folder = path
 
 
-class Strace:
-    """Reads the lines of one listing."""
+@dataclass(slots=True)
+class _EarlyTask:
+    """A task listed before the call that made it has returned: who seems to have made it, and its rows."""
 
-    def __init__(self) -> None:
-        self._processes: dict[int, _Process] = {}
+    maker: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Strace:
+    """Reads the lines of one listing; those that do not say whose they are belong to `task`."""
+
+    def __init__(self, task: Task = UNKNOWN_TASK) -> None:
+        self._task = task
+        self._processes = {task.tid: _Process(task.pid)}
         self._unfinished: dict[int, tuple[int, str]] = {}
+        self._early: dict[int, _EarlyTask] = {}
         self._num_timeless = 0
 
     def parse(self, line: str) -> ParsedLine:
@@ -83,13 +149,19 @@ class Strace:
             return ParsedLine(LineFate.BLANK)
         match = _LINE.fullmatch(line)
         if match is None:
+            if _REMARK.match(line):
+                return ParsedLine(LineFate.METADATA)
             return ParsedLine(LineFate.DROPPED, reason="not a line of strace")
         bracketed, plain, seconds, fraction, rest = match.groups()
-        tid = int(bracketed or plain or 0)
+        tid = int(bracketed or plain or self._task.tid)
         ts_us = int(seconds) * 1_000_000 + int(fraction)
         if rest.startswith(("+++", "---")):
+            if rest.startswith("+++") and tid != self._task.tid:
+                # The system may use its number again.
+                self._processes.pop(tid, None)
             return ParsedLine(LineFate.METADATA)
         if rest.endswith(_UNFINISHED):
+            self._process_of(tid)
             self._unfinished[tid] = (ts_us, rest.removesuffix(_UNFINISHED).rstrip())
             return ParsedLine(LineFate.METADATA)
         return self._finished(tid, ts_us, rest)
@@ -99,7 +171,7 @@ class Strace:
         for tid, (ts_us, text) in self._unfinished.items():
             name = text.partition("(")[0]
             if name.isidentifier():
-                row = self._row(tid, ts_us, name, text.partition("(")[2], None)
+                row = self._row(tid, ts_us, _examine(name, text.partition("(")[2], None))
                 yield ParsedLine(LineFate.SALVAGED, row=row, reason="never returned")
             else:
                 yield ParsedLine(LineFate.DROPPED, reason="cut short")
@@ -119,8 +191,8 @@ class Strace:
         call = _CALL.fullmatch(text)
         if call is None:
             return ParsedLine(LineFate.DROPPED, reason="cut short" if "(" in text else "not a call")
-        name, arguments, ret, error, seconds, fraction = call.groups()
-        row = self._row(tid, ts_us, name, arguments, _number(ret))
+        name, arguments, ret, opened, error, seconds, fraction = call.groups()
+        row = self._row(tid, ts_us, _examine(name, arguments, _number(ret), opened))
         if seconds is not None:
             row["dur_us"] = int(seconds) * 1_000_000 + int(fraction)
         elif ret != "?":
@@ -129,77 +201,98 @@ class Strace:
             row["args"] = json.dumps({**json.loads(row["args"]), "errno": error})
         return ParsedLine(LineFate.EVENT, row=row)
 
-    def _row(self, tid: int, ts_us: int, name: str, arguments: str, ret: int | None) -> dict[str, Any]:
-        process = self._processes.setdefault(tid, _Process(tid))
-        strings = _STRING.findall(arguments[:8192])
-        descriptor = _DESCRIPTOR.match(arguments)
-        number = int(descriptor[1]) if descriptor else None
-        op = "stat" if name == "newfstatat" and strings and strings[0] else canonical(name)
-        path = _find_path(process, arguments, strings, descriptor)
-        cat = "POSIX" if op in _FILE_CALLS or (op == "mmap" and path is not None) else "SYSTEM"
-        if ret is not None and ret >= 0:
-            process.follow(op, number, arguments, path, ret)
-        if name.startswith(("clone", "fork", "vfork")) and ret:
-            # A thread shares everything with its process, a child begins with a copy.
-            self._processes[ret] = process if "CLONE_THREAD" in arguments else process.fork(ret)
-        return {
+    def _row(self, tid: int, ts_us: int, call: _Call) -> dict[str, Any]:
+        process = self._process_of(tid)
+        path = _find_path(process, call)
+        cat = "POSIX" if call.op in _FILE_CALLS or (call.op == "mmap" and path is not None) else "SYSTEM"
+        if call.ret is not None and call.ret >= 0:
+            process.follow(call, path, call.ret)
+        row = {
             "ts_us": ts_us,
             "dur_us": 0,
-            "op": op,
-            "name": name,
+            "op": call.op,
+            "name": call.name,
             "cat": cat,
             "pid": process.pid,
             "tid": tid,
             "path": path,
-            "size_bytes": transfer_size(name, cat, {"ret": ret}),
-            "offset": parse_int64(arguments.rpartition(",")[2].strip()) if op in _OFFSET_CALLS else None,
-            "ret": ret,
-            "args": json.dumps(_other_arguments(number, arguments), separators=(",", ":")),
+            "size_bytes": transfer_size(call.name, cat, {"ret": call.ret}),
+            "offset": call.offset(),
+            "ret": call.ret,
+            "args": json.dumps(call.other_arguments(), separators=(",", ":")),
         }
+        if tid in self._early:
+            self._early[tid].rows.append(row)
+        if call.ret is not None and call.ret > 0 and _MAKES_TASK.match(call.name + "("):
+            self._add_task(tid, call.arguments, call.ret)
+        return row
+
+    def _process_of(self, tid: int) -> _Process:
+        """The process of a thread; one not seen before may come from a call that has not returned yet."""
+        if tid not in self._processes:
+            making = [
+                (maker, text) for maker, (_, text) in self._unfinished.items() if _MAKES_TASK.match(text)
+            ]
+            self._processes[tid] = _Process(tid)
+            if making:
+                maker, text = making[-1]
+                self._processes[tid] = _make(self._processes[maker], text, tid)
+                self._early[tid] = _EarlyTask(maker)
+        return self._processes[tid]
+
+    def _add_task(self, maker: int, arguments: str, tid: int) -> None:
+        """Note the thread or process that a call has made."""
+        process = _make(self._processes[maker], arguments, tid)
+        early = self._early.pop(tid, None)
+        for other, task in self._early.items():
+            if task.maker == maker:
+                self._correct(other, task, _Process(other))
+        if early is None:
+            self._processes[tid] = process
+        elif self._processes.get(tid, process).pid != process.pid:
+            self._correct(tid, early, process)
+
+    def _correct(self, tid: int, task: _EarlyTask, process: _Process) -> None:
+        """Give a task that was taken for another's its own process."""
+        for row in task.rows:
+            row["pid"] = process.pid
+        self._processes[tid] = process
 
 
-def _find_path(
-    process: _Process, arguments: str, strings: list[str], descriptor: re.Match[str] | None
-) -> str | None:
+def _make(maker: _Process, arguments: str, tid: int) -> _Process:
+    """The process of a new task: a thread shares everything with its maker, a child begins with a copy."""
+    return maker if "CLONE_THREAD" in arguments else maker.fork(tid)
+
+
+def _examine(name: str, arguments: str, ret: int | None, opened: str | None = None) -> _Call:
+    """Take a call apart. `opened` is the file that strace -y names beside the descriptor it returned."""
+    strings = _STRING.findall(arguments[:8192])
+    op = "stat" if name == "newfstatat" and strings and strings[0] else canonical(name)
+    descriptor = _DESCRIPTOR.match(arguments)
+    if descriptor is not None and not (descriptor[2] or op in _DESCRIPTOR_CALLS):
+        descriptor = None
+    return _Call(name, op, arguments, strings, descriptor, ret, opened if op == "open" else None)
+
+
+def _find_path(process: _Process, call: _Call) -> str | None:
     """The file that a call works on: by name, by descriptor, or by a name below a descriptor's folder."""
-    first = arguments.lstrip()
-    if first.startswith(('"', "AT_FDCWD")):
-        return _join(process.folder, _unescape(strings[0])) if strings else None
-    if first.startswith("NULL"):
-        return _find_mapped(process, first)
-    if descriptor is None:
-        return None
-    base = process.path_of(descriptor)
-    below = arguments[descriptor.end() :].lstrip(", ")
-    if below.startswith('"') and strings and _takes_name(arguments):
-        return _join(base or "", _unescape(strings[0])) if strings[0] else base
-    return base
-
-
-def _find_mapped(process: _Process, arguments: str) -> str | None:
-    """The file of an mmap, whose descriptor is the fifth of six arguments."""
-    mapped = arguments.split(",")
-    if len(mapped) != 6 or "MAP_" not in arguments:
-        return None
-    descriptor = _DESCRIPTOR.match(mapped[4].strip())
-    return None if descriptor is None else process.path_of(descriptor)
-
-
-_NAMED_BELOW: Final = re.compile(r'-?\d+(?:<[^>]*>)?,\s*"(?:[^"\\]|\\.)*"(?:,\s*(?:[A-Z0-9{_|]|0x)|\s*$)')
-
-
-def _takes_name(arguments: str) -> bool:
-    """Whether the string after a descriptor is a name below its folder, not bytes read or written."""
-    return _NAMED_BELOW.match(arguments) is not None and not re.search(
-        r'"(?:\.\.\.)?,\s*\d+(?:,\s*\d+)?$', arguments
-    )
-
-
-def _other_arguments(number: int | None, arguments: str) -> Mapping[str, Any]:
-    """Arguments without a column: descriptor and flags."""
-    others: dict[str, Any] = {} if number is None else {"fd": number}
-    flags = _FLAGS.search(arguments[-200:])
-    return {**others, "flags": flags[1]} if flags else others
+    named = _unescape(call.strings[0]) if call.strings else ""
+    folder = _WORKING_FOLDER.match(call.arguments)
+    if folder is not None:
+        process.folder = _unescape(folder[1]) if folder[1] else process.folder
+    if call.opened:
+        return _unescape(call.opened)
+    if call.op == "mmap":
+        mapped = _MAPPED.search(call.arguments)
+        return process.path_of(mapped) if mapped else None
+    if folder is not None:
+        return _join(process.folder, named) if named else process.folder or None
+    if call.descriptor is not None:
+        base = process.path_of(call.descriptor)
+        return _join(base or "", named) if named and call.names_below() else base
+    if named and call.arguments.lstrip().startswith('"') and call.op in _NAME_CALLS:
+        return _join(process.folder, named)
+    return None
 
 
 def _number(text: str) -> int | None:

@@ -27,6 +27,7 @@ from penstock.trace.reading.event_batch import EventOrigin, read_lines
 from penstock.trace.reading.event_filter import NO_PREFILTER, BatchFilter, EventFilter, Prefilter
 from penstock.trace.reading.json_lines import JsonLines
 from penstock.trace.reading.strace import FIRST_LINE, Strace
+from penstock.trace.reading.strace_threads import find_task
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -166,20 +167,20 @@ def _read_batches(
         json_lines = JsonLines(file.origin, account, prefilter, is_large=is_large)
         batches = json_lines.read(split_chunks(chain([head], pieces)))
     else:
-        batches = _read_dialect(dialect, chain([head], pieces), file.origin, account)
+        batches = _read_dialect(dialect, file, head, chain([head], pieces), account)
     for batch in batches:
         _note_hosts_and_ranks(batch, account)
         yield batch
 
 
 def _read_dialect(
-    dialect: Dialect, pieces: Iterable[bytes], origin: EventOrigin, account: FileAccount
+    dialect: Dialect, file: TraceFile, head: bytes, pieces: Iterable[bytes], account: FileAccount
 ) -> Iterator[pa.RecordBatch]:
     """The events of a dialect that Python parses."""
     if dialect is Dialect.CHROME:
-        return ChromeDocument(origin, account).read(pieces)
-    parser = Strace() if dialect is Dialect.STRACE else DarshanDxt()
-    return read_lines(split_chunks(pieces), parser, origin, account)
+        return ChromeDocument(file.origin, account).read(pieces)
+    parser = Strace(find_task(file.path, head)) if dialect is Dialect.STRACE else DarshanDxt()
+    return read_lines(split_chunks(pieces), parser, file.origin, account)
 
 
 def _note_hosts_and_ranks(batch: pa.RecordBatch, account: FileAccount) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.trace.reading.event_batch import LineFate
 from penstock.trace.reading.strace import Strace
+from penstock.trace.reading.strace_threads import Task
 
 
 def rows(*calls: str) -> list[dict[str, Any]]:
@@ -130,3 +131,143 @@ def test_names_are_unescaped(escaped: str, name: str) -> None:
 def test_a_line_without_a_call_is_dropped_with_its_reason(line: str, reason: str) -> None:
     parsed = Strace().parse(line)
     assert (parsed.fate, parsed.reason) == (LineFate.DROPPED, reason)
+
+
+def test_folder_that_strace_names_makes_relative_names_whole() -> None:
+    calls = [
+        'openat(AT_FDCWD</home/u>, "data/x", O_RDONLY) = 3</home/u/data/x> <0.000001>',
+        "read(3</home/u/data/x>, 5) = 5 <0.000001>",
+        'unlink("data/x") = 0 <0.000001>',
+        'newfstatat(AT_FDCWD</srv/y>, "z", {st_mode=S_IFREG|0644}, 0) = 0 <0.000001>',
+        "utimensat(AT_FDCWD</srv/y>, NULL, NULL, 0) = 0 <0.000001>",
+    ]
+    assert paths(*calls) == ["/home/u/data/x"] * 3 + ["/srv/y/z", "/srv/y"]
+
+
+def test_opened_link_has_the_name_that_its_descriptor_has() -> None:
+    calls = ['openat(AT_FDCWD</d>, "link", O_RDONLY) = 3</d/file> <0.000001>', "close(3</d/file>) = 0"]
+    assert paths(*calls) == ["/d/file", "/d/file"]
+
+
+@pytest.mark.parametrize(
+    ("call", "offset"),
+    [
+        ('preadv2(3, [{iov_base="abcd", iov_len=4}], 1, 7, 0) = 4', 7),
+        ('pwritev2(3, [{iov_base="a", iov_len=1}, {iov_base="b", iov_len=1}], 2, 10, RWF_DSYNC) = 2', 10),
+        ('pwritev2(3, [{iov_base="a", iov_len=1}], 1, -1, 0) = 1', None),
+        ('pwritev(3, [{iov_base="a", iov_len=1}], 1, 4096) = 1', 4096),
+        ('pwrite64(3, "a", 1, 12) = 1', 12),
+        ('write(3, "a", 1) = 1', None),
+    ],
+)
+def test_offset_is_the_argument_before_the_flags(call: str, offset: int | None) -> None:
+    assert rows(call)[0]["offset"] == offset
+
+
+@pytest.mark.parametrize(
+    ("shown", "path"),
+    [
+        (r"/d/na\303\257ve \"q\" \\ x\74y\76.txt", '/d/naïve "q" \\ x<y>.txt'),
+        ("TCP:[127.0.0.1:80->127.0.0.1:90]", "TCP:[127.0.0.1:80->127.0.0.1:90]"),
+        ("TCPv6:[[::1]:33->[::1]:44]", "TCPv6:[[::1]:33->[::1]:44]"),
+        ("/dev/null<char 1:3>", "/dev/null<char 1:3>"),
+        ("/d/minus-", "/d/minus-"),
+    ],
+)
+def test_name_of_a_descriptor_is_unescaped(shown: str, path: str) -> None:
+    assert paths(f'write(3<{shown}>, "->", 2) = 2 <0.000001>') == [path]
+
+
+def test_removed_file_keeps_its_name() -> None:
+    calls = [
+        'write(3</d/gone>(deleted), "12", 2) = 2',
+        'openat(4</d>(deleted), "x", O_RDONLY) = -1 ENOENT (No)',
+    ]
+    assert paths(*calls) == ["/d/gone", "/d/x"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        'getrandom("\\xa7\\x01", 8, GRND_NONBLOCK) = 8', 'memfd_create("buffer", MFD_CLOEXEC) = 9',
+        'prctl(PR_SET_NAME, "worker") = 0', 'sethostname("h", 1) = 0',
+    ],
+)  # fmt: skip
+def test_text_that_is_no_name_gives_no_path(call: str) -> None:
+    assert paths(call) == [None]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "munmap(0x7f00, 4096) = 0", "mprotect(0x7f00, 4096, PROT_READ) = 0", "exit_group(0) = ?",
+        "madvise(0, 4096, MADV_DONTNEED) = 0", "umask(022) = 0", "kill(0, SIGTERM) = 0",
+        "mmap(0x7f00, 4096, PROT_READ, MAP_PRIVATE|MAP_ANONYMOUS, -1, 0) = 0x7f00",
+    ],
+)  # fmt: skip
+def test_addresses_and_other_numbers_are_no_descriptors(call: str) -> None:
+    first, row = rows('open("/d/a", O_RDONLY) = 0', call)
+    assert first["path"] == "/d/a"
+    assert row["path"] is None
+    assert "fd" not in row["args"]
+
+
+def test_file_mapped_at_a_fixed_address_is_found() -> None:
+    calls = ["mmap(0x7f00, 4096, PROT_READ, MAP_PRIVATE|MAP_FIXED, 3</lib/a,b.so>, 0x2000) = 0x7f00"]
+    assert paths(*calls) == ["/lib/a,b.so"]
+    assert rows(*calls)[0]["cat"] == "POSIX"
+
+
+def test_name_behind_a_descriptor_is_below_it_only_in_calls_that_take_one() -> None:
+    calls = [
+        'openat(3</d>, "x", O_RDONLY) = 4</d/x>', 'statx(3</d>, "y", AT_STATX_SYNC_AS_STAT, 0, {}) = 0',
+        'fgetxattr(3</d>, "user.a", 0x7f, 64) = 4', 'write(3</d/f>, "text") = 4',
+    ]  # fmt: skip
+    assert paths(*calls) == ["/d/x", "/d/y", "/d", "/d/f"]
+
+
+@pytest.mark.parametrize(("flags", "pid"), [("CLONE_VM|CLONE_THREAD", 7), ("SIGCHLD", 8)])
+def test_task_that_runs_before_its_clone_returns_is_known(flags: str, pid: int) -> None:
+    listing = Strace()
+    listing.parse('7 1700000000.000001 open("/d/a", O_RDONLY) = 3 <0.000001>')
+    listing.parse(f"7 1700000000.000002 clone3({{flags={flags}}} <unfinished ...>")
+    early = listing.parse("8 1700000000.000003 fsync(3) = 0 <0.000001>").row
+    listing.parse('8 1700000000.000004 open("/d/b", O_RDONLY) = 4 <0.000001>')
+    listing.parse("7 1700000000.000005 <... clone3 resumed> => {parent_tid=[8]}, 88) = 8 <0.000040>")
+    later = listing.parse("8 1700000000.000006 fsync(4) = 0 <0.000001>").row
+    assert early is not None
+    assert later is not None
+    assert (early["pid"], early["tid"], early["path"]) == (pid, 8, "/d/a")
+    assert (later["pid"], later["tid"], later["path"]) == (pid, 8, "/d/b")
+
+
+def test_task_taken_for_anothers_is_corrected_when_its_own_clone_returns() -> None:
+    listing = Strace()
+    for pid in (7, 9):
+        listing.parse(f"{pid} 1700000000.000000 getpid() = {pid} <0.000001>")
+    for pid in (7, 9):
+        listing.parse(f"{pid} 1700000000.000001 clone3({{flags=CLONE_THREAD}} <unfinished ...>")
+    early = [listing.parse(f"{tid} 1700000000.000003 gettid() = {tid} <0.000001>").row for tid in (8, 10)]
+    for pid, tid in ((9, 10), (7, 8)):
+        listing.parse(f"{pid} 1700000000.000005 <... clone3 resumed>, 88) = {tid} <0.000040>")
+    assert [(row["pid"], row["tid"]) for row in early if row is not None] == [(7, 8), (9, 10)]
+
+
+def test_number_of_an_ended_process_may_be_another_process_later() -> None:
+    listing = Strace()
+    listing.parse('8 1700000000.000001 open("/d/a", O_RDONLY) = 3 <0.000001>')
+    assert listing.parse("8 1700000000.000002 +++ exited with 0 +++").fate is LineFate.METADATA
+    row = listing.parse("8 1700000000.000003 fsync(3) = 0 <0.000001>").row
+    assert row is not None
+    assert row["path"] is None
+
+
+def test_lines_without_a_number_belong_to_the_files_thread() -> None:
+    listing = Strace(Task(tid=12, pid=10))
+    row = listing.parse("1700000000.000001 fsync(3</d/a>) = 0 <0.000001>").row
+    assert row is not None
+    assert (row["pid"], row["tid"]) == (10, 12)
+
+
+def test_what_strace_says_about_itself_is_no_damage() -> None:
+    assert Strace().parse("strace: Process 4102 attached").fate is LineFate.METADATA
