@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tests.support.command_line import CommandResult, run_command
 from tests.support.run_events import RankScript
 
+from penstock.cluster.gates.gate_model import Gate, GateFinding, GateVerdict, Preflight
 from penstock.results.active_run import ActiveRun
+from penstock.results.io_reconciliation import IoReconciliation, ReconciliationVerdict
 from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.provenance import read_host
 from penstock.results.run_record import RunRequest
@@ -27,7 +31,13 @@ def penstock(*words: str) -> CommandResult:
     return run_command("results", *words, COLUMNS="80")
 
 
-def finished_run(parent: Path, *settings: str, wait: float = 0.5) -> str:
+def finished_run(
+    parent: Path,
+    *settings: str,
+    wait: float = 0.5,
+    deliveries: Sequence[IoReconciliation] = (),
+    preflight: Preflight | None = None,
+) -> str:
     workload = load("unet3d_h100", overrides=parse_settings(settings)).workload
     script = RankScript()
     script.epoch()
@@ -36,10 +46,11 @@ def finished_run(parent: Path, *settings: str, wait: float = 0.5) -> str:
     script.end_block()
     script.end_epoch()
     request = RunRequest(
-        workload=workload, ranks=1, hosts=[read_host("n")], command=["x"], remarks=["A remark."]
-    )
+        workload=workload, ranks=1, hosts=[read_host("n")], command=["x"], remarks=["A remark."],
+        preflight=preflight,
+    )  # fmt: skip
     with ActiveRun.start(parent, request) as run:
-        run.finish(train=compute_phase_figures([script.events()], workload))
+        run.finish(train=compute_phase_figures([script.events()], workload), deliveries=deliveries)
     return run.folder.name
 
 
@@ -100,6 +111,190 @@ def test_one_run_is_shown_with_epochs_times_and_verdict(tmp_path: Path) -> None:
     document = json.loads(penstock("show", str(tmp_path / name), "--json").stdout)
     assert document["train"]["times"]["over_ranks"]["wait"]["p50_s"] == pytest.approx(0.5)
     assert document["settings"]["dataset.format"] == "npz"
+
+
+def steady(text: str, parent: Path, *names: str) -> list[str]:
+    """The lines of a printout without what differs from run to run: directories, ids and dates."""
+    text = text.replace(str(parent), "PARENT")
+    for number, name in enumerate(names, start=1):
+        text = text.replace(name, f"RUN{number}")
+    text = re.sub(r"\d{4}-\d\d-\d\d[T ][\d:.+]*\d", "DATE", text)
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+DELIVERY = IoReconciliation(
+    direction="read", application_bytes=2 << 30, delivered_bytes=1 << 30, by={"n nvme0": 1 << 30},
+    verdict=ReconciliationVerdict.FAIL, why="half came from memory",
+)  # fmt: skip
+PREFLIGHT = Preflight(
+    is_strict=False,
+    cluster="unknown",
+    findings=(
+        GateFinding(gate=Gate.CLUSTER, verdict=GateVerdict.FAIL, found="Two kernels."),
+        GateFinding(gate=Gate.CLOCK, verdict=GateVerdict.SKIPPED, found="Not asked."),
+        GateFinding(gate=Gate.SPACE, verdict=GateVerdict.PASS, found="Enough."),
+    ),
+)
+
+
+TRAINING_SHOWN = [
+    "RUN1",
+    "  workload                    unet3d_h100",
+    "  started                     DATE",
+    "  ranks                       1",
+    "  outcome                     finished",
+    "  AU as DLIO                  49.34",
+    "  AU strict                   50.00",
+    "  samples/s as DLIO           6.9",
+    "  samples/s over all time     6.9",
+    "  I/O as DLIO, nominal MiB/s  965.8",
+    "  bytes really read           3.82 GiB, 969 MiB/s",
+    "  folder                      PARENT/RUN1",
+    "Epochs",
+    " epoch    AU %   strict %   samples/s   samples       read     took",
+    " ──────────────────────────────────────────────────────────────────",
+    "     1   49.34      50.00         6.9        28   3.82 GiB   4.04 s",
+    "Times over all ranks",
+    " a step        p50       p90       p99       max   fastest rank   slowest rank",
+    " ─────────────────────────────────────────────────────────────────────────────",
+    " wait       500 ms    500 ms    500 ms    500 ms     500 ms (0)     500 ms (0)",
+    " read       500 ms    500 ms    500 ms    500 ms     500 ms (0)     500 ms (0)",
+    " decode    10.0 ms   10.0 ms   10.0 ms   10.0 ms    10.0 ms (0)    10.0 ms (0)",
+    " compute    500 ms    500 ms    500 ms    500 ms     500 ms (0)     500 ms (0)",
+    " barrier   10.0 ms   10.0 ms   10.0 ms   10.0 ms    10.0 ms (0)    10.0 ms (0)",
+    "Bottleneck: storage",
+    (
+        "  Of the accelerators' time 49.5% was computation (90% is required), 49.5% waiting for samples, "
+        "0.0% waiting for ranks whose samples came later, 1.0% other barriers, 0.0% between steps."
+    ),
+    "  Loaders spent 1.50 s reading and 30.0 ms decoding.",
+    "  devices, read               1 GiB for 2 GiB of the application, by n nvme0",
+    "                              FLAGGED: half came from memory",
+    "  gates closed                cluster (fail)",
+    "  gates skipped               clock",
+]
+TRAINING_LISTED = [
+    "RUN1  finished",
+    "  unet3d_h100, ranks 1, DATE, AU 49.34 % (strict 50.00 %), 6.9 samples/s",
+]
+CHECKPOINTS_SHOWN = [
+    "RUN1",
+    "  model                       llama3-8b",
+    "  one checkpoint              1 GiB",
+    "  at                          file:///ckpt",
+    "  started                     DATE",
+    "  ranks                       2",
+    "  outcome                     finished",
+    "  verified                    all right",
+    "  gap before reads            2.50 s",
+    "  folder                      PARENT/RUN1",
+    "Checkpoints",
+    "                                                  mean of",
+    "         checkpoin…   bytes     took   GiB/s         each      p99   held up by",
+    " ──────────────────────────────────────────────────────────────────────────────",
+    " write            2   2 GiB   500 ms    4.00         4.25   3.0 ms   storage",
+    " read             1   2 GiB   500 ms       -            -   3.0 ms   page cache",
+]
+WRONG_BYTES_SHOWN = [
+    "RUN1",
+    "  model                       llama3-8b",
+    "  one checkpoint              1 GiB",
+    "  at                          file:///ckpt",
+    "  started                     DATE",
+    "  ranks                       2",
+    "  outcome                     finished",
+    "  verified                    WRONG BYTES: see checkpoints.json",
+    "  gap before reads            -",
+    "  folder                      PARENT/RUN1",
+    "Checkpoints",
+    "                                                  mean of",
+    "         checkpoin…   bytes     took   GiB/s         each      p99   held up by",
+    " ──────────────────────────────────────────────────────────────────────────────",
+    " write            2   2 GiB   500 ms    4.00         4.25   3.0 ms   storage",
+]
+CHECKPOINTS_LISTED = {
+    True: "  unet3d_h100, ranks 2, DATE, checkpoints written with 4.00 GiB/s, read with - GiB/s",
+    False: "  unet3d_h100, ranks 2, DATE, checkpoints written with 4.00 GiB/s, read with - GiB/s",
+}
+COMPARED = [
+    "1: RUN1 (unet3d_h100, finished), PARENT/RUN1",
+    "2: RUN2 (unet3d_h100, finished), PARENT/RUN2",
+    "Not comparable: these runs differ in their request or their outcome.",
+    "Requested differently",
+    " key                 1   2",
+    " ─────────────────────────",
+    " reader.batch_size   7   9",
+    "Set differently",
+    " key                   1    2",
+    " ────────────────────────────",
+    " reader.read_threads   4   16",
+    "Figures",
+    " figure                                1                           2",
+    " ───────────────────────────────────────────────────────────────────",
+    " au_compat_percent                 49.34              65.50 (+32.8%)",
+    " au_strict_percent                 50.00              66.67 (+33.3%)",
+    " samples_per_s_compat               6.91              11.79 (+70.7%)",
+    " samples_per_s_strict               6.93               9.21 (+32.9%)",
+    " io_compat_mib_per_s              965.79           1,648.41 (+70.7%)",
+    " read_bytes             4,104,817,584.00    4,104,817,584.00 (+0.0%)",
+    " read_bytes_per_s       1,016,043,956.44   1,350,268,942.11 (+32.9%)",
+    " write_gib_per_s                       -                           -",
+    " read_gib_per_s                        -                           -",
+]
+
+
+def test_a_training_run_is_printed_with_figures_devices_and_gates(tmp_path: Path) -> None:
+    name = finished_run(tmp_path, deliveries=[DELIVERY], preflight=PREFLIGHT)
+    shown = penstock("show", name, "--results", str(tmp_path))
+    assert steady(shown.stdout, tmp_path, name) == TRAINING_SHOWN
+    listed = penstock("ls", str(tmp_path))
+    assert steady(listed.stdout, tmp_path, name) == TRAINING_LISTED
+    document = penstock("show", name, "--results", str(tmp_path), "--json").document
+    assert [delivery["why"] for delivery in document["deliveries"]] == ["half came from memory"]
+    assert [finding["gate"] for finding in document["preflight"]["findings"]] == ["cluster", "clock", "space"]
+    assert (document["checkpoint"], document["activity"]) == (None, [])
+
+
+WRITES = {
+    "checkpoints": 2, "bytes": 2 << 30, "duration_s": 0.5, "gib_per_s": 4.0, "mean_gib_per_s": 4.25,
+    "p99_ms": 3.0, "bottleneck": "storage",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_checkpoint_run_is_printed_with_its_directions(tmp_path: Path, is_whole: bool) -> None:  # noqa: FBT001 - a case
+    request = RunRequest(workload=load("unet3d_h100").workload, ranks=2, hosts=[], command=["x"])
+    with ActiveRun.start(tmp_path, request) as run:
+        run.finish()
+    reads = {
+        **WRITES,
+        "checkpoints": 1,
+        "gib_per_s": None,
+        "mean_gib_per_s": None,
+        "bottleneck": "page cache",
+    }
+    figures = {
+        "format": 1, "model": "llama3-8b", "target": "file:///ckpt", "checkpoint_bytes": 1 << 30,
+        "write": WRITES, "read": reads if is_whole else None, "bottleneck": "storage",
+        "is_right": is_whole, "gap_s": 2.5 if is_whole else None,
+    }  # fmt: skip
+    (run.folder / "checkpoints.json").write_text(json.dumps(figures))
+    name = run.folder.name
+    shown = steady(penstock("show", name, "--results", str(tmp_path)).stdout, tmp_path, name)
+    listed = steady(penstock("ls", str(tmp_path)).stdout, tmp_path, name)
+    assert (shown, listed[1:]) == (
+        CHECKPOINTS_SHOWN if is_whole else WRONG_BYTES_SHOWN,
+        [CHECKPOINTS_LISTED[is_whole]],
+    )
+    document = penstock("show", name, "--results", str(tmp_path), "--json").document
+    assert (document["bottleneck"], document["checkpoint"]["is_right"]) == ("storage", is_whole)
+
+
+def test_runs_that_differ_in_their_request_are_printed_with_what_differs(tmp_path: Path) -> None:
+    first = finished_run(tmp_path)
+    second = finished_run(tmp_path, "reader.batch_size=9", "reader.read_threads=16", wait=0.25)
+    compared = penstock("compare", first, second, "--results", str(tmp_path))
+    assert steady(compared.stdout, tmp_path, first, second) == COMPARED
 
 
 def test_killed_run_is_interrupted_and_shows_its_complete_blocks(tmp_path: Path) -> None:

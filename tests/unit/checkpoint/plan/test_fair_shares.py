@@ -68,6 +68,21 @@ def test_a_cut_near_an_end_of_a_region_moves_there(lengths: tuple[int, int], row
     assert loads.tolist() == [length * row_bytes for length in lengths]
 
 
+def test_a_region_that_is_not_cut_goes_to_the_side_that_its_middle_is_on() -> None:
+    facts = tuple(TensorFacts(f"w{length}", "int8", (length,), 1) for length in (6, 10, 4))
+    plan = plan_save(
+        [Holdings(tensors=facts, regions=whole_regions(facts))] * 2, SaveOptions(min_cut_bytes=6)
+    )
+    assert np.bincount(plan.rank, weights=plan.regions.num_elements).tolist() == [6, 14]
+
+
+def test_groups_of_replicas_share_each_their_own() -> None:
+    facts = tuple(TensorFacts(name, "int8", (8,), 1) for name in ("left", "right"))
+    job = [Holdings(tensors=(own,), regions=whole_regions([own])) for own in facts for _ in range(2)]
+    plan = plan_save(job, SaveOptions(min_cut_bytes=1))
+    assert np.bincount(plan.rank, weights=plan.regions.num_elements).tolist() == [4, 4, 4, 4]
+
+
 def test_an_empty_tensor_is_written_by_a_rank_that_holds_it_though_a_cut_of_others_is_beside_it() -> None:
     empty, shared, alone = (
         TensorFacts(name, "int8", (length,), 1)

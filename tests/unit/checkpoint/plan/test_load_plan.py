@@ -117,6 +117,8 @@ def test_reads_are_contiguous_in_their_items_and_hold_what_is_passed_on(
             shifted = Regions(plan.regions.tensor, plan.regions.offsets - corner, plan.regions.sizes)
             inside = places[region(shifted, row, len(facts.shape))].reshape(-1)
             assert inside.tolist() == list(range(int(start[row]), int(start[row]) + len(inside)))
+        for transfers in (plan.local, plan.sends, plan.receives):
+            assert (transfers.regions.sizes > 0).all(), "nothing empty is passed on"
         for transfers in (plan.local, plan.sends):
             read = plan.regions.take(transfers.read)
             assert (transfers.regions.offsets >= read.offsets).all()

@@ -124,6 +124,16 @@ def test_the_fullest_file_of_a_rank_is_nearly_as_small_as_can_be() -> None:
     assert plan.num_bytes == 24
 
 
+def test_an_empty_tensor_counts_as_a_byte_of_its_file() -> None:
+    tensors = tuple(
+        TensorFacts(f"w{number}", "int8", (size,), 1) for number, size in enumerate([3, 0, 0, 0, 0])
+    )
+    (plan,) = plan_rank_files(
+        plan_save([Holdings(tensors=tensors, regions=whole_regions(tensors))], FINE), [[]], FINE
+    )
+    assert [bucket.regions.tensor.tolist() for bucket in plan.buckets] == [[0, 4], [1, 2, 3]]
+
+
 def test_a_rank_with_nothing_to_write_has_no_file() -> None:
     facts = TensorFacts("bias", "float32", (8,), 4)
     shared = plan_save(held_by_all(facts, 2), SaveOptions())
