@@ -33,8 +33,8 @@ from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES
 from penstock.bench.page_cache_eviction import evict_data_set
 from penstock.bench.training.harness_limit import EventsInMemory, ZeroCostStorage, measure_harness_limit
-from penstock.bench.training.training_loop import TrainingLoop, make_phase_works
-from penstock.bench.training.training_run import PreparedTraining, prepare_training
+from penstock.bench.training.training_loop import PreparedTraining, TrainingLoop, make_phase_works
+from penstock.bench.training.training_run import prepare_training
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe, write_manifest

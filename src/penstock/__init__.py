@@ -1,7 +1,7 @@
 """Penstock measures, explains and speeds up the path between storage and accelerators.
 
-Nothing is imported here: each room (`penstock.storage`, `penstock.cluster`, ...) is imported by name,
-so that a program pays only for what it uses.
+Nothing is imported here: a program imports the packages that it uses by name (`penstock.storage`,
+`penstock.cluster`, ...), and pays for no others.
 """
 
 __version__ = "0.1.0"

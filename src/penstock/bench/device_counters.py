@@ -54,6 +54,7 @@ class DeviceObserver:
             wall_ns=time.time_ns(),
             monotonic_ns=time.monotonic_ns(),
         )
+        # Entered first, left last: the sampler writes a last sample when it stops.
         spool = self._resources.enter_context(CounterSpool(run_folder, host))
         self._sampler = self._resources.enter_context(
             host_counters.CounterSampler(lambda: host_counters.read_sample(hardware, root), spool.append)

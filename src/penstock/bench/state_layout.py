@@ -156,10 +156,6 @@ class Mesh:
         """Places among the ranks that divide each tensor."""
         return ranks % self.tensor
 
-    def stage_of(self, ranks: Numbers) -> Numbers:
-        """Places in the pipeline."""
-        return ranks // self.tensor % self.pipeline
-
     def replica_of(self, ranks: Numbers) -> Numbers:
         """Which copy of the model ranks belong to."""
         return ranks // self.model_parallel
@@ -267,20 +263,20 @@ def layer_tensors(dims: Transformer) -> tuple[int, ...]:
 
 def _choose_mesh(request: LayoutRequest) -> tuple[Mesh, int, int]:
     """The mesh, how many processes there are, and how many ranks of the mesh they carry."""
-    spec, own_ranks = request.model.workload.model, request.model.num_ranks
+    spec, model_ranks = request.model.workload.model, request.model.num_ranks
     split = spec.parallelism
     model_parallel = split.tensor * split.pipeline
     if request.model.files:
-        return _fold(Mesh(data=own_ranks or request.num_processes or 1), request)
-    own_replicas = split.data or max(1, (own_ranks or model_parallel) // model_parallel)
-    num_processes = request.num_processes or own_ranks or model_parallel * own_replicas
+        return _fold(Mesh(data=model_ranks or request.num_processes or 1), request)
+    model_replicas = split.data or max(1, (model_ranks or model_parallel) // model_parallel)
+    num_processes = request.num_processes or model_ranks or model_parallel * model_replicas
     # More or fewer replicas leave a transformer's total as it is; other models may name their ranks.
-    follows_processes = spec.transformer is not None or own_ranks is None
+    follows_processes = spec.transformer is not None or model_ranks is None
     is_subset = request.mode is CheckpointMode.SUBSET
     if not is_subset and follows_processes and num_processes % model_parallel == 0:
         mesh = Mesh(tensor=split.tensor, pipeline=split.pipeline, data=num_processes // model_parallel)
         return mesh, num_processes, num_processes
-    return _fold(Mesh(tensor=split.tensor, pipeline=split.pipeline, data=own_replicas), request)
+    return _fold(Mesh(tensor=split.tensor, pipeline=split.pipeline, data=model_replicas), request)
 
 
 def _fold(mesh: Mesh, request: LayoutRequest) -> tuple[Mesh, int, int]:
@@ -345,8 +341,8 @@ def _model_file(tensors: tuple[int, ...], *, mesh: Mesh, zero_stage: int, width:
         ranks = np.arange(mesh.model_parallel, dtype=np.int64)
         return FileGroup(name=_WHOLE, ranks=ranks, size_bytes=width * _divided(tensors, mesh, ranks))
     ranks = np.arange(mesh.num_ranks, dtype=np.int64)
-    own = even_share(_divided(tensors, mesh, ranks), mesh.data, mesh.replica_of(ranks))
-    return FileGroup(name=_SHARDED, ranks=ranks, size_bytes=width * own)
+    elements = even_share(_divided(tensors, mesh, ranks), mesh.data, mesh.replica_of(ranks))
+    return FileGroup(name=_SHARDED, ranks=ranks, size_bytes=width * elements)
 
 
 def _divided(tensors: tuple[int, ...], mesh: Mesh, ranks: Numbers) -> Numbers:
@@ -360,8 +356,8 @@ def _divided(tensors: tuple[int, ...], mesh: Mesh, ranks: Numbers) -> Numbers:
         ),
         start=np.zeros(mesh.tensor, dtype=np.int64),
     )
-    own: Numbers = by_place[mesh.tensor_of(ranks)]
-    return own
+    elements: Numbers = by_place[mesh.tensor_of(ranks)]
+    return elements
 
 
 def _optimizer(num_parameters: int, spec: Model, mesh: Mesh) -> FileGroup:

@@ -1,7 +1,7 @@
 """Records what each step of a rank did without disturbing it: preallocated rows, written out between steps.
 
-The timed loop calls `add_*`; `results.tables` collects the spools. A run that is killed loses at most the
-last seconds; one that fails or is interrupted loses nothing.
+The timed loop calls `add_*`; `results.event_files` collects the spools. A run that is killed loses at most
+the last seconds; one that fails or is interrupted loses nothing.
 """
 
 from __future__ import annotations

@@ -184,12 +184,13 @@ def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
 
 def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
     """Take `--debug` out of the words before a `--`: people append it to the command that has just failed."""
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    rest = arguments[len(own) :]
-    return [word for word in own if word != "--debug"] + rest, "--debug" in own
+    ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    rest = arguments[len(ours) :]
+    return [word for word in ours if word != "--debug"] + rest, "--debug" in ours
 
 
 def _explain_error(error: Exception, *, traceback: bool) -> int:
+    # A library of an extra that is not installed is the user's to install, not a defect.
     if isinstance(error, ModuleNotFoundError):
         error = missing_library(error) or error
     if isinstance(error, click.ClickException):

@@ -216,6 +216,7 @@ def drop(options: _DropOptions, terminal: Terminal) -> None:
         caches, None if options.drops_all else list(options.steps), options.durable
     )
     if not options.force and not options.is_dry:
+        # All steps are checked before the first is dropped.
         cache_tools.require_durable(steps)
     if not options.is_dry:
         cache_tools.drop(caches, [entry.step for entry in steps])

@@ -194,6 +194,7 @@ def _inspect(
     request: CheckpointRequest, options: CheckpointRunOptions, *, comm: Comm, terminal: Terminal
 ) -> CheckpointRequest:
     num_writes = request.model.workload.checkpoint.num_checkpoints_write
+    # What gates read and write is not part of the run, so it stays out of its trace.
     environment = untraced(request.environment)
     preflight = PreflightRequest(
         environment=request.environment,

@@ -242,6 +242,7 @@ class _Stages:
                 recipe, self.storage, comm=self.comm, threads=self._write_threads, progress=progress
             )
         if self.workload.storage.storage_type is StorageKind.S3:
+            # As DLIO does, for services whose listings show new objects late.
             time.sleep(self.workload.storage.post_generation_settle_s)
         self._log(f"Generation done: {report.written_files} files written, {report.kept_files} existed")
 

@@ -1,6 +1,6 @@
 """The arguments of mlpstorage's command lines, v2 and v3, parsed by a table of its options.
 
-Place in the flow: words -> `MlpstorageCommand` -> `mlpstorage_translation`. Pure. Invariant: an unknown word
+Place in the flow: words -> `MlpstorageCommand` -> `mlpstorage`. Pure. Invariant: an unknown word
 is an error that suggests the nearest; nothing is ignored in silence.
 """
 

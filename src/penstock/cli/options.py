@@ -159,6 +159,7 @@ def fill(options: type[O], values: Mapping[str, Any], prefix: str = "") -> O:
         declared, name = field.metadata.get(_KEY), f"{prefix}{field.name}"
         if isinstance(declared, _Nested):
             filled[field.name] = fill(declared.options, values, f"{name}{_NESTED}")
+        # Whatever its default is, click passes None or () for an option that is left out.
         elif values.get(name) not in (None, ()):
             filled[field.name] = values[name]
     return options(**filled)

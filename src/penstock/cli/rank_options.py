@@ -96,10 +96,12 @@ def _launch(ranks: RankOptions, environment: env.Environment) -> int:
         env_names=ranks.env_names,
     )
     variables = dict(environment)
+    # Ranks have no terminal: rank 0 draws its progress on that of this process.
     if (columns := progress_columns()) is not None:
         variables[env.PROGRESS_COLUMNS] = columns
     if ranks.trace is not None:
         variables[env.TRACE] = str(Path(ranks.trace).absolute())
+    # By this interpreter: the PATH of another host may find another Penstock, or none.
     program = [sys.executable, "-m", "penstock", *command_line()[1:]]
     return launch_job(launcher_command.plan_launch(request, program, variables))
 

@@ -163,6 +163,7 @@ def _sized_workload(
         host_memory_bytes=[host.memory_bytes for host in hosts],
     )
     required_size = dataset_size.size_dataset(request)
+    # A number that the user gives is checked, and never replaced.
     is_given = any(override.path == ("dataset", "num_files_train") for override in overrides)
     num_files = workload.dataset.num_files_train if is_given else _choose_num_files(series, required_size)
     _require_enough(required_size, num_files)

@@ -102,7 +102,10 @@ def describe(options: _DescribeOptions, terminal: Terminal) -> int:
             "file": str(path),
             "is_new": is_new,
             "drift": list(differences),
-            "problems": [{"path": each.path, "line": each.line, "text": each.text} for each in violations],
+            "problems": [
+                {"path": violation.path, "line": violation.line, "text": violation.text}
+                for violation in violations
+            ],
         },
         _view_description(path, differences, violations, is_new=is_new),
     )

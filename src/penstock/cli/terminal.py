@@ -49,6 +49,7 @@ class TextTable:
         )
         for column in self.rows[0]:
             texts = [row[column] for row in self.rows]
+            # A column is aligned as a whole: dashes for unknown values stand among its numbers.
             is_numeric = all(text[:1].isdecimal() or text in ("", "-") for text in texts)
             grid.add_column(column, justify="right" if is_numeric else "left")
         for row in self.rows:

@@ -60,6 +60,7 @@ def for_each_file(
         try:
             for index in range(rank, len(files), num_ranks):
                 in_progress.append(pool.submit(work_on, index))
+                # Results come in order: twice as many files as threads keep those busy behind a slow one.
                 if len(in_progress) > 2 * threads:
                     yield in_progress.popleft().result()
             while in_progress:
@@ -77,6 +78,7 @@ def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> i
     def remove_one(plan: FilePlan) -> int:
         return max((_delete(storage, part.key(plan.name)) for part in plan.parts), default=0)
 
+    # The manifest goes first: files must never be missing from a data set that claims to be whole.
     if comm.rank == 0:
         _delete(storage, KEY)
     comm.barrier(awaiting="rank 0 to withdraw the manifest")

@@ -133,6 +133,7 @@ def read_manifest(storage: Storage) -> dict[str, Any] | None:
     try:
         document: dict[str, Any] = json.loads(text)
         version = document["manifest_version"]
+        # Looked up for the KeyError alone: callers rely on it.
         document["recipe"]["dataset"]
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(

@@ -154,6 +154,7 @@ def list_in_parallel(
                     if future.done():
                         future.result()
         finally:
+            # Lets threads leave that wait for room in the queue; the others never start.
             stopped.set()
             for future in waiting:
                 future.cancel()

@@ -71,7 +71,7 @@ def _checksum(index: int, end: int, size_bytes: int, name: bytes) -> int:
 
 
 class Listing:
-    """A `Namespace` that knows sizes. Any thread may ask; in another process it opens its file again.
+    """`FileNames` that know sizes. Any thread may ask; in another process it opens its file again.
 
     Raises `StorageError` when opened on anything but a whole listing, `ShortTransfer` if it was cut.
     """

@@ -80,6 +80,7 @@ def generate(
     total_files = comm.reduce(written_files, "sum", awaiting="all ranks to write their files")
     total_bytes = comm.reduce(written_bytes, "sum", awaiting="the bytes of all ranks")
     elapsed_s = comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time")
+    # Every rank took part in the reductions above, so all files are written.
     if comm.rank == 0:
         write_manifest(storage, recipe, complete=True)
     return GenerationResult(
@@ -93,6 +94,7 @@ def generate(
 
 def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:
     is_resumed = claim_folder(storage, recipe)
+    # A resumed data set occupies part of its space already; how much is not known yet.
     if not is_resumed:
         volumes.require_free_space(
             capabilities.find_local_root(storage),

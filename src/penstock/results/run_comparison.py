@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.errors import PenstockError
 from penstock.results.checkpoint_figures import CheckpointFigures, read_checkpoint_figures
 from penstock.results.dlio.dlio_result import read_dlio_result
 from penstock.results.phase_figures import PhaseFigures
-from penstock.results.run_folder import RUN_FILE, run_folders
+from penstock.results.run_folder import RUN_FILE
 from penstock.results.run_record import RunRecord, read_record
 from penstock.workload.layered_settings import dotted, flatten
 
@@ -90,18 +89,6 @@ _FIGURES: Final = (
     "au_compat_percent", "au_strict_percent", "samples_per_s_compat", "samples_per_s_strict",
     "io_compat_mib_per_s", "read_bytes", "read_bytes_per_s", "write_gib_per_s", "read_gib_per_s",
 )  # fmt: skip
-
-
-def find_runs(parent: Path) -> tuple[list[RunSummary], list[str]]:
-    """All runs below `parent`, newest first, and a sentence for each folder that cannot be read."""
-    runs: list[RunSummary] = []
-    complaints: list[str] = []
-    for folder in run_folders(parent):
-        try:
-            runs.append(summarize_run(folder))
-        except PenstockError as error:
-            complaints.append(str(error))
-    return sorted(runs, key=lambda run: (run.started or "", run.id), reverse=True), complaints
 
 
 def summarize_run(folder: Path) -> RunSummary:

@@ -8,7 +8,7 @@
         cluster.json                   what the hosts were, where that was collected
         summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
 
-    PARENT/.penstock/                  the history of all runs below PARENT, and the trash (`history`)
+    PARENT/.penstock/                  the history of all runs below PARENT, and the trash (`history_file`)
 
 Invariant: a run's folder is created by one process, under a name of its own.
 """

@@ -122,13 +122,13 @@ class RankEvents:
 
     def blocks(self, phase: StepPhase, epoch: int) -> list[StepBlock]:
         """The completed blocks of an epoch; steps of an interrupted block are in none."""
-        own = self.steps[(self.steps["phase"] == phase) & (self.steps["epoch"] == epoch)]
+        steps = self.steps[(self.steps["phase"] == phase) & (self.steps["epoch"] == epoch)]
         return [
             StepBlock(
                 number=int(span["block"]),
                 start_ns=int(span["start_ns"]),
                 end_ns=int(span["end_ns"]),
-                steps=own[own["block"] == span["block"]],
+                steps=steps[steps["block"] == span["block"]],
             )
             for span in self._spans(SpanKind.BLOCK)
             if span["phase"] == phase and span["epoch"] == epoch

@@ -51,7 +51,7 @@ def forecast_accelerators(workload: Workload, bandwidth_bytes_per_s: Fraction) -
     def au(num: int) -> Fraction:
         return computation_s / max(computation_s, num * step_bytes / bandwidth_bytes_per_s)
 
-    found = AcceleratorForecast(
+    forecast = AcceleratorForecast(
         num_accelerators=num_accelerators,
         au=au(max(num_accelerators, 1)),
         au_with_one_more=au(num_accelerators + 1),
@@ -62,7 +62,7 @@ def forecast_accelerators(workload: Workload, bandwidth_bytes_per_s: Fraction) -
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         proof=(),
     )
-    return replace(found, proof=tuple(_proof(workload, found, exactly)))
+    return replace(forecast, proof=tuple(_proof(workload, forecast, exactly)))
 
 
 def _check(computation_s: Fraction, threshold: Fraction, bandwidth_bytes_per_s: Fraction) -> None:
@@ -74,22 +74,22 @@ def _check(computation_s: Fraction, threshold: Fraction, bandwidth_bytes_per_s: 
         raise UsageError("With a threshold of 0 any number passes", fix="Set metric.au.")
 
 
-def _proof(workload: Workload, found: AcceleratorForecast, exactly: Fraction) -> Iterator[str]:
-    step, computation = f"{bytes_text(found.step_read_bytes)} B", f"{float(found.computation_s):g} s"
-    bandwidth = format_rate(float(found.bandwidth_bytes_per_s))
-    each = format_rate(float(found.bytes_per_accelerator_per_s))
+def _proof(workload: Workload, forecast: AcceleratorForecast, exactly: Fraction) -> Iterator[str]:
+    step, computation = f"{bytes_text(forecast.step_read_bytes)} B", f"{float(forecast.computation_s):g} s"
+    bandwidth = format_rate(float(forecast.bandwidth_bytes_per_s))
+    rate = format_rate(float(forecast.bytes_per_accelerator_per_s))
     yield f"model: {MODEL}"
     yield f"a step reads {_step_text(workload)} = {step}"
-    yield f"an accelerator that never waits: {step} / {computation} = {each}"
+    yield f"an accelerator that never waits: {step} / {computation} = {rate}"
     yield (
-        f"{bandwidth} x {computation} / ({float(found.threshold):g} x {step}) = "
-        f"{quotient_text(exactly)} -> {_accelerators(found.num_accelerators)}"
+        f"{bandwidth} x {computation} / ({float(forecast.threshold):g} x {step}) = "
+        f"{quotient_text(exactly)} -> {_accelerators(forecast.num_accelerators)}"
     )
-    if found.num_accelerators:
-        met = f"{_percent(found.au)} % >= {_percent(found.threshold)} %"
-        yield f"{_accelerators(found.num_accelerators)}: utilization {met}"
-    missed = f"{_percent(found.au_with_one_more)} % < {_percent(found.threshold)} %"
-    yield f"{_accelerators(found.num_accelerators + 1)}: utilization {missed}"
+    if forecast.num_accelerators:
+        met = f"{_percent(forecast.au)} % >= {_percent(forecast.threshold)} %"
+        yield f"{_accelerators(forecast.num_accelerators)}: utilization {met}"
+    missed = f"{_percent(forecast.au_with_one_more)} % < {_percent(forecast.threshold)} %"
+    yield f"{_accelerators(forecast.num_accelerators + 1)}: utilization {missed}"
 
 
 def _accelerators(num: int) -> str:

@@ -131,7 +131,7 @@ def size_dataset(request: DatasetSizingRequest) -> DatasetSizing:
     min_samples = max(by_steps, by_memory)
     min_files = -(-min_samples // request.num_samples_per_file)
     num_samples = min_files * request.num_samples_per_file
-    each = _rate(request)
+    rate = _rate(request)
     return DatasetSizing(
         request=request,
         min_samples_by_steps=by_steps,
@@ -140,8 +140,8 @@ def size_dataset(request: DatasetSizingRequest) -> DatasetSizing:
         min_files=min_files,
         dataset_bytes=math.ceil(num_samples * request.record_bytes),
         num_subfolders=_num_subfolders(min_files),
-        bytes_per_accelerator_per_s=each,
-        bytes_per_s=each * request.num_accelerators if each is not None else None,
+        bytes_per_accelerator_per_s=rate,
+        bytes_per_s=rate * request.num_accelerators if rate is not None else None,
         proof=tuple(_proof(request, by_steps, by_memory_exactly, min_samples)),
     )
 

@@ -233,9 +233,9 @@ def _only(family: WorkloadFamily) -> str:
 
 def _shared_origin(family: WorkloadFamily) -> _Origin:
     otherwise = [
-        f"{accelerator} sets {', '.join(sorted(own['dataset']))}"
-        for accelerator, own in family.variants.items()
-        if "dataset" in own
+        f"{accelerator} sets {', '.join(sorted(changes['dataset']))}"
+        for accelerator, changes in family.variants.items()
+        if "dataset" in changes
     ]
     note = (
         Remark("dataset", f"values shared by all accelerators; {'; '.join(otherwise)} differently")

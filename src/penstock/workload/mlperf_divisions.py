@@ -93,24 +93,24 @@ def find_breaches(
     """What a division forbids of these changed keys, of a workload of the family `workload`."""
     allowed = _ALLOWED[division] | PLACE_KEYS
     rule = RULES[division]
-    found = []
+    breaches = []
     for key in dict.fromkeys(dotted(canonical_path(path)) for path in changed):
         if key not in allowed:
-            found.append(
+            breaches.append(
                 Breach(rule=rule, key=key, why=f"must stay as it is in the {division.value} division")
             )
         elif key == "reader.odirect" and workload not in ODIRECT_WORKLOADS:
-            found.append(Breach(rule=rule, key=key, why=f"is for {', '.join(ODIRECT_WORKLOADS)} alone"))
-    return tuple(found)
+            breaches.append(Breach(rule=rule, key=key, why=f"is for {', '.join(ODIRECT_WORKLOADS)} alone"))
+    return tuple(breaches)
 
 
 def require_allowed(division: SubmissionDivision, changed: Iterable[KeyPath], *, workload: str) -> None:
     """`UsageError` that names every forbidden key with its rule."""
-    found = find_breaches(division, changed, workload=workload)
-    if found:
+    breaches = find_breaches(division, changed, workload=workload)
+    if breaches:
         free = ", ".join(sorted(_ALLOWED[division]))
         raise UsageError(
-            "; ".join(map(str, found)),
+            "; ".join(map(str, breaches)),
             where=f"--{division.value}",
             fix=f"Leave these out, or run without --{division.value}. Free to choose are: {free}.",
         )

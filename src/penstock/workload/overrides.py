@@ -137,11 +137,6 @@ def format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def format_setting(path: layered_settings.KeyPath, value: Any) -> str:
-    """The text of one `--set`."""
-    return f"{layered_settings.dotted(path)}={format_value(value)}"
-
-
 def _reads_bare(text: str) -> bool:
     plain = text == text.strip() and not set(text) & set("[]{},:'\"\\")
     return bool(text) and plain and isinstance(_primitive(text), str)

@@ -8,8 +8,7 @@ A family's file holds `about`, `workload` (what all accelerators share, in DLIO'
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
-from importlib.resources import files as resource_files
+from importlib import resources
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -35,7 +34,7 @@ class WorkloadFamily:
 @cache
 def families() -> Mapping[str, WorkloadFamily]:
     """All families by name, in order."""
-    folder = files("penstock.workload") / "catalog"
+    folder = resources.files("penstock.workload") / "catalog"
     entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     shipped = (_family(entry.name, entry.read_text()) for entry in entries if entry.name.endswith(".yaml"))
     return {family.name: family for family in shipped}
@@ -85,7 +84,7 @@ class ModelCard(BaseModel):
 @cache
 def cards() -> Mapping[str, ModelCard]:
     """All shipped cards by name, in order."""
-    folder = resource_files("penstock.workload") / "catalog" / "models"
+    folder = resources.files("penstock.workload") / "catalog" / "models"
     entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     found = (
         read_card(
@@ -106,12 +105,12 @@ def shipped_card(name: str) -> ModelCard | None:
 
 def read_card(tree: Mapping[str, Any], *, name: str, source: str) -> ModelCard:
     """A card from a file's content: its own keys apart, the rest being the sections of a workload."""
-    own = {key: tree[key] for key in CARD_KEYS if key in tree}
+    about = {key: tree[key] for key in CARD_KEYS if key in tree}
     sections = {key: value for key, value in tree.items() if key not in CARD_KEYS}
     if set(sections) == {"workload"}:
         sections = sections["workload"]
     try:
-        return ModelCard.model_validate({**own, "name": name, "sections": sections})
+        return ModelCard.model_validate({**about, "name": name, "sections": sections})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))

@@ -179,7 +179,7 @@ def test_a_mesh_counts_tensors_first_then_stages_then_replicas() -> None:
     mesh = Mesh(tensor=2, pipeline=3, data=2)
     ranks = np.arange(mesh.num_ranks)
     assert mesh.tensor_of(ranks).tolist() == [0, 1] * 6
-    assert mesh.stage_of(ranks).tolist() == [0, 0, 1, 1, 2, 2] * 2
+    assert [mesh.ranks_of_stage(stage).tolist() for stage in range(3)] == [[0, 1], [2, 3], [4, 5]]
     assert mesh.replica_of(ranks).tolist() == [0] * 6 + [1] * 6
 
 

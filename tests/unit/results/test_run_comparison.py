@@ -13,13 +13,13 @@ from tests.support.run_events import RankScript, even_run
 from penstock.errors import StorageError
 from penstock.results.active_run import ActiveRun
 from penstock.results.event_files import SpoolWriter, recompute_figures, spool_path
+from penstock.results.history.run_catalog import read_catalog
 from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.provenance import HostFacts
 from penstock.results.run_comparison import (
     VARIABLE_SETTINGS,
     RunSummary,
     compare_runs,
-    find_runs,
     may_vary,
     summarize_run,
 )
@@ -60,10 +60,11 @@ def dlio_run(folder: Path, **changes: object) -> Path:
 def test_runs_are_found_newest_first_with_dlios_among_them(tmp_path: Path) -> None:
     old = dlio_run(tmp_path / "run1")
     first, second = finished_run(tmp_path), finished_run(tmp_path)
-    found, complaints = find_runs(tmp_path)
-    assert [view.id for view in found] == [second.name, first.name, old.name]
-    assert complaints == []
-    assert [view.kind for view in found] == ["penstock", "penstock", "DLIO"]
+    catalog = read_catalog(tmp_path)
+    assert [run.folder for run in catalog.runs] == [second.name, first.name, old.name]
+    assert catalog.complaints == ()
+    kinds = [run.summary.kind for run in catalog.runs if run.summary is not None]
+    assert kinds == ["penstock", "penstock", "DLIO"]
 
 
 def test_unreadable_folder_is_named_and_hides_no_other(tmp_path: Path) -> None:
@@ -74,18 +75,16 @@ def test_unreadable_folder_is_named_and_hides_no_other(tmp_path: Path) -> None:
     dlio_run(tmp_path / "odd").joinpath("summary.json").write_text("[]")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "file").write_text("")
-    found, complaints = find_runs(tmp_path)
-    assert [view.id for view in found] == [good.name]
-    assert [name for name in ("half", "newer", "odd") for text in complaints if name in text] == [
-        "half",
-        "newer",
-        "odd",
-    ]
+    runs = read_catalog(tmp_path).runs
+    assert [run.folder for run in runs if run.outcome != "unreadable"] == [good.name]
+    unreadable = {run.folder: run.why for run in runs if run.outcome == "unreadable"}
+    assert sorted(unreadable) == ["half", "newer", "odd"]
+    assert all(str(tmp_path / name) in why for name, why in unreadable.items())
 
 
 def test_a_runs_own_folder_lists_itself(tmp_path: Path) -> None:
     folder = finished_run(tmp_path)
-    assert [view.id for view in find_runs(folder)[0]] == [folder.name]
+    assert [run.folder for run in read_catalog(folder).runs] == [folder.name]
 
 
 def test_a_view_shows_the_recorded_figures(tmp_path: Path) -> None:
@@ -208,4 +207,4 @@ def test_the_figures_of_a_run_that_was_cut_short_are_those_of_its_complete_epoch
 
 def test_missing_parent_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="Listing the runs"):
-        find_runs(tmp_path / "absent")
+        read_catalog(tmp_path / "absent")

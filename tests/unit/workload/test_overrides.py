@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from penstock.errors import UsageError
 from penstock.workload.overrides import (
-    format_setting,
     format_value,
     parse_dlio_words,
     parse_settings,
@@ -105,7 +104,7 @@ def test_a_formatted_value_is_read_as_itself(value: Any) -> None:
 
 @given(st.lists(KEYS, min_size=1, max_size=4), VALUES)
 def test_a_formatted_setting_and_dlios_word_give_the_same_path_and_value(path: list[str], value: Any) -> None:
-    text = format_setting(tuple(path), value)
+    text = f"{'.'.join(path)}={format_value(value)}"
     (ours,) = parse_settings([text])
     (theirs,) = parse_dlio_words([f"++workload.{text}"]).overrides
     assert (ours.path, ours.value) == (theirs.path, theirs.value) == (tuple(path), value)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from penstock.bench.checkpoint.checkpoint_rounds import EPOCH, CheckpointRound, plan_rounds
+from penstock.bench.checkpoint.checkpoint_result import EPOCH, CheckpointRound
+from penstock.bench.checkpoint.checkpoint_rounds import plan_rounds
 from penstock.bench.state_layout import checkpoint_folder
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import CONTENT_VERSION
@@ -117,7 +118,7 @@ def prepare_folder(
     request: CheckpointRequest, storage: Storage, *, comm: Comm, tell: Callable[[str], None]
 ) -> PreparedRounds:
     """Read the marker, remove what is to be replaced, and plan the rounds; the same on all ranks."""
-    found = _run_on_rank0(comm, lambda: read_marker(storage), awaiting="what is at the target")
+    marker = _run_on_rank0(comm, lambda: read_marker(storage), awaiting="what is at the target")
     section = request.model.workload.checkpoint
     num_writes, num_reads = section.num_checkpoints_write, section.num_checkpoints_read
     if num_writes + num_reads == 0:
@@ -125,29 +126,29 @@ def prepare_folder(
             "Nothing is to be written or read",
             fix="Give --writes or --reads (checkpoint.num_checkpoints_write, num_checkpoints_read).",
         )
-    keeps = not num_writes or (request.resumes and found is not None)
+    keeps = not num_writes or (request.resumes and marker is not None)
     if not keeps:
         rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, kept_steps=())
-        if found is not None:
-            tell(f"Replacing {len(found.steps)} checkpoints at {storage.uri}")
-            remove_steps(storage, found.step_numbers, comm=comm)
+        if marker is not None:
+            tell(f"Replacing {len(marker.steps)} checkpoints at {storage.uri}")
+            remove_steps(storage, marker.step_numbers, comm=comm)
         drawn = secrets.randbits(_SEED_BITS) if request.seed is None else request.seed
         seed = comm.broadcast(drawn, awaiting="the seed of all content")
         return PreparedRounds(rounds=rounds, seed=seed, earlier=None)
-    if found is None:
+    if marker is None:
         raise UsageError(
             "There are no checkpoints of this benchmark here",
             where=storage.uri,
             fix="Write some first: --writes 10, with --reads 0 if they are to be read later.",
         )
-    _require_same_settings(found, request, uri=storage.uri)
-    rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, kept_steps=found.step_numbers)
-    return PreparedRounds(rounds=rounds, seed=found.seed, earlier=found)
+    _require_same_settings(marker, request, uri=storage.uri)
+    rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, kept_steps=marker.step_numbers)
+    return PreparedRounds(rounds=rounds, seed=marker.seed, earlier=marker)
 
 
-def _require_same_settings(found: CheckpointMarker, request: CheckpointRequest, *, uri: str) -> None:
+def _require_same_settings(marker: CheckpointMarker, request: CheckpointRequest, *, uri: str) -> None:
     """`UsageError` that names each difference between these checkpoints and the request."""
-    shape, wanted = asdict(found.shape), asdict(request.shape)
+    shape, wanted = asdict(marker.shape), asdict(request.shape)
     differences = [
         f"{name} {shape[name]}, not {wanted[name]}" for name in wanted if shape[name] != wanted[name]
     ]
@@ -157,15 +158,15 @@ def _require_same_settings(found: CheckpointMarker, request: CheckpointRequest, 
             where=uri,
             fix="Ask for the same model, ranks and scale, or write them anew with --writes.",
         )
-    if found.content_version != CONTENT_VERSION:
+    if marker.content_version != CONTENT_VERSION:
         raise UsageError(
-            f"The content here is of version {found.content_version}, not {CONTENT_VERSION}",
+            f"The content here is of version {marker.content_version}, not {CONTENT_VERSION}",
             where=uri,
             fix="Write the checkpoints anew.",
         )
-    if request.seed is not None and request.seed != found.seed:
+    if request.seed is not None and request.seed != marker.seed:
         raise UsageError(
-            f"The checkpoints here have seed {found.seed}, not {request.seed}",
+            f"The checkpoints here have seed {marker.seed}, not {request.seed}",
             where=uri,
             fix="Leave --seed out, or write them anew.",
         )
@@ -186,7 +187,7 @@ def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
     _run_on_rank0(comm, lambda: _delete(storage, [KEY]), awaiting="the marker of checkpoints to be deleted")
     keys = _run_on_rank0(
         comm,
-        lambda: [found.key for folder in folders for found in storage.list(folder)],
+        lambda: [stored.key for folder in folders for stored in storage.list(folder)],
         awaiting="old checkpoints' files",
     )
     all_gather_results(
@@ -203,7 +204,7 @@ def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
 
 
 def _run_on_rank0(comm: Comm, work: Callable[[], Result], *, awaiting: str) -> Result:
-    """As `collectives.run_on_rank0`, but a failure is `RankFailed` in a process without other ranks, too."""
+    """As `comm.run_on_rank0`, but a failure is `RankFailed` in a process without other ranks, too."""
     results = all_gather_results(comm, lambda: work() if comm.rank == 0 else None, awaiting=awaiting)
     return cast("Result", results[0])
 

@@ -10,21 +10,37 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Literal
 
 from penstock.bench.page_cache_eviction import ObjectEviction
+from penstock.bench.state_layout import checkpoint_folder
 from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord, WrongByte
 from penstock.results import checkpoint_figures, phase_figures
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
 
-if TYPE_CHECKING:
-    from penstock.bench.checkpoint.checkpoint_rounds import CheckpointRound, Direction
-
+Direction = Literal["write", "read"]
 
 GIB: Final = 2**30
 MAX_WRONG_PLACES: Final = 100
+EPOCH: Final = 1
+"""DLIO's checkpoint-only runs have one epoch, and a step for each checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRound:
+    """One checkpoint, written or read by all ranks together; the `number`-th of its direction."""
+
+    direction: Direction
+    number: int
+    step: int
+    epoch: int = EPOCH
+
+    @property
+    def folder(self) -> str:
+        """The folder of its files, below the storage's root."""
+        return checkpoint_folder(self.epoch, self.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

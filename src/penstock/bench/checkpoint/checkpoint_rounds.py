@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 from penstock.bench.checkpoint import checkpoint_result, read_pipeline
+from penstock.bench.checkpoint.checkpoint_result import EPOCH, CheckpointRound
 from penstock.bench.checkpoint.progress_board import RoundProgress
 from penstock.bench.page_cache_eviction import evict_objects
 from penstock.bench.state_layout import StateLayout, checkpoint_folder
@@ -28,26 +29,6 @@ from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.storage import Storage
 
 logger = logging.getLogger(__name__)
-
-Direction = Literal["write", "read"]
-
-EPOCH: Final = 1
-"""DLIO's checkpoint-only runs have one epoch, and a step for each checkpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointRound:
-    """One checkpoint, written or read by all ranks together; the `number`-th of its direction."""
-
-    direction: Direction
-    number: int
-    step: int
-    epoch: int = EPOCH
-
-    @property
-    def folder(self) -> str:
-        """The folder of its files, below the storage's root."""
-        return checkpoint_folder(self.epoch, self.step)
 
 
 def plan_rounds(*, num_writes: int, num_reads: int, kept_steps: Sequence[int]) -> tuple[CheckpointRound, ...]:
@@ -200,6 +181,7 @@ class RoundRunner:
                     progress=self.progress,
                 )
 
+            # A failure of any rank is raised here on all of them, and each removes what it wrote.
             measurements = all_gather_results(
                 self.comm,
                 work,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.checkpoint import checkpoint_folder, checkpoint_rounds, progress_board
-from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, EarlierRun, RoundFigures
+from penstock.bench.checkpoint.checkpoint_result import EPOCH, CheckpointResult, EarlierRun, RoundFigures
 from penstock.bench.compute import SystemClock, compute_until
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.loader.loader_protocol import OpenStorage
@@ -113,7 +113,7 @@ def run_checkpoints(
     storage = reopen()
     prepared = checkpoint_folder.prepare_folder(request, storage, comm=comm, tell=tell)
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
-    num_writes = sum(each.direction == "write" for each in prepared.rounds)
+    num_writes = sum(checkpoint.direction == "write" for checkpoint in prepared.rounds)
     sizes = request.layout.bytes_of_processes().tolist()
     checkpoint_folder.require_room(find_local_root(storage), [size * num_writes for size in sizes], comm=comm)
     facts = request.gather_hosts(comm)
@@ -139,7 +139,7 @@ def run_checkpoints(
             folder / progress_board.PROGRESS_FILE, rank=comm.rank, num_ranks=comm.size
         )
         outputs = progress_board.ProgressOutputs(
-            progress=progress, heartbeat=run.heartbeat if run else _no_heartbeat, tell=tell
+            progress=progress, heartbeat=run.heartbeat if run else lambda: None, tell=tell
         )
         session = _Session(
             request=request,
@@ -192,13 +192,16 @@ class _Session:
             rounds = tuple(self._run_rounds(runner, folder, observer))
             recorder.add_span(_epoch_span(began_ns))
         deliveries = tuple(_reconcile(observer, runner, rounds))
-        written = [each.ended_at_s for each in rounds if each.round.direction == "write"]
+        written = [figures.ended_at_s for figures in rounds if figures.round.direction == "write"]
         earlier = self.prepared.earlier
+        # MLPerf Storage limits the gap between writing and reading, also across two runs.
         if not written and earlier is not None and earlier.last_written_s is not None:
             written = [earlier.last_written_s]
-        read_from_s = next((each.began_at_s for each in rounds if each.round.direction == "read"), None)
+        read_from_s = next(
+            (figures.began_at_s for figures in rounds if figures.round.direction == "read"), None
+        )
         if self.request.removes:
-            steps = {*(each.round.step for each in rounds), *(earlier.step_numbers if earlier else ())}
+            steps = {*(figures.round.step for figures in rounds), *(earlier.step_numbers if earlier else ())}
             checkpoint_folder.remove_steps(runner.storages[0], sorted(steps), comm=self.comm)
         return CheckpointResult(
             model=self.request.model.name,
@@ -228,7 +231,7 @@ class _Session:
             self.request.pipe,
             max(
                 (checkpoint_rounds.plan_objects(layout, process, 1) for process in (rank, read_rank)),
-                key=lambda planned: sum(each.size_bytes for each in planned),
+                key=lambda planned: sum(file.size_bytes for file in planned),
             ),
         )
         memory = WarmMemory(pipe.buffer_memory_bytes)
@@ -279,7 +282,7 @@ def _reconcile(
 ) -> Iterator[IoReconciliation]:
     """Compare what devices moved with what the storages did, in each direction there was. Collective."""
     counted = sum((storage.counters.snapshot() for storage in runner.storages), Counters())
-    directions = {each.round.direction for each in rounds}
+    directions = {figures.round.direction for figures in rounds}
     if "write" in directions:
         yield observer.deliver("write", counted.written_bytes)
     if "read" in directions:
@@ -296,14 +299,10 @@ def _epoch_span(began_ns: int) -> step_events.SpanEvent:
     return step_events.SpanEvent(
         kind=step_events.SpanKind.EPOCH,
         phase=step_events.StepPhase.TRAIN,
-        epoch=checkpoint_rounds.EPOCH,
+        epoch=EPOCH,
         block=0,
         step=0,
         start_ns=began_ns,
         end_ns=time.monotonic_ns(),
         size_bytes=0,
     )
-
-
-def _no_heartbeat() -> None:
-    """Only rank 0 has the run's record, which a sign of life touches."""

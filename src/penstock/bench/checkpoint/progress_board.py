@@ -41,6 +41,7 @@ class ProgressBoard:
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
+                # Ranks on all hosts share the file without a lock: each has a slot of its own.
                 os.pwrite(descriptor, moved_bytes.to_bytes(_SLOT_BYTES, "little"), self._rank * _SLOT_BYTES)
             finally:
                 os.close(descriptor)

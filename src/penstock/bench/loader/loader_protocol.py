@@ -27,11 +27,11 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """Samples of one file, decoded once all their ranges are read; `found` is the result of a survey."""
+    """Samples of one file, decoded once all their ranges are read; `survey` is the result of a survey."""
 
     reads: tuple[ReadRequest, ...]
     plan: FilePlan
-    found: FileSurvey
+    survey: FileSurvey
     samples: range
     is_checked: bool = False
     """Whether the decoded samples are compared with their generator."""

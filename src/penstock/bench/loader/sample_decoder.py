@@ -41,7 +41,7 @@ class FormatDecoder:
 
     def decode(self, block: BlockRequest, pieces: Sequence[Extent]) -> None:
         """Decode, and check a block that is to be; `StorageError` names the first wrong sample."""
-        decoded = np.array(self.kind.decode(block.plan, block.found, pieces, block.samples))
+        decoded = np.array(self.kind.decode(block.plan, block.survey, pieces, block.samples))
         if not block.is_checked:
             return
         content = Content(self.recipe.seed, block.plan.index, self.recipe.reduction)

@@ -14,9 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.bench.probe import timed_streams
 from penstock.bench.probe.probe_folder import FOLDER_PREFIX, ProbeFolder
@@ -28,10 +29,6 @@ from penstock.progress import Progress
 from penstock.storage import Counters, residency
 from penstock.storage.protocol import OptionValue
 from penstock.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 _CALIBRATION_BLOCKS: Final = 4
 _CALIBRATION_BLOCK_BYTES: Final = 8 << 20

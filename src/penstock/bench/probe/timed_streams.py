@@ -15,18 +15,15 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.bench.probe.probe_plan import ProbeStep
 from penstock.errors import PenstockError, StorageTimeout
 from penstock.progress import Progress
 from penstock.storage import Storage
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 _SILENCE_S = 300
 """How long a storage may accept no block at all before it counts as dead."""
@@ -92,6 +89,7 @@ class _Watch:
 def _watch(task: StreamTask) -> _Watch:
     """Wait until all threads and ranks are ready, then start the clock."""
     watch = _Watch(np.zeros(task.step.blocks_per_stream, dtype=np.int64), task.stop)
+    # Once for the threads of this rank; then again, after the barrier of all ranks.
     task.gate.wait()
     task.gate.wait()
     watch.start_ns = time.monotonic_ns()
@@ -149,6 +147,7 @@ def random_read(task: StreamTask) -> StreamTimes:
     """Blocks of one object, each at most once, in an order that no read-ahead guesses."""
     with closing(task.storage.open(task.key)) as source:
         num_blocks = source.size_bytes // task.step.block_bytes
+    # Seeded by the size: two probes of equal files read in the same order.
     order = np.random.Generator(np.random.SFC64(num_blocks)).permutation(num_blocks)
     return _read_at(task, order[: task.step.blocks_per_stream].tolist())
 

@@ -95,17 +95,17 @@ class BatchPlanner:
             return
         indexed: set[int] = set()
         for block in _blocks(order, num_samples):
-            plan, found = self._look_into(block.number)
+            plan, survey = self._look_into(block.number)
             if self._files.streams:
                 yield from self._front_to_back(plan, block)
             else:
-                for read in self._reads_of(plan, found, block, indexed):
+                for read in self._reads_of(plan, survey, block, indexed):
                     yield block.position, read
 
     def _reads_of(
-        self, plan: FilePlan, found: FileSurvey, block: _Block, indexed: set[int]
+        self, plan: FilePlan, survey: FileSurvey, block: _Block, indexed: set[int]
     ) -> Iterator[ReadRequest]:
-        for read in self._files.kind.reads(plan, found, block.samples):
+        for read in self._files.kind.reads(plan, survey, block.samples):
             # An index beside a file is loaded when the file is opened, not for every sample.
             if read.part == 0 or block.number not in indexed:
                 yield self._request(plan, read.part, read.offset, read.size_bytes)
@@ -118,21 +118,21 @@ class BatchPlanner:
         """Each block with all that its samples decode from; indexes beside files are read, not decoded."""
         indexed: set[int] = set()
         for count, block in enumerate(self._pieces_of_streams(_blocks(order, num_samples))):
-            plan, found = self._look_into(block.number)
-            own = plan.parts[0].key(plan.name)
+            plan, survey = self._look_into(block.number)
+            data_key = plan.parts[0].key(plan.name)
             reads = (
                 self._records(plan, block.samples)
                 if self._files.streams
-                else self._reads_of(plan, found, block, indexed)
+                else self._reads_of(plan, survey, block, indexed)
             )
             together = []
             for read in reads:
-                if read.key == own:
+                if read.key == data_key:
                     together.append(read)
                 else:
                     yield block.position, read
             is_checked = self._handling.check.includes(count)
-            yield block.position, BlockRequest(tuple(together), plan, found, block.samples, is_checked)
+            yield block.position, BlockRequest(tuple(together), plan, survey, block.samples, is_checked)
 
     def _pieces_of_streams(self, blocks: Iterator[_Block]) -> Iterator[_Block]:
         """Of a file that is read front to back as many records at a time as one sequential read holds."""
@@ -147,9 +147,9 @@ class BatchPlanner:
                 yield _Block(block.position + first - block.samples.start, block.number, samples)
 
     def _records(self, plan: FilePlan, samples: range) -> Iterator[ReadRequest]:
-        each = _record_bytes(plan)
-        end = samples.stop * each
-        for offset in range(samples.start * each, end, self._transfer_bytes):
+        record_bytes = _record_bytes(plan)
+        end = samples.stop * record_bytes
+        for offset in range(samples.start * record_bytes, end, self._transfer_bytes):
             size_bytes = min(self._transfer_bytes, end - offset)
             yield ReadRequest(plan.parts[0].key(plan.name), offset, size_bytes, self._expected(plan, 0))
 
@@ -183,9 +183,9 @@ class BatchPlanner:
 
     def _survey(self, plan: FilePlan) -> FileSurvey:
         with closing(_CountedSource(self._storage.open(plan.parts[0].key(plan.name)))) as source:
-            found = self._files.kind.survey(plan, source)
+            survey = self._files.kind.survey(plan, source)
         self.survey_bytes += source.read_bytes
-        return found
+        return survey
 
 
 class _CountedSource(WrappedSource):

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from penstock.bench.loader.loader_protocol import BatchRequest, LoaderOptions, ReadRequest
 from penstock.bench.step_recorder import read_clocks
 from penstock.bench.training.sample_sharding import RankEpoch
-from penstock.bench.training.training_loop import TrainingLoop, make_phase_works
+from penstock.bench.training.training_loop import PreparedTraining, TrainingLoop, make_phase_works
 from penstock.bench.training.training_result import HarnessLimit
 from penstock.cluster.comm import Comm
 from penstock.errors import ObjectNotFound
@@ -27,9 +27,6 @@ from penstock.storage import Source, Storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage
 from penstock.workload.spec import Workload
-
-if TYPE_CHECKING:
-    from penstock.bench.training.training_run import PreparedTraining
 
 LONGEST_S: Final = 3.0
 FEWEST_STEPS: Final = 8

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.bench.checkpoint.checkpoint_folder import require_room
-from penstock.bench.checkpoint.checkpoint_result import RoundFigures
-from penstock.bench.checkpoint.checkpoint_rounds import CheckpointRound, RoundRunner, fit_pipe, plan_objects
+from penstock.bench.checkpoint.checkpoint_result import CheckpointRound, RoundFigures
+from penstock.bench.checkpoint.checkpoint_rounds import RoundRunner, fit_pipe, plan_objects
 from penstock.bench.checkpoint.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
 from penstock.bench.loader.loader_protocol import OpenStorage
 from penstock.bench.state_layout import StateLayout

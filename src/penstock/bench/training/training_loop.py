@@ -10,21 +10,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from penstock.bench.compute import ComputeTimes, PreprocessTimes, SystemClock, compute_until
 from penstock.bench.loader.loader_protocol import Batch, Loader
+from penstock.bench.training import training_files
 from penstock.bench.training.batch_requests import KNOWN_FILES, BatchPlanner, SampleHandling, plan_ahead
 from penstock.bench.training.sample_sharding import RankEpoch, Sharding
+from penstock.bench.training.training_plan import TrainingPlan
 from penstock.cluster.comm import Comm
 from penstock.progress import Progress
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 from penstock.storage import Storage
 from penstock.workload.enums import ReadType
 from penstock.workload.spec import Workload
-
-if TYPE_CHECKING:
-    from penstock.bench.training.training_run import PreparedTraining
 
 
 class StepCheckpointer(Protocol):
@@ -57,6 +56,17 @@ class PhaseWork:
     compute: ComputeTimes
     reads_first: bool = False
     """Whether an epoch's samples are all read before its first step, which then finds them in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTraining:
+    """What the loop needs, and how long its preparation took."""
+
+    files: training_files.TrainingFiles
+    plan: TrainingPlan
+    validation: training_files.Validation
+    opening_s: float
+    planning_s: float
 
 
 def make_phase_works(
@@ -167,6 +177,7 @@ class TrainingLoop:
             loaded_ns = time.monotonic_ns()
             computed_ns = compute_until(loaded_ns + duration_ns, clock)
             meet(step)
+            # Recording comes after the barrier: its time falls between two steps, and into no figure.
             self.recorder.add_step(
                 StepEvent(
                     phase=work.phase,
@@ -186,6 +197,7 @@ class TrainingLoop:
             )
             self.progress.advance(1)
             saves = saver is not None and saver.is_due(epoch, step, num_steps)
+            # A checkpoint ends its block before it is taken, so its time counts in no block.
             if saves or step == num_steps:
                 self._add_span(SpanKind.BLOCK, work.phase, epoch, began_ns, step=step, block=block)
             if saver is not None and saves:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.training.sample_sharding import (
@@ -28,9 +29,6 @@ from penstock.dataset.data_files import training_files
 from penstock.dataset.formats import open_format
 from penstock.errors import UsageError
 from penstock.workload.spec import Workload
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +213,9 @@ def _plan_epoch(order: RankEpoch, comm: Comm, *, epoch: int, num_steps: int, ful
 
 def _count_common_steps(order: RankEpoch, comm: Comm, *, what: str) -> int:
     """The steps that every rank can take with full batches."""
-    own = order.count_samples() // order.sharding.batch_size
-    steps = comm.reduce(own, "min", awaiting=f"all ranks to count their {what} samples")
+    num_steps = order.count_samples() // order.sharding.batch_size
+    # A rank with a step more would wait for the others in its barrier forever.
+    steps = comm.reduce(num_steps, "min", awaiting=f"all ranks to count their {what} samples")
     if steps < 1:
         raise UsageError(
             f"Some rank has fewer samples than a batch of {order.sharding.batch_size}: "

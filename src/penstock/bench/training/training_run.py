@@ -21,7 +21,8 @@ from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.bench.training import harness_limit, training_files, training_loop, training_result
 from penstock.bench.training.batch_requests import SampleHandling
 from penstock.bench.training.training_checkpoints import CheckpointsRequest, TrainingCheckpoints
-from penstock.bench.training.training_plan import TrainingPlan, eval_epochs, plan_training
+from penstock.bench.training.training_loop import PreparedTraining
+from penstock.bench.training.training_plan import eval_epochs, plan_training
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.external_dataset import list_external_files
 from penstock.dataset.formats import open_format
@@ -54,17 +55,6 @@ class TrainingRequest(RunSettings):
     decodes: bool = False
     check: ContentCheck = ContentCheck.OFF
     reader: training_files.OpenFormat | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedTraining:
-    """What the loop needs, and how long its preparation took."""
-
-    files: training_files.TrainingFiles
-    plan: TrainingPlan
-    validation: training_files.Validation
-    opening_s: float
-    planning_s: float
 
 
 def prepare_training(
@@ -192,7 +182,7 @@ class _Session:
         spool = event_files.SpoolWriter(
             event_files.spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host)
         )
-        heartbeat = run.heartbeat if run else _no_heartbeat
+        heartbeat = run.heartbeat if run else lambda: None
         observer = DeviceObserver(self.comm, folder, self.storage)
         with observer, StepRecorder(spool, on_flush=heartbeat) as recorder:
             saver = self._start_saver(folder, recorder, heartbeat)
@@ -204,6 +194,7 @@ class _Session:
                     loader=loader,
                     recorder=recorder,
                     progress=self.progress,
+                    # One more than the loader holds, so that it never waits for a plan.
                     planned_ahead=self.request.loader.prefetch_batches + 2,
                     saver=saver,
                 )
@@ -305,7 +296,3 @@ def choose_handling(
             fix="Run without --decode and --check, or make the data set with `penstock training generate`.",
         )
     return SampleHandling(decodes=True, check=request.check), FormatDecoder(files.kind, files.recipe)
-
-
-def _no_heartbeat() -> None:
-    """Only rank 0 has the run's record, which a sign of life touches."""

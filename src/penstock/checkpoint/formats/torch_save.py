@@ -11,9 +11,10 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.checkpoint.formats.restricted_pickle import Opaque, TensorRef, read_torch_pickle
 from penstock.checkpoint.state.leaves import flatten_state
@@ -28,10 +29,6 @@ from penstock.checkpoint.state.regions import (
     whole_regions,
 )
 from penstock.errors import DataDamaged, UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 ReadRange = Callable[[int, int], bytes | bytearray]
 """(offset, size) -> exactly `size` bytes of the archive from `offset` on."""

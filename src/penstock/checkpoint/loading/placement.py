@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.checkpoint.loading.reader import Part
 from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing
@@ -21,10 +22,6 @@ from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
 from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
 from penstock.checkpoint.state.tensors import narrow_region
 from penstock.storage.aligned import copy_bytes
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""

@@ -7,15 +7,11 @@ rows, never on the order of hashes, so all ranks derive the same numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.checkpoint.state.regions import Ints, Regions
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _MIXERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))

@@ -11,9 +11,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.checkpoint.commit.catalog import AnyPath
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
@@ -22,10 +23,6 @@ from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.state.regions import StoredObject, TensorFacts
 from penstock.checkpoint.tools.tensor_slabs import SlabReader, cut_into_slabs, slab_bytes
 from penstock.progress import Progress, Silent
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 SLAB_BYTES: Final = 16 << 20
 _LONGEST_TEXT: Final = 100

@@ -10,17 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.dataset.formats import format_base
 from penstock.dataset.formats import format_protocol as fp
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 _STEP_ELEMENTS: Final = 1 << 18
 """How many numbers are turned into text at a time: memory holds that much, not a file."""
@@ -56,7 +53,7 @@ class CsvFormat(format_base.ReadWhole):
             out.raw(text.reshape(-1).data)
 
     def decode(
-        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+        self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """Parse the rows."""
         kind = np.dtype(plan.dtype)

@@ -5,23 +5,13 @@ A part that fails half-way is aborted, and an index beside a file is stored befo
 
 from contextlib import ExitStack, closing
 
+from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_writer import (
     BUFFER_BYTES,
     DataFileChecker,
     DataFileWriter,
     FirstDifference,
     make_short_error,
-)
-from penstock.dataset.formats.format_protocol import (
-    ContentSource,
-    Extent,
-    FileFormat,
-    FilePlan,
-    FileSurvey,
-    LibraryEncoded,
-    Mismatch,
-    RangeRead,
-    Sample,
 )
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage import ObjectInfo, Source, Storage
@@ -37,10 +27,11 @@ def buffer_pool() -> BufferPool:
 
 
 def write_file(
-    kind: FileFormat, plan: FilePlan, storage: Storage, content: ContentSource, pool: BufferPool
+    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: fp.ContentSource, pool: BufferPool
 ) -> tuple[ObjectInfo, ...]:
     """Write all parts of one file, the file itself last; what is stored, in the order of `plan.parts`."""
     stored: list[ObjectInfo] = []
+    # A reader that finds the file finds its indexes, too, whenever this is interrupted.
     for part in reversed(range(len(plan.parts))):
         size_bytes = plan.parts[part].size_bytes
         with ExitStack() as undo:
@@ -55,8 +46,8 @@ def write_file(
 
 
 def verify_file(
-    kind: FileFormat, plan: FilePlan, storage: Storage, content: ContentSource
-) -> Mismatch | None:
+    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: fp.ContentSource
+) -> fp.Mismatch | None:
     """Compare every byte of every part with the generator; None if the file is as it was written.
 
     Raises `ShortTransfer` for a part that is truncated or too long, `ObjectNotFound` for one that is missing.
@@ -69,14 +60,14 @@ def verify_file(
         if part == 0:
             return _describe(kind, plan, storage, content, offset)
         name = plan.parts[part].key(plan.name)
-        return Mismatch(
+        return fp.Mismatch(
             name=name, offset=offset, sample=None, samples_intact=False, what="the index is wrong"
         )
     return None
 
 
 def _first_wrong_byte(
-    kind: FileFormat, plan: FilePlan, part: int, source: Source, content: ContentSource
+    kind: fp.FileFormat, plan: fp.FilePlan, part: int, source: Source, content: fp.ContentSource
 ) -> int | None:
     check_size(plan, part, source)
     out = DataFileChecker(content, source, make_short_error(plan, part, source.size_bytes))
@@ -88,7 +79,7 @@ def _first_wrong_byte(
     return None
 
 
-def check_size(plan: FilePlan, part: int, source: Source) -> None:
+def check_size(plan: fp.FilePlan, part: int, source: Source) -> None:
     """Raise `ShortTransfer`, naming the part, unless its size is the planned one, where that is known."""
     planned, actual = plan.parts[part].size_bytes, source.size_bytes
     if planned in (None, actual):
@@ -107,32 +98,32 @@ def check_size(plan: FilePlan, part: int, source: Source) -> None:
 
 
 def _describe(
-    kind: FileFormat, plan: FilePlan, storage: Storage, content: ContentSource, offset: int
-) -> Mismatch:
+    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: fp.ContentSource, offset: int
+) -> fp.Mismatch:
     """Which sample the wrong byte at `offset` of the file belongs to."""
-    find = _first_wrong_block if isinstance(kind, LibraryEncoded) else _first_wrong_sample
+    find = _first_wrong_block if isinstance(kind, fp.LibraryEncoded) else _first_wrong_sample
     try:
         wrong = find(kind, plan, storage, content)
     except StorageError as error:
-        return Mismatch(name=plan.name, offset=offset, sample=None, samples_intact=False, what=error.what)
+        return fp.Mismatch(name=plan.name, offset=offset, sample=None, samples_intact=False, what=error.what)
     what = f"sample {wrong} differs"
     if wrong is None:
         what = (
             "all samples are right, but bytes of the format around them differ: damage, or a file that "
             "another version of its encoder wrote"
         )
-    return Mismatch(name=plan.name, offset=offset, sample=wrong, samples_intact=wrong is None, what=what)
+    return fp.Mismatch(name=plan.name, offset=offset, sample=wrong, samples_intact=wrong is None, what=what)
 
 
 def _first_wrong_sample(
-    kind: FileFormat, plan: FilePlan, storage: Storage, content: ContentSource
+    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: fp.ContentSource
 ) -> int | None:
     """The first sample that decodes to something else."""
     with closing(storage.open(plan.name)) as source:
-        found = kind.survey(plan, source)
+        survey = kind.survey(plan, source)
         for start in range(0, plan.num_samples, plan.block_samples):
             block = range(start, min(start + plan.block_samples, plan.num_samples))
-            decoded = read_samples(kind, plan, found, source, block)
+            decoded = read_samples(kind, plan, survey, source, block)
             expected = kind.expected(plan, content, block)
             for sample, stored, right in zip(block, decoded, expected, strict=True):
                 if stored.tobytes() != right.tobytes():
@@ -141,18 +132,18 @@ def _first_wrong_sample(
 
 
 def _first_wrong_block(
-    kind: FileFormat, plan: FilePlan, storage: Storage, content: ContentSource
+    kind: fp.FileFormat, plan: fp.FilePlan, storage: Storage, content: fp.ContentSource
 ) -> int | None:
     """The first sample of the first block with other bytes than in a file made for comparison, in memory."""
-    assert isinstance(kind, LibraryEncoded)
+    assert isinstance(kind, fp.LibraryEncoded)
     whole = kind.with_all_columns()
     plan = whole.plan(plan.index, plan.name)
     right = MemoryStorage()
     write_file(whole, plan, right, content, buffer_pool())
     with closing(storage.open(plan.name)) as stored, closing(right.open(plan.name)) as made:
-        found = whole.survey(plan, made)
+        survey = whole.survey(plan, made)
         for start in range(0, plan.num_samples, plan.block_samples):
-            for read in whole.reads(plan, found, range(start, start + 1)):
+            for read in whole.reads(plan, survey, range(start, start + 1)):
                 if read.offset + read.size_bytes > stored.size_bytes:
                     return start
                 if _read(stored, read) != _read(made, read):
@@ -161,14 +152,14 @@ def _first_wrong_block(
 
 
 def read_samples(
-    kind: FileFormat, plan: FilePlan, found: FileSurvey, source: Source, samples: range
-) -> Sample:
+    kind: fp.FileFormat, plan: fp.FilePlan, survey: fp.FileSurvey, source: Source, samples: range
+) -> fp.Sample:
     """Read and decode `samples` of an open file, one range after the other: for verification and tests."""
-    pieces = [_read(source, read) for read in kind.reads(plan, found, samples) if read.part == 0]
-    return kind.decode(plan, found, pieces, samples)
+    pieces = [_read(source, read) for read in kind.reads(plan, survey, samples) if read.part == 0]
+    return kind.decode(plan, survey, pieces, samples)
 
 
-def _read(source: Source, read: RangeRead) -> Extent:
+def _read(source: Source, read: fp.RangeRead) -> fp.Extent:
     buffer = memoryview(bytearray(read.size_bytes))
     source.read_into(read.offset, buffer)
-    return Extent(read.offset, buffer)
+    return fp.Extent(read.offset, buffer)

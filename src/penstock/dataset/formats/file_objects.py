@@ -92,11 +92,11 @@ class PiecesFile(_SeekableFile):
     def _fetch(self, offset: int, target: memoryview) -> None:
         done = 0
         while done < target.nbytes:
-            found = self._gathered.bytes_from(offset + done)[: target.nbytes - done]
-            if not found.nbytes:
+            piece = self._gathered.bytes_from(offset + done)[: target.nbytes - done]
+            if not piece.nbytes:
                 raise OSError(f"byte {offset + done} was not read")
-            target[done : done + found.nbytes] = found
-            done += found.nbytes
+            target[done : done + piece.nbytes] = piece
+            done += piece.nbytes
 
 
 class GrowingBuffer(io.RawIOBase):

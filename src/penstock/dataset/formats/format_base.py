@@ -21,17 +21,8 @@ from typing import ClassVar, Final
 
 import numpy as np
 
+from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_objects import GatheredRanges
-from penstock.dataset.formats.format_protocol import (
-    COMPUTED,
-    ContentSource,
-    Extent,
-    FilePart,
-    FilePlan,
-    FileSurvey,
-    RangeRead,
-    Sample,
-)
 from penstock.errors import StorageError, UsageError
 from penstock.storage import Source
 from penstock.workload.enums import Compression
@@ -58,10 +49,10 @@ class BaseFormat(ABC):
         self._dataset = dataset
         self._seed = seed
 
-    def plan(self, index: int, name: str) -> FilePlan:
+    def plan(self, index: int, name: str) -> fp.FilePlan:
         """File `index`, with samples of the shape drawn for it."""
         shape = self._draw_shape(index)
-        plan = FilePlan(
+        plan = fp.FilePlan(
             name=name,
             index=index,
             num_samples=self._dataset.num_samples_per_file,
@@ -76,18 +67,18 @@ class BaseFormat(ABC):
     def _draw_shape(self, index: int) -> SampleShape:
         return draw_shape(self._dataset, self._seed, index)
 
-    def _block_samples(self, plan: FilePlan) -> int:
+    def _block_samples(self, plan: fp.FilePlan) -> int:
         """How many samples in a row are read together: all of a file."""
         return plan.num_samples
 
-    def _parts(self, plan: FilePlan) -> tuple[FilePart, ...]:
-        return (FilePart(size_bytes=self._file_bytes(plan)),)
+    def _parts(self, plan: fp.FilePlan) -> tuple[fp.FilePart, ...]:
+        return (fp.FilePart(size_bytes=self._file_bytes(plan)),)
 
     @abstractmethod
-    def _file_bytes(self, plan: FilePlan) -> int | None:
+    def _file_bytes(self, plan: fp.FilePlan) -> int | None:
         """The size of a file; None where only its encoder knows."""
 
-    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
+    def expected(self, plan: fp.FilePlan, content: fp.ContentSource, samples: range) -> fp.Sample:
         """The content of samples that follow each other from offset 0 on."""
         text = make_content(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
         return as_array(plan, text, len(samples))
@@ -96,34 +87,34 @@ class BaseFormat(ABC):
 class ComputedLayout(BaseFormat):
     """A format whose layout follows from the plan alone, without a look into the stored file."""
 
-    def survey(self, _plan: FilePlan, _source: Source) -> FileSurvey:
+    def survey(self, _plan: fp.FilePlan, _source: Source) -> fp.FileSurvey:
         """Nothing, without a read."""
-        return COMPUTED
+        return fp.COMPUTED
 
 
 class ReadWhole(ComputedLayout):
     """A format whose readers take whole files."""
 
-    def reads(self, plan: FilePlan, _found: FileSurvey, samples: range) -> Iterator[RangeRead]:
+    def reads(self, plan: fp.FilePlan, _survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """The whole file, whichever samples are wanted."""
         size_bytes = plan.parts[0].size_bytes
         assert size_bytes is not None
         if samples:
-            yield RangeRead(offset=0, size_bytes=size_bytes)
+            yield fp.RangeRead(offset=0, size_bytes=size_bytes)
 
 
 def read_range(
-    plan: FilePlan, pieces: Sequence[Extent] | GatheredRanges, offset: int, size_bytes: int
+    plan: fp.FilePlan, pieces: Sequence[fp.Extent] | GatheredRanges, offset: int, size_bytes: int
 ) -> memoryview:
     """A range of the file from the pieces read of it: a view of one piece, joined bytes across several."""
     gathered = pieces if isinstance(pieces, GatheredRanges) else GatheredRanges(pieces)
-    found = gathered.bytes_from(offset)[:size_bytes]
-    if found.nbytes == size_bytes:
-        return found
-    joined = bytearray(found)
-    while found.nbytes and len(joined) < size_bytes:
-        found = gathered.bytes_from(offset + len(joined))[: size_bytes - len(joined)]
-        joined += found
+    piece = gathered.bytes_from(offset)[:size_bytes]
+    if piece.nbytes == size_bytes:
+        return piece
+    joined = bytearray(piece)
+    while piece.nbytes and len(joined) < size_bytes:
+        piece = gathered.bytes_from(offset + len(joined))[: size_bytes - len(joined)]
+        joined += piece
     if len(joined) < size_bytes:
         raise StorageError(
             f"Byte {offset + len(joined)} of {plan.name} was not read",
@@ -133,19 +124,19 @@ def read_range(
     return memoryview(joined)
 
 
-def merge_ranges(reads: Iterable[RangeRead]) -> tuple[RangeRead, ...]:
+def merge_ranges(reads: Iterable[fp.RangeRead]) -> tuple[fp.RangeRead, ...]:
     """Ranges of part 0 in the order of the file, neighbours as one."""
-    ranges: list[RangeRead] = []
+    ranges: list[fp.RangeRead] = []
     for read in sorted(reads, key=lambda read: read.offset):
         if ranges and read.offset == ranges[-1].offset + ranges[-1].size_bytes:
             last = ranges.pop()
-            ranges.append(RangeRead(offset=last.offset, size_bytes=last.size_bytes + read.size_bytes))
+            ranges.append(fp.RangeRead(offset=last.offset, size_bytes=last.size_bytes + read.size_bytes))
         else:
             ranges.append(read)
     return tuple(ranges)
 
 
-def make_damage_error(plan: FilePlan, why: str) -> StorageError:
+def make_damage_error(plan: fp.FilePlan, why: str) -> StorageError:
     """The error of a file that cannot be decoded."""
     return StorageError(
         f"{plan.name} is damaged: {why}",
@@ -154,12 +145,12 @@ def make_damage_error(plan: FilePlan, why: str) -> StorageError:
     )
 
 
-def as_array(plan: FilePlan, text: memoryview, num_samples: int = 1) -> Sample:
+def as_array(plan: fp.FilePlan, text: memoryview, num_samples: int = 1) -> fp.Sample:
     """`text` as that many samples, first axis."""
     return np.frombuffer(text, dtype=plan.dtype).reshape(num_samples, *plan.dims)
 
 
-def make_content(content: ContentSource, offset: int, size_bytes: int) -> memoryview:
+def make_content(content: fp.ContentSource, offset: int, size_bytes: int) -> memoryview:
     """Content in memory of its own."""
     buffer = memoryview(bytearray(size_bytes))
     content.fill(buffer, offset)

@@ -137,10 +137,10 @@ class FileFormat(Protocol):
     def survey(self, plan: FilePlan, source: Source) -> FileSurvey:
         """Read what `reads` and `decode` must know of the stored file; once for each opened file."""
 
-    def reads(self, plan: FilePlan, found: FileSurvey, samples: range) -> Iterator[RangeRead]:
+    def reads(self, plan: FilePlan, survey: FileSurvey, samples: range) -> Iterator[RangeRead]:
         """The ranges to read for these samples, in order; the survey's own came before."""
 
-    def decode(self, plan: FilePlan, found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, survey: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """These samples, first axis, from the pieces of part 0 that `reads` named."""
 
     def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:

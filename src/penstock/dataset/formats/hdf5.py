@@ -58,6 +58,7 @@ class Hdf5Format(format_base.BaseFormat):
 
     def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """Build the file in memory."""
+        # HDF5 goes back to what it wrote before, which a sink cannot.
         whole = io.BytesIO()
         with h5py.File(whole, "w") as file:
             targets = [self._create(file, plan, number) for number in range(self._num_datasets)]
@@ -93,19 +94,19 @@ class Hdf5Format(format_base.BaseFormat):
             blocks=tuple(format_base.merge_ranges(block) for block in blocks),
         )
 
-    def reads(self, plan: fp.FilePlan, found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
+    def reads(self, plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """The chunks that hold the samples, whole; neighbours in one range."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
             yield from format_base.merge_ranges(
-                read for block in found.blocks[first : last + 1] for read in block
+                read for block in survey.blocks[first : last + 1] for read in block
             )
 
     def decode(
-        self, plan: fp.FilePlan, found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+        self, plan: fp.FilePlan, survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """Let HDF5 unpack the chunks."""
-        file_like = PiecesFile(found.size_bytes, [*found.known, *pieces])
+        file_like = PiecesFile(survey.size_bytes, [*survey.known, *pieces])
         try:
             with h5py.File(file_like, "r") as file:
                 parts = [

@@ -55,7 +55,7 @@ class ImageFormat(format_base.ReadWhole):
         out.raw(self.encode(plan.sample_bytes, out.content))
 
     def decode(
-        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+        self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """Pixels, as Pillow decodes them."""
         if not samples:

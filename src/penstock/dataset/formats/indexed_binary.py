@@ -47,7 +47,7 @@ class IndexedFormat(ComputedLayout):
             )
             out.raw(entries.data.cast("B"))
 
-    def reads(self, plan: fp.FilePlan, _found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
+    def reads(self, plan: fp.FilePlan, _survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """Both indexes whole, as readers load them, and the records: neighbours in one range."""
         if not samples:
             return
@@ -58,7 +58,7 @@ class IndexedFormat(ComputedLayout):
         )
 
     def decode(
-        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+        self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """Views of the records."""
         text = read_range(plan, pieces, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)

@@ -12,16 +12,13 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.dataset.formats.format_protocol import ContentSource
 from penstock.dataset.formats.image_format import ImageFormat
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 _BLOCK_BYTES: Final = 11
 _UNIT_BYTES: Final = 6 * _BLOCK_BYTES

@@ -21,7 +21,7 @@ class StackedFormat(ReadWhole):
         """Where the array's content begins in the file."""
 
     def decode(
-        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+        self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """Views of the array, samples first."""
         text = read_range(plan, pieces, self._content_offset(plan), plan.num_samples * plan.sample_bytes)

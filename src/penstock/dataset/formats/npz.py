@@ -193,10 +193,10 @@ class CompressedNpzFormat(NpzFormat):
         """The size, which an open file knows without a read."""
         return fp.FileSurvey(blocks=((fp.RangeRead(offset=0, size_bytes=source.size_bytes),),))
 
-    def reads(self, _plan: fp.FilePlan, found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
+    def reads(self, _plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """The whole file."""
         if samples:
-            yield from found.blocks[0]
+            yield from survey.blocks[0]
 
     def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """Compress in steps; memory holds one of them."""
@@ -218,7 +218,7 @@ class CompressedNpzFormat(NpzFormat):
         buffer.drain(out)
 
     def decode(
-        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+        self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """Inflate `x`; its CRC-32 is checked on the way."""
         whole = io.BytesIO(pieces[0].content)

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from penstock.dataset.formats import file_objects, format_base
 from penstock.dataset.formats import format_protocol as fp
@@ -24,10 +25,6 @@ from penstock.storage import Source
 from penstock.workload.dataset_size import column_bytes
 from penstock.workload.enums import Compression
 from penstock.workload.spec import Dataset, ParquetColumn
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 _TEXT_TYPES: Final = {"string": pa.large_string(), "binary": pa.large_binary()}
 _SMALL_INTEGERS: Final = ("int8", "uint8", "int16", "uint16")
@@ -222,15 +219,15 @@ class ParquetFormat(format_base.BaseFormat):
             )
         return fp.FileSurvey(size_bytes=source.size_bytes, blocks=blocks, opened=metadata)
 
-    def reads(self, plan: fp.FilePlan, found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
+    def reads(self, plan: fp.FilePlan, survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """Row group by row group, the columns to be read, whole; neighbours in one range."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
-            for block in found.blocks[first : last + 1]:
+            for block in survey.blocks[first : last + 1]:
                 yield from block
 
     def decode(
-        self, plan: fp.FilePlan, found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+        self, plan: fp.FilePlan, survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """Rows of bytes, as arrow decodes the columns; pages' checksums are verified."""
         if not samples:
@@ -240,8 +237,8 @@ class ParquetFormat(format_base.BaseFormat):
         try:
             # Without pre-buffering arrow reads the column chunks and never the gaps between them.
             file = pq.ParquetFile(
-                file_objects.PiecesFile(found.size_bytes, pieces),
-                metadata=found.opened,
+                file_objects.PiecesFile(survey.size_bytes, pieces),
+                metadata=survey.opened,
                 pre_buffer=False,
                 page_checksum_verification=True,
             )

@@ -59,6 +59,7 @@ class PngFormat(ImageFormat):
         _stamp_rows(image[end + 8 : end + 8 + rows_bytes + _ZLIB_BYTES], grid)
         end = _close_chunk(image, end, b"IDAT", rows_bytes + _ZLIB_BYTES)
         if grid.padding:
+            # By the case of its letters: ancillary, private, and safe to copy.
             end = _close_chunk(image, end, b"paDd", grid.padding - _CHUNK_BYTES)
         _close_chunk(image, end, b"IEND", b"")
         return image

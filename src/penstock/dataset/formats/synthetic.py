@@ -24,7 +24,7 @@ class SyntheticFormat(ComputedLayout):
     def _parts(self, _plan: fp.FilePlan) -> tuple[fp.FilePart, ...]:
         return ()
 
-    def emit(self, plan: fp.FilePlan, _part: int, _pen: fp.FormatSink) -> None:
+    def emit(self, plan: fp.FilePlan, _part: int, _out: fp.FormatSink) -> None:
         """Refused: a synthetic file has no bytes."""
         raise UsageError(
             f"{plan.name} is synthetic: it has no bytes",
@@ -32,12 +32,12 @@ class SyntheticFormat(ComputedLayout):
             fix="Leave generation out, or choose a format of files.",
         )
 
-    def reads(self, _plan: fp.FilePlan, _found: fp.FileSurvey, _samples: range) -> Iterator[fp.RangeRead]:
+    def reads(self, _plan: fp.FilePlan, _survey: fp.FileSurvey, _samples: range) -> Iterator[fp.RangeRead]:
         """None."""
         return iter(())
 
     def decode(
-        self, plan: fp.FilePlan, _found: fp.FileSurvey, _pieces: Sequence[fp.Extent], samples: range
+        self, plan: fp.FilePlan, _survey: fp.FileSurvey, _pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """Zeros, which take no memory until they are written to."""
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)

@@ -46,14 +46,14 @@ class TFRecordFormat(format_base.ComputedLayout):
             out.fill(plan.sample_bytes)
             out.raw(struct.pack("<I", mask(out.end_sum())))
 
-    def reads(self, plan: fp.FilePlan, _found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
+    def reads(self, plan: fp.FilePlan, _survey: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """The whole file in pieces, whichever samples are wanted: readers cannot jump."""
         end = plan.num_samples * record_bytes(plan.sample_bytes) if samples else 0
         for offset in range(0, end, self._transfer_bytes):
             yield fp.RangeRead(offset=offset, size_bytes=min(self._transfer_bytes, end - offset))
 
     def decode(
-        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+        self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
     ) -> fp.Sample:
         """The images; their records' lengths and sums are checked."""
         gathered = GatheredRanges(pieces)

@@ -115,8 +115,8 @@ def _read_yaml(path: Path, notes: list[str]) -> Any:
 def _workload_name(overrides: list[str], workload: Mapping[str, Any]) -> str:
     named = (word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("workload="))
     model = workload.get("model")
-    own = model.get("name") if isinstance(model, dict) else model
-    return next(named, None) or _text(own) or "unknown"
+    model_name = model.get("name") if isinstance(model, dict) else model
+    return next(named, None) or _text(model_name) or "unknown"
 
 
 def _durations(folder: Path) -> tuple[tuple[float, ...], list[str]]:

@@ -93,10 +93,15 @@ def find_run_folder(text: str, parent: Path) -> Path:
     if any(run_folder.is_run(folder) for folder in (Path(text), parent / text)):
         return run_folder.resolve_run(text, parent)
     history_file = HistoryFile(parent)
-    own = _index_entries(history_file.read().entries).folders.get(text)
-    named = {own} if own else set()
-    removed = [folder for batch in subfolders(history_file.trash) for folder in subfolders(batch)]
-    places = [*(parent / name for name in named), *(each for each in removed if each.name in {text, *named})]
+    entered = _index_entries(history_file.read().entries).folders.get(text)
+    named = {entered} if entered else set()
+    removed = [
+        folder
+        for batch in subfolders(history_file.trash)
+        for folder in subfolders(batch)
+        if folder.name in {text, *named}
+    ]
+    places = [*(parent / name for name in named), *removed]
     found = next((folder for folder in places if run_folder.is_run(folder)), None)
     return found or run_folder.resolve_run(text, parent)
 

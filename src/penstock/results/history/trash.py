@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from penstock.errors import UsageError
 from penstock.results.history.history_file import FolderMoved, HistoryFile
@@ -34,9 +35,7 @@ def move_to_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime) -> 
         folder.mkdir(parents=True)
         for run in runs:
             _move(run, folder / run.folder)
-            history.append(
-                FolderMoved(event="removed", run=run.id, at=_text(now), folder=run.folder, batch=batch)
-            )
+            _enter(history, "removed", run, now, batch=batch)
     return batch
 
 
@@ -53,9 +52,7 @@ def restore_from_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime
     with system_calls.translate_os_errors("Restoring runs", str(parent)):
         for run in runs:
             _move(run, parent / run.folder)
-            history.append(
-                FolderMoved(event="restored", run=run.id, at=_text(now), folder=run.folder, batch=run.batch)
-            )
+            _enter(history, "restored", run, now, batch=run.batch)
         _drop_empty_batches(history)
 
 
@@ -66,9 +63,7 @@ def delete_from_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime)
         for run in runs:
             assert run.path is not None
             shutil.rmtree(run.path)
-            history.append(
-                FolderMoved(event="deleted", run=run.id, at=_text(now), folder=run.folder, batch=run.batch)
-            )
+            _enter(history, "deleted", run, now, batch=run.batch)
         _drop_empty_batches(history)
 
 
@@ -83,5 +78,13 @@ def _drop_empty_batches(history: HistoryFile) -> None:
             batch.rmdir()
 
 
-def _text(now: datetime) -> str:
-    return now.isoformat(timespec="microseconds")
+def _enter(
+    history: HistoryFile,
+    event: Literal["removed", "restored", "deleted"],
+    run: CatalogedRun,
+    now: datetime,
+    *,
+    batch: str,
+) -> None:
+    at = now.isoformat(timespec="microseconds")
+    history.append(FolderMoved(event=event, run=run.id, at=at, folder=run.folder, batch=batch))

@@ -288,8 +288,8 @@ def compare_rows(request: StudyRequest, progress: Progress) -> tuple["Comparison
     path = study_records.write_runs(request.out, describe_comparison(request))
     with open_study(load_document(ComparisonSpec, path), request.out, progress=progress) as opened:
         compared = compare_runs(opened, progress=progress)
-        own = [finding for rule in RULES for finding in rule(opened)]
-    compared = replace(compared, findings=[*own, *compared.findings])
+        of_levels = [finding for rule in RULES for finding in rule(opened)]
+    compared = replace(compared, findings=[*of_levels, *compared.findings])
     return compared, write_report(compared, request.out)
 
 

@@ -1,8 +1,9 @@
 """What all result directories of one command share: reserving one, and publishing a run's outcome in it.
 
-The command line makes a `ResultWriter`; `training_result` and `checkpoint_result` use it. A run writes into
-the draft below `.mlps/under-way`, which becomes the result directory only once everything in it is written,
-so a failed run leaves nothing in the tree. Methods that take a `comm` are collective; rank 0 alone writes.
+The command line makes a `ResultWriter`; `draft_training_result` and `draft_checkpoint_result` use it. A run
+writes into the draft below `.mlps/under-way`, which becomes the result directory only once everything in it
+is written, so a failed run leaves nothing in the tree. Methods that take a `comm` are collective; rank 0
+alone writes.
 """
 
 from collections.abc import Callable, Mapping, Sequence

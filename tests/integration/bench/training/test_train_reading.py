@@ -84,7 +84,7 @@ class Ground:
 class Beginnings(NpzFormat):
     """A reader that takes only the first 1000 bytes of each file."""
 
-    def reads(self, _plan: FilePlan, _found: FileSurvey, samples: range) -> Iterator[RangeRead]:
+    def reads(self, _plan: FilePlan, _survey: FileSurvey, samples: range) -> Iterator[RangeRead]:
         if samples:
             yield RangeRead(offset=0, size_bytes=1000)
 

@@ -9,12 +9,13 @@ import pytest
 
 from penstock.bench.checkpoint.checkpoint_result import (
     CheckpointResult,
+    CheckpointRound,
+    Direction,
     EarlierRun,
     RoundFigures,
     find_bottleneck,
     total_direction,
 )
-from penstock.bench.checkpoint.checkpoint_rounds import CheckpointRound, Direction
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord
 from penstock.storage import Counters

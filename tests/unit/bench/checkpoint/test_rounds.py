@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.bench.checkpoint.checkpoint_result import CheckpointRound
 from penstock.bench.checkpoint.checkpoint_rounds import (
-    CheckpointRound,
     StateContent,
     choose_source_process,
     plan_objects,
