@@ -1,7 +1,7 @@
 """Records what each step of a rank did without disturbing it: preallocated rows, written out between steps.
 
-The timed loop calls `add_*`; `results.event_files` collects the spools. A run that is killed loses at most
-the last seconds; one that fails or is interrupted loses nothing.
+The timed loop calls `add_*`; `results.event_files` collects the spools, and a traced run has the same in its
+trace. A run that is killed loses at most the last seconds; one that fails or is interrupted loses nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankClock, SpanEvent, StepEvent
 
 if TYPE_CHECKING:
+    from penstock.bench.run_trace import RunTrace
     from penstock.results.event_files import SpoolWriter
 
 CAPACITY: Final = 4096
@@ -36,9 +37,15 @@ class StepRecorder:
     """
 
     def __init__(
-        self, spool: SpoolWriter, *, capacity: int = CAPACITY, on_flush: Callable[[], None] = lambda: None
+        self,
+        spool: SpoolWriter,
+        *,
+        capacity: int = CAPACITY,
+        on_flush: Callable[[], None] = lambda: None,
+        trace: RunTrace | None = None,
     ) -> None:
         self._spool = spool
+        self._trace = trace
         self._on_flush = on_flush
         self._rows = np.zeros(capacity, STEP_TYPE)
         self._num_rows = 0
@@ -48,6 +55,8 @@ class StepRecorder:
         """Keep one step."""
         self._rows[self._num_rows] = step
         self._num_rows += 1
+        if self._trace is not None:
+            self._trace.add_step(step)
         is_full = self._num_rows == len(self._rows)
         if is_full or step.barrier_ns - self._flushed_ns >= FLUSH_INTERVAL_NS:
             self.flush()
@@ -56,6 +65,13 @@ class StepRecorder:
         """Keep an epoch, a block or a checkpoint that has just ended; writes all steps before it."""
         self.flush()
         self._spool.append_spans(np.array([span], SPAN_TYPE))
+        if self._trace is not None:
+            self._trace.add_span(span)
+
+    def add_stall(self, *, epoch: int, step: int, began_ns: int) -> None:
+        """Keep, in a trace only, that a checkpoint has held this rank up until now."""
+        if self._trace is not None:
+            self._trace.add_stall(epoch=epoch, step=step, began_ns=began_ns, ended_ns=time.monotonic_ns())
 
     def flush(self) -> None:
         """Write the steps that wait."""

@@ -268,6 +268,7 @@ class _Stages:
                 options=location.options,
             ),
             command=("penstock-dlio", *self.words),
+            environment=process_environment(),
             overrides=self.overrides,
             remarks=self.remarks,
             hydra_subfolder=self._hydra_facts().subfolder,

@@ -12,6 +12,7 @@ from penstock.cli.options import argument, arguments, group, verb
 from penstock.cli.parsers import TEXT
 from penstock.cli.run_reports import reconciliation_lines
 from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number
+from penstock.environment import TRACE
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -60,6 +61,7 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
         "checkpoint": asdict(checkpoints) if checkpoints else None,
         "deliveries": [asdict(delivery) for delivery in record.deliveries] if record else [],
         "preflight": asdict(record.preflight) if record and record.preflight else None,
+        "trace": record.settings.get(TRACE) if record else None,
         "activity": [asdict(activity) for activity in activities],
     }
 
@@ -132,7 +134,9 @@ def _activity_row(activity: PhaseActivity) -> dict[str, str]:
 
 
 def _context_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Device bytes beside application bytes, and the gates that were closed or skipped."""
+    """The trace, device bytes beside application bytes, and the gates that were closed or skipped."""
+    if trace := record.settings.get(TRACE):
+        yield "trace", trace
     yield from reconciliation_lines(record.deliveries)
     if record.preflight is None:
         return

@@ -78,6 +78,8 @@ def view_training(result: TrainingResult) -> View:
         rate = f", {format_rate(saved.gib_per_s * 2**30)}" if saved.gib_per_s else ""
         yield f"  saved     {saved.checkpoints} checkpoints of {format_bytes(saved.bytes_each)}{rate}"
     yield f"  results   {result.results_dir}"
+    if result.trace_folder is not None:
+        yield f"  trace     {result.trace_folder}"
 
 
 def _epoch_row(rate: EpochRate) -> dict[str, str]:
@@ -135,6 +137,8 @@ def view_checkpoints(result: CheckpointResult) -> View:
     for title, text in reconciliation_lines(result.deliveries):
         yield f"  {title:<16}{text}"
     yield f"  results: {result.results_dir}"
+    if result.trace_folder is not None:
+        yield f"  trace: {result.trace_folder}"
 
 
 def _direction_row(name: str, figures: DirectionTotals) -> dict[str, str]:

@@ -1,6 +1,9 @@
 """`penstock trace summary`, `ops`, `files`, ...: one question to traces each."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, group, option, verb
 from penstock.cli.parsers import TEXT, TIME, several, whole
@@ -12,6 +15,12 @@ from penstock.cli.trace_options import (
     TierOptions,
 )
 from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.trace.questions.answer import Answer
+    from penstock.trace.questions.events_view import EventsView
 
 _COLUMNS = several(TEXT)
 _BY_TEXT = "Group by these columns: rank, host, op, tier, ..."
@@ -33,8 +42,13 @@ def summary(options: PhaseQuestion, terminal: Terminal) -> None:
       penstock trace summary run.events --json
     """
     from penstock.trace.questions.breakdowns import summary as ask
+    from penstock.trace.questions.traced_runs import describe_runs
 
-    options.ask(ask, terminal)
+    def ask_with_runs(events: EventsView) -> Sequence[Answer]:
+        facts, functions = ask(events)
+        return replace(facts, notes=[*describe_runs(events), *facts.notes]), functions
+
+    options.ask(ask_with_runs, terminal)
 
 
 @verb(PhaseQuestion)

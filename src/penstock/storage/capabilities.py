@@ -5,7 +5,7 @@ works like a built-in one. Invariant: what changes the visible state does so in 
 leaves the state before it or the one after it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -113,6 +113,20 @@ class SupportsDirectAccess(Protocol):
         """
 
 
+SpanValue = int | float | str
+"""What may stand beside the name of a span."""
+
+
+@runtime_checkable
+class SupportsSpans(Protocol):
+    """A storage whose requests are traced, and which takes into the same trace what its callers do."""
+
+    def record_span(
+        self, name: str, cat: str, began_ns: int, ended_ns: int, args: Mapping[str, SpanValue]
+    ) -> None:
+        """Record what the calling thread did between two moments of CLOCK_MONOTONIC."""
+
+
 def unwrap(storage: Storage) -> Storage:
     """The storage inside all wrappers."""
     while isinstance(storage, WrappedStorage):
@@ -147,6 +161,15 @@ def find_folder_tree(storage: Storage) -> FolderTree | None:
 def prefer_direct_access(storage: Storage) -> Storage:
     """The best access to the same tree for large files that are invisible until they are committed."""
     return storage.past_cache() if isinstance(storage, SupportsDirectAccess) else storage
+
+
+def find_span_trace(storage: Storage) -> SupportsSpans | None:
+    """The wrapper that traces a storage's requests; None for a storage that is not traced."""
+    while isinstance(storage, WrappedStorage):
+        if isinstance(storage, SupportsSpans):
+            return storage
+        storage = storage.inside
+    return None
 
 
 def require_conditional_writes(storage: Storage) -> SupportsConditionalWrites:

@@ -27,10 +27,19 @@ class PhaseRule:
 
 DEFAULT_PHASES: Final = (
     PhaseRule("compute", ("name~compute",)),
+    PhaseRule("compute", ("cat=compute",)),
+    PhaseRule("wait", ("cat=wait",)),
+    PhaseRule("barrier", ("cat=barrier",)),
+    PhaseRule("stall", ("cat=stall",)),
+    PhaseRule("loop", ("cat=step|epoch|run",)),
     PhaseRule("app_io", ("cat~reader|checkpoint",)),
     PhaseRule("io", ("cat=POSIX|STDIO|OBJECT",)),
 )
-"""The application's own spans of I/O contain the calls that they make, so the two are never added."""
+"""The application's own spans of I/O contain the calls that they make, so the two are never added.
+
+`wait` (for data), `barrier` (for other ranks) and `stall` (for a checkpoint) are waiting, which is no I/O,
+although I/O may be its cause; a `loop` contains all of them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

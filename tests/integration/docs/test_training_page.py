@@ -28,4 +28,4 @@ def test_limits_and_words_on_the_page_are_those_of_the_code() -> None:
     assert f"about {LONGEST_S:g} seconds ({FEWEST_STEPS} to {MOST_STEPS} steps" in PAGE
     assert f"({TRANSFER_BYTES >> 10} KiB)" in PAGE
     assert {division.value for division in Remainder} | {STAGES_FILE} <= QUOTED
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3

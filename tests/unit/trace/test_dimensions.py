@@ -54,6 +54,13 @@ def test_default_phases_take_the_first_rule_that_holds() -> None:
     assert [row[2] for row in found] == ["compute", "io", "io", "app_io", "other"]
 
 
+def test_spans_of_a_loop_are_waiting_computing_or_the_whole_and_never_io() -> None:
+    cats = ("wait", "barrier", "stall", "compute", "step", "epoch", "run", "checkpoint")
+    found = seen(Dimensions(), *({"name": "train.x", "cat": cat} for cat in cats))
+    phases = ["wait", "barrier", "stall", "compute", "loop", "loop", "loop", "app_io"]
+    assert [row[2] for row in found] == phases
+
+
 def test_own_rules_look_at_name_cat_and_args() -> None:
     dimensions = Dimensions(phases=[parse_phase("flush=args.kind=drain,cat=POSIX"), *DEFAULT_PHASES])
     found = seen(dimensions, {"args": '{"kind": "drain"}'}, {"args": '{"kind": "it\'s"}'}, {"args": "{}"})

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from penstock.bench.page_cache_eviction import ObjectEviction
+from penstock.bench.run_trace import find_trace_folder
 from penstock.bench.state_layout import checkpoint_folder
 from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord, WrongByte
 from penstock.results import checkpoint_figures, phase_figures
@@ -256,6 +257,11 @@ class CheckpointResult:
     deliveries: tuple[IoReconciliation, ...] = ()
 
     @property
+    def trace_folder(self) -> str | None:
+        """Where the run's trace is; None of a run that was not traced."""
+        return find_trace_folder(self.storage_options)
+
+    @property
     def write(self) -> DirectionTotals | None:
         """All writes."""
         return total_direction([figures for figures in self.rounds if figures.round.direction == "write"])
@@ -294,6 +300,7 @@ class CheckpointResult:
             "earlier": asdict(self.earlier) if self.earlier else None,
             "recovery_rank_shift": self.shift,
             "storage_options": dict(self.storage_options),
+            "trace": self.trace_folder,
             "storage_counters": sum((figures.phase.counters for figures in self.rounds), Counters()).record(),
             "deliveries": [asdict(delivery) for delivery in self.deliveries],
             "peak_rss_bytes": list(self.peak_rss_bytes),

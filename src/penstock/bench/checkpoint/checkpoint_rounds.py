@@ -134,9 +134,10 @@ class RoundRunner:
             else None
         )
         title = f"{_TITLES[checkpoint.direction]} checkpoint {checkpoint.number} of {last}"
-        began_at_s = time.time()
+        began_at_s, began_ns = time.time(), time.monotonic_ns()
         with self.progress.track(title, self._bytes_of_ranks(checkpoint)):
             measurements = self._move(checkpoint, planned, content)
+        self.recorder.add_stall(epoch=checkpoint.epoch, step=checkpoint.step, began_ns=began_ns)
         busy = [measurement for measurement in measurements if measurement is not None]
         return checkpoint_result.RoundFigures(
             round=checkpoint,

@@ -19,6 +19,7 @@ from penstock.bench.compute import SystemClock, compute_until
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.loader.loader_protocol import OpenStorage
 from penstock.bench.run_settings import RunSettings
+from penstock.bench.run_trace import RunTrace
 from penstock.bench.state_layout import StateLayout
 from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.checkpoint.saving.buffers import WarmMemory
@@ -187,7 +188,12 @@ class _Session:
         spool = event_files.SpoolWriter(
             event_files.spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host)
         )
-        with DeviceObserver(self.comm, folder, self.reopen()) as observer, StepRecorder(spool) as recorder:
+        storage = self.reopen()
+        trace = RunTrace.of(storage, folder)
+        with (
+            DeviceObserver(self.comm, folder, storage) as observer,
+            StepRecorder(spool, trace=trace) as recorder,
+        ):
             runner = self._make_runner(recorder)
             rounds = tuple(self._run_rounds(runner, folder, observer))
             recorder.add_span(_epoch_span(began_ns))

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from penstock.bench.loader.loader_protocol import LoaderOptions
 from penstock.bench.page_cache_eviction import CacheEviction
+from penstock.bench.run_trace import find_trace_folder
 from penstock.bench.training.training_files import Validation
 from penstock.bench.training.training_loop import Preload
 from penstock.results.io_reconciliation import IoReconciliation
@@ -131,6 +132,11 @@ class TrainingResult:
     evaluation: PhaseFigures | None
     stages: Stages
 
+    @property
+    def trace_folder(self) -> str | None:
+        """Where the run's trace is; None of a run that was not traced."""
+        return find_trace_folder(self.stages.storage_options)
+
     def document(self) -> dict[str, Any]:
         """What `--json` prints. AU is in percent, `read_bytes` is that of the training epochs."""
         verdict, ceiling = self.train.verdict, self.stages.ceiling
@@ -145,6 +151,7 @@ class TrainingResult:
             "ceiling": ceiling.document() if ceiling else None,
             "epochs": [_epoch(rate) for rate in self.train.epochs],
             "evaluation": _phase(self.evaluation) if self.evaluation else None,
+            "trace": self.trace_folder,
             "outside_of_score": self.stages.document(),
             "results_dir": self.results_dir,
         }

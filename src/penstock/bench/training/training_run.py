@@ -17,6 +17,7 @@ from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
 from penstock.bench.loader.sample_decoder import ContentCheck, FormatDecoder
 from penstock.bench.page_cache_eviction import evict_data_set
 from penstock.bench.run_settings import RunSettings
+from penstock.bench.run_trace import RunTrace
 from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.bench.training import harness_limit, training_files, training_loop, training_result
 from penstock.bench.training.batch_requests import SampleHandling
@@ -184,7 +185,8 @@ class _Session:
         )
         heartbeat = run.heartbeat if run else lambda: None
         observer = DeviceObserver(self.comm, folder, self.storage)
-        with observer, StepRecorder(spool, on_flush=heartbeat) as recorder:
+        trace = RunTrace.of(self.storage, folder)
+        with observer, StepRecorder(spool, on_flush=heartbeat, trace=trace) as recorder:
             saver = self._start_saver(folder, recorder, heartbeat)
             began_s = time.monotonic()
             with closing(self.request.loader.start(self.storage, self.request.reopen, decoder)) as loader:

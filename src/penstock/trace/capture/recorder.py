@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import util as multiprocessing_ends
@@ -21,12 +22,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import PenstockError
+from penstock.storage.capabilities import SpanValue
 from penstock.trace.capture.trace_writer import (
     COUNTED_THREADS,
     EventKind,
     LineFormatter,
     RecordedEvent,
     TraceFileWriter,
+    span_kind,
 )
 
 logger = logging.getLogger(__name__)
@@ -112,6 +115,15 @@ class TraceRecorder:
         except AttributeError:
             queue = self._new_queue()
         queue.waiting.append((kind, began_ns, ended_ns, path, offset, count, ret, args))
+        queue.recorded += 1
+        queue.counts[queue.place] = queue.recorded
+
+    def record_span(
+        self, name: str, cat: str, began_ns: int, ended_ns: int, args: Mapping[str, SpanValue]
+    ) -> None:
+        """Record what this thread did between two moments of `clock_ns` that were taken before."""
+        queue: ThreadQueue = getattr(self._local, "queue", None) or self._new_queue()
+        queue.waiting.append((span_kind(name, cat), began_ns, ended_ns, None, None, None, None, args))
         queue.recorded += 1
         queue.counts[queue.place] = queue.recorded
 

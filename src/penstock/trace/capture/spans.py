@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 
 from penstock.environment import TRACE, TRACE_RANK, process_environment
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
-from penstock.trace.capture.trace_writer import EventKind, Layer
+from penstock.trace.capture.trace_writer import span_kind
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -50,7 +50,7 @@ def span(name: str, *, cat: str = "app", **args: Value) -> Iterator[None]:
     try:
         yield
     finally:
-        recorder.record(_kind(name, cat), began_ns, args=args or None)
+        recorder.record(span_kind(name, cat), began_ns, args=args or None)
 
 
 def traced(
@@ -84,11 +84,6 @@ def steps(
         with span(f"{name}.step", cat=cat, step=number, **args):
             yield item
         number += 1
-
-
-@cache
-def _kind(name: str, cat: str) -> EventKind:
-    return EventKind(name, cat, Layer.PYTHON)
 
 
 @cache

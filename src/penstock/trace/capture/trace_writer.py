@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +41,12 @@ class EventKind:
     name: str
     cat: str
     layer: Layer
+
+
+@cache
+def span_kind(name: str, cat: str) -> EventKind:
+    """The kind of a span of the program itself, the same object each time."""
+    return EventKind(name, cat, Layer.PYTHON)
 
 
 RecordedEvent = tuple[

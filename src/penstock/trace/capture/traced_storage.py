@@ -6,12 +6,12 @@ inside gets exactly the calls that it would get without a trace.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from penstock.environment import TRACE, TRACE_RANK, Environment
 from penstock.storage import protocol
-from penstock.storage.capabilities import find_local_root, prefer_direct_access
+from penstock.storage.capabilities import SpanValue, find_local_root, prefer_direct_access
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
 from penstock.trace.capture.trace_writer import EventKind, Layer
 
@@ -64,6 +64,12 @@ class TracedStorage(protocol.WrappedStorage):
     def past_cache(self) -> protocol.Storage:
         """The same tree past the page cache, traced alike: tracing must not change the path of I/O."""
         return TracedStorage(prefer_direct_access(self.inside), self._recorder)
+
+    def record_span(
+        self, name: str, cat: str, began_ns: int, ended_ns: int, args: Mapping[str, SpanValue]
+    ) -> None:
+        """Record what the caller did between two moments, beside the requests that it made meanwhile."""
+        self._recorder.record_span(name, cat, began_ns, ended_ns, args)
 
     def list(self, prefix: str = "") -> Iterator[protocol.ObjectInfo]:
         """The objects inside; traced when the last one has been listed."""
