@@ -15,8 +15,9 @@ from penstock.cli.parsers import FOLDER, TEXT, whole
 from penstock.cli.terminal import Terminal, View, bold, format_number
 from penstock.environment import process_environment
 from penstock.errors import UsageError
-from penstock.results.history import run_selection
-from penstock.results.history.run_catalog import CatalogedRun, RunCatalog
+from penstock.results.history import run_selection, trash
+from penstock.results.history.rerun import plan_rerun
+from penstock.results.history.run_catalog import CatalogedRun, FolderPlace, RunCatalog, find_run, read_catalog
 from penstock.results.provenance import redact_settings
 from penstock.results.run_comparison import RunSummary
 
@@ -71,8 +72,6 @@ def list_runs(options: _ListOptions, terminal: Terminal) -> None:
 
       penstock results ls /mnt/results --workload unet3d --json
     """
-    from penstock.results.history.run_catalog import read_catalog
-
     criteria = options.selection.criteria(datetime.now(UTC))
     catalog = read_catalog(options.folder)
     unreadable = [run.why for run in catalog.runs if run.outcome == "unreadable"]
@@ -205,8 +204,6 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
 
       penstock results rm --empty-trash --yes
     """
-    from penstock.results.history.trash import move_to_trash
-
     now = datetime.now(UTC)
     criteria = options.selection.criteria(now)
     if options.empties_trash:
@@ -214,15 +211,13 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
         return
     selection = _select(options, criteria)
     is_removing = selection.removed and not options.is_dry
-    batch = move_to_trash(options.parent.path, selection.removed, now) if is_removing else None
+    batch = trash.move_to_trash(options.parent.path, selection.removed, now) if is_removing else None
     title = f"Moved to the trash, batch {batch}" if is_removing else "Would move to the trash"
     _report_removal(terminal, selection, title, {"batch": batch})
 
 
 def _select(options: _RemoveOptions, criteria: run_selection.RunCriteria) -> run_selection.RemovalPlan:
     """The runs to remove. Names and criteria are mutually exclusive, so that neither surprises."""
-    from penstock.results.history.run_catalog import FolderPlace, find_run, read_catalog
-
     has_criteria = criteria.is_selective or options.keep_last > 0
     if bool(options.runs) == has_criteria:
         raise UsageError(
@@ -238,8 +233,6 @@ def _select(options: _RemoveOptions, criteria: run_selection.RunCriteria) -> run
 
 
 def _empty_trash(options: _RemoveOptions, criteria: run_selection.RunCriteria, terminal: Terminal) -> None:
-    from penstock.results.history.run_catalog import FolderPlace, read_catalog
-    from penstock.results.history.trash import delete_from_trash
 
     if options.runs:
         raise UsageError(
@@ -251,7 +244,7 @@ def _empty_trash(options: _RemoveOptions, criteria: run_selection.RunCriteria, t
     )
     is_deleting = options.is_confirmed and not options.is_dry
     if is_deleting:
-        delete_from_trash(parent, selection.removed, datetime.now(UTC))
+        trash.delete_from_trash(parent, selection.removed, datetime.now(UTC))
     title = "Deleted permanently" if is_deleting else "Would be deleted permanently"
     _report_removal(terminal, selection, title, {})
     if not (options.is_confirmed or options.is_dry):
@@ -285,9 +278,6 @@ def restore(options: _RestoreOptions, terminal: Terminal) -> None:
 
       penstock results restore 20260102-030405-4d5e --results /mnt/results
     """
-    from penstock.results.history.run_catalog import FolderPlace, find_run, read_catalog
-    from penstock.results.history.trash import restore_from_trash as move_back
-
     parent = options.parent.path
     removed = read_catalog(parent).at(FolderPlace.TRASH)
     selected: dict[str, CatalogedRun] = {}
@@ -296,7 +286,7 @@ def restore(options: _RestoreOptions, terminal: Terminal) -> None:
         for run in batch or [find_run(name, removed, where=f"the trash of {parent}")]:
             selected[str(run.path)] = run
     runs = list(selected.values())
-    move_back(parent, runs, datetime.now(UTC))
+    trash.restore_from_trash(parent, runs, datetime.now(UTC))
     names = [run.folder for run in runs]
     terminal.result({"restored": names}, [f"restored {name}" for name in names])
 
@@ -321,9 +311,6 @@ def rerun(options: _RerunOptions, terminal: Terminal) -> None:
 
       penstock results rerun 1a2b3c --results /mnt/results
     """
-    from penstock.results.history.rerun import plan_rerun
-    from penstock.results.history.run_catalog import find_run, read_catalog
-
     if terminal.as_json and not options.is_dry:
         raise UsageError(
             "The output is that of the repeated command", where="--json", fix="Use --json with --dry-run."

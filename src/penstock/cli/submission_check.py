@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.options import argument, flag, option, optional_argument, verb
 from penstock.cli.parsers import EDITION, FILE, FOLDER, TEXT
 from penstock.cli.terminal import Terminal, TextTable, View, bold
-from penstock.submission.check import CheckedResult
+from penstock.submission.check import CheckedResult, choose_edition
+from penstock.submission.check import check as check_tree
 from penstock.submission.edition import Edition
+from penstock.submission.find_results import submitters_without_results
 from penstock.submission.finding import Verdict
 from penstock.submission.reports import findings_export
 from penstock.submission.reports.sarif import sarif
+from penstock.submission.rules import RULES, rule_by_id
 from penstock.submission.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -50,10 +53,6 @@ def check(options: _CheckOptions, terminal: Terminal) -> int:
 
       penstock submission check ~/storage_results_v1.0 --html verdicts.html --csv findings.csv
     """
-    from penstock.submission.check import check as check_tree
-    from penstock.submission.check import choose_edition
-    from penstock.submission.find_results import submitters_without_results
-
     edition = choose_edition(options.edition, options.folder)
     with terminal.progress() as progress:
         results = list(check_tree(options.folder, edition, progress=progress))
@@ -70,7 +69,6 @@ def _write_findings(
 ) -> None:
     from penstock.results.published_files import write_json, write_text
     from penstock.submission.reports.submission_pages import verdicts_page
-    from penstock.submission.rules import RULES
 
     if (path := options.sarif) is not None:
         rules_of_edition = [rule for rule in RULES if edition.edition in rule.editions]
@@ -154,7 +152,6 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
 
       penstock submission report results --write --json
     """
-    from penstock.submission.check import choose_edition
     from penstock.submission.reports import result_report
 
     edition = choose_edition(options.edition, options.folder)
@@ -210,8 +207,6 @@ def rules(options: _RulesOptions, terminal: Terminal) -> None:
 
       penstock submission rules sizing.steps
     """
-    from penstock.submission.rules import RULES, rule_by_id
-
     selected = RULES if options.rule_id is None else (rule_by_id(options.rule_id),)
 
     documents = [_rule_document(rule) for rule in selected]

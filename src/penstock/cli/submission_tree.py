@@ -16,13 +16,15 @@ from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.cluster.comm import SoloComm
 from penstock.environment import process_environment
 from penstock.errors import UsageError
+from penstock.submission.authoring import tree_owner
+from penstock.submission.edition import load_edition
+from penstock.submission.parsed_file import read_description
+from penstock.submission.system_description import SchemaProblem, find_schema_problems
 from penstock.submission.tree_layout import SENTINEL
 
 if TYPE_CHECKING:
     from penstock.cluster.facts.host_facts import ClusterFacts
     from penstock.submission.authoring.run_sequence import SeriesProgress
-    from penstock.submission.authoring.tree_owner import OwnedTree
-    from penstock.submission.system_description import SchemaProblem
 
 INCOMPLETE = 1
 
@@ -43,9 +45,7 @@ def init(options: _InitOptions, terminal: Terminal) -> None:
 
       penstock submission init acme ~/results
     """
-    from penstock.submission.authoring.tree_owner import claim_tree
-
-    tree = claim_tree(
+    tree = tree_owner.claim_tree(
         options.folder, options.organisation, now=datetime.now(UTC), by=f"penstock {__version__}"
     )
     verb_ = "now belongs" if tree.is_new else "already belongs"
@@ -80,22 +80,18 @@ def describe(options: _DescribeOptions, terminal: Terminal) -> int:
 
       penstock submission describe --submission ~/results --system fast --closed --cluster cluster.json
     """
-    from penstock.submission.authoring.description_draft import diff_description, initial_text
-    from penstock.submission.authoring.description_draft import draft_description as describe_facts
-    from penstock.submission.authoring.tree_owner import require_owned_tree
-    from penstock.submission.parsed_file import read_description
-    from penstock.submission.system_description import find_schema_problems
+    from penstock.submission.authoring import description_draft
 
-    tree = require_owned_tree(Path(options.target.tree))
+    tree = tree_owner.require_owned_tree(Path(options.target.tree))
     path = _description_path(tree, options.target)
-    collected = describe_facts(_read_facts(options.cluster), options.target.system)
+    collected = description_draft.draft_description(_read_facts(options.cluster), options.target.system)
     is_new = not path.exists()
     if is_new:
         from penstock.results.published_files import write_text
 
-        write_text(path.parent, path.name, initial_text(collected))
+        write_text(path.parent, path.name, description_draft.initial_text(collected))
     document = read_description(path, tree.root)
-    differences = diff_description(document.value(), collected, name=path.name)
+    differences = description_draft.diff_description(document.value(), collected, name=path.name)
     violations = find_schema_problems(document)
     terminal.result(
         {
@@ -112,11 +108,10 @@ def describe(options: _DescribeOptions, terminal: Terminal) -> int:
     return INCOMPLETE if differences or violations else 0
 
 
-def _description_path(tree: OwnedTree, options: TreeOptions) -> Path:
-    from penstock.submission.authoring.tree_owner import require_plain_name
+def _description_path(tree: tree_owner.OwnedTree, options: TreeOptions) -> Path:
 
     division = options.rules.require_division()
-    name = require_plain_name(options.system, what="system's name")
+    name = tree_owner.require_plain_name(options.system, what="system's name")
     return tree.root / division.value / tree.organisation / "systems" / f"{name}.yaml"
 
 
@@ -173,10 +168,8 @@ def status(options: _StatusOptions, terminal: Terminal) -> None:
       penstock submission status ~/results
     """
     from penstock.submission.authoring.run_sequence import list_progress
-    from penstock.submission.authoring.tree_owner import require_owned_tree
-    from penstock.submission.edition import load_edition
 
-    tree = require_owned_tree(options.folder)
+    tree = tree_owner.require_owned_tree(options.folder)
     results = list_progress(tree, load_edition("v3.0"), now=datetime.now(UTC))
     document = {
         "organisation": tree.organisation,

@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, Direction, RoundFigures
-from penstock.bench.checkpoint.checkpoint_rounds import CheckpointRound
+from penstock.bench.checkpoint.checkpoint_result import (
+    CheckpointResult,
+    CheckpointRound,
+    Direction,
+    RoundFigures,
+)
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.bench.training.training_files import Validation
