@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import logging
 import signal
 from typing import Any
 
@@ -49,6 +52,23 @@ class Scheduling:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Offer the scheduling where pytest-xdist is at work."""
+    """Offer the scheduling where pytest-xdist is at work, and collect tests without collecting garbage."""
     if config.pluginmanager.hasplugin("dsession"):
-        config.pluginmanager.register(Scheduling())
+        config.pluginmanager.register(Scheduling())  # this process collects no tests: its workers do
+    else:
+        gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Let no test pay for what importing all of them has left in memory.
+
+    Modules and collected tests stay to the end: frozen, they are not traversed at each full collection of
+    garbage. torch has dozens of loggers that do not propagate, and pytest adds its handlers to each of these
+    for every phase of every test; through the root logger pytest receives the same records.
+    """
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # extension modules complain at the end about what is still alive
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,14 @@ def requirements(extra: str | None) -> set[str]:
     return {re.split(r"[<>=]", line)[0].strip().lower() for line in lines}
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements below a node; expressions, which are most of a tree, hold no imports."""
+    for child in ast.iter_child_nodes(tree):
+        if not isinstance(child, ast.expr):
+            yield child
+            yield from statements(child)
+
+
 def imported_libraries() -> set[str]:
     libraries: set[str] = set()
     package = ROOT / "src" / "penstock"
@@ -40,7 +49,7 @@ def imported_libraries() -> set[str]:
     for path in package.rglob("*.py"):
         if path.is_relative_to(kit):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 libraries |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:

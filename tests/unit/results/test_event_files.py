@@ -120,7 +120,7 @@ def test_failed_gathering_keeps_the_spools_and_no_table(tmp_path: Path) -> None:
 
 
 @given(cut=st.integers(1, 5000))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_spool_cut_anywhere_yields_the_frames_before_the_cut(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int
 ) -> None:

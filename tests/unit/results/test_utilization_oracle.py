@@ -98,7 +98,7 @@ rules = st.builds(
     rules,
     st.sampled_from(StepPhase),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 def test_both_implementations_agree_on_any_table(
     tables: list[list[list[Step]]], harness: float, rule: UtilizationWindow, phase: StepPhase
 ) -> None:
