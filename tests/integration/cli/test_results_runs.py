@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,28 @@ def test_dry_run_removes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [run["name"] for run in told(capsys, "rm", name, "--dry-run", *here)["runs"]] == [name]
     told(capsys, "rm", "--empty-trash", "--dry-run", *here)
     assert (tmp_path / name).is_dir()
+
+
+def test_a_removal_documents_what_is_known_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = finished(tmp_path, "penstock", "workloads")
+    (known,) = told(capsys, "rm", name, "--dry-run", "--results", str(tmp_path))["runs"]
+    started = datetime.fromisoformat(known.pop("started"))
+    assert timedelta(0) <= datetime.now(UTC) - started < timedelta(minutes=5)
+    assert known == {
+        "run": name[-6:],
+        "folder": str(tmp_path / name),
+        "name": name,
+        "where": "here",
+        "batch": None,
+        "outcome": "finished",
+        "why": "",
+        "workload": "unet3d_h100",
+        "has_entry": True,
+        "command": ["penstock", "workloads"],
+        "working_folder": str(Path.cwd()),
+    }
 
 
 def test_newest_runs_are_kept_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

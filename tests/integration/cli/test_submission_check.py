@@ -24,6 +24,24 @@ def test_valid_tree_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert document["summary"]["valid"] == 1
 
 
+def test_verdicts_are_printed_as_a_table_with_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["submission", "check", str(valid_submission().write(tmp_path))]) == 0
+    title, names, _, row, count, *points = [
+        line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()
+    ]
+    assert title == "Results, by the rules of v1.0"
+    assert names.split() == [
+        "organisation", "division", "system", "workload", "accelerators", "samples/s", "verdict",
+    ]  # fmt: skip
+    assert row.split() == ["acme", "closed", "fast", "unet3d", "2", "h100", "20.2", "valid"]
+    assert count == "1 results, 1 valid, 0 invalid, 0 not checked"
+    assert points[0] == "For the reviewer, because files cannot show it:"
+    assert "caches were cleared between runs" in points
+
+
 def test_invalid_tree_exits_with_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     submission = valid_submission()
     submission.drop("systems/")

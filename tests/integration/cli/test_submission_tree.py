@@ -151,6 +151,28 @@ def test_description_is_written_once_and_then_compared_with_the_machine(
     assert "quantity: 3" in path.read_text()
 
 
+def test_a_description_is_printed_with_what_to_fill_in(tree: str, penstock: Penstock) -> None:
+    words = ("submission", "describe", "--submission", tree, "--system", "fast", "--closed")
+    path = Path(tree, "closed/acme/systems/fast.yaml")
+    written = penstock(*words).stdout.splitlines()
+    assert written[0] == f"{path}: written"
+    count, *problems, picture = written[1:]
+    assert count == f"{len(problems)} to fill in or correct:"
+    assert "  line 18: system_under_test.deployment: Input should be 'onprem' or 'cloud'" in problems
+    assert picture == f"A picture of the system is missing: {path.with_suffix('.pdf')}"
+
+    path.with_suffix(".pdf").touch()
+    path.write_text(path.read_text().replace("quantity: 1", "quantity: 3"))
+    compared = penstock(*words).stdout.splitlines()
+    assert compared[:2] == [
+        f"{path}: exists",
+        "The machines differ from the description, which was not changed:",
+    ]
+    assert {"  -    quantity: 3", "  +    quantity: 1"} <= set(compared)
+    assert count in compared
+    assert not any("picture" in line or "matches the machines" in line for line in compared)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

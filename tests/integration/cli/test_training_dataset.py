@@ -185,6 +185,13 @@ def test_help_loads_no_workload_code() -> None:
 PLAN = ("training", "plan", "unet3d_h100")
 
 
+def test_the_data_set_of_a_family_needs_no_accelerator(tmp_path: Path) -> None:
+    small = [f"--set=dataset.{value}" for value in ("num_files_train=2", "record_length_bytes=512")]
+    words = ("--data", str(tmp_path / "data"), *small)
+    assert document("training", "generate", "unet3d", *words)["num_files"] == 2
+    assert document("training", "verify", "unet3d", *words)["num_wrong"] == 0
+
+
 def test_plan_document_lists_samples_and_files() -> None:
     plan = document(*PLAN, "--ranks", "4", "--rank", "2", "--epoch", "3", "--head", "5")
     assert len(plan["samples"]) == 5

@@ -79,6 +79,11 @@ def test_a_run_that_is_not_submitted_says_why() -> None:
     assert any("/runs is not a submission tree" in text for text in said)
 
 
+def test_the_size_of_a_data_set_is_submitted_later() -> None:
+    command = translated("closed training unet3d datasize -at b200 -ma 8 -cm 128")
+    assert "the size of the data set is added to the submission with the first run" in command.remarks
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

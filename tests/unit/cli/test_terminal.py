@@ -89,6 +89,18 @@ def test_progress_is_drawn_on_a_terminal() -> None:
     assert "100%" in drawn
 
 
+def test_progress_that_was_left_is_erased_on_a_terminal_alone() -> None:
+    program = [sys.executable, "-c", "from penstock.cli.terminal import clear_progress; clear_progress()"]
+    ours, theirs = pty.openpty()
+    running = subprocess.Popen(program, stderr=theirs)
+    os.close(theirs)
+    erased = _all_of(ours)
+    assert running.wait(timeout=60) == 0
+    os.close(ours)
+    assert erased == "\r\x1b[2K\x1b[?25h"
+    assert subprocess.run(program, check=True, capture_output=True, timeout=60).stderr == b""
+
+
 def _all_of(terminal: int) -> str:
     seen, deadline = b"", time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -127,6 +139,11 @@ def test_numbers_are_aligned_to_the_right() -> None:
     rows = [{"n": "1", "name": "a"}, {"n": "-", "name": "1b"}, {"n": "200", "name": "c"}]
     lines = render_text(table("Counts", rows)).splitlines()
     assert lines[-4:-1] == ["   1   a    ", "   -   1b   ", " 200   c    "]
+
+
+def test_sizes_are_aligned_by_their_first_digit_alone() -> None:
+    lines = render_text(table("Sizes", [{"size": "1.5 GiB"}, {"size": "12 MiB"}])).splitlines()
+    assert lines[-3:-1] == [" 1.5 GiB ", "  12 MiB "]
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,38 @@ def test_equal_hosts_are_one_kind_of_client() -> None:
     assert clients[0]["drives"][0]["capacity_in_GB"] == 3840
 
 
+def test_drives_and_ports_of_one_kind_are_counted_and_odd_ones_named_as_the_schema_can() -> None:
+    def drive(model: str, transport: str, size_gb: int, *, is_rotational: bool = False) -> Drive:
+        stated = {"name": "d", "model": model, "transport": transport, "size_bytes": size_gb * 10**9}
+        return Drive.model_validate({**stated, "is_rotational": is_rotational})
+
+    def port(state: str, speed_mbit_per_s: int | None) -> Nic:
+        return Nic(name="p", kind="infiniband", state=state, mtu=4096, speed_mbit_per_s=speed_mbit_per_s)
+
+    drives = (
+        drive("Big", "SATA", 4000, is_rotational=True),
+        drive("Big", "sata", 4000, is_rotational=True),
+        drive("", "usb", 64),
+        drive("Empty slot", "sas", 0),
+    )
+    ports = (port("up", 400_000), port("up", None), port("down", 400_000), port("dormant", 400_000))
+    present = host("a")
+    report = present.report.model_copy(update={"drives": drives, "nics": ports})
+    present = present.model_copy(update={"report": report})
+    (client,) = draft_description(cluster(present), "fast")["system_under_test"]["clients"]
+    assert client["drives"] == [
+        {"unit_count": 2, "vendor_name": None, "model_name": "Big", "interface": "sata", "media_type": "HDD",
+         "capacity_in_GB": 4000},
+        {"unit_count": 1, "vendor_name": None, "model_name": None, "interface": "other", "media_type": None,
+         "capacity_in_GB": 64},
+    ]  # fmt: skip
+    assert client["networking"] == [
+        {"unit_count": 1, "type": "infiniband", "state": "up", "speed": 400, "traffic": None},
+        {"unit_count": 1, "type": "infiniband", "state": "up", "speed": None, "traffic": None},
+        {"unit_count": 2, "type": "infiniband", "state": "down"},
+    ]
+
+
 def test_completed_draft_follows_the_schema(tmp_path: Path) -> None:
     path = tmp_path / "fast.yaml"
     path.write_text(yaml.safe_dump(filled(draft_description(cluster(host("a")), "fast")), sort_keys=False))
