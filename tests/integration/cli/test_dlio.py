@@ -257,6 +257,13 @@ def test_data_files_are_deleted_unless_kept(here: Path, capsys: pytest.CaptureFi
     check_files(here / "out", ranks=1, epochs=2)
 
 
+def test_files_for_evaluation_are_deleted_as_well(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("dataset.keep_files=False", "dataset.num_files_eval=3", "workflow.evaluation=True")
+    assert main([*command("unet3d_h100", *settings), "hydra.run.dir=out"]) == 0
+    assert not [path for path in (here / "data").rglob("*") if path.is_file()]
+    assert "keep_files is false: 5 files were deleted" in capsys.readouterr().err
+
+
 def test_reused_folder_holds_only_the_later_run(here: Path) -> None:
     settings = ("dataset.num_files_train=4", "train.epochs=1", "reader.data_loader=tensorflow")
     words = [*command("unet3d_h100", *settings), "hydra.run.dir=out"]

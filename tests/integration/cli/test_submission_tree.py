@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.cluster.facts.host_facts import AbsentHost, ClusterFacts
 from penstock.cluster.gates.gate_model import Gate
 
 SMALL = ("--set", "dataset.num_files_train=48")
@@ -171,6 +172,19 @@ def test_a_description_is_printed_with_what_to_fill_in(tree: str, penstock: Pens
     assert {"  -    quantity: 3", "  +    quantity: 1"} <= set(compared)
     assert count in compared
     assert not any("picture" in line or "matches the machines" in line for line in compared)
+
+
+def test_a_description_of_part_of_a_cluster_is_refused(tree: str, tmp_path: Path, penstock: Penstock) -> None:
+    lost = AbsentHost(host="n2", reason="no answer", exit_code=255, stderr="")
+    facts = ClusterFacts(
+        via="ssh", collected_at="2026-07-01", asked=("n2",), is_partial=True, present=(), absent=(lost,)
+    )
+    (tmp_path / "cluster.json").write_text(facts.model_dump_json())
+    words = ("submission", "describe", "--submission", tree, "--system", "fast", "--closed")
+    refused = penstock(*words, "--cluster", str(tmp_path / "cluster.json"))
+    assert refused.returncode == 2
+    assert "These facts are partial: n2 did not report" in refused.stderr
+    assert not Path(tree, "closed/acme/systems/fast.yaml").exists()
 
 
 @pytest.mark.parametrize(
