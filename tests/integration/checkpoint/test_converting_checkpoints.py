@@ -100,6 +100,20 @@ def test_an_archive_becomes_a_checkpoint_that_stock_torch_reads(
     assert stored.packed.all() if compress else (stored.payload_offset % 4096 == 0).all()
 
 
+def test_the_archive_of_a_model_and_its_optimizer_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    training: dict[str, Any] = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 17}
+    torch.save(training, tmp_path / "training.pt")
+    convert(tmp_path / "training.pt", tmp_path / "dcp", DCP)
+    convert(tmp_path / "dcp", tmp_path / "back.pt", TORCH)
+    # Names in a distributed checkpoint are texts: torch, too, brings numbers of parameters back as such.
+    training["optim"]["state"] = {str(number): each for number, each in training["optim"]["state"].items()}
+    assert_same(training, torch.load(tmp_path / "back.pt", weights_only=True))
+
+
 def test_a_stock_checkpoint_becomes_an_archive_and_goes_through_compression(
     stock: Path, tmp_path: Path
 ) -> None:
