@@ -14,6 +14,7 @@ from penstock.errors import Unavailable
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "PIL": ("bench",),
+        "darshan": ("darshan",),
         "dask": ("dask",),
         "distributed": ("dask",),
         "duckdb": ("trace",),

@@ -72,7 +72,7 @@ class _LoadOptions:
 def load(options: _LoadOptions, terminal: Terminal) -> None:
     """Convert trace files to a sorted event table, which answers questions much faster.
 
-    Reads .pfw and .pfw.gz of all DFTracer versions, Chrome traces, strace -f -ttt -T, and Darshan DXT text.
+    Reads .pfw and .pfw.gz of all DFTracer versions, Chrome traces, strace -f -ttt -T, and Darshan's logs.
     What was lost or guessed of damaged files is printed first. The table is Parquet, which other tools read.
 
     Examples:

@@ -84,6 +84,7 @@ _EXTRAS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "bench": ("packages", "training data"),
         "zstd": ("packages", "compressed checkpoints"),
         "trace": ("packages", "traces"),
+        "darshan": ("packages", "Darshan's logs"),
         "dask": ("packages", "traces that a cluster's workers read"),
         "pages": ("packages", "HTML pages"),
     }

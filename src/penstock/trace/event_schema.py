@@ -83,7 +83,8 @@ class FileAccount:
     explains other lines, `blank` lines are empty or a bracket, `skipped` lines were ruled out by a prefilter.
     `unwanted` events were read and left out of the table. `announced_events` is the number that the file's
     writer counted, in the file's last event or beside it, None without such a count; `missing` of them are
-    not in the file. `faults` concern the file as a whole, as a torn end does.
+    not in the file. `faults` concern the file as a whole, as a torn end does; `notes` say what a reader of
+    answers must know of a whole file.
     """
 
     file: str
@@ -99,6 +100,7 @@ class FileAccount:
     salvaged_reasons: Counter[str] = field(default_factory=Counter)
     dropped_reasons: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     samples: list[DamagedLine] = field(default_factory=list)
     announced_events: int | None = None
     missing: int = 0
@@ -146,7 +148,7 @@ class FileAccount:
 
     def losses(self) -> list[str]:
         """What was lost or guessed, for people, one line each."""
-        losses = [f"{self.file}: {fault}" for fault in self.faults]
+        losses = [f"{self.file}: {what}" for what in (*self.faults, *self.notes)]
         if self.dropped or self.salvaged:
             counts = {f"{reason}, dropped": count for reason, count in self.dropped_reasons.items()}
             counts |= {f"{reason}, salvaged": count for reason, count in self.salvaged_reasons.items()}

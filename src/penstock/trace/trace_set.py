@@ -40,7 +40,7 @@ _TIMEOUT: Final = "120s"
 RELATION: Final = "events"
 """The name of the events in questions and in users' SQL."""
 
-_TRACES: Final = ("*.pfw", "*.pfw.gz", "*.strace", "*.strace.[0-9]*")
+_TRACES: Final = ("*.pfw", "*.pfw.gz", "*.strace", "*.strace.[0-9]*", "*.darshan")
 """Searched for in folders: tracers' files, and strace's of whole programs and of single processes."""
 
 

@@ -68,7 +68,8 @@ def test_threads_processes_and_names_of_a_real_program_are_told_apart(
         listing = ("strace", "-f", "-y", "-ttt", "-T", "-o", str(tmp_path / "t" / "listing.strace"))
         subprocess.run([*listing, *program], check=True, timeout=280)
     query = (
-        'SELECT pid, tid, op, parse_filename(path), size_bytes, "offset" FROM events'
+        "SELECT pid, tid, op, parse_filename(path, false, 'forward_slash'), size_bytes, \"offset\""
+        " FROM events"
         f" WHERE path LIKE '{data}/%' AND op IN ('open', 'write', 'preadv', 'pwritev') ORDER BY ts_us"
     )
     with penstock.trace.load(tmp_path / "t") as run:

@@ -17,7 +17,8 @@ _FILE: Final = re.compile(r"#\s*DXT,\s*file_id:\s*\d+,\s*file_name:\s*(.*?)\s*")
 _PLACE: Final = re.compile(r"#\s*DXT,\s*rank:\s*(-?\d+),\s*hostname:\s*(\S+)\s*")
 _START: Final = re.compile(r"#\s*start_time:\s*(\d+)(?:\.(\d+))?.*")
 _SEGMENT: Final = re.compile(
-    r"\s*X_(\w+)\s+(-?\d+)\s+(read|write)\s+(\d+)\s+(-?\d+)\s+(\d+)\s+(\d+\.?\d*)\s+(\d+\.?\d*)(?:\s+\[.*)?\s*"
+    r"\s*X_(\w+)\s+(-?\d+)\s+(read|write)\s+(\d+)\s+(-?\d+)\s+(\d+)\s+(\d+\.?\d*)\s+(\d+\.?\d*)"
+    r"(?:\s+\[.*\])?(?:\s+(N/A|\d+))?\s*"
 )
 
 
@@ -40,7 +41,7 @@ class DarshanDxt:
         segment_line = _SEGMENT.fullmatch(line)
         if segment_line is None:
             return ParsedLine(LineFate.DROPPED, reason="not a segment")
-        module, rank, verb, segment, offset, length, begin, end = segment_line.groups()
+        module, rank, verb, segment, offset, length, begin, end, thread = segment_line.groups()
         begin_us, end_us = _microseconds(begin), _microseconds(end)
         size_bytes = parse_int64(length)
         if (
@@ -60,7 +61,7 @@ class DarshanDxt:
                 "name": verb,
                 "cat": module,
                 "pid": int(rank),
-                "tid": int(rank),
+                "tid": _thread_number(thread, int(rank)),
                 "rank": int(rank) if int(rank) >= 0 else None,
                 "host": self._host,
                 "path": self._path,
@@ -87,6 +88,12 @@ class DarshanDxt:
             self._host = match[2]
         elif (match := _START.fullmatch(line)) and len(match[1]) < 12:
             self._start_us = int(match[1]) * 1_000_000 + int((match[2] or "0").ljust(6, "0")[:6])
+
+
+def _thread_number(thread: str | None, rank: int) -> int:
+    """The thread, where Darshan recorded it (since 3.5); else there is one for each rank."""
+    number = parse_int64(thread) if thread else None
+    return rank if number is None else number
 
 
 def _microseconds(seconds: str) -> int:

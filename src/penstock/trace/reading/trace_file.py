@@ -23,6 +23,7 @@ from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.chrome import ChromeDocument
 from penstock.trace.reading.chunks import read_pieces, split_chunks
 from penstock.trace.reading.darshan_dxt import MARK, DarshanDxt
+from penstock.trace.reading.darshan_log import DarshanLog, is_darshan_log
 from penstock.trace.reading.event_batch import EventOrigin, read_lines
 from penstock.trace.reading.event_filter import NO_PREFILTER, BatchFilter, EventFilter, Prefilter
 from penstock.trace.reading.json_lines import JsonLines
@@ -40,6 +41,7 @@ class Dialect(StrEnum):
     CHROME = "chrome"
     STRACE = "strace"
     DARSHAN = "darshan dxt"
+    DARSHAN_LOG = "darshan log"
 
 
 LARGE_BYTES: Final = 4 << 20
@@ -56,6 +58,8 @@ _TRACE_EVENTS: Final = re.compile(
 def detect_dialect(head: bytes) -> Dialect:
     """The dialect of a file that begins with `head`; anything unknown is JSON lines, dropped one by one."""
     head = head[:_HEAD_BYTES]
+    if is_darshan_log(head):
+        return Dialect.DARSHAN_LOG
     if FIRST_LINE.match(head):
         return Dialect.STRACE
     if MARK.search(head[:4096]):
@@ -177,6 +181,8 @@ def _read_dialect(
     dialect: Dialect, file: TraceFile, head: bytes, pieces: Iterable[bytes], account: FileAccount
 ) -> Iterator[pa.RecordBatch]:
     """The events of a dialect that Python parses."""
+    if dialect is Dialect.DARSHAN_LOG:
+        return DarshanLog(file.path, file.origin, account).read()
     if dialect is Dialect.CHROME:
         return ChromeDocument(file.origin, account).read(pieces)
     parser = Strace(find_task(file.path, head)) if dialect is Dialect.STRACE else DarshanDxt()

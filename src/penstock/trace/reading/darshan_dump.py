@@ -1,0 +1,65 @@
+"""Prints the records of a Darshan log as JSON lines: `python -m penstock.trace.reading.darshan_dump LOG`.
+
+It is a program of its own because Darshan's library ends the process that asks it for a damaged log. The
+first line is the job, each other line one record: the segments of a file, or its counters.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TextIO
+
+SEGMENT_MODULES: Final = {"DXT_POSIX": "POSIX", "DXT_MPIIO": "MPIIO"}
+"""Modules with single reads and writes -> their category, as in the text of darshan-dxt-parser."""
+COUNTER_MODULES: Final = {"POSIX": "POSIX", "MPI-IO": "MPIIO", "STDIO": "STDIO"}
+"""Modules with sums for each file -> their category, which is also the prefix of their counters."""
+
+
+def dump(path: str, out: TextIO) -> int:
+    """Print the log; 1 if it cannot be opened, for which the library has printed why."""
+    backend = importlib.import_module("darshan.backend.cffi_backend")
+    log = backend.log_open(path)
+    if not log["handle"]:
+        return 1
+    job, modules = backend.log_get_job(log), backend.log_get_modules(log)
+    names = backend.log_get_name_records(log)
+    partial = [name for name, module in modules.items() if module["partial_flag"]]
+    start_us = job["start_time_sec"] * 1_000_000 + job["start_time_nsec"] // 1000
+    _print({"start_us": start_us, "modules": list(modules), "partial": partial}, out)
+    for module, cat in SEGMENT_MODULES.items():
+        for record in _records(backend.log_get_dxt_record, log, module):
+            _print({"cat": cat, "path": names.get(record["id"]), **_segments(record)}, out)
+    for module, cat in COUNTER_MODULES.items():
+        for record in _records(backend.log_get_generic_record, log, module, "dict"):
+            _print({"cat": cat, "path": names.get(record["id"]), **_counters(record)}, out)
+    backend.log_close(log)
+    return 0
+
+
+def _records(get: Callable[..., Mapping[str, Any] | None], *arguments: Any) -> Iterator[Mapping[str, Any]]:
+    while (record := get(*arguments)) is not None:
+        yield record
+
+
+def _segments(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A file's reads and writes: offset, length, begin and end in seconds since the job's start."""
+    moves = {
+        verb: [[part[key] for key in ("offset", "length", "start_time", "end_time")] for part in record[key]]
+        for verb, key in (("write", "write_segments"), ("read", "read_segments"))
+    }
+    return {"rank": record["rank"], "host": record["hostname"], "segments": moves}
+
+
+def _counters(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    counters = {name: int(value) for name, value in record["counters"].items()}
+    times = {name: float(value) for name, value in record["fcounters"].items()}
+    return {"rank": int(record["rank"]), "counters": {**counters, **times}}
+
+
+def _print(document: Mapping[str, Any], out: TextIO) -> None:
+    out.write(json.dumps(document, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(dump(sys.argv[1], sys.stdout))
