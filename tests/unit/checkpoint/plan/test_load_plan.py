@@ -188,6 +188,16 @@ def test_items_far_below_a_fair_share_are_not_cut_so_that_one_rank_can_check_the
     assert max(len(plan.row) for plan in plans) <= 22
 
 
+@pytest.mark.parametrize(("lengths", "reads"), [((1087, 961), [1087, 961]), ((1088, 960), [1024, 1024])])
+def test_no_part_is_smaller_than_a_sixteenth_of_a_fair_share(
+    lengths: tuple[int, int], reads: list[int]
+) -> None:
+    tensors = tuple(TensorFacts(f"w{length}", "int8", (length,), 1) for length in lengths)
+    stored = stored_as(whole_regions(tensors), np.zeros(2, dtype=np.int64), element_sizes(tensors))
+    plans = plans_of(tensors, stored, [whole_regions(tensors)] * 2, LoadOptions(min_cut_bytes=1))
+    assert bytes_read(tensors, plans) == reads
+
+
 def test_a_file_is_read_by_a_rank_that_can_open_it_and_sent_to_those_that_cannot() -> None:
     tensors, _ = one_tensor(8, 4)
     regions = Regions.from_rows([(0, (0, 0), (4, 4)), (0, (4, 0), (4, 4))])
