@@ -220,50 +220,50 @@ def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
         agreed = SavePlanCache(group.comm).agree(holdings, save_plan.SaveOptions())
         all_holdings: list[save_plan.Holdings] = group.comm.gather(holdings, awaiting="what all ranks hold")
     merged = save_plan.merge_holdings(all_holdings)
-    item_bytes = element_sizes(merged.tensors)
+    element_bytes = element_sizes(merged.tensors)
     return DryRun(
-        unique_bytes=_sum(agreed.shared.regions, item_bytes),
-        ranks=tuple(_count_traffic(agreed.shared, merged, item_bytes)),
-        writes=tuple(_list_writes(agreed.shared, item_bytes)),
+        unique_bytes=_sum(agreed.shared.regions, element_bytes),
+        ranks=tuple(_count_traffic(agreed.shared, merged, element_bytes)),
+        writes=tuple(_list_writes(agreed.shared, element_bytes)),
         objects=tuple(tuple(placed.stored_name for placed in rank) for rank in agreed.objects),
     )
 
 
 def _count_traffic(
-    shared: save_plan.SharedSavePlan, merged: save_plan.MergedHoldings, item_bytes: Ints
+    shared: save_plan.SharedSavePlan, merged: save_plan.MergedHoldings, element_bytes: Ints
 ) -> list[RankTraffic]:
     options = LoadOptions()
     wanted = [merged.regions.take(merged.rank == rank) for rank in range(shared.num_ranks)]
-    plan = plan_load(_as_stored(shared, item_bytes), item_bytes, wanted, options)
+    plan = plan_load(_as_stored(shared, element_bytes), element_bytes, wanted, options)
     parts = []
     for rank, regions in enumerate(wanted):
-        own = plan_rank_load(plan, item_bytes, rank, options)
+        own = plan_rank_load(plan, element_bytes, rank, options)
         parts.append(
             RankTraffic(
                 rank=rank,
-                holds_bytes=_sum(regions, item_bytes),
-                writes_bytes=_sum(shared.regions.take(shared.rank == rank), item_bytes),
-                reads_bytes=_sum(own.regions, item_bytes),
-                receives_bytes=_sum(own.receives.regions, item_bytes),
+                holds_bytes=_sum(regions, element_bytes),
+                writes_bytes=_sum(shared.regions.take(shared.rank == rank), element_bytes),
+                reads_bytes=_sum(own.regions, element_bytes),
+                receives_bytes=_sum(own.receives.regions, element_bytes),
             )
         )
     return parts
 
 
-def _as_stored(shared: save_plan.SharedSavePlan, item_bytes: Ints) -> StoredRegions:
+def _as_stored(shared: save_plan.SharedSavePlan, element_bytes: Ints) -> StoredRegions:
     """The checkpoint that this plan would make, with one file per rank and no envelopes."""
-    size = shared.regions.num_bytes(item_bytes)
+    size = shared.regions.num_bytes(element_bytes)
     end = np.cumsum(size)
     packed = np.zeros(len(size), dtype=np.bool_)
     return StoredRegions(shared.regions, shared.rank, end - size, size, end - size, packed)
 
 
-def _sum(regions: Regions, item_bytes: Ints) -> int:
-    return int(regions.num_bytes(item_bytes).sum())
+def _sum(regions: Regions, element_bytes: Ints) -> int:
+    return int(regions.num_bytes(element_bytes).sum())
 
 
-def _list_writes(shared: save_plan.SharedSavePlan, item_bytes: Ints) -> list[PlannedWrite]:
-    size = shared.regions.num_bytes(item_bytes)
+def _list_writes(shared: save_plan.SharedSavePlan, element_bytes: Ints) -> list[PlannedWrite]:
+    size = shared.regions.num_bytes(element_bytes)
     writes = []
     for row in np.argsort(shared.regions.tensor, kind="stable").tolist():
         facts = shared.tensors[int(shared.regions.tensor[row])]

@@ -307,10 +307,10 @@ def _wait(
 
 def _payload_ranges(plan: LoadPlan, context: LoadContext) -> tuple[Ints, Ints]:
     """Where each read's payload begins and ends in its file."""
-    item_bytes, stored = context.element_sizes, context.item_index.stored
-    starts = payload_starts(plan.regions, stored.regions.take(plan.row)) * item_bytes[plan.regions.tensor]
+    element_bytes, stored = context.element_sizes, context.item_index.stored
+    starts = payload_starts(plan.regions, stored.regions.take(plan.row)) * element_bytes[plan.regions.tensor]
     begin = stored.payload_offset[plan.row] + starts
-    return begin, begin + plan.regions.num_bytes(item_bytes)
+    return begin, begin + plan.regions.num_bytes(element_bytes)
 
 
 def _find_whole_items(
@@ -381,12 +381,12 @@ def _verify_cut_items(
 
 def _find_cut_rows(plan: LoadPlan, context: LoadContext) -> Ints:
     """Rows of which this rank read the beginning of the payload, and other ranks the rest."""
-    item_bytes, stored = context.element_sizes, context.item_index.stored
+    element_bytes, stored = context.element_sizes, context.item_index.stored
     outer = stored.regions.take(plan.row)
     starts = payload_starts(plan.regions, outer) == 0
     own_bytes = np.zeros(len(stored), dtype=np.int64)
-    np.add.at(own_bytes, plan.row, plan.regions.num_bytes(item_bytes))
-    is_cut = own_bytes[plan.row] < outer.num_bytes(item_bytes)
+    np.add.at(own_bytes, plan.row, plan.regions.num_bytes(element_bytes))
+    is_cut = own_bytes[plan.row] < outer.num_bytes(element_bytes)
     return np.unique(plan.row[starts & is_cut])
 
 

@@ -161,7 +161,7 @@ class CheckpointLoader:
         readable: Sequence[str] | None,
     ) -> load_plan.LoadPlan:
         wanted = comm.gather(requests.regions, awaiting="what all ranks want of the checkpoint")
-        item_bytes, files = element_sizes(item_index.tensors), checkpoint.index.files
+        element_bytes, files = element_sizes(item_index.tensors), checkpoint.index.files
         readable_by_rank = None
         if readable is not None:
             own_files = set(readable)
@@ -169,7 +169,7 @@ class CheckpointLoader:
             readable_by_rank = np.stack(comm.gather(own, awaiting="which files each rank can open"))
         try:
             shared = load_plan.plan_load(
-                item_index.stored, item_bytes, wanted, self._options, readable=readable_by_rank
+                item_index.stored, element_bytes, wanted, self._options, readable=readable_by_rank
             )
         except load_plan.UnreadableFile as error:
             raise ObjectNotFound(
@@ -177,7 +177,7 @@ class CheckpointLoader:
                 uri=checkpoint.uri,
                 fix="Restore the file on one of their nodes, or load another step.",
             ) from error
-        return load_plan.plan_rank_load(shared, item_bytes, comm.rank, self._options)
+        return load_plan.plan_rank_load(shared, element_bytes, comm.rank, self._options)
 
 
 def _match_state(
@@ -269,7 +269,7 @@ def _put_part(
     outer = index.stored.regions.region(row, len(facts.shape))
     # The copy is aligned, which views as words of the element size need.
     content = np.frombuffer(bytes(elements), dtype=np.uint8)
-    target.fill(*inner, cut_region(content, facts.item_bytes, outer, inner))
+    target.fill(*inner, cut_region(content, facts.element_bytes, outer, inner))
 
 
 def _report(

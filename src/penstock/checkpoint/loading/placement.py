@@ -70,7 +70,7 @@ class Target:
         """Copy a region from words of the stored element size."""
         view = self.view(offsets, sizes)
         if self.has_stored_layout:
-            np.copyto(_words(view, self.facts.item_bytes).numpy(), content)
+            np.copyto(_words(view, self.facts.element_bytes).numpy(), content)
             return
         dtype = getattr(torch, self.facts.dtype)
         words = torch.from_numpy(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
@@ -88,11 +88,11 @@ def wait_for_devices(targets: Sequence[Target]) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
-def _words(memory: torch.Tensor, item_bytes: int) -> torch.Tensor:
+def _words(memory: torch.Tensor, element_bytes: int) -> torch.Tensor:
     """Host memory of any dtype and strides as words of its element size, or as bytes if it is contiguous."""
     storage = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
     own = memory.element_size()
-    if item_bytes == 1 and own > 1:
+    if element_bytes == 1 and own > 1:
         begin = memory.storage_offset() * own
         return storage[begin : begin + memory.numel() * own]
     words: torch.Tensor = storage[: storage.numel() - storage.numel() % own].view(_WORDS[own])
@@ -233,7 +233,7 @@ class Destinations:
     def _cut(self, number: int, memory: ByteArray, regions: Regions, row: int) -> NDArray[Any]:
         """A region inside a share, as words of its element size."""
         outer = self._region(self._plan.regions, number)
-        return cut_region(memory, self._facts(regions, row).item_bytes, outer, self._region(regions, row))
+        return cut_region(memory, self._facts(regions, row).element_bytes, outer, self._region(regions, row))
 
     def _facts(self, regions: Regions, row: int) -> TensorFacts:
         return self._tensors[int(regions.tensor[row])]
@@ -242,16 +242,16 @@ class Destinations:
         return regions.region(row, len(self._facts(regions, row).shape))
 
     def _num_bytes(self, regions: Regions, row: int) -> int:
-        return int(np.prod(regions.sizes[row])) * self._facts(regions, row).item_bytes
+        return int(np.prod(regions.sizes[row])) * self._facts(regions, row).element_bytes
 
 
-def _word(item_bytes: int) -> np.dtype[Any]:
-    return np.dtype("c16") if item_bytes == 16 else np.dtype(f"u{item_bytes}")
+def _word(element_bytes: int) -> np.dtype[Any]:
+    return np.dtype("c16") if element_bytes == 16 else np.dtype(f"u{element_bytes}")
 
 
-def cut_region(memory: ByteArray, item_bytes: int, outer: Region, inner: Region) -> NDArray[Any]:
+def cut_region(memory: ByteArray, element_bytes: int, outer: Region, inner: Region) -> NDArray[Any]:
     """The elements of the region `inner` as words, from the contiguous bytes of the region `outer`."""
-    words = memory.view(_word(item_bytes)).reshape(outer[1])
+    words = memory.view(_word(element_bytes)).reshape(outer[1])
     inside = tuple(
         slice(begin - own, begin - own + extent) for own, begin, extent in zip(outer[0], *inner, strict=True)
     )
@@ -326,9 +326,9 @@ class _MessageParts:
         for row, size in zip(self._rows, self._sizes, strict=True):
             target, region = self._place(row)
             content = memory[begin : begin + size]
-            if content.ctypes.data % target.facts.item_bytes:
+            if content.ctypes.data % target.facts.element_bytes:
                 content = content.copy()
-            target.fill(*region, content.view(_word(target.facts.item_bytes)).reshape(region[1]))
+            target.fill(*region, content.view(_word(target.facts.element_bytes)).reshape(region[1]))
             begin += size
 
     def _place(self, row: int) -> tuple[Target, Region]:
@@ -342,5 +342,5 @@ def _ends(transfers: Transfers) -> list[tuple[int, int]]:
 
 
 def _transfer_bytes(transfers: Transfers, row: int, tensors: Sequence[TensorFacts]) -> int:
-    item_bytes = tensors[int(transfers.regions.tensor[row])].item_bytes
-    return int(np.prod(transfers.regions.sizes[row])) * item_bytes
+    element_bytes = tensors[int(transfers.regions.tensor[row])].element_bytes
+    return int(np.prod(transfers.regions.sizes[row])) * element_bytes

@@ -78,7 +78,7 @@ def missing_elements(stored: Regions, wanted: Regions) -> Ints:
 
 def plan_load(
     stored: StoredRegions,
-    item_bytes: Ints,
+    element_bytes: Ints,
     wanted: Sequence[Regions],
     options: LoadOptions,
     *,
@@ -86,8 +86,8 @@ def plan_load(
 ) -> SharedLoadPlan:
     """Decide which rank reads which bytes; `wanted` is by rank, in the checkpoint's tensor numbers.
 
-    `item_bytes` is by tensor number. `readable` says which rank (row) can open which file (column); without
-    it, all can open all. Elements that are not stored are ignored here, see `missing_elements`.
+    `element_bytes` is by tensor number. `readable` says which rank (row) can open which file (column);
+    without it, all can open all. Elements that are not stored are ignored here, see `missing_elements`.
     """
     all_wanted = Regions.concatenated(wanted)
     ranks = np.repeat(np.arange(len(wanted)), [len(regions) for regions in wanted])
@@ -98,7 +98,7 @@ def plan_load(
 
     met = find_overlaps(all_wanted.take(groups.first), stored.regions)
     source, regions = _without_wide_gaps(
-        met.regions, stored.regions.take(met.right), item_bytes, options.min_gap_bytes
+        met.regions, stored.regions.take(met.right), element_bytes, options.min_gap_bytes
     )
     want, row = met.left[source], met.right[source]
     # A region that is not contiguous in its item is read as the one range around it, small gaps included.
@@ -109,13 +109,17 @@ def plan_load(
     unit_row, unit_regions = row[units.first], hulls.take(units.first)
 
     sets = _reader_sets(pieces, requests, stored.file[unit_row], readable, len(units))
-    total = int(unit_regions.num_bytes(item_bytes).sum())
+    total = int(unit_regions.num_bytes(element_bytes).sum())
     shares = divide_among_ranks(
-        unit_regions, item_bytes, sets, len(wanted), min_cut_bytes=_min_cut_bytes(total, len(wanted), options)
+        unit_regions,
+        element_bytes,
+        sets,
+        len(wanted),
+        min_cut_bytes=_min_cut_bytes(total, len(wanted), options),
     )
     round_bytes = _round_bytes(sets, options)
     # No read is larger than a round, or the ranks that want it could not bound what they receive in it.
-    part, parts = split_large(shares.regions, item_bytes, round_bytes)
+    part, parts = split_large(shares.regions, element_bytes, round_bytes)
     share_unit = shares.source[part]
     share_row = unit_row[share_unit]
     start = payload_starts(parts, stored.regions.take(share_row))
@@ -128,7 +132,7 @@ def plan_load(
         share_row=share_row[in_file],
         share_regions=share_regions,
         share_rank=share_rank,
-        share_round=_rounds(share_rank, share_regions.num_bytes(item_bytes), round_bytes),
+        share_round=_rounds(share_rank, share_regions.num_bytes(element_bytes), round_bytes),
         pieces=pieces,
         requests=requests,
     )
@@ -190,7 +194,7 @@ def _hulls(regions: Regions, outer: Regions) -> Regions:
 
 
 def _without_wide_gaps(
-    regions: Regions, outer: Regions, item_bytes: Ints, min_gap_bytes: int
+    regions: Regions, outer: Regions, element_bytes: Ints, min_gap_bytes: int
 ) -> tuple[Ints, Regions]:
     """Cut regions that skip large parts of each row of `outer` into rows, so that the gaps are not read.
 
@@ -203,7 +207,9 @@ def _without_wide_gaps(
         hulls = _hulls(regions, outer.take(source))
         varies_here = (regions.sizes[:, :dim] == 1).all(axis=1) & (regions.sizes[:, dim] > 1)
         gap_bytes = (
-            (hulls.num_elements - regions.num_elements) // regions.sizes[:, dim] * item_bytes[regions.tensor]
+            (hulls.num_elements - regions.num_elements)
+            // regions.sizes[:, dim]
+            * element_bytes[regions.tensor]
         )
         cut = varies_here & (gap_bytes >= min_gap_bytes)
         if not cut.any():
@@ -255,7 +261,7 @@ def _able_sets(wanting: RankSets, number: Ints, file: Ints, readable: Bools) -> 
     return find_rank_sets(pairs, np.concatenate([rank[able], helper]), len(file))
 
 
-def plan_rank_load(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options: LoadOptions) -> LoadPlan:
+def plan_rank_load(shared: SharedLoadPlan, element_bytes: Ints, rank: int, options: LoadOptions) -> LoadPlan:
     """What one rank reads, where that goes, and what the rank receives from others."""
     reads = np.flatnonzero(shared.share_rank == rank)
     out = _deliveries_of_shares(shared, reads)
@@ -267,7 +273,7 @@ def plan_rank_load(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options:
 
     def transfers(deliveries: _Deliveries, rows: Bools, peer: Ints) -> Transfers:
         regions = deliveries.regions.take(rows)
-        num_bytes, in_round = regions.num_bytes(item_bytes), shared.share_round[deliveries.share[rows]]
+        num_bytes, in_round = regions.num_bytes(element_bytes), shared.share_round[deliveries.share[rows]]
         return Transfers(
             read=np.searchsorted(reads, deliveries.share[rows]),
             peer=peer[rows],

@@ -239,19 +239,19 @@ class RegionShares:
     rank: Ints
 
 
-def find_rows(regions: Regions, item_bytes: Ints) -> Rows:
+def find_rows(regions: Regions, element_bytes: Ints) -> Rows:
     """The rows of each region; regions of one element are one row."""
     if regions.num_dims == 0:
         ones = np.ones(len(regions), dtype=np.int64)
-        return Rows(np.zeros_like(ones), ones, item_bytes[regions.tensor])
+        return Rows(np.zeros_like(ones), ones, element_bytes[regions.tensor])
     dim = np.argmax(regions.sizes != 1, axis=1).astype(np.int64)
     count = np.take_along_axis(regions.sizes, dim[:, None], axis=1)[:, 0]
-    num_bytes = regions.num_bytes(item_bytes) // np.maximum(count, 1)
+    num_bytes = regions.num_bytes(element_bytes) // np.maximum(count, 1)
     return Rows(dim, count, num_bytes)
 
 
 def divide_among_ranks(
-    regions: Regions, item_bytes: Ints, sets: RankSets, num_ranks: int, *, min_cut_bytes: int
+    regions: Regions, element_bytes: Ints, sets: RankSets, num_ranks: int, *, min_cut_bytes: int
 ) -> RegionShares:
     """Divide each region among the ranks of its set, so that the loads of all ranks are as equal as possible.
 
@@ -260,7 +260,7 @@ def divide_among_ranks(
     order = np.argsort(sets.of_group, kind="stable")
     regions = regions.take(order)
     set_of_box = sets.of_group[order]
-    rows = find_rows(regions, item_bytes)
+    rows = find_rows(regions, element_bytes)
     num_bytes = rows.count * rows.num_bytes
     ends = np.cumsum(num_bytes)
     axis = _Axis(set_of_box, ends - num_bytes, ends, rows, min_cut_bytes)
@@ -284,14 +284,14 @@ def slice_rows(regions: Regions, dim: Ints, begin: Ints, end: Ints) -> Regions:
     return Regions(regions.tensor, offsets, sizes)
 
 
-def split_large(regions: Regions, item_bytes: Ints, limit_bytes: int) -> tuple[Ints, Regions]:
+def split_large(regions: Regions, element_bytes: Ints, limit_bytes: int) -> tuple[Ints, Regions]:
     """Cut regions into contiguous parts of at most `limit_bytes`; returns the region of each part, and parts.
 
     Parts are in the order of the regions, and of memory within each.
     """
     source = np.arange(len(regions))
     for _ in range(regions.num_dims):
-        rows = find_rows(regions, item_bytes)
+        rows = find_rows(regions, element_bytes)
         step = np.maximum(limit_bytes // np.maximum(rows.num_bytes, 1), 1)
         count = -(-rows.count // step)
         if (count <= 1).all():

@@ -283,7 +283,7 @@ def plan_rank_files(
     hint = options.separation_hint
     begins = [hint is not None and facts.name.startswith(hint) for facts in shared.tensors]
     apart = np.array(begins, dtype=np.bool_)
-    item_bytes = element_sizes(shared.tensors)
+    element_bytes = element_sizes(shared.tensors)
     ranks = range(shared.num_ranks) if only is None else (only,)
     order = np.argsort(shared.rank, kind="stable")
     ends = np.searchsorted(shared.rank[order], np.arange(shared.num_ranks + 1))
@@ -296,20 +296,20 @@ def plan_rank_files(
         ]
         objects_together = [placed for placed in objects[rank] if placed not in objects_apart]
         names = (f"__{rank}_", options.writers)
-        buckets = _deal(regions.take(~is_apart), item_bytes, objects_together, names)
+        buckets = _deal(regions.take(~is_apart), element_bytes, objects_together, names)
         if hint is not None:
             names = (f"{hint}__{rank}_", options.writers)
-            buckets += _deal(regions.take(is_apart), item_bytes, objects_apart, names)
+            buckets += _deal(regions.take(is_apart), element_bytes, objects_apart, names)
         plans.append(SavePlan(rank=rank, tensors=shared.tensors, buckets=buckets))
     return plans
 
 
 def _deal(
-    regions: Regions, item_bytes: Ints, objects: Sequence[PlacedObject], files: tuple[str, int]
+    regions: Regions, element_bytes: Ints, objects: Sequence[PlacedObject], files: tuple[str, int]
 ) -> tuple[Bucket, ...]:
     """Longest processing time first: the fullest file has at most 4/3 of the bytes in the best division."""
     prefix, num_files = files
-    num_bytes = regions.num_bytes(item_bytes)
+    num_bytes = regions.num_bytes(element_bytes)
     sizes = num_bytes.tolist() + [placed.size_bytes for placed in objects]
     loads = [(0, number) for number in range(num_files)]
     chosen: list[list[int]] = [[] for _ in loads]

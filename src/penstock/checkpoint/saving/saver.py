@@ -140,7 +140,7 @@ class SavePlanCache:
 
 
 def _digest_tensors(tensors: Sequence[TensorFacts]) -> bytes:
-    rows = (f"{facts.name}\0{facts.dtype}\0{facts.shape}\0{facts.item_bytes}\0" for facts in tensors)
+    rows = (f"{facts.name}\0{facts.dtype}\0{facts.shape}\0{facts.element_bytes}\0" for facts in tensors)
     return xxhash.xxh3_128_digest("".join(rows).encode())
 
 
@@ -346,7 +346,7 @@ def _chosen(leaves: Sequence[Leaf], only: NamePatterns | None) -> Sequence[Leaf]
 def _as_dtype(facts: TensorFacts, dtype: torch.dtype) -> TensorFacts:
     if not getattr(torch, facts.dtype).is_floating_point:
         return facts
-    return replace(facts, dtype=str(dtype).removeprefix("torch."), item_bytes=dtype.itemsize)
+    return replace(facts, dtype=str(dtype).removeprefix("torch."), element_bytes=dtype.itemsize)
 
 
 def _payloads(

@@ -32,13 +32,13 @@ class TensorFacts:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    item_bytes: int
+    element_bytes: int
     """Of one element."""
 
     @property
     def size_bytes(self) -> int:
         """Of the whole tensor."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.item_bytes
+        return int(np.prod(self.shape, dtype=np.int64)) * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,9 +67,9 @@ class Regions:
         """The number of elements of each region; 0 for an empty one."""
         return np.asarray(np.prod(self.sizes, axis=1, dtype=np.int64))
 
-    def num_bytes(self, item_bytes: Ints) -> Ints:
-        """The bytes of each region; `item_bytes` is by tensor number, see `element_sizes`."""
-        return self.num_elements * item_bytes[self.tensor]
+    def num_bytes(self, element_bytes: Ints) -> Ints:
+        """The bytes of each region; `element_bytes` is by tensor number, see `element_sizes`."""
+        return self.num_elements * element_bytes[self.tensor]
 
     def take(self, rows: Ints | Bools | slice) -> Regions:
         """Some of the regions, in the order of `rows`; this object itself if those are all rows in order."""
@@ -125,7 +125,7 @@ def _is_all(rows: Ints | Bools) -> bool:
 
 def element_sizes(tensors: Sequence[TensorFacts]) -> Ints:
     """Bytes of one element, by tensor number."""
-    return np.array([tensor.item_bytes for tensor in tensors], dtype=np.int64)
+    return np.array([tensor.element_bytes for tensor in tensors], dtype=np.int64)
 
 
 def whole_regions(tensors: Sequence[TensorFacts]) -> Regions:

@@ -163,7 +163,7 @@ def append_tensor(
     """Append all elements of one tensor in row-major order."""
     facts = checkpoint.index.tensors[tensor]
     reader.require_whole(tensor)
-    for slab in tensor_slabs.cut_into_slabs(facts.shape, facts.item_bytes, appender.room_bytes):
+    for slab in tensor_slabs.cut_into_slabs(facts.shape, facts.element_bytes, appender.room_bytes):
         buffer, num_bytes = appender.buffer(), tensor_slabs.slab_bytes(slab, facts)
         reader.read_slab(tensor, slab, buffer[:num_bytes])
         appender.append(buffer, num_bytes)

@@ -167,25 +167,25 @@ class _TensorComparer:
         for reader, number in zip(self._readers, (first, second), strict=True):
             reader.require_whole(number)
         num_different, largest = 0, None
-        for slab in cut_into_slabs(facts.shape, facts.item_bytes, SLAB_BYTES):
+        for slab in cut_into_slabs(facts.shape, facts.element_bytes, SLAB_BYTES):
             num_bytes = slab_bytes(slab, facts)
             both = view[:num_bytes], view[SLAB_BYTES : SLAB_BYTES + num_bytes]
             for reader, number, target in zip(self._readers, (first, second), both, strict=True):
                 reader.read_slab(number, slab, target)
             self.read_bytes += num_bytes
-            count, difference = count_differences(both[0], both[1], facts.dtype, facts.item_bytes)
+            count, difference = count_differences(both[0], both[1], facts.dtype, facts.element_bytes)
             num_different += count
             largest = difference if largest is None else max(largest, difference or 0.0)
         return num_different, largest if num_different else None
 
 
 def count_differences(
-    first: memoryview, second: memoryview, dtype: str, item_bytes: int
+    first: memoryview, second: memoryview, dtype: str, element_bytes: int
 ) -> tuple[int, float | None]:
     """Elements whose bytes differ, and the largest difference, of two runs of equal length."""
-    bits = np.dtype({16: "c16"}.get(item_bytes, f"u{item_bytes}"))
+    bits = np.dtype({16: "c16"}.get(element_bytes, f"u{element_bytes}"))
     one, other = np.frombuffer(first, dtype=bits), np.frombuffer(second, dtype=bits)
-    if item_bytes == 16:
+    if element_bytes == 16:
         unequal = (one.view("u8").reshape(-1, 2) != other.view("u8").reshape(-1, 2)).any(axis=1)
     else:
         unequal = one != other

@@ -35,15 +35,15 @@ class Slab:
     end: int
 
 
-def cut_into_slabs(shape: Sequence[int], item_bytes: int, most_bytes: int) -> Iterator[Slab]:
+def cut_into_slabs(shape: Sequence[int], element_bytes: int, most_bytes: int) -> Iterator[Slab]:
     """Cut a tensor of this shape into slabs, in row-major order. A tensor without dimensions is one slab."""
     if 0 in shape:
         return
     shape = tuple(shape) or (1,)
-    dim, inner = 0, math.prod(shape[1:]) * item_bytes
+    dim, inner = 0, math.prod(shape[1:]) * element_bytes
     while inner > most_bytes and dim + 1 < len(shape):
         dim += 1
-        inner = math.prod(shape[dim + 1 :]) * item_bytes
+        inner = math.prod(shape[dim + 1 :]) * element_bytes
     step = max(most_bytes // inner, 1)
     for prefix in product(*map(range, shape[:dim])):
         for begin in range(0, shape[dim], step):
@@ -53,7 +53,7 @@ def cut_into_slabs(shape: Sequence[int], item_bytes: int, most_bytes: int) -> It
 def slab_bytes(slab: Slab, facts: TensorFacts) -> int:
     """How many bytes a slab has."""
     shape = facts.shape or (1,)
-    return (slab.end - slab.begin) * math.prod(shape[len(slab.prefix) + 1 :]) * facts.item_bytes
+    return (slab.end - slab.begin) * math.prod(shape[len(slab.prefix) + 1 :]) * facts.element_bytes
 
 
 class SlabReader:
@@ -88,7 +88,7 @@ class SlabReader:
         """Fill `target`, which is as long as the slab."""
         facts = self._checkpoint.index.tensors[tensor]
         dim, shape = len(slab.prefix), facts.shape or (1,)
-        element = np.dtype({16: "c16"}.get(facts.item_bytes, f"u{facts.item_bytes}"))
+        element = np.dtype({16: "c16"}.get(facts.element_bytes, f"u{facts.element_bytes}"))
         whole = np.frombuffer(target, dtype=element).reshape(slab.end - slab.begin, *shape[dim + 1 :])
         for row in self.rows(tensor).tolist():
             offsets, sizes = self._box(row, len(shape))
@@ -96,7 +96,7 @@ class SlabReader:
             local = [index - offset for index, offset in zip(slab.prefix, offsets, strict=False)]
             if begin >= end or not all(0 <= index < size for index, size in zip(local, sizes, strict=False)):
                 continue
-            start = _linear((*local, begin - offsets[dim]), sizes) * facts.item_bytes
+            start = _linear((*local, begin - offsets[dim]), sizes) * facts.element_bytes
             inside = tuple(
                 slice(offset, offset + size)
                 for offset, size in zip(offsets[dim + 1 :], sizes[dim + 1 :], strict=True)

@@ -373,7 +373,7 @@ class _ArchiveWriter:
         facts, offset, crc32 = checkpoint.index.tensors[tensor], self.appender.position, 0
         reader.require_whole(tensor)
         self.appender.write(dcp_item.begin_record(f"archive/{name}", offset, align=_ALIGNMENT))
-        for slab in tensor_slabs.cut_into_slabs(facts.shape, facts.item_bytes, self.appender.room_bytes):
+        for slab in tensor_slabs.cut_into_slabs(facts.shape, facts.element_bytes, self.appender.room_bytes):
             buffer, num_bytes = self.appender.buffer(), tensor_slabs.slab_bytes(slab, facts)
             reader.read_slab(tensor, slab, buffer[:num_bytes])
             crc32 = isal_zlib.crc32(buffer[:num_bytes], crc32)

@@ -131,15 +131,15 @@ class Reader(StorageReader):
         item_index = load_requests.index_byte_items(index)
         requests: list[_RankRequest] = [plan.storage_data for plan in plans]
         wanted = [request.build(index, item_index).regions for request in requests]
-        item_bytes = element_sizes(item_index.tensors)
-        shared = plan_load(item_index.stored, item_bytes, wanted, self._options)
+        element_bytes = element_sizes(item_index.tensors)
+        shared = plan_load(item_index.stored, element_bytes, wanted, self._options)
         positions = index.stored.payload_offset[load_requests.unlocated_rows(self._checkpoint.index)]
         ranks = [request.rank for request in requests]
         return [
             replace(
                 plan,
                 storage_data=_RankAssignment(
-                    plan_rank_load(shared, item_bytes, rank, self._options), ranks, positions
+                    plan_rank_load(shared, element_bytes, rank, self._options), ranks, positions
                 ),
             )
             for rank, plan in enumerate(plans)
