@@ -76,6 +76,7 @@ TRACE = Group(
         "ranks": "penstock.cli.trace_questions:ranks",
         "timeline": "penstock.cli.trace_questions:timeline",
         "overlap": "penstock.cli.trace_questions:overlap",
+        "report": "penstock.cli.trace_report:report",
         "compare": "penstock.cli.trace_comparison:compare",
         "expect": "penstock.cli.trace_comparison:expect",
         "export": "penstock.cli.trace_comparison:export",

@@ -33,7 +33,7 @@ _HTML_ROWS: Final = 200
 """Rows of a table on the page; all are in tables.parquet."""
 _OPEN: Final = ("t1", "t1_measures", "t2")
 """Tables that are unfolded when the page opens."""
-_FINDING_LOOKS: Final = {"alarm": "bad", "cost": "doubt", "note": "good"}
+FINDING_LOOKS: Final = {"alarm": "bad", "cost": "doubt", "note": "good"}
 
 
 def write_report(comparison: ComparisonResult, folder: Path) -> list[Path]:
@@ -73,7 +73,7 @@ def _finding_markdown(finding: TraceFinding) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PageTable:
+class PageTable:
     """An answer as the template draws it."""
 
     title: str
@@ -93,20 +93,21 @@ def render_html(comparison: ComparisonResult) -> str:
             f"{', '.join(comparison.runs)}; against {comparison.baseline}; "
             f"{len(comparison.findings)} findings, {num_alarms} of them about misleading numbers"
         ),
-        mismatches=_lay_out(comparison.mismatches),
-        findings=[(finding, _lay_out(finding.evidence)) for finding in comparison.findings],
-        finding_looks=_FINDING_LOOKS,
+        mismatches=lay_out(comparison.mismatches),
+        findings=[(finding, lay_out(finding.evidence)) for finding in comparison.findings],
+        finding_looks=FINDING_LOOKS,
         plots=draw_plots(comparison),
         plotly_script=plotly_script(),
-        tables=[_lay_out(table) for table in comparison.tables],
+        tables=[lay_out(table) for table in comparison.tables],
     )
 
 
-def _lay_out(answer: Answer) -> _PageTable:
+def lay_out(answer: Answer) -> PageTable:
+    """An answer as a table of cells, of which a page shows so many rows."""
     looks = ["" if column.unit is Unit.TEXT else "number" for column in answer.columns]
     head = tuple(Cell(heading(column), look) for column, look in zip(answer.columns, looks, strict=True))
     rows = tuple(tuple(map(_make_cell, cells(answer, row), looks)) for row in answer.rows[:_HTML_ROWS])
-    return _PageTable(
+    return PageTable(
         title=answer.title,
         table=Table(head=head, rows=rows) if rows else None,
         num_hidden=max(len(answer.rows) - _HTML_ROWS, 0),

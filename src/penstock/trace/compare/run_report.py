@@ -1,0 +1,158 @@
+"""The report of runs: what they did, in sentences, findings and figures, as one page or as its data.
+
+    study -> overview, findings, rows of figures -> panels -> page, JSON
+
+A figure without rows is a sentence that says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.errors import StorageError
+from penstock.progress import Progress, Silent
+from penstock.reports.html_page import render_page
+from penstock.trace.compare.comparison import find_all
+from penstock.trace.compare.report import FINDING_LOOKS, PageTable, lay_out
+from penstock.trace.compare.run_figures import FIGURES, Drawing, Figure
+from penstock.trace.compare.run_overview import overview, say_answer
+from penstock.trace.compare.trace_study import Study, TraceFinding, Weight
+from penstock.trace.figures.panels import Sheet
+from penstock.trace.figures.time_axis import measure_axis
+from penstock.trace.questions.answer import Answer, document
+from penstock.units import format_seconds
+
+NUM_HUES: Final = 10
+"""Runs that have a hue of their own on a page; further ones begin again, and have their names."""
+
+_LOST_COLUMNS: Final = {"F2": "extra_us", "F6": "small_us", "F7": "lookup_us"}
+"""The column of a finding's evidence that says how much time it cost, summed over processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """The parts of a report, in their order on the page."""
+
+    runs: Sequence[str]
+    losses: Sequence[str]
+    says: Sequence[str]
+    overview: Answer
+    findings: Sequence[TraceFinding]
+    figures: Sequence[Figure]
+
+    def document(self) -> dict[str, Any]:
+        """The report as JSON: sentences, findings, and the data of all figures."""
+        return {
+            "runs": list(self.runs),
+            "says": list(self.says),
+            "losses": list(self.losses),
+            "overview": document(self.overview),
+            "findings": [
+                {
+                    "code": finding.code,
+                    "weight": finding.weight.value,
+                    "title": finding.title,
+                    "runs": list(finding.runs),
+                    "lost_us": lost_us(finding),
+                    "says": list(finding.says),
+                    "evidence": document(finding.evidence),
+                }
+                for finding in self.findings
+            ],
+            "figures": {
+                figure.name: {**document(figure.answer), "why_empty": figure.why_empty}
+                for figure in self.figures
+            },
+        }
+
+
+def lost_us(finding: TraceFinding) -> int | None:
+    """The time that a finding cost, summed over processes; None where its evidence does not say."""
+    records: Sequence[Mapping[str, Any]] = finding.evidence.records()
+    if finding.code == "F8":
+        return sum(int(row["union_us"] - row["union_us"] / row["to_median"]) for row in records)
+    column = _LOST_COLUMNS.get(finding.code)
+    return None if column is None else sum(int(row[column] or 0) for row in records)
+
+
+def rank_findings(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
+    """Numbers that mislead first, because they decide how to read the rest; then by the time they cost."""
+    return sorted(
+        findings, key=lambda finding: (finding.weight is not Weight.ALARM, -(lost_us(finding) or 0))
+    )
+
+
+def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
+    """Ask a study all that its report shows."""
+    progress = progress or Silent()
+    progress.begin("drawing the report", len(FIGURES) + 3)
+    axis = measure_axis(study.events, study.runs)
+    progress.advance(1)
+    findings = rank_findings(find_all(study))
+    progress.advance(1)
+    first = overview(study.events, study.runs, findings)
+    progress.advance(1)
+    hues = {run: number % NUM_HUES for number, run in enumerate(study.runs)}
+    drawing = Drawing(study, axis, Sheet(axis.span_us, hues))
+    figures = []
+    for make in FIGURES:
+        figures.append(make(drawing))
+        progress.advance(1)
+    overlap = next(figure.answer for figure in figures if figure.name == "overlap")
+    losses = [
+        line for run in study.runs for account in study.accounts.get(run, ()) for line in account.losses()
+    ]
+    return RunReport(
+        runs=study.runs,
+        losses=losses,
+        says=say_answer(first, overlap),
+        overview=first,
+        findings=findings,
+        figures=figures,
+    )
+
+
+def render_run_report(report: RunReport) -> str:
+    """The whole page; it loads nothing and runs no script, so it can be mailed and read without a network."""
+    num_alarms = sum(finding.weight is Weight.ALARM for finding in report.findings)
+    names = ", ".join(report.runs)
+    return render_page(
+        "trace_runs.html",
+        title=f"I/O of {names}" if len(report.runs) <= 3 else f"I/O of {len(report.runs)} runs",
+        subtitle=(
+            f"{names}; findings: {len(report.findings)}, of which {num_alarms} are about misleading numbers"
+        ),
+        report=report,
+        overview=_lay_out_overview(report) if len(report.runs) > 1 else None,
+        figure_names=[[figure.name, figure.title] for figure in report.figures],
+        findings=[(finding, lay_out(finding.evidence), _say_lost(finding)) for finding in report.findings],
+        finding_looks=FINDING_LOOKS,
+    )
+
+
+def _lay_out_overview(report: RunReport) -> PageTable:
+    """The table of runs, each with its hue."""
+    page_table = lay_out(report.overview)
+    assert page_table.table is not None
+    rows = tuple(
+        (replace(first, look=f"hue run-{number % NUM_HUES}"), *others)
+        for number, (first, *others) in enumerate(page_table.table.rows)
+    )
+    return replace(page_table, table=replace(page_table.table, rows=rows))
+
+
+def _say_lost(finding: TraceFinding) -> str:
+    lost = lost_us(finding)
+    return "" if not lost else f"{format_seconds(lost / 1e6)}, summed over processes"
+
+
+def write_run_report(report: RunReport, path: Path) -> None:
+    """Write the page, over an earlier one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render_run_report(report), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"Cannot write the report: {error}", uri=str(path), errno=error.errno) from error

@@ -1,0 +1,161 @@
+"""Single calls, as far as a drawing can show them: by thread, and by offset in the busiest files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.trace.dimensions import sql_literal
+from penstock.trace.figures.time_axis import KIND, TimeAxis
+from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
+from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
+from penstock.units import format_seconds
+
+PIXELS: Final = 1000
+"""Columns of a drawing: calls that begin and end in the same ones are one bar."""
+MOST_LANES: Final = 48
+MOST_BARS: Final = 12_000
+OFFSET_ROWS: Final = 120
+MOST_FILES: Final = 4
+
+
+def lanes_of_each(num_runs: int) -> int:
+    """The most lanes that one of so many runs has, so that a page of many runs can still be read."""
+    return max(16, MOST_LANES // max(1, num_runs))
+
+
+def call_bars(events: EventsView, axis: TimeAxis) -> Answer:
+    """Bars of calls by thread: neighbours that no drawing could tell apart are one bar.
+
+    A run of more threads than lanes has a lane for each process; of more processes than lanes, those with the
+    most I/O are drawn. The notes tell.
+    """
+    most_lanes = lanes_of_each(len(axis.runs))
+    pixel_us = max(1, axis.span_us // PIXELS)
+    of_processes = [run for run, extent in axis.runs.items() if extent.num_threads > most_lanes]
+    runs = ", ".join(map(sql_literal, of_processes)) or "NULL"
+    drawn = f"""
+        SELECT run, host, pid, CASE WHEN run IN ({runs}) THEN 0 ELSE tid END AS thread, rank, dur_us,
+               {KIND} AS kind, {axis.since_sql()} AS since_us, since_us + dur_us AS until_us
+        FROM {{events}} WHERE phase IN ('io', 'compute')"""
+    rows = events.ask(f"""
+        WITH drawn AS ({drawn}),
+        lanes AS (
+            SELECT run, host, pid, thread, min(rank) AS rank, count(*) OVER (PARTITION BY run) AS num_lanes
+            FROM drawn GROUP BY run, host, pid, thread
+            QUALIFY row_number() OVER (
+                PARTITION BY run ORDER BY coalesce(sum(dur_us) FILTER (WHERE kind <> 'compute'), 0) DESC,
+                host, pid, thread) <= {most_lanes})
+        SELECT l.run, l.rank, l.host, l.pid, l.thread, l.num_lanes, kind, min(since_us), max(until_us),
+               count(*), sum(dur_us)::BIGINT
+        FROM drawn d JOIN lanes l ON d.run = l.run AND d.host IS NOT DISTINCT FROM l.host AND d.pid = l.pid
+                                 AND d.thread = l.thread
+        GROUP BY l.run, l.rank, l.host, l.pid, l.thread, l.num_lanes, kind, since_us // {pixel_us},
+                 until_us // {pixel_us}
+        ORDER BY l.run, l.rank NULLS LAST, l.host, l.pid, l.thread, kind, 8""")
+    most = max(1, MOST_BARS // max(1, len(axis.runs)))
+    merged: list[tuple[Value, ...]] = []
+    notes: list[str] = []
+    for run in axis.runs:
+        bars, gap_us = _thin([row for row in rows if row[0] == run], pixel_us, most, axis.span_us)
+        merged += [(*row[:5], *row[6:]) for row in bars]
+        notes.append(_explain(run, bars, gap_us, most_lanes, is_of_processes=run in of_processes))
+    columns = make_columns(
+        "run", Column("rank", Unit.COUNT), "host", Column("pid", Unit.COUNT), Column("tid", Unit.COUNT),
+        "kind", "since_start_us", "until_us", "num_events", "sum_us",
+    )  # fmt: skip
+    return Answer(
+        name="call_bars", title="Calls by rank and thread", columns=columns, rows=merged, notes=notes
+    )
+
+
+Bars = list[tuple[Value, ...]]
+
+
+def _thin(rows: Bars, gap_us: int, most: int, span_us: int) -> tuple[Bars, int]:
+    """Merge neighbours of one lane and kind that are closer than `gap_us`, which grows until bars are few."""
+    bars = list(_merge(rows, gap_us))
+    while len(bars) > most and gap_us < span_us:
+        gap_us *= 2
+        bars = list(_merge(bars, gap_us))
+    return bars, gap_us
+
+
+def _merge(rows: Sequence[tuple[Value, ...]], gap_us: int) -> Iterator[tuple[Value, ...]]:
+    """Rows end in start, end, number and sum; what is before them names lane and kind."""
+    last: _Bar | None = None
+    for row in rows:
+        *lane, since_us, until_us, num_events, sum_us = row
+        bar = _Bar(tuple(lane), since_us, until_us, num_events, sum_us)  # type: ignore[arg-type]
+        if last is not None and last.lane == bar.lane and bar.since_us <= last.until_us + gap_us:
+            last.until_us = max(last.until_us, bar.until_us)
+            last.num_events += bar.num_events
+            last.sum_us += bar.sum_us
+            continue
+        if last is not None:
+            yield last.row()
+        last = bar
+    if last is not None:
+        yield last.row()
+
+
+@dataclass(slots=True)
+class _Bar:
+    lane: tuple[Value, ...]
+    since_us: int
+    until_us: int
+    num_events: int
+    sum_us: int
+
+    def row(self) -> tuple[Value, ...]:
+        """The bar as it came from the query."""
+        return (*self.lane, self.since_us, self.until_us, self.num_events, self.sum_us)
+
+
+def _explain(run: str, bars: Bars, gap_us: int, most_lanes: int, *, is_of_processes: bool) -> str:
+    """What the drawing of a run leaves out or puts together."""
+    num_events, num_bars = sum(int(bar[-2] or 0) for bar in bars), len(bars)
+    num_lanes = int(bars[0][5] or 0) if bars else 0
+    lanes = "processes" if is_of_processes else "threads"
+    said = [f"{num_lanes:,} {lanes}"]
+    if num_lanes > most_lanes:
+        said = [f"the {most_lanes} of {num_lanes:,} {lanes} with the most I/O"]
+    if num_events > num_bars:
+        gap = format_seconds(gap_us / 1e6)
+        said.append(f"{num_events:,} events as {num_bars:,} bars: those less than {gap} apart are one")
+    return f"{run}: {', '.join(said)}"
+
+
+def file_offsets(events: EventsView, axis: TimeAxis) -> Answer:
+    """Where in the busiest files each run reads and writes over time, on a grid as fine as a drawing.
+
+    The busiest files of a run are those with the most bytes among calls whose offset is known.
+    """
+    columns_us = max(1, axis.span_us // (PIXELS // 2))
+    placed = f"""
+        SELECT run, path, {IS_WRITE} AS is_write, "offset" AS begins, size_bytes,
+               {axis.since_sql()} AS since_us, since_us + dur_us AS until_us
+        FROM {{events}}
+        WHERE {IS_IO} AND ({IS_READ} OR {IS_WRITE}) AND "offset" IS NOT NULL AND path IS NOT NULL
+          AND size_bytes > 0"""
+    rows = events.ask(f"""
+        WITH placed AS ({placed}),
+        busiest AS (
+            SELECT run, path, sum(size_bytes) AS total, max(begins + size_bytes) AS length FROM placed
+            GROUP BY run, path
+            QUALIFY row_number() OVER (PARTITION BY run ORDER BY total DESC, path) <= {MOST_FILES})
+        SELECT run, path, total::BIGINT, length::BIGINT,
+               CASE WHEN is_write THEN 'write' ELSE 'read' END AS kind,
+               min(since_us), max(until_us), min(begins), max(begins + size_bytes), count(*),
+               sum(size_bytes)::BIGINT
+        FROM placed JOIN busiest USING (run, path)
+        GROUP BY run, path, total, length, kind, since_us // {columns_us}, until_us // {columns_us},
+                 begins * {OFFSET_ROWS} // length, (begins + size_bytes) * {OFFSET_ROWS} // length
+        ORDER BY run, total DESC, path, 6, 8""")
+    columns = make_columns(
+        "run", "path", "total_bytes", Column("length_bytes", Unit.BYTES), "kind",
+        "since_start_us", "until_us", Column("from_bytes", Unit.BYTES), Column("to_bytes", Unit.BYTES),
+        "num_calls", "moved_bytes",
+    )  # fmt: skip
+    return Answer(name="file_offsets", title="Offsets over time", columns=columns, rows=rows)

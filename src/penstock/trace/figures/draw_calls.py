@@ -1,0 +1,121 @@
+"""Panels of single calls, from the rows of `calls`: lanes of threads, and offsets in files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from penstock.trace.figures.panels import (
+    Panel,
+    Row,
+    Scale,
+    Shape,
+    Sheet,
+    bars_path,
+    byte_ticks,
+    group_rows,
+    lane_ticks,
+)
+from penstock.trace.questions.answer import Answer
+
+_HEIGHT: Final = 88
+_BACK_TO_FRONT: Final = ("compute", "metadata", "read", "write")
+
+Lane = tuple[int | None, str | None, int, int]
+"""Rank, host, process and thread."""
+
+
+def draw_calls(answer: Answer, sheet: Sheet) -> list[Panel]:
+    """Calls of each thread over time, a lane a thread."""
+    panels = []
+    ticks, unit = sheet.time_ticks()
+    for run, rows in sheet.by_run(answer.records()):
+        lanes = list(dict.fromkeys(map(_lane, rows)))
+        height = 14 if len(lanes) <= 24 else 10
+        tops = {lane: height * number for number, lane in enumerate(lanes)}
+        by_kind = group_rows(rows, "kind")
+        notes = [note.removeprefix(f"{run}: ") for note in answer.notes if note.startswith(f"{run}: ")]
+        panels.append(
+            Panel(
+                title=run,
+                run=sheet.hues[run],
+                height=height * len(lanes),
+                shapes=[
+                    Shape(kind, bars_path(_lane_bars(by_kind[kind], kind, tops, height, sheet.across())))
+                    for kind in _BACK_TO_FRONT
+                    if kind in by_kind
+                ],
+                x_ticks=ticks,
+                x_title=unit,
+                y_ticks=lane_ticks(_name_lanes(lanes), 24 if height > 10 else 16),
+                note="; ".join(notes),
+            )
+        )
+    return panels
+
+
+def _lane(row: Row) -> Lane:
+    return row["rank"], row["host"], row["pid"], row["tid"]
+
+
+def _lane_bars(
+    rows: Sequence[Row], kind: str, tops: Mapping[Lane, float], height: float, across: Scale
+) -> Iterator[tuple[float, float, float, float]]:
+    for row in rows:
+        edges = _lane_edges(tops[_lane(row)], height, kind)
+        yield across.place(row["since_start_us"]), across.place(row["until_us"]), *edges
+
+
+def _lane_edges(top: float, height: float, kind: str) -> tuple[float, float]:
+    """Computation fills its lane behind the calls; calls that move nothing are at the lane's foot."""
+    inner = {"compute": (0.5, height - 0.5), "metadata": (height * 0.62, height - 1.5)}
+    begin, end = inner.get(kind, (1.5, height - 1.5))
+    return top + begin, top + end
+
+
+def _name_lanes(lanes: Sequence[Lane]) -> list[str]:
+    """A lane is named by its rank, or its process; further threads of the same by their own id."""
+    names, last = [], None
+    for rank, host, pid, tid in lanes:
+        process = (rank, host, pid)
+        own = f"rank {rank}" if rank is not None else f"pid {pid}"
+        names.append(f"thread {tid}" if process == last else own)
+        last = process
+    return names
+
+
+def draw_offsets(answer: Answer, sheet: Sheet) -> list[Panel]:
+    """A panel for each of the busiest files: the part of the file that is read or written, over time."""
+    return [
+        _draw_file(run, path, of_file, sheet)
+        for run, rows in sheet.by_run(answer.records())
+        for path, of_file in group_rows(rows, "path").items()
+    ]
+
+
+def _draw_file(run: str, path: str, rows: Sequence[Row], sheet: Sheet) -> Panel:
+    length = rows[0]["length_bytes"]
+    ticks, unit = sheet.time_ticks()
+    return Panel(
+        title=f"{run}: {path.rsplit('/', 1)[-1]}",
+        run=sheet.hues[run],
+        height=_HEIGHT,
+        shapes=[
+            Shape(kind, bars_path(_offset_bars(of_kind, sheet.across(), Scale(length, _HEIGHT))))
+            for kind, of_kind in sorted(group_rows(rows, "kind").items())
+        ],
+        x_ticks=ticks,
+        x_title=unit,
+        y_ticks=byte_ticks(length),
+        note=path,
+    )
+
+
+def _offset_bars(
+    rows: Sequence[Row], across: Scale, upwards: Scale
+) -> Iterator[tuple[float, float, float, float]]:
+    for row in rows:
+        top = _HEIGHT - upwards.place(row["to_bytes"])
+        bottom = max(_HEIGHT - upwards.place(row["from_bytes"]), top + 1.0)
+        left, right = across.place(row["since_start_us"]), across.place(row["until_us"])
+        yield left, max(right, left + 2), top, bottom

@@ -1,0 +1,107 @@
+"""The first sentences of a report: exact numbers, and none that a finding calls misleading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.support.trace_studies import small_study
+
+from penstock.trace.compare.run_overview import overview, say_answer
+from penstock.trace.compare.run_report import rank_findings, report_runs
+from penstock.trace.compare.trace_study import TraceFinding, Weight
+from penstock.trace.questions.answer import Answer, make_columns
+
+
+def call(name: str, ts_us: int, dur_us: int, size_bytes: int | None = None, **more: Any) -> dict[str, Any]:
+    return {"run": "base", "host": "n", "name": name, "path": "/fast/x.npz", "ts_us": ts_us, "dur_us": dur_us,
+            "size_bytes": size_bytes, **more}  # fmt: skip
+
+
+ROWS = [
+    call("open", 0, 10),
+    call("read", 10, 100, 1 << 18),
+    call("read", 60, 100, 1 << 18, tid=2, path="/fast/y.npz"),
+    call("write", 900, 100, 1000, pid=2),
+    call("train.compute", 110, 1000, cat="app", path=None),
+]
+
+
+def finding(code: str, *runs: str, weight: Weight = Weight.ALARM) -> TraceFinding:
+    columns = make_columns("extra_us", "small_us")
+    evidence = Answer(name="e", title="", columns=columns, rows=[(int(code[1:]) * 100, 5)])
+    return TraceFinding(code, weight, code, runs, [], evidence)
+
+
+def answer(rows: Sequence[dict[str, Any]] = ROWS, findings: Sequence[TraceFinding] = ()) -> Answer:
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    with small_study(rows, runs=runs) as study:
+        return overview(study.events, study.runs, findings)
+
+
+def test_a_run_is_summed_up_exactly() -> None:
+    (row,) = answer().records()
+    assert (row["span_us"], row["union_us"], row["num_calls"], row["num_files"]) == (1110, 260, 4, 2)
+    assert (row["read_bytes"], row["written_bytes"]) == (2 << 18, 1000)
+    assert (row["slowest_op"], row["slowest_op_us"], row["longest_call_us"]) == ("read", 150, 100)
+    assert row["busy_rate"] == ((2 << 18) + 1000) * 1e6 / 260
+
+
+def test_the_sentences_of_one_run_say_what_moved_how_busy_and_what_was_slow() -> None:
+    with small_study(ROWS, runs=["base"]) as study:
+        says = report_runs(study).says
+    assert says == [
+        "In 1.11 ms, base read 512 KiB and wrote 1000 B, with 4 calls on 2 files (2 processes on 1 host).",
+        (
+            "At least one call was under way for 260 us, 23.4 % of that, at 1.88 GiB/s; "
+            "while so, 1.2 ran at a time."
+        ),
+        "Longest under way was read: 150 us. Its longest call took 100 us, on x.npz.",
+        "19.2 % of the I/O was under way while its process computed.",
+    ]
+
+
+def test_totals_of_a_run_with_missing_ranks_are_not_said() -> None:
+    found = answer(findings=[finding("F1", "base")])
+    (row,) = found.records()
+    assert (row["read_bytes"], row["written_bytes"], row["busy_rate"]) == (None, None, None)
+    assert row["per_process_bytes"] == (2 << 18) // 2 + 500
+    says = " ".join(say_answer(found, Answer(name="", title="", columns=[], rows=[])))
+    assert "moved 256 KiB a process" in says
+    assert "512 KiB" not in says
+    assert "GiB/s" not in says
+    assert "F1" in found.notes[0]
+
+
+def test_the_rate_of_reads_from_the_page_cache_is_not_said() -> None:
+    found = answer(findings=[finding("F9", "base")])
+    (row,) = found.records()
+    assert (row["busy_rate"], row["read_bytes"]) == (None, 2 << 18)
+    assert "F9" in found.notes[0]
+
+
+def test_a_finding_about_another_run_hides_nothing() -> None:
+    (row,) = answer(findings=[finding("F1", "new")]).records()
+    assert row["busy_rate"]
+
+
+def test_a_run_without_io_says_so() -> None:
+    says = say_answer(answer([ROWS[-1]]), Answer(name="", title="", columns=[], rows=[]))
+    assert says == ["base has no I/O in its trace, which spans 1.00 ms."]
+
+
+def test_several_runs_are_told_by_the_busiest_and_the_idlest() -> None:
+    rows = [*ROWS, *({**row, "run": "new", "dur_us": 5 * row["dur_us"]} for row in ROWS)]
+    with small_study(rows, runs=["base", "new"]) as study:
+        says = report_runs(study).says
+    assert says[0].startswith("new was busy with I/O longest, 1.06 ms, and base shortest, 260 us;")
+
+
+def test_findings_that_mislead_come_first_and_then_those_that_cost_most() -> None:
+    found = [
+        finding("F2", weight=Weight.COST),
+        finding("F5", weight=Weight.NOTE),
+        finding("F3"),
+        finding("F6", weight=Weight.COST),
+    ]
+    assert [each.code for each in rank_findings(found)] == ["F3", "F2", "F6", "F5"]
