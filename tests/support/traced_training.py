@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +18,7 @@ from penstock.environment import TRACE
 from penstock.progress import Silent
 from penstock.results.event_files import read_events
 from penstock.storage import open_storage
-from penstock.storage.rate_limit import RateLimitedStorage
+from penstock.storage.protocol import WrappedSource, WrappedStorage
 from penstock.trace.capture.recorder import get_recorder
 from penstock.trace.capture.traced_storage import trace_storage
 from penstock.workload.enums import DataFormat
@@ -27,9 +28,35 @@ from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 if TYPE_CHECKING:
     from penstock.bench.training.training_result import TrainingResult
     from penstock.results.step_events import Rows
+    from penstock.storage import Source, Storage
 
 FILE_BYTES = 100_000
 UNLIMITED = 1e12
+
+
+class SlowStorage(WrappedStorage):
+    """Every read takes as long as its bytes at a rate, however long nothing was read before."""
+
+    def __init__(self, inside: Storage, rate: float) -> None:
+        super().__init__(inside)
+        self._rate = rate
+
+    def open(self, key: str) -> Source:
+        return SlowSource(self.inside.open(key), self._rate)
+
+
+class SlowSource(WrappedSource):
+    """An object of such a storage."""
+
+    def __init__(self, inside: Source, rate: float) -> None:
+        super().__init__(inside)
+        self._rate = rate
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        time.sleep(buffer.nbytes / self._rate)
+        self.inside.read_into(offset, buffer)
+
+
 DATASET = Dataset(format=DataFormat.NPZ, num_files_train=24, record_length_bytes=Fraction(FILE_BYTES))
 
 
@@ -57,8 +84,8 @@ def train_traced(data: Path, out: Path, *, compute_s: float, rate: float = UNLIM
     """Train an epoch of 12 steps on the data set, which yields at most `rate` bytes a second."""
     traces = out / "traces"
     environment = {TRACE: str(traces)}
-    # The trace is around the limit, so that it shows what the limit costs.
-    storage = trace_storage(RateLimitedStorage(open_storage(str(data), {}), rate), environment)
+    # The trace is around the delay, so that it shows what that costs.
+    storage = trace_storage(SlowStorage(open_storage(str(data), {}), rate), environment)
     workload = Workload(
         name="small",
         dataset=DATASET,

@@ -19,6 +19,7 @@ from penstock.cli.terminal import Terminal, TextTable, View, bold, print_json
 from penstock.errors import UsageError
 from penstock.trace import dimensions as trace_dimensions
 from penstock.trace.questions.answer import Answer, document
+from penstock.units import format_seconds
 
 if TYPE_CHECKING:
     from penstock.trace.compare.comparison import ComparisonResult
@@ -207,6 +208,10 @@ def view_findings(comparison: ComparisonResult) -> View:
         yield bold(f"{finding.code} {finding.title}")
         for sentence in finding.says:
             yield f"  {sentence}"
+        if finding.lost_us:
+            yield f"  Lost: {format_seconds(finding.lost_us / 1e6)} a rank."
+        if finding.fix:
+            yield f"  {finding.fix}"
 
 
 def comparison_document(comparison: ComparisonResult) -> dict[str, Any]:
@@ -222,6 +227,8 @@ def comparison_document(comparison: ComparisonResult) -> dict[str, Any]:
                 "title": finding.title,
                 "runs": list(finding.runs),
                 "says": list(finding.says),
+                "lost_us": finding.lost_us,
+                "fix": finding.fix,
                 "evidence": document(finding.evidence),
             }
             for finding in comparison.findings

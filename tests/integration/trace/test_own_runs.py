@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.command_line import run_command
-from tests.support.traced_training import TracedRun, make_data_set, train_traced
+from tests.support.traced_training import FILE_BYTES, TracedRun, make_data_set, train_traced
 
 import penstock.trace
 from penstock.results.event_files import read_events
@@ -16,6 +16,10 @@ from penstock.results.step_events import SpanKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+SLOW = FILE_BYTES / 0.01
+"""Bytes a second: a step's two files take 20 ms."""
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +90,53 @@ def test_result_and_shown_run_name_the_trace(run: TracedRun) -> None:
     shown = run_command("results", "show", run.result.results_dir)
     assert str(run.traces) in shown.stdout
     assert asked("results", "show", run.result.results_dir)["trace"] == str(run.traces)
+
+
+def write_study(folder: Path, **runs: TracedRun) -> Path:
+    """`runs.yaml` of these runs; the first is the baseline."""
+    lines = [f"  {name}: {run.traces}/*.pfw.gz" for name, run in runs.items()]
+    path = folder / "runs.yaml"
+    path.write_text("\n".join(["runs:", *lines, "checks: [findings.F1 == 0]"]))
+    return path
+
+
+def waited_us(run: TracedRun) -> float:
+    steps = run.steps
+    return float((steps["loaded_ns"] - steps["start_ns"]).sum()) / 1000
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "rate", "said"),
+    [
+        (0.008, SLOW, "there is less computation to hide them behind."),
+        (0.06, SLOW / 7, "Reads are slower."),
+    ],
+    ids=["computation cut", "reading slowed"],
+)
+def test_compare_names_waiting_for_data_with_the_seconds_of_the_step_events(
+    tmp_path: Path, compute_s: float, rate: float, said: str
+) -> None:
+    make_data_set(tmp_path / "data")
+    base = train_traced(tmp_path / "data", tmp_path / "base", compute_s=0.06, rate=SLOW)
+    new = train_traced(tmp_path / "data", tmp_path / "new", compute_s=compute_s, rate=rate)
+    assert base.result.document()["au_compat"] > 90
+    assert new.result.document()["au_compat"] < 50
+    compared = asked("trace", "compare", write_study(tmp_path, base=base, new=new))
+    finding = next(found for found in compared["findings"] if found["weight"] == "cost")
+    assert (finding["code"], finding["runs"]) == ("F10", ["new"])
+    assert finding["title"].startswith("new: waiting for data takes ")
+    assert said in finding["says"][-1]
+    row = finding["evidence"]["rows"][0]
+    assert row["part"] == "waiting for data"
+    assert row["here_us"] == pytest.approx(waited_us(new), rel=0.01)
+    assert row["base_us"] == pytest.approx(waited_us(base), rel=0.01)
+    assert finding["lost_us"] == pytest.approx(waited_us(new) - waited_us(base), rel=0.01)
+
+
+def test_compare_and_expect_take_the_same_study(run: TracedRun, tmp_path: Path) -> None:
+    study = write_study(tmp_path, base=run, new=run)
+    assert asked("trace", "compare", study)["runs"] == ["base", "new"]
+    assert asked("trace", "expect", study)["holds"]
 
 
 def test_a_checkpoint_run_has_spans_of_saves_loads_and_stalls(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_compare_prints_findings_and_writes_a_report_and_json(
 ) -> None:
     document = asked(capsys, "trace", "compare", traces / "runs.yaml", "--out", tmp_path / "report")
     assert document["baseline"] == "base"
-    assert {each["code"] for each in document["findings"]} == {"F5"}
+    assert {each["code"] for each in document["findings"]} == {"F5", "F10"}
     assert document["tables"]["t1"]["rows"][0] == {"time": "application event", "base": 3000, "new": 6000}
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == [
         "report.html", "report.md", "tables.parquet",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.progress import Progress, Silent
-from penstock.trace.compare import findings, study_tables
+from penstock.trace.compare import findings, loop_findings, study_tables, work_findings, write_findings
 from penstock.trace.compare.study_tables import file_tables, followed_files
-from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding, format_ranges
+from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding, Weight, format_ranges
 from penstock.trace.questions.answer import Answer, Column, Value, make_columns
 from penstock.trace.questions.breakdowns import ranks
 from penstock.trace.questions.events_view import IS_IO
@@ -28,6 +28,11 @@ def find_mismatches(study: Study) -> Answer:
         base = sets.get(study.baseline, set())
         for run in study.runs:
             values = sets.get(run, set())
+            if column in _TRACED and bool(values) != bool(base):
+                # An empty set says nothing of the run: its tracer does not record them.
+                nowhere = f"unknown: no event of {run if base else study.baseline} has one"
+                rows.append((what, run, len(values) or None, len(base) or None, nowhere, ""))
+                continue
             # Jobs land on other machines each time: only their number matters.
             if what == "hosts" and len(values) == len(base):
                 continue
@@ -54,7 +59,9 @@ def find_mismatches(study: Study) -> Answer:
     )
 
 
-_COMPARED_SETS = (
+_TRACED: Final = ("rank", "host", "step")
+"""Columns that some tracers leave empty."""
+_COMPARED_SETS: Final = (
     ("ranks", "rank", "rank IS NOT NULL"),
     ("hosts", "host", "host IS NOT NULL"),
     ("steps", "step", "step IS NOT NULL"),
@@ -93,14 +100,24 @@ FINDING_RULES: Final[Mapping[str, FindingRule]] = {
     "F5": findings.slower_tier,
     "F6": findings.small_writes,
     "F7": findings.redundant_lookups,
-    "F8": findings.stragglers,
+    "F8": work_findings.stragglers,
     "F9": findings.unserved_reads,
+    "F10": loop_findings.changed_loop,
+    "F11": write_findings.changed_sizes,
+    "F12": write_findings.calls_after_close,
+    "F13": work_findings.uneven_work,
 }
+_WEIGHTS: Final = tuple(Weight)
 
 
 def find_all(study: Study) -> list[TraceFinding]:
     """The findings of every rule, in the order of the report."""
-    return [finding for rule in FINDING_RULES.values() for finding in rule(study)]
+    return rank_findings([finding for rule in FINDING_RULES.values() for finding in rule(study)])
+
+
+def rank_findings(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
+    """What misleads first, because the other numbers are read in its light; then by seconds lost."""
+    return sorted(findings, key=lambda finding: (_WEIGHTS.index(finding.weight), -(finding.lost_us or 0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +142,12 @@ def compare_runs(study: Study, *, progress: Progress | None = None) -> Compariso
     progress.begin("comparing", 5)
     mismatches = find_mismatches(study)
     progress.advance(1)
-    times = study_tables.times(study)
+    measures = study_tables.measures(study)
     whole = [
         study_tables.load_report(study),
-        times,
-        study_tables.time_changes(study, times),
-        study_tables.measures(study),
+        study_tables.times(study),
+        study_tables.time_changes(study, measures),
+        measures,
         study_tables.volumes(study),
         study_tables.classes(study),
         study_tables.class_calls(study),

@@ -15,10 +15,9 @@ from pydantic import Field
 
 from penstock.errors import UsageError
 from penstock.trace.compare.comparison import FINDING_RULES, find_all
-from penstock.trace.compare.study_tables import load_report, measures
-from penstock.trace.compare.trace_study import ComparisonSpec, Study
+from penstock.trace.compare.study_tables import APP_TIER, load_report, measures
+from penstock.trace.compare.trace_study import ComparisonSpec, QueryCheck, Study
 from penstock.trace.questions.events_view import run_query
-from penstock.trace.yaml_documents import YamlDocument
 
 _UNUSED_TIER: Final = ("max_sum_us", "max_union_us", "max_thread_us", "run_union_us", "total_bytes")
 
@@ -26,15 +25,8 @@ APP: Final = "app"
 """The name of the application's own event among the tiers."""
 
 
-class QueryCheck(YamlDocument):
-    """A query over `events` whose first value must be true; `name` is what reports call it."""
-
-    name: str
-    sql: str
-
-
 class Expectations(ComparisonSpec):
-    """A comparison's description with checks."""
+    """A comparison's description that has checks."""
 
     checks: Annotated[tuple[str | QueryCheck, ...], Field(min_length=1)]
 
@@ -75,7 +67,7 @@ def _collect_figures(study: Study) -> dict[str, Any]:
         tree[str(row.pop("run"))].update(row)
     for row in measures(study).records():
         tier = str(row.pop("tier"))
-        tree[str(row.pop("run"))][APP if tier.startswith("(") else tier] = dict(row)
+        tree[str(row.pop("run"))][APP if tier == APP_TIER else tier] = dict(row)
     for run in study.runs:
         for tier in (*study.tiers, APP):
             tree[run].setdefault(tier, dict.fromkeys(_UNUSED_TIER, 0))

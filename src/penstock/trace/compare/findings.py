@@ -1,11 +1,11 @@
-"""The findings of a comparison, F1 to F9, one function each: about ranks, tiers and calls.
+"""The findings of a comparison that are about ranks, tiers and calls, one function each.
 
-Ranks and threads: missing ranks (F1), summed threads (F3), stragglers (F8). Tiers: a flush that reads a cache
+Ranks and threads: missing ranks (F1), summed threads (F3). Tiers: a flush that reads a cache
 (F4), a slower tier (F5), reads from memory (F9). Calls: more per file than the baseline (F2), small writes
 (F6), repeated lookups (F7).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.trace.compare.trace_study import (
@@ -15,11 +15,12 @@ from penstock.trace.compare.trace_study import (
     Weight,
     format_ranges,
     longest_process_sql,
+    match_rows,
+    spread_over_ranks,
 )
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.interval_union import union_sql
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
-from penstock.trace.questions.breakdowns import STRAGGLER_RATIO, ranks
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -132,31 +133,6 @@ def _summed_threads_finding(evidence: Answer) -> TraceFinding:
     return TraceFinding("F3", Weight.ALARM, title, [str(run)], says, evidence)
 
 
-def stragglers(study: Study) -> list[TraceFinding]:
-    """F8: ranks that are busy with I/O much longer than the others; a checkpoint waits for the slowest."""
-    answer = ranks(study.events)
-    late = [row for row, record in zip(answer.rows, answer.records(), strict=True) if record["is_straggler"]]
-    if not late:
-        return []
-    evidence = Answer(name="f8", title="Stragglers", columns=answer.columns, rows=late)
-    says = []
-    for run in study.runs:
-        records = [row for row in evidence.records() if row["run"] == run]
-        if records:
-            says.append(_describe_stragglers(run, records))
-    runs = [run for run in study.runs if any(row["run"] == run for row in evidence.records())]
-    return [TraceFinding("F8", Weight.COST, "Stragglers", runs, says, evidence)]
-
-
-def _describe_stragglers(run: str, records: Sequence[Mapping[str, Any]]) -> str:
-    worst = max(records, key=lambda row: row["to_median"])
-    late = format_ranges(row["rank"] for row in records if row["rank"] is not None)
-    return (
-        f"{run}: busy with I/O for more than {STRAGGLER_RATIO:g} times the median: rank {late}; longest "
-        f"rank {worst['rank']}, {format_seconds(worst['union_us'] / 1e6)} ({worst['to_median']:.2f} times)."
-    )
-
-
 _READ_BACK_SHARE = 0.5
 _ONE_TIER_SHARE = 0.95
 _LIKE_FOR_LIKE = 0.05
@@ -244,7 +220,8 @@ def slower_tier(study: Study) -> list[TraceFinding]:
         says = [times, rates]
         evidence = Answer(name=f"f5_{run}", title="One tier each", columns=columns, rows=pair)
         title = f"{run}: checkpoints are slower on {row[1]} than on {base[1]}"
-        findings.append(TraceFinding("F5", Weight.NOTE, title, [run], says, evidence))
+        lost_us = app[run] - app[study.baseline]
+        findings.append(TraceFinding("F5", Weight.NOTE, title, [run], says, evidence, lost_us))
     return findings
 
 
@@ -287,6 +264,7 @@ _EXTRA_A_FILE = 0.5
 _STATS_A_FILE = 3
 _OPENS_A_FILE = 2
 _FILES_FOR_A_HABIT = 10
+_LOOKUPS = "'stat', 'lstat', 'fstat', 'access'"
 
 
 def extra_calls(study: Study) -> list[TraceFinding]:
@@ -340,7 +318,9 @@ def _extra(study: Study, run: str, rows: Sequence[tuple[Any, ...]]) -> TraceFind
             f"{format_seconds(cost / 1e6)}."
         )
     title = f"{run}: more operations for each file than {study.baseline}"
-    return TraceFinding("F2", Weight.COST, title, [run], says, evidence)
+    calls = match_rows(("tier", "file_class", "op"), rows)
+    lost_us = spread_over_ranks(study, run, where=calls, sum_us=sum(row[6] for row in rows))
+    return TraceFinding("F2", Weight.COST, title, [run], says, evidence, lost_us)
 
 
 def small_writes(study: Study) -> list[TraceFinding]:
@@ -358,25 +338,34 @@ def small_writes(study: Study) -> list[TraceFinding]:
     columns = make_columns(
         "run", "file_class", "num_writes", "num_small", "median_bytes", "small_bytes", "small_us",
     )  # fmt: skip
-    run, kind, num, small = rows[0][:4]
+    run, kind, num, small = max(rows, key=lambda row: int(row[6]))[:4]
     says = [
         f"In {run}, {small:,} of {num:,} writes of {kind} move less than {format_bytes(_SMALL_BYTES)}.",
         "A writer that collects headers and small records in one buffer needs a fraction of the calls.",
     ]
     evidence = Answer(name="f6", title="Writes below 64 KiB", columns=columns, rows=rows)
     names = list(dict.fromkeys(row[0] for row in rows))
-    return [TraceFinding("F6", Weight.COST, "Small writes", names, says, evidence)]
+    lost_us = max(
+        spread_over_ranks(
+            study,
+            name,
+            where=f"{IS_WRITE} AND size_bytes < {_SMALL_BYTES}",
+            sum_us=sum(row[6] for row in rows if row[0] == name),
+        )
+        for name in names
+    )
+    return [TraceFinding("F6", Weight.COST, "Small writes", names, says, evidence, lost_us)]
 
 
 def redundant_lookups(study: Study) -> list[TraceFinding]:
     """F7: files that one process looks up, or opens, again and again."""
     rows = study.events.ask(f"""
         WITH looked_up AS (
-            SELECT run, file_class, path, pid,
-                   count(*) FILTER (WHERE op IN ('stat', 'lstat', 'fstat', 'access')) AS stats,
+            SELECT run, file_class, path, {PROCESS},
+                   count(*) FILTER (WHERE op IN ({_LOOKUPS})) AS stats,
                    count(*) FILTER (WHERE op IN ('open', 'fopen')) AS opens,
-                   coalesce(sum(dur_us) FILTER (WHERE op IN ('stat', 'lstat', 'fstat', 'access')), 0) AS took
-            FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY run, file_class, path, pid)
+                   coalesce(sum(dur_us) FILTER (WHERE op IN ({_LOOKUPS})), 0) AS took
+            FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY run, file_class, path, {PROCESS})
         SELECT run, file_class, count(*), max(stats), max(opens), sum(stats)::BIGINT, sum(took)::BIGINT
         FROM looked_up WHERE stats >= {_STATS_A_FILE} OR opens > {_OPENS_A_FILE}
         GROUP BY run, file_class HAVING count(*) >= {_FILES_FOR_A_HABIT}
@@ -387,12 +376,19 @@ def redundant_lookups(study: Study) -> list[TraceFinding]:
         "run", "file_class", "num_files", Column("max_lookups", Unit.COUNT),
         Column("max_opens", Unit.COUNT), "num_lookups", "lookup_us",
     )  # fmt: skip
-    run, kind, files, most = max(rows, key=lambda row: int(row[5]))[:4]
+    # By seconds, then by number: a habit on a fast tier costs less than a rarer one on a slow tier.
+    run, kind, files, most = max(rows, key=lambda row: (int(row[6]), int(row[5])))[:4]
     says = [
         f"In {run}, one process looks up each of {files:,} files of {kind} up to {most} times.",
         "The first answer is known already; on a parallel file system each further one is a round trip.",
     ]
     evidence = Answer(name="f7", title="Files looked up repeatedly", columns=columns, rows=rows)
     names = list(dict.fromkeys(row[0] for row in rows))
+    lost_us = max(
+        spread_over_ranks(
+            study, name, where=f"op IN ({_LOOKUPS})", sum_us=sum(row[6] for row in rows if row[0] == name)
+        )
+        for name in names
+    )
     title = "Redundant opens and stats"
-    return [TraceFinding("F7", Weight.COST, title, names, says, evidence)]
+    return [TraceFinding("F7", Weight.COST, title, names, says, evidence, lost_us)]

@@ -132,18 +132,23 @@ def draw_plots(comparison: ComparisonResult) -> list[InteractivePlot]:
 
 
 def _draw_times(comparison: ComparisonResult) -> InteractivePlot:
-    """T1: seconds by run, a bar for each kind of time; logarithmic, because sums of threads are far apart."""
+    """Busy seconds by run, a bar for each tier: unions, as sums would compare many threads with one."""
+    busy: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in comparison.table("t1_measures").records():
+        if isinstance(row["max_union_us"], int):
+            busy[str(row["tier"])][str(row["run"])] = row["max_union_us"] / 1e6
     traces = [
         {
             "type": "bar",
-            "name": str(row[0]),
+            "name": tier,
             "x": list(comparison.runs),
-            "y": [None if value is None else value / 1e6 for value in row[1:]],  # type: ignore[operator]
+            "y": [by_run.get(run) for run in comparison.runs],
         }
-        for row in comparison.table("t1").rows
+        for tier, by_run in sorted(busy.items())
     ]
-    layout = {"barmode": "group", "yaxis": {"type": "log", "title": {"text": "seconds (log)"}}}
-    return InteractivePlot(title="Times by run (T1)", traces=traces, layout=layout)
+    layout = {"barmode": "group", "yaxis": {"title": {"text": "seconds"}}}
+    title = "Busy time of the longest process by run (T1, unions)"
+    return InteractivePlot(title=title, traces=traces, layout=layout)
 
 
 def _draw_ranks(comparison: ComparisonResult) -> InteractivePlot:

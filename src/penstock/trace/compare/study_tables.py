@@ -5,6 +5,7 @@ sums hide (threads side by side) is in the measures table.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from penstock.trace.compare.trace_study import PROCESS, Study, longest_process_sql, pivot
 from penstock.trace.dimensions import sql_literal
@@ -13,6 +14,8 @@ from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_co
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE
 
 GIB = 1 << 30
+APP_TIER: Final = "(application event)"
+"""Stands for the application's own event among the tiers of the measures."""
 _TOP_FILES = 5
 
 
@@ -57,12 +60,26 @@ def times(study: Study) -> Answer:
 
 
 def time_changes(study: Study, table: Answer) -> Answer:
-    """T1 against the baseline, as shares of it."""
-    base = study.runs.index(study.baseline) + 1
-    rows = [[row[0], *(_relative_change(value, row[base]) for value in row[1:])] for row in table.rows]
+    """How the unions of T1's measures differ from the baseline's, as shares of them.
+
+    A change of sums would compare a flush by a hundred threads with a write by one.
+    """
+    busy = {(row["run"], row["tier"]): row["max_union_us"] for row in table.records()}
+    names = {APP_TIER: "application event", **{tier: f"{tier} I/O" for tier in study.tiers}}
+    rows = [
+        [
+            name,
+            *(
+                _relative_change(busy.get((run, tier)), busy.get((study.baseline, tier)))
+                for run in study.runs
+            ),
+        ]
+        for tier, name in names.items()
+    ]
     columns = make_columns("time", *study.run_columns(Unit.SHARE))
+    note = "Of unions: the time in which any call was under way, of the process where it is longest."
     title = f"T1 Change against {study.baseline}"
-    return Answer(name="t1_change", title=title, columns=columns, rows=rows)
+    return Answer(name="t1_change", title=title, columns=columns, rows=rows, notes=[note])
 
 
 def measures(study: Study) -> Answer:
@@ -75,7 +92,7 @@ def measures(study: Study) -> Answer:
         "Sum and union are of the process where they are largest, thread is the largest sum of one thread; "
         "the rate is all bytes by the time in which any process of the run was busy with the tier."
     )
-    rows = [*_measure_rows(study, IS_IO), *_measure_rows(study, study.is_app, tier="'(application event)'")]
+    rows = [*_measure_rows(study, IS_IO), *_measure_rows(study, study.is_app, tier=sql_literal(APP_TIER))]
     order = {run: number for number, run in enumerate(study.runs)}
     rows.sort(key=lambda row: (order[str(row[0])], str(row[1])))
     return Answer(name="t1_measures", title="T1 Measures of time", columns=columns, rows=rows, notes=[note])

@@ -25,6 +25,7 @@ from penstock.trace.dimensions import (
 )
 from penstock.trace.event_schema import FileAccount
 from penstock.trace.event_table import read_facts
+from penstock.trace.interval_union import union_sql
 from penstock.trace.questions.answer import Answer, Column, Unit, Value
 from penstock.trace.questions.events_view import IS_IO, EventsView, view_events
 from penstock.trace.reading.event_filter import EventFilter
@@ -95,6 +96,35 @@ def longest_process_sql(by: Sequence[str], *, where: str = IS_IO) -> str:
         ) GROUP BY {keys}"""
 
 
+def spread_over_ranks(study: Study, run: str, *, where: str, sum_us: float) -> int:
+    """What a sum over the threads of all ranks is to one rank, on average, on the clock of the wall.
+
+    `where` chooses the calls that it is a part of: as many of them as ran side by side share one second.
+    """
+    of_run = f"run = {sql_literal(run)}"
+    (total_us, busy_us) = study.events.ask_one(f"""
+        SELECT coalesce(sum(sum_us), 0), coalesce(sum(union_us), 0) FROM (
+            {union_sql("{events}", ("host", "pid"), where=f"{of_run} AND {IS_IO} AND ({where})")})""")
+    return round(sum_us * busy_us / total_us / count_ranks(study, run)) if total_us else 0
+
+
+def match_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """SQL condition of the events whose texts in `columns` are those that one of the rows begins with."""
+    each = (
+        " AND ".join(f"{column} = {sql_literal(value)}" for column, value in zip(columns, row, strict=False))
+        for row in rows
+    )
+    return " OR ".join(f"({condition})" for condition in each)
+
+
+def count_ranks(study: Study, run: str) -> int:
+    """The ranks of a run; where none is known, its processes. At least 1."""
+    (num_ranks, num_processes) = study.events.ask_one(f"""
+        SELECT count(DISTINCT rank), count(DISTINCT ({PROCESS})) FROM {{events}}
+        WHERE run = {sql_literal(run)}""")
+    return int(num_ranks or num_processes or 1)
+
+
 _IN_MEMORY_EVENTS: Final = 500_000
 """Up to this many events are classified once, in memory; of more, each question classifies what it needs."""
 
@@ -151,6 +181,13 @@ Rate = Annotated[str, AfterValidator(_rate)]
 Globs = str | tuple[str, ...]
 
 
+class QueryCheck(YamlDocument):
+    """A query over `events` whose first value must be true; `name` is what reports call it."""
+
+    name: str
+    sql: str
+
+
 class ComparisonSpec(YamlDocument):
     """The document `runs.yaml`: runs by name, in the order of the tables, and the dimensions to see them by.
 
@@ -166,6 +203,8 @@ class ComparisonSpec(YamlDocument):
     files: tuple[str, ...] = ()
     device_rates: dict[str, Rate] = Field(default_factory=dict)
     where: str = ""
+    checks: tuple[str | QueryCheck, ...] = ()
+    """For `expectations`; a comparison takes no notice of them."""
 
     @model_validator(mode="after")
     def _baseline_is_a_run(self) -> Self:
@@ -207,7 +246,11 @@ class Weight(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TraceFinding:
-    """One observation: `says` in sentences with numbers, `evidence` as rows."""
+    """One observation: `says` in sentences with numbers, `evidence` as rows, `fix` what to do about it.
+
+    `lost_us` is what it costs a rank of the run, on average, on the clock of the wall; None where that
+    cannot be told. Findings are ranked by it.
+    """
 
     code: str
     weight: Weight
@@ -215,6 +258,8 @@ class TraceFinding:
     runs: Sequence[str]
     says: Sequence[str]
     evidence: Answer
+    lost_us: int | None = None
+    fix: str = ""
 
 
 FindingRule = Callable[[Study], list[TraceFinding]]

@@ -6,9 +6,10 @@ from typing import Any
 
 from tests.support.trace_studies import small_study
 
-from penstock.trace.compare.comparison import compare_runs, find_mismatches
-from penstock.trace.compare.trace_study import format_ranges
+from penstock.trace.compare.comparison import compare_runs, find_mismatches, rank_findings
+from penstock.trace.compare.trace_study import TraceFinding, Weight, format_ranges
 from penstock.trace.event_schema import FileAccount
+from penstock.trace.questions.answer import Answer
 
 
 def write(run: str, rank: int, **more: Any) -> dict[str, Any]:
@@ -38,6 +39,43 @@ def test_missing_ranks_hosts_steps_and_files_are_named() -> None:
     assert (found["hosts"]["here"], found["hosts"]["base"]) == (1, 4)
     assert found["steps"]["missing"] == "1-3"
     assert found["written files"]["missing"] == "f-1.pt, f-2.pt and 1 more"
+
+
+def test_what_a_tracer_does_not_record_is_unknown_and_not_missing() -> None:
+    rows = [write("base", rank, host="a", step=rank) for rank in range(8)]
+    rows += [{**write("new", rank), "rank": None} for rank in range(8)]
+    with small_study(rows) as study:
+        found = {row["what"]: row for row in find_mismatches(study).records()}
+    for what in ("ranks", "hosts", "steps"):
+        assert found[what]["here"] is None
+        assert found[what]["missing"] == "unknown: no event of new has one"
+        assert found[what]["added"] == ""
+    with small_study(rows, runs=("new", "base")) as study:
+        found = {row["what"]: row for row in find_mismatches(study).records()}
+    assert (found["ranks"]["here"], found["ranks"]["new"]) == (8, None)
+    assert found["ranks"]["missing"] == "unknown: no event of new has one"
+
+
+def test_findings_that_mislead_come_first_and_then_those_that_lost_most() -> None:
+    def finding(code: str, weight: Weight, lost_us: int | None) -> TraceFinding:
+        return TraceFinding(
+            code, weight, code, [], [], Answer(name="", title="", columns=[], rows=[]), lost_us
+        )
+
+    ranked = rank_findings([
+        finding("note", Weight.NOTE, 900), finding("little", Weight.COST, None),
+        finding("much", Weight.COST, 500), finding("first", Weight.ALARM, None),
+        finding("second", Weight.ALARM, None), finding("some", Weight.COST, 7),
+    ])  # fmt: skip
+    assert [each.code for each in ranked] == ["first", "second", "much", "some", "little", "note"]
+
+
+def test_a_change_of_times_is_one_of_unions_and_not_of_sums() -> None:
+    beside = [write("new", 0, tid=tid, ts_us=0, dur_us=100) for tid in range(10)]
+    with small_study([write("base", 0, dur_us=100), *beside]) as study:
+        compared = compare_runs(study)
+    assert list(compared.table("t1").rows[1]) == ["fast I/O", 100, 1000]
+    assert list(compared.table("t1_change").rows[1]) == ["fast I/O", 0.0, 0.0]
 
 
 def test_a_run_that_lost_lines_is_a_mismatch() -> None:

@@ -109,12 +109,85 @@ def test_f7_counts_lookups_of_one_process_in_one_file() -> None:
     assert finding.evidence.records()[0]["num_lookups"] == 36
     shared = [{**row, "pid": number} for number, row in enumerate(rows)]
     assert found("F7", shared) == []
+    elsewhere = [{**row, "host": f"n{number}"} for number, row in enumerate(rows)]
+    assert found("F7", elsewhere) == []
+
+
+def test_f7_names_the_run_that_lost_most_seconds_and_not_most_lookups() -> None:
+    def lookups(run: str, number: int, dur_us: int) -> list[dict[str, Any]]:
+        paths = [f"/slow/f-{file}.pt" for file in range(12)]
+        called = [path for path in paths for _ in range(number)]
+        return [
+            event(run, "stat", path=path, ts_us=at * dur_us, dur_us=dur_us) for at, path in enumerate(called)
+        ]
+
+    (finding,) = found("F7", [*lookups("base", 9, 1), *lookups("new", 4, 100)])
+    assert finding.says[0].startswith("In new, ")
+    assert finding.lost_us == 12 * 4 * 100
+
+
+def test_f6_names_the_writes_that_lost_most_seconds() -> None:
+    fast = [event("base", ts_us=at, size_bytes=KIB) for at in range(200)]
+    slow = [event("new", ts_us=10 * at, dur_us=10, size_bytes=KIB) for at in range(120)]
+    (finding,) = found("F6", fast + slow)
+    assert finding.says[0].startswith("In new, 120 of 120 writes")
+    assert finding.lost_us == 1200
+
+
+def test_seconds_lost_are_those_of_one_rank_by_the_clock() -> None:
+    # Two ranks, each with two threads side by side: 400 us of calls are 100 us by the clock of each.
+    rows = [
+        event("base", "stat", path=f"/slow/f-{file}.pt", rank=rank, pid=rank, tid=tid, ts_us=0, dur_us=1)
+        for rank in range(2)
+        for tid in range(2)
+        for file in range(12)
+        for _ in range(4)
+    ]
+    rows = [
+        {**row, "ts_us": number // 2 % 48} for number, row in enumerate(sorted(rows, key=lambda r: r["rank"]))
+    ]
+    (finding,) = found("F7", rows)
+    assert finding.evidence.records()[0]["lookup_us"] == 192
+    assert finding.lost_us == 48
 
 
 def test_f8_names_the_ranks_that_are_busy_longest() -> None:
     rows = [event("base", rank=rank, pid=rank, dur_us=400 if rank == 2 else 100) for rank in range(5)]
     (finding,) = found("F8", rows)
     assert "rank 2; longest rank 2" in finding.says[0]
+    assert finding.lost_us == 300
+
+
+def writers(slow_us: int, bytes_of_slow: int) -> list[dict[str, Any]]:
+    """Five ranks that write a MiB in 100 us each, but for rank 2."""
+    return [
+        event(
+            "base", rank=rank, pid=rank, dur_us=slow_us if rank == 2 else 100,
+            size_bytes=bytes_of_slow if rank == 2 else MIB,
+        )
+        for rank in range(5)
+    ]  # fmt: skip
+
+
+def test_a_rank_that_moves_twice_the_bytes_in_twice_the_time_does_more_and_is_no_straggler() -> None:
+    assert found("F8", writers(200, 2 * MIB)) == []
+    (finding,) = found("F13", writers(200, 2 * MIB))
+    (row,) = finding.evidence.records()
+    assert (row["rank"], row["to_median"], row["work_to_median"]) == (2, 2.0, 2.0)
+    assert "Rank 2 moves 2 MiB, not 1 MiB" in finding.says[0]
+    assert finding.says[0].endswith("the others wait for it, but it is not slow.")
+
+
+def test_a_rank_that_takes_longer_than_its_bytes_explain_is_a_straggler_and_has_its_rate() -> None:
+    (finding,) = found("F8", writers(400, 2 * MIB))
+    assert found("F13", writers(400, 2 * MIB)) == []
+    assert "400 us (4.00 times) for 2.00 times the work, at 4.88 GiB/s" in finding.says[0]
+
+
+def test_ranks_without_numbers_are_named_by_their_processes() -> None:
+    rows = [{**row, "rank": None} for row in writers(400, MIB)]
+    (finding,) = found("F8", rows)
+    assert "process 2; longest process 2" in finding.says[0]
 
 
 @pytest.mark.parametrize(("rate", "expected"), [("1GB/s", 1), ("100GB/s", 0)])

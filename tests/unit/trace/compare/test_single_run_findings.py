@@ -1,0 +1,96 @@
+"""R1 to R4: what is dear in one run, in seconds, with what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tests.support.trace_studies import small_study
+
+from penstock.trace.compare.single_run_findings import RUN_RULES
+
+if TYPE_CHECKING:
+    from penstock.trace.compare.trace_study import TraceFinding
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def calls(
+    name: str, number: int, size: int | None, *, step: int = 0, dur_us: int = 10
+) -> list[dict[str, Any]]:
+    """Calls one after the other on one file, each `step` bytes after the one before."""
+    return [
+        {"run": "one", "name": name, "ts_us": dur_us * at, "dur_us": dur_us, "path": "/fast/f-0.npz",
+         "size_bytes": size, "offset": None if size is None else at * step, "rank": 0, "pid": 0}
+        for at in range(number)
+    ]  # fmt: skip
+
+
+def found(code: str, rows: Sequence[dict[str, Any]]) -> list[TraceFinding]:
+    with small_study(rows, runs=("one",)) as study:
+        return RUN_RULES[code](study)
+
+
+def test_large_aligned_sequential_reads_have_no_finding() -> None:
+    rows = calls("pread64", 200, MIB, step=MIB)
+    assert [code for code in RUN_RULES if found(code, rows)] == []
+
+
+def test_r1_counts_small_reads_and_says_what_they_cost_and_what_helps() -> None:
+    (finding,) = found("R1", calls("pread64", 200, KIB, step=KIB))
+    assert finding.title == "one: small reads"
+    assert finding.says == [
+        "200 of 200 reads of f.npz move less than 64 KiB, half of them 1 KiB or less; together 200 KiB."
+    ]
+    assert finding.lost_us == 2000
+    assert "1 MiB a read" in finding.fix
+    assert found("R1", calls("pread64", 90, KIB, step=KIB)) == []
+    mostly_large = calls("pread64", 120, KIB) + calls("pread64", 200, MIB)
+    assert found("R1", mostly_large) == []
+
+
+def test_r2_counts_reads_that_do_not_follow_the_one_before() -> None:
+    forward = calls("pread64", 200, 4 * KIB, step=16 * KIB)
+    (finding,) = found("R2", forward)
+    (row,) = finding.evidence.records()
+    assert (row["num_reads"], row["num_random"], row["num_backwards"]) == (199, 199, 0)
+    assert finding.lost_us == 1990
+    backward = [{**row, "offset": 4 * MIB - row["offset"]} for row in forward]
+    assert found("R2", backward)[0].evidence.records()[0]["num_backwards"] == 199
+    assert found("R2", calls("pread64", 200, 4 * KIB, step=4 * KIB)) == []
+    assert found("R2", calls("read", 200, 4 * KIB)[:0]) == []
+
+
+def test_r2_follows_each_file_of_each_process_by_itself() -> None:
+    rows = [
+        {**row, "path": f"/fast/f-{file}.npz", "ts_us": row["ts_us"] + file}
+        for file in range(2)
+        for row in calls("pread64", 200, 4 * KIB, step=4 * KIB)
+    ]
+    assert found("R2", rows) == []
+
+
+def test_r3_counts_transfers_that_begin_between_two_pages() -> None:
+    (finding,) = found("R3", calls("pwrite64", 200, 4 * KIB, step=4 * KIB + 7))
+    (row,) = finding.evidence.records()
+    assert (row["direction"], row["num_unaligned"]) == ("write", 199)
+    assert "199 of 200 writes of f.npz begin between two pages of 4 KiB" in finding.says[0]
+    assert found("R3", calls("pwrite64", 200, 5 * KIB, step=8 * KIB)) == []
+
+
+def test_r4_compares_calls_that_move_no_bytes_with_all_io() -> None:
+    reads = calls("pread64", 10, MIB, dur_us=100)
+    (finding,) = found("R4", reads + calls("stat", 100, None, dur_us=20))
+    (row,) = finding.evidence.records()
+    assert (row["op"], row["num_calls"], row["metadata_us"]) == ("stat", 100, 2000)
+    assert finding.says[0].startswith("67 % of the time in I/O calls (2.00 ms")
+    assert finding.lost_us == 2000
+    assert found("R4", reads + calls("stat", 100, None, dur_us=1)) == []
+    assert found("R4", reads + calls("stat", 50, None, dur_us=90)) == []
+    assert found("R4", reads + calls("fsync", 100, None, dur_us=90)) == []
+
+
+def test_each_run_has_findings_of_its_own() -> None:
+    rows = calls("pread64", 200, KIB, step=KIB)
+    with small_study([*rows, *({**row, "run": "two"} for row in rows)], runs=("one", "two")) as study:
+        assert [finding.runs for finding in RUN_RULES["R1"](study)] == [["one"], ["two"]]
