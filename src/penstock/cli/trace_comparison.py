@@ -73,6 +73,7 @@ def _open_study(
 ) -> Iterator[tuple[Study, Progress]]:
     """Load all traces of a comparison, and print what was lost of them."""
     from penstock.trace.compare.trace_study import open_study
+    from penstock.trace.reading.clock_check import find_clock_mismatches
 
     with (
         terminal.progress() as progress,
@@ -80,6 +81,8 @@ def _open_study(
     ):
         accounts = [account for of_run in study.accounts.values() for account in of_run]
         trace_options.report_losses(accounts, terminal, strict=strict)
+        for run, of_run in study.accounts.items():
+            terminal.notes(f"{run}: {mismatch}" for mismatch in find_clock_mismatches(of_run))
         yield study, progress
 
 

@@ -76,15 +76,17 @@ class TraceOptions:
                     )
                 )
             report_losses(traces.accounts, terminal, strict=self.read.strict)
+            terminal.notes(traces.mismatches())
             yield traces
 
 
 def report_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict: bool) -> None:
     """Print what was lost of traces; with `strict` it is an error."""
-    from penstock.trace.event_schema import refuse_damaged
+    from penstock.trace.event_schema import refuse_damaged, refuse_lost
 
     for account in accounts:
         terminal.notes(account.losses())
+    refuse_lost(accounts)
     if strict:
         refuse_damaged(accounts)
 
@@ -171,10 +173,12 @@ class QuestionOptions(DimensionOptions):
         dimensions = self.dimensions()
         with self.traces.open(terminal) as traces:
             answers = question(view_events(traces.connection, traces.relation, dimensions))
-            _print_answers(answers, self.form, terminal)
+            _print_answers(answers, self.form, terminal, traces.mismatches())
 
 
-def _print_answers(answers: Sequence[Answer], form: str, terminal: Terminal) -> None:
+def _print_answers(
+    answers: Sequence[Answer], form: str, terminal: Terminal, mismatches: Sequence[str]
+) -> None:
     """Print answers: the first is the main one, whose rows a JSON document has at its top level."""
     from penstock.trace.questions import answer as rendering
 
@@ -183,6 +187,8 @@ def _print_answers(answers: Sequence[Answer], form: str, terminal: Terminal) -> 
         document: dict[str, Any] = rendering.document(main)
         if others:
             document["tables"] = {answer.name: rendering.document(answer) for answer in others}
+        if mismatches:
+            document["mismatches"] = list(mismatches)
         print_json(document)
     elif form == "table":
         terminal.result({}, chain.from_iterable(map(view_answer, answers)))

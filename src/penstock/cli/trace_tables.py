@@ -82,6 +82,7 @@ def load(options: _LoadOptions, terminal: Terminal) -> None:
       penstock trace load traces -o writes.events --where "op = 'write'" --strict --json
     """
     from penstock.trace.event_table import convert
+    from penstock.trace.reading.clock_check import find_clock_mismatches
     from penstock.trace.reading.event_filter import EventFilter
     from penstock.trace.reading.trace_file import RANK_PATTERN
     from penstock.trace.trace_set import find_trace_files, load_with_dask, name_trace_files
@@ -97,12 +98,15 @@ def load(options: _LoadOptions, terminal: Terminal) -> None:
     with terminal.progress() as progress:
         facts = make_table(sources, out, progress=progress, event_filter=event_filter, strict=read.strict)
     report_losses(facts.accounts, terminal, strict=read.strict)
+    mismatches = find_clock_mismatches(facts.accounts)
+    terminal.notes(mismatches)
     num_events = sum(account.events + account.salvaged for account in facts.accounts)
     document = {
         "table": options.out,
         "size_bytes": out.stat().st_size,
         "events": num_events,
         "files": [account.document() for account in facts.accounts],
+        "mismatches": mismatches,
     }
     rows = [_row(account) for account in facts.accounts]
     terminal.result(document, table(f"{options.out}: {num_events:,} events", rows))
@@ -150,4 +154,6 @@ def sql(options: _SqlOptions, terminal: Terminal) -> None:
 
     with options.traces.open(terminal, rank_pattern=options.rank_pattern) as traces:
         answer = run_query(traces.connection, options.query)
-    terminal.result(answer.document(), table("", answer.texts()))
+        mismatches = traces.mismatches()
+    document = {**answer.document(), **({"mismatches": mismatches} if mismatches else {})}
+    terminal.result(document, table("", answer.texts()))

@@ -34,11 +34,15 @@ DEFAULT_PHASES: Final = (
     PhaseRule("loop", ("cat=step|epoch|run",)),
     PhaseRule("app_io", ("cat~reader|checkpoint",)),
     PhaseRule("io", ("cat=POSIX|STDIO|OBJECT",)),
+    PhaseRule("compute", ("cat=kernel|cpu_op",)),
+    PhaseRule("device_copy", ("cat=gpu_memcpy|gpu_memset",)),
 )
 """The application's own spans of I/O contain the calls that they make, so the two are never added.
 
 `wait` (for data), `barrier` (for other ranks) and `stall` (for a checkpoint) are waiting, which is no I/O,
-although I/O may be its cause; a `loop` contains all of them.
+although I/O may be its cause; a `loop` contains all of them. Of PyTorch's profiler, kernels of devices and
+operators are computation. Its user annotations are not, because they may contain anything, also waiting for
+data; copies to and from a device are neither computation nor storage.
 """
 
 

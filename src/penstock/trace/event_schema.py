@@ -66,6 +66,16 @@ def refuse_damaged(accounts: Sequence[FileAccount]) -> None:
         )
 
 
+def refuse_lost(accounts: Sequence[FileAccount]) -> None:
+    """Raise TraceDamaged if nothing at all could be read: an answer of zeros is none."""
+    if accounts and all(account.is_lost for account in accounts):
+        raise TraceDamaged(
+            f"There is not one event in {accounts[0].file}"
+            + (f" and the other {len(accounts) - 1} files" if len(accounts) > 1 else ""),
+            fix="Name traces of DFTracer, strace, Darshan, Chrome or PyTorch's profiler.",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class DamagedLine:
     """A damaged line: its number, what is wrong with it, how it begins."""
@@ -84,7 +94,7 @@ class FileAccount:
     `unwanted` events were read and left out of the table. `announced_events` is the number that the file's
     writer counted, in the file's last event or beside it, None without such a count; `missing` of them are
     not in the file. `faults` concern the file as a whole, as a torn end does; `notes` say what a reader of
-    answers must know of a whole file.
+    answers must know of a whole file. Events begin from `first_us` to `last_us`.
     """
 
     file: str
@@ -104,6 +114,8 @@ class FileAccount:
     samples: list[DamagedLine] = field(default_factory=list)
     announced_events: int | None = None
     missing: int = 0
+    first_us: int | None = None
+    last_us: int | None = None
     hosts: set[str] = field(default_factory=set)
     ranks: set[int] = field(default_factory=set)
     size_bytes: int = 0
@@ -112,6 +124,12 @@ class FileAccount:
     def is_whole(self) -> bool:
         """Nothing was lost and nothing had to be guessed."""
         return not (self.dropped or self.salvaged or self.faults)
+
+    @property
+    def is_lost(self) -> bool:
+        """There are lines, or there is damage, and not one event."""
+        is_damaged = bool(self.dropped or (self.faults and self.size_bytes))
+        return is_damaged and not (self.events or self.salvaged or self.skipped)
 
     def count_damage(self, line: int, reason: str, text: str, *, salvaged: bool) -> None:
         """Count a damaged line, and keep the first few as samples."""

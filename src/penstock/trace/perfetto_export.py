@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from penstock.errors import StorageError
+from penstock.trace.reading.folder_search import EXPORT_HEAD
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
@@ -27,7 +28,7 @@ def export_perfetto(events: EventsView, path: Path, *, progress: Progress) -> in
     progress.begin("exporting events", total)
     try:
         with _open_output(path) as out:
-            out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+            out.write(EXPORT_HEAD)
             separator = ""
             for line in chain(map(json.dumps, _name_processes(events)), _lines(events, progress)):
                 out.write(separator + line)

@@ -27,7 +27,9 @@ from penstock.trace.capture.trace_writer import COUNT_SUFFIX
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.event_schema import COLUMNS, FileAccount
 from penstock.trace.event_table import EventTableFacts, TableForm, convert, join_tables, read_facts
+from penstock.trace.reading.clock_check import find_clock_mismatches
 from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
+from penstock.trace.reading.folder_search import explain_empty, find_in_folder, name_some
 from penstock.trace.reading.trace_file import RANK_PATTERN, TraceFile
 
 LOCAL: Final = "local"
@@ -39,9 +41,6 @@ _TIMEOUT: Final = "120s"
 
 RELATION: Final = "events"
 """The name of the events in questions and in users' SQL."""
-
-_TRACES: Final = ("*.pfw", "*.pfw.gz", "*.strace", "*.strace.[0-9]*", "*.darshan")
-"""Searched for in folders: tracers' files, and strace's of whole programs and of single processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +55,10 @@ class TraceSet:
         """What was lost or guessed, for people, one line each; empty if nothing was."""
         return [line for account in self.accounts for line in account.losses()]
 
+    def mismatches(self) -> list[str]:
+        """Files whose clocks or units cannot be right, one sentence each; empty if there are none."""
+        return find_clock_mismatches(self.accounts)
+
 
 def find_trace_files(patterns: Sequence[str]) -> list[Path]:
     """The files that names, globs and folders match, each once, in the order of the patterns."""
@@ -63,12 +66,14 @@ def find_trace_files(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            matches = sorted(trace for kind in _TRACES for trace in path.rglob(kind))
+            matches, left_out = find_in_folder(path)
+            if matches and left_out:
+                logger.warning("%s: left out, because they are no traces: %s", path, name_some(left_out))
         else:
-            matches = [path] if path.exists() else _expand_glob(pattern)
+            matches, left_out = [path] if path.exists() else _expand_glob(pattern), []
         if not matches:
             raise UsageError(
-                "No trace files in this folder" if path.is_dir() else "No such file",
+                explain_empty(path, left_out) if path.is_dir() else "No such file",
                 where=pattern,
                 fix="Name trace files, a folder of them, a quoted glob, or an event table.",
             )

@@ -159,6 +159,35 @@ def test_chrome_documents_are_read_whatever_their_layout(
     ]
 
 
+def _profile(path: Path, *events: dict[str, Any], **head: Any) -> list[dict[str, Any]]:
+    labels = {"ph": "M", "name": "process_labels", "pid": 4711, "tid": 0, "args": {"labels": "CPU"}}
+    own = {"ph": "X", "cat": "Trace", "ts": 1, "dur": 9, "pid": "Spans", "tid": "PyTorch", "name": "Profiler"}
+    path.write_text(json.dumps({"schemaVersion": 1, **head, "traceEvents": [labels, *events, own]}, indent=2))
+    rows, account = read(path)
+    assert account.is_whole
+    return rows
+
+
+def test_profile_counts_from_its_base_time_and_names_host_and_rank(tmp_path: Path) -> None:
+    event = {"ph": "X", "cat": "cpu_op", "name": "mm", "ts": 4524.5, "dur": 2.5, "pid": 4711, "tid": 4711}
+    (row,) = _profile(
+        tmp_path / "p.json",
+        event,
+        deviceProperties=[{"id": 0, "name": "GPU"}],
+        distributedInfo={"backend": "nccl", "rank": 3, "world_size": 8},
+        host_name="node7",
+        baseTimeNanoseconds=1_790_857_026_000_000_000,
+    )
+    assert row["ts_us"] == 1_790_857_026_000_000 + 4524
+    assert (row["host"], row["rank"], row["pid"]) == ("node7", 3, 4711)
+
+
+def test_kernels_belong_to_the_process_that_launched_them(tmp_path: Path) -> None:
+    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10, "dur": 2, "pid": 0, "tid": 7}
+    (row,) = _profile(tmp_path / "p.json", {**kernel, "args": {"device": 0}})
+    assert (row["pid"], row["tid"], row["args"]) == (4711, 7, '{"device":0}')
+
+
 def test_a_chrome_document_that_was_cut_keeps_what_it_has(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": CHROME_EVENTS[1:2] * 3})[:-60])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,29 @@ def test_threads_processes_and_names_of_a_real_program_are_told_apart(
     assert main not in {tid for _, tid in writers.values()}
     child, thread = writers["t3"]
     assert child not in (main, thread)
+
+
+@needs_strace
+def test_profile_of_torch_and_a_recording_of_the_same_run_overlap(tmp_path: Path) -> None:
+    """Both tell the same process by the same clock: what is computed while a file is written is overlap."""
+    pytest.importorskip("torch")
+    ended = _record(tmp_path, "--", sys.executable, str(PROGRAMS / "profiled_training.py"), str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    main = (
+        "SELECT host, pid FROM events WHERE cat = 'cpu_op' INTERSECT"
+        " SELECT host, pid FROM events WHERE path LIKE '%/data.bin'"
+    )
+    with penstock.trace.load(tmp_path / "t") as run:
+        assert len(run.sql(main).fetchall()) == 1
+        first_us, last_us = run.sql("SELECT min(ts_us), max(end_us) FROM events").fetchall()[0]
+        assert last_us - first_us < 280_000_000
+    where = ("--where", "cat = 'cpu_op' OR path LIKE '%/data.bin'")
+    argv = [sys.executable, "-m", "penstock", "trace", "overlap", str(tmp_path / "t"), *where, "--json"]
+    told = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=True)
+    (row,) = json.loads(told.stdout)["rows"]
+    # The program writes from another thread for as long as it computes.
+    assert row["overlap_us"] > 0
+    assert row["overlap_us"] > 0.2 * row["compute_us"]
 
 
 def test_bad_requests_are_refused_with_their_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

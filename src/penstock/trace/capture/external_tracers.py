@@ -7,6 +7,7 @@ its own arguments, traced or not at all.
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.errors import Unavailable, UsageError
+from penstock.trace.reading.strace_threads import HOST_MARK
 
 Tracer = Literal["auto", "dftracer", "strace"]
 
@@ -74,8 +76,10 @@ def plan_recording(
             f"{missing} is not installed, so other programs cannot be traced",
             fix="Run pip install dftracer, or apt-get install strace.",
         )
-    # One file per process (-ff), so that none waits for another, and descriptors with their paths (-y).
-    options = ["-ff", "-ttt", "-T", "-y", "-s", "0", "-e", WATCHED_CALLS, "-o", str(folder / "trace.strace")]
+    # A listing does not name its host. Without it, two nodes would write the same files of a shared folder.
+    name = f"trace{HOST_MARK}{socket.gethostname()}.strace"
+    # One file per thread (-ff), so that none waits for another, and descriptors with their paths (-y).
+    options = ["-ff", "-ttt", "-T", "-y", "-s", "0", "-e", WATCHED_CALLS, "-o", str(folder / name)]
     if _has_seccomp_filter(strace):
         options.insert(0, "--seccomp-bpf")
     return RecordingPlan(tracer="strace", argv=(strace, *options, "--", *command), environment={})

@@ -1,7 +1,9 @@
 """Chrome traces as one JSON document, as browsers, Perfetto and PyTorch's profiler write them.
 
-An event is an object of the array `traceEvents`, or of the array that is the document. Accounts count objects
-as lines. Invariants: memory is bounded; a damaged object does not affect those behind it.
+An event is an object of the array `traceEvents`, or of the array that is the document. PyTorch's profiler
+(Kineto) writes before it what holds for all events: the time that theirs count from, the host, the rank.
+Accounts count objects as lines. Invariants: memory is bounded; a damaged object does not affect those
+behind it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import codecs
 import json
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.event_batch import (
@@ -21,6 +24,7 @@ from penstock.trace.reading.event_batch import (
     ParsedLine,
     build_batch,
     count_line,
+    parse_int64,
 )
 from penstock.trace.reading.lenient_json import HashKind, parse_event, parse_line
 
@@ -35,6 +39,31 @@ _BETWEEN: Final = re.compile(r"[\s,]*")
 _NEXT: Final = re.compile(r"\{\s*\"")
 
 
+_BASE_TIME: Final = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
+_HOST: Final = re.compile(r'"host_?name"\s*:\s*("(?:[^"\\]|\\.)*")')
+_RANK: Final = re.compile(r'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})\b')
+_DEVICE_CATEGORIES: Final = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+
+
+@dataclass(frozen=True, slots=True)
+class _ProfiledRun:
+    """What the head of a document says about all its events."""
+
+    base_us: int = 0
+    host: str | None = None
+    rank: int | None = None
+
+    @classmethod
+    def from_head(cls, head: str) -> Self:
+        """Find it in the text before the array of events."""
+        base, host, rank = (pattern.search(head) for pattern in (_BASE_TIME, _HOST, _RANK))
+        return cls(
+            base_us=int(base[1]) // 1000 if base else 0,
+            host=json.loads(host[1]) if host else None,
+            rank=int(rank[1]) if rank else None,
+        )
+
+
 class ChromeDocument:
     """Reads the pieces of one document."""
 
@@ -45,13 +74,15 @@ class ChromeDocument:
         self._spans: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
         self._context = FileContext()
         self._is_ended = False
+        self._profiled = _ProfiledRun()
+        self._profiled_pid: int | None = None
 
     def read(self, pieces: Iterable[bytes]) -> Iterator[pa.RecordBatch]:
         """The document's events, roughly in its order."""
         rows: list[Mapping[str, Any]] = []
         for parsed in self._objects(pieces):
             if parsed.row is not None:
-                rows.append(parsed.row)
+                rows.append(self._place(parsed.row))
             if len(rows) >= BATCH_ROWS:
                 yield build_batch(rows, self._origin, self._context)
                 rows = []
@@ -69,6 +100,7 @@ class ChromeDocument:
             if not is_inside:
                 start = _find_array(text)
                 is_inside = start >= 0
+                self._profiled = _ProfiledRun.from_head(text[:start]) if is_inside else self._profiled
                 text = text[start:] if is_inside else text
             if is_inside:
                 text = yield from self._take(text, is_last=False)
@@ -118,7 +150,23 @@ class ChromeDocument:
             if not opened:
                 return ParsedLine(LineFate.DROPPED, reason="ends what never began")
             document = _join_span(opened.pop(), document)
+        if document.get("cat") == "Trace" and document.get("pid") == "Spans":
+            # How long the profiler itself ran; it has no process.
+            return ParsedLine(LineFate.METADATA)
+        if document.get("name") == "process_labels" and _arguments(document).get("labels") == "CPU":
+            self._profiled_pid = parse_int64(document.get("pid"))
         return parse_event(document, _unbound, 1000)
+
+    def _place(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The event's row with what the document's head says: its time since 1970, host, rank, process."""
+        profiled = self._profiled
+        placed = {**row, "ts_us": row["ts_us"] + profiled.base_us, "host": row["host"] or profiled.host}
+        if profiled.rank is not None:
+            placed["rank"] = profiled.rank
+        if self._profiled_pid is not None and row["cat"] in _DEVICE_CATEGORIES:
+            # Devices are numbered as if they were processes; what runs on them belongs to the process.
+            placed["pid"] = self._profiled_pid
+        return placed
 
 
 def _join_span(begin: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:

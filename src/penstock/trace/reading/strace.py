@@ -13,11 +13,12 @@ import posixpath
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from penstock.trace.event_schema import canonical
 from penstock.trace.reading.event_batch import LineFate, ParsedLine, parse_int64, transfer_size
-from penstock.trace.reading.strace_threads import UNKNOWN_TASK, Task
+from penstock.trace.reading.strace_threads import UNKNOWN_TASK, Task, find_host, find_task
 
 FIRST_LINE: Final = re.compile(
     rb"\s*(?:\[pid\s+\d+\]\s+|\d+\s+)?\d{9,11}\.\d{6}\s+(?:[a-z_]\w*\(|<\.\.\.|\+\+\+|---)"
@@ -134,10 +135,11 @@ class _EarlyTask:
 
 
 class Strace:
-    """Reads the lines of one listing; those that do not say whose they are belong to `task`."""
+    """Reads the lines of one listing of `host`; those that do not say whose they are belong to `task`."""
 
-    def __init__(self, task: Task = UNKNOWN_TASK) -> None:
+    def __init__(self, task: Task = UNKNOWN_TASK, host: str | None = None) -> None:
         self._task = task
+        self._host = host
         self._processes = {task.tid: _Process(task.pid)}
         self._unfinished: dict[int, tuple[int, str]] = {}
         self._early: dict[int, _EarlyTask] = {}
@@ -215,6 +217,7 @@ class Strace:
             "cat": cat,
             "pid": process.pid,
             "tid": tid,
+            "host": self._host,
             "path": path,
             "size_bytes": transfer_size(call.name, cat, {"ret": call.ret}),
             "offset": call.offset(),
@@ -257,6 +260,11 @@ class Strace:
         for row in task.rows:
             row["pid"] = process.pid
         self._processes[tid] = process
+
+
+def open_strace(path: Path, head: bytes) -> Strace:
+    """A reader of this file, which begins with `head`."""
+    return Strace(find_task(path, head), find_host(path))
 
 
 def _make(maker: _Process, arguments: str, tid: int) -> _Process:

@@ -21,6 +21,17 @@ _MADE_THREAD: Final = re.compile(rb"clone3?\(.*CLONE_THREAD.*= (\d{1,10})\b")
 _THREADLESS_LINE: Final = re.compile(rb"\s*\d{9,11}\.\d{6}\s")
 
 
+HOST_MARK: Final = "@"
+"""In names of our own recordings, as `trace@node7.strace.4711`: a listing itself does not name its host."""
+_HOST: Final = re.compile(rf".*{HOST_MARK}([\w.-]+)\.strace(?:\.\d+)?(?:\.gz)?")
+
+
+def find_host(path: Path) -> str | None:
+    """The host on which a file was recorded, if its name has it."""
+    match = _HOST.fullmatch(path.name)
+    return match[1] if match else None
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """A thread and its process."""

@@ -18,17 +18,19 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import pyarrow.compute as pc
+
 from penstock.trace.capture.trace_writer import read_event_count
 from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.chrome import ChromeDocument
 from penstock.trace.reading.chunks import read_pieces, split_chunks
+from penstock.trace.reading.content_guess import UTF8_MARK, guess_content
 from penstock.trace.reading.darshan_dxt import MARK, DarshanDxt
 from penstock.trace.reading.darshan_log import DarshanLog, is_darshan_log
 from penstock.trace.reading.event_batch import EventOrigin, read_lines
 from penstock.trace.reading.event_filter import NO_PREFILTER, BatchFilter, EventFilter, Prefilter
 from penstock.trace.reading.json_lines import JsonLines
-from penstock.trace.reading.strace import FIRST_LINE, Strace
-from penstock.trace.reading.strace_threads import find_task
+from penstock.trace.reading.strace import FIRST_LINE, open_strace
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -164,7 +166,7 @@ def _read_batches(
     # Read before the trace: what a program that still runs records meanwhile must not count as missing.
     account.announced_events = read_event_count(file.path)
     pieces = read_pieces(file.path, account.faults.append, advance)
-    head = next(pieces, b"")
+    head = next(pieces, b"").removeprefix(UTF8_MARK)
     dialect = detect_dialect(head)
     account.dialect = dialect.value
     if dialect is Dialect.JSON_LINES:
@@ -174,7 +176,11 @@ def _read_batches(
         batches = _read_dialect(dialect, file, head, chain([head], pieces), account)
     for batch in batches:
         _note_hosts_and_ranks(batch, account)
+        _note_times(batch, account)
         yield batch
+    # Damaged JSON explains itself, line by line.
+    if account.is_lost and head and not head.lstrip().startswith((b"{", b"[")):
+        account.faults.append(f"not one event: it seems to be {guess_content(head)}")
 
 
 def _read_dialect(
@@ -185,10 +191,18 @@ def _read_dialect(
         return DarshanLog(file.path, file.origin, account).read()
     if dialect is Dialect.CHROME:
         return ChromeDocument(file.origin, account).read(pieces)
-    parser = Strace(find_task(file.path, head)) if dialect is Dialect.STRACE else DarshanDxt()
+    parser = open_strace(file.path, head) if dialect is Dialect.STRACE else DarshanDxt()
     return read_lines(split_chunks(pieces), parser, file.origin, account)
 
 
 def _note_hosts_and_ranks(batch: pa.RecordBatch, account: FileAccount) -> None:
     account.hosts.update(host for host in batch.column("host").dictionary.to_pylist() if host is not None)
     account.ranks.update(rank for rank in batch.column("rank").unique().to_pylist() if rank is not None)
+
+
+def _note_times(batch: pa.RecordBatch, account: FileAccount) -> None:
+    if batch.num_rows:
+        times = pc.min_max(batch.column("ts_us")).as_py()
+        firsts = [time for time in (account.first_us, times["min"]) if time is not None]
+        lasts = [time for time in (account.last_us, times["max"]) if time is not None]
+        account.first_us, account.last_us = min(firsts), max(lasts)

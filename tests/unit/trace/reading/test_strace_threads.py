@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
-from penstock.trace.reading.strace_threads import UNKNOWN_TASK, Task, find_task
+from penstock.trace.reading.strace_threads import UNKNOWN_TASK, Task, find_host, find_task
 
 HEAD = b"1700000000.000001 getpid() = 10 <0.000001>\n"
 
@@ -45,3 +45,8 @@ def test_threads_that_made_each_other_end_the_search(tmp_path: Path) -> None:
     (tmp_path / "t.10").write_bytes(_clone(11, "CLONE_THREAD"))
     (tmp_path / "t.11").write_bytes(_clone(10, "CLONE_THREAD"))
     assert find_task(tmp_path / "t.10", HEAD).tid == 10
+
+
+def test_name_of_a_recording_has_the_host() -> None:
+    names = ("trace@node7.example.org.strace.4711", "trace@n1.strace.gz", "trace.strace.4711", "a@b.txt")
+    assert [find_host(Path(name)) for name in names] == ["node7.example.org", "n1", None, None]

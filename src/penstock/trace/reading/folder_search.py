@@ -1,0 +1,67 @@
+"""The traces in a folder: by their names, and by how they begin where a name says nothing.
+
+JSON and text may be anything, so such a file counts only if its first bytes are those of a trace.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from penstock.trace.reading.chunks import read_pieces
+from penstock.trace.reading.content_guess import UTF8_MARK
+from penstock.trace.reading.trace_file import Dialect, detect_dialect
+
+_NAMED: Final = ("*.pfw", "*.pfw.gz", "*.strace", "*.strace.[0-9]*", "*.darshan")
+"""Tracers' files, and strace's of whole programs and of single threads."""
+_EXAMINED: Final = ("*.json", "*.json.gz", "*.txt", "*.txt.gz")
+_EVENT: Final = re.compile(rb'"ph"\s*:\s*"?[A-Za-z0-9]"?\s*[,}]')
+EXPORT_HEAD: Final = '{"displayTimeUnit":"ms","traceEvents":[\n'
+"""How our own exports begin: their events are those of other files, which would count twice."""
+_RECORDER_FILES: Final = ("recorder.mt", "*.itf", "recorder.cfg", "*.mt")
+
+
+def find_in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The traces below a folder, in order, and the files of JSON or text that turned out to be none."""
+    traces = {path for kind in _NAMED for path in folder.rglob(kind) if path.is_file()}
+    left_out = []
+    for path in {path for kind in _EXAMINED for path in folder.rglob(kind) if path.is_file()} - traces:
+        if _begins_as_trace(path):
+            traces.add(path)
+        else:
+            left_out.append(path)
+    return sorted(traces), sorted(left_out)
+
+
+def explain_empty(folder: Path, left_out: Sequence[Path]) -> str:
+    """Why there is no trace in a folder, as far as its files tell."""
+    if any(next(folder.rglob(kind), None) for kind in _RECORDER_FILES):
+        return (
+            "This folder has a trace of Recorder, whose format is not read: trace the program with"
+            " penstock trace record"
+        )
+    if left_out:
+        return f"No trace files in this folder; {name_some(left_out)} hold no events of a trace"
+    return "No trace files in this folder"
+
+
+def name_some(paths: Sequence[Path]) -> str:
+    """The first names of several files, and how many more there are."""
+    names = ", ".join(path.name for path in paths[:3])
+    return f"{names} and {len(paths) - 3} more" if len(paths) > 3 else names
+
+
+def _begins_as_trace(path: Path) -> bool:
+    try:
+        head = next(read_pieces(path, lambda _: None, lambda _: None), b"").removeprefix(UTF8_MARK)
+    except OSError:
+        return False
+    if head.startswith(EXPORT_HEAD.encode()):
+        return False
+    dialect = detect_dialect(head)
+    if dialect in (Dialect.STRACE, Dialect.DARSHAN):
+        return True
+    is_json = ".json" in path.suffixes[-2:]
+    return is_json and (b'"traceEvents"' in head[: 1 << 16] or _EVENT.search(head[: 1 << 16]) is not None)

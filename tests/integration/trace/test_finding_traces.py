@@ -1,0 +1,115 @@
+"""Folders with traces and other files, files that are none, clocks that do not agree: on the command line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import UsageError
+from penstock.trace.reading.trace_file import TraceFile, read_trace_file
+from penstock.trace.trace_set import find_trace_files
+
+TS_US = 1_700_000_000_000_000
+EVENT = {"name": "read", "cat": "POSIX", "ts": TS_US, "dur": 5, "pid": 1, "tid": 1, "ph": "X"}
+STRACE = "7 1700000000.000001 fsync(3</d/a>) = 0 <0.000001>\n"
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "penstock", "trace", *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_folder_has_json_and_text_that_begin_as_traces(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.pfw").write_text(json.dumps(EVENT) + "\n")
+    (tmp_path / "kineto.pt.trace.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": [EVENT]}))
+    (tmp_path / "lines.json.gz").write_bytes(gzip.compress(b"[\n" + json.dumps(EVENT).encode() + b"\n]\n"))
+    (tmp_path / "listing.txt").write_text(STRACE)
+    (tmp_path / "config.json").write_text('{"name": "no trace", "ts": 5}')
+    (tmp_path / "notes.txt").write_text("words\n")
+    with caplog.at_level(logging.WARNING):
+        found = find_trace_files([str(tmp_path)])
+    assert [path.name for path in found] == ["a.pfw", "kineto.pt.trace.json", "lines.json.gz", "listing.txt"]
+    assert "left out, because they are no traces: config.json, notes.txt" in caplog.text
+
+
+def test_our_own_export_does_not_count_beside_its_traces(tmp_path: Path) -> None:
+    (tmp_path / "a.pfw").write_text(json.dumps(EVENT) + "\n")
+    exported = _run("export", str(tmp_path / "a.pfw"), "-o", str(tmp_path / "a.json.gz"))
+    assert exported.returncode == 0, exported.stderr
+    assert [path.name for path in find_trace_files([str(tmp_path)])] == ["a.pfw"]
+
+
+def test_folder_without_traces_says_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No trace files in this folder"):
+        find_trace_files([str(tmp_path)])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"config\.json hold no events of a trace"):
+        find_trace_files([str(tmp_path)])
+    (tmp_path / "recorder.mt").write_bytes(b"\0")
+    with pytest.raises(UsageError, match="a trace of Recorder"):
+        find_trace_files([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("content", "seems"),
+    [
+        (json.dumps(EVENT).encode("utf-16"), "text in UTF-16"),
+        (b"noise\n" * 10, "text of no dialect that is known"),
+        (gzip.compress(b"PK\x03\x04\1\2\n"), "a zip archive"),
+        (b"\x07\x99\xfe\n" * 10, "binary data"),
+    ],
+)
+def test_file_without_one_event_is_an_error_that_says_what_it_seems_to_be(
+    content: bytes, seems: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.pfw"
+    path.write_bytes(content)
+    ended = _run("summary", str(path))
+    assert ended.returncode == 1
+    assert f"not one event: it seems to be {seems}" in ended.stderr
+    assert "There is not one event in x.pfw" in ended.stderr
+
+
+def test_lost_file_beside_a_whole_one_is_told_and_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.pfw").write_text(json.dumps(EVENT) + "\n")
+    (tmp_path / "b.pfw").write_bytes(b"noise\n")
+    ended = _run("summary", str(tmp_path))
+    assert ended.returncode == 0
+    assert "b.pfw: not one event" in ended.stderr
+
+
+def test_trace_without_events_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x.pfw"
+    path.write_text("[\n]\n")
+    assert _run("summary", str(path)).returncode == 0
+
+
+def test_byte_order_mark_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x.pfw"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(EVENT).encode() + b"\n")
+    reading = read_trace_file(TraceFile(path=path))
+    assert sum(batch.num_rows for batch in reading.batches) == 1
+    assert reading.account.is_whole
+    assert (reading.account.first_us, reading.account.last_us) == (TS_US, TS_US)
+
+
+def test_units_that_do_not_agree_are_in_every_answer(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    (folder / "us.pfw").write_text(json.dumps(EVENT) + "\n")
+    (folder / "ns.pfw").write_text(json.dumps({**EVENT, "ts": TS_US * 1000}) + "\n")
+    for words in (("ops",), ("load", "-o", str(tmp_path / "t.events")), ("sql", "SELECT 1")):
+        ended = _run(*words, str(folder), "--json")
+        assert ended.returncode == 0, ended.stderr
+        mismatches = json.loads(ended.stdout)["mismatches"]
+        assert "ns.pfw look like nanoseconds" in mismatches[0]
+        assert "us.pfw from 2023-11-14" in mismatches[1]
+        assert all(mismatch in ended.stderr for mismatch in mismatches)

@@ -1,0 +1,27 @@
+"""What a file without events seems to be."""
+
+from __future__ import annotations
+
+import gzip
+
+import pytest
+
+from penstock.trace.reading.content_guess import guess_content
+
+
+@pytest.mark.parametrize(
+    ("head", "content"),
+    [
+        ("text".encode("utf-16"), "text in UTF-16"),
+        ("a longer text".encode("utf-16-le"), "text in UTF-16"),
+        (gzip.compress(b"x"), "compressed twice"),
+        (b"PAR1\0\0", "a Parquet file"),
+        (b"3.99\0\0\0\0" + (6567223).to_bytes(8, "little"), "a log of Darshan"),
+        (b"noise\n", "text of no dialect that is known"),
+        (bytes(5000), "zeros only"),
+        (b"\x07\x99\xfe", "binary data"),
+        (bytes(257) + b"ustar", "a tar archive"),
+    ],
+)
+def test_content_is_named_by_how_it_begins(head: bytes, content: str) -> None:
+    assert guess_content(head).startswith(content)
