@@ -15,6 +15,7 @@ from penstock.trace.compare.trace_study import Study
 from penstock.trace.figures import calls, draw_calls, draw_histograms, draw_over_time, histograms, over_time
 from penstock.trace.figures.draw_histograms import Bins
 from penstock.trace.figures.panels import Panel, Sheet
+from penstock.trace.figures.placed_calls import PlacedCalls
 from penstock.trace.figures.time_axis import TimeAxis
 from penstock.trace.questions.answer import Answer, Unit
 from penstock.units import format_bytes, format_seconds
@@ -54,8 +55,14 @@ class Drawing:
     """What all figures are drawn from."""
 
     study: Study
-    axis: TimeAxis
+    placed: PlacedCalls
     sheet: Sheet
+    rank_cells: Answer
+
+    @property
+    def axis(self) -> TimeAxis:
+        """The runs that have events, and their span."""
+        return self.placed.axis
 
     @property
     def has_many_runs(self) -> bool:
@@ -73,7 +80,7 @@ class Drawing:
 
 
 def _timeline(drawing: Drawing) -> Figure:
-    answer = calls.call_bars(drawing.study.events, drawing.axis)
+    answer = calls.call_bars(drawing.placed)
     return Figure(
         name="timeline",
         title="Calls by rank and thread",
@@ -89,7 +96,7 @@ def _timeline(drawing: Drawing) -> Figure:
 
 
 def _rank_bytes(drawing: Drawing) -> Figure:
-    answer = over_time.rank_cells(drawing.study.events, drawing.axis)
+    answer = drawing.rank_cells
     width = format_seconds(drawing.axis.bucket_us(over_time.HEAT_BUCKETS) / 1e6)
     panels = draw_over_time.draw_rank_heat(
         answer, drawing.sheet,
@@ -109,7 +116,7 @@ def _rank_bytes(drawing: Drawing) -> Figure:
 
 
 def _rank_busy(drawing: Drawing) -> Figure:
-    answer = over_time.rank_cells(drawing.study.events, drawing.axis)
+    answer = drawing.rank_cells
     width = format_seconds(drawing.axis.bucket_us(over_time.HEAT_BUCKETS) / 1e6)
     panels = draw_over_time.draw_rank_heat(
         answer, drawing.sheet,
@@ -146,7 +153,7 @@ def _bandwidth(drawing: Drawing) -> Figure:
 
 
 def _overlap(drawing: Drawing) -> Figure:
-    answer = over_time.overlap_lanes(drawing.study.events, drawing.axis)
+    answer = over_time.overlap_lanes(drawing.placed)
     without = drawing.runs_without("num_compute")
     advice = "its name would contain `compute`; --phase names others" if without else ""
     missing = f"No event of {without} is computation: {advice}." if without else ""
@@ -286,7 +293,7 @@ def _operations(drawing: Drawing) -> Figure:
         name="operations",
         title="Operations",
         answer=answer,
-        says="Sums add all threads; a median and a longest call say how the sum came about.",
+        says="Sums add all threads; a mean and a longest call say how a sum came about.",
         tables=[RunTable("", page_table.table)] if page_table.table else [],
         why_empty="These traces have no I/O.",
     )

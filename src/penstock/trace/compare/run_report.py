@@ -20,7 +20,9 @@ from penstock.trace.compare.report import FINDING_LOOKS, PageTable, lay_out
 from penstock.trace.compare.run_figures import FIGURES, Drawing, Figure
 from penstock.trace.compare.run_overview import overview, say_answer
 from penstock.trace.compare.trace_study import Study, TraceFinding, Weight
+from penstock.trace.figures.over_time import rank_cells
 from penstock.trace.figures.panels import Sheet
+from penstock.trace.figures.placed_calls import place_calls
 from penstock.trace.figures.time_axis import measure_axis
 from penstock.trace.questions.answer import Answer, document
 from penstock.units import format_seconds
@@ -88,7 +90,7 @@ def rank_findings(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
 def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
     """Ask a study all that its report shows."""
     progress = progress or Silent()
-    progress.begin("drawing the report", len(FIGURES) + 3)
+    progress.begin("drawing the report", len(FIGURES) + 4)
     axis = measure_axis(study.events, study.runs)
     progress.advance(1)
     findings = rank_findings(find_all(study))
@@ -96,7 +98,9 @@ def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
     first = overview(study.events, study.runs, findings)
     progress.advance(1)
     hues = {run: number % NUM_HUES for number, run in enumerate(study.runs)}
-    drawing = Drawing(study, axis, Sheet(axis.span_us, hues))
+    placed = place_calls(study.events, axis)
+    drawing = Drawing(study, placed, Sheet(axis.span_us, hues), rank_cells(placed))
+    progress.advance(1)
     figures = []
     for make in FIGURES:
         figures.append(make(drawing))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.trace.dimensions import sql_literal
-from penstock.trace.figures.time_axis import KIND, TimeAxis
+from penstock.trace.figures.placed_calls import CALLS, THREADS, PlacedCalls
+from penstock.trace.figures.time_axis import TimeAxis
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
 from penstock.units import format_seconds
@@ -25,35 +26,39 @@ def lanes_of_each(num_runs: int) -> int:
     return max(16, MOST_LANES // max(1, num_runs))
 
 
-def call_bars(events: EventsView, axis: TimeAxis) -> Answer:
+def call_bars(placed: PlacedCalls) -> Answer:
     """Bars of calls by thread: neighbours that no drawing could tell apart are one bar.
 
     A run of more threads than lanes has a lane for each process; of more processes than lanes, those with the
     most I/O are drawn. The notes tell.
     """
+    axis = placed.axis
     most_lanes = lanes_of_each(len(axis.runs))
     pixel_us = max(1, axis.span_us // PIXELS)
-    of_processes = [run for run, extent in axis.runs.items() if extent.num_threads > most_lanes]
+    threads = placed.events.ask(f"SELECT run, count(*) FROM {THREADS} GROUP BY run")
+    of_processes = [run for run, num_threads in threads if num_threads > most_lanes]
     runs = ", ".join(map(sql_literal, of_processes)) or "NULL"
-    drawn = f"""
-        SELECT run, host, pid, CASE WHEN run IN ({runs}) THEN 0 ELSE tid END AS thread, rank, dur_us,
-               {KIND} AS kind, {axis.since_sql()} AS since_us, since_us + dur_us AS until_us
-        FROM {{events}} WHERE phase IN ('io', 'compute')"""
-    rows = events.ask(f"""
-        WITH drawn AS ({drawn}),
+    rows = placed.events.ask(f"""
+        WITH busy AS (
+            SELECT thread, coalesce(sum(until_us - since_us) FILTER (WHERE kind <> 'compute'), 0) AS sum_us
+            FROM {CALLS} GROUP BY thread),
+        named AS (
+            SELECT *, CASE WHEN run IN ({runs}) THEN -process ELSE thread END AS lane
+            FROM {THREADS} JOIN busy USING (thread)),
         lanes AS (
-            SELECT run, host, pid, thread, min(rank) AS rank, count(*) OVER (PARTITION BY run) AS num_lanes
-            FROM drawn GROUP BY run, host, pid, thread
-            QUALIFY row_number() OVER (
-                PARTITION BY run ORDER BY coalesce(sum(dur_us) FILTER (WHERE kind <> 'compute'), 0) DESC,
-                host, pid, thread) <= {most_lanes})
-        SELECT l.run, l.rank, l.host, l.pid, l.thread, l.num_lanes, kind, min(since_us), max(until_us),
-               count(*), sum(dur_us)::BIGINT
-        FROM drawn d JOIN lanes l ON d.run = l.run AND d.host IS NOT DISTINCT FROM l.host AND d.pid = l.pid
-                                 AND d.thread = l.thread
-        GROUP BY l.run, l.rank, l.host, l.pid, l.thread, l.num_lanes, kind, since_us // {pixel_us},
-                 until_us // {pixel_us}
-        ORDER BY l.run, l.rank NULLS LAST, l.host, l.pid, l.thread, kind, 8""")
+            SELECT lane, run, min(rank) AS rank, any_value(host) AS host, min(pid) AS pid,
+                   CASE WHEN lane < 0 THEN 0 ELSE min(tid) END AS tid, list(thread) AS threads,
+                   count(*) OVER (PARTITION BY run) AS num_lanes
+            FROM named GROUP BY lane, run
+            QUALIFY row_number() OVER (PARTITION BY run ORDER BY sum(sum_us) DESC, lane) <= {most_lanes}),
+        drawn AS (
+            SELECT lane, kind, min(since_us) AS since_us, max(until_us) AS until_us, count(*) AS num_events,
+                   sum(until_us - since_us)::BIGINT AS sum_us
+            FROM {CALLS} JOIN (SELECT lane, unnest(threads) AS thread FROM lanes) USING (thread)
+            GROUP BY lane, kind, since_us // {pixel_us}, until_us // {pixel_us})
+        SELECT run, rank, host, pid, tid, num_lanes, kind::VARCHAR, since_us, until_us, num_events, sum_us
+        FROM drawn JOIN lanes USING (lane)
+        ORDER BY run, rank NULLS LAST, host, pid, tid, kind, since_us""")
     most = max(1, MOST_BARS // max(1, len(axis.runs)))
     merged: list[tuple[Value, ...]] = []
     notes: list[str] = []

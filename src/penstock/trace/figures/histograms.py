@@ -31,15 +31,18 @@ def size_bins(events: EventsView) -> Answer:
 def latency_bins(events: EventsView) -> Answer:
     """Calls and their time by duration, in bins of 1, 2 and 5 times powers of ten, by run and kind."""
     rows = events.ask(f"""
-        WITH timed AS (
-            SELECT run, {KIND} AS kind, dur_us, (10 ** floor(log10(greatest(dur_us, 1))))::BIGINT AS power_us
-            FROM {{events}} WHERE {IS_IO})
+        WITH alike AS (
+            SELECT run, op, phase, dur_us, count(*) AS num_calls FROM {{events}} WHERE {IS_IO} GROUP BY ALL),
+        timed AS (
+            SELECT run, {KIND} AS kind, dur_us, num_calls,
+                   (10 ** floor(log10(greatest(dur_us, 1))))::BIGINT AS power_us
+            FROM alike)
         SELECT run, kind,
                CASE WHEN dur_us < 1 THEN 0 WHEN dur_us >= 5 * power_us THEN 5 * power_us
                     WHEN dur_us >= 2 * power_us THEN 2 * power_us ELSE power_us END AS from_us,
                any_value(CASE WHEN dur_us < 1 THEN 1 WHEN dur_us >= 5 * power_us THEN 10 * power_us
                               WHEN dur_us >= 2 * power_us THEN 5 * power_us ELSE 2 * power_us END),
-               count(*), sum(dur_us)::BIGINT
+               sum(num_calls)::BIGINT, sum(num_calls * dur_us)::BIGINT
         FROM timed GROUP BY run, kind, from_us ORDER BY run, kind, from_us""")
     columns = make_columns("run", "kind", "from_us", "to_us", "num_calls", "sum_us")
     return Answer(name="latency_bins", title="Durations of calls", columns=columns, rows=rows)
@@ -76,11 +79,11 @@ def busiest_files(events: EventsView) -> Answer:
 def operations(events: EventsView) -> Answer:
     """Calls by run and operation: how many, how long they took together and at most, and bytes."""
     rows = events.ask(f"""
-        SELECT run, op, {KIND} AS kind, count(*), sum(dur_us)::BIGINT AS sum_us, median(dur_us),
+        SELECT run, op, any_value({KIND}) AS kind, count(*), sum(dur_us)::BIGINT AS sum_us, avg(dur_us),
                max(dur_us), coalesce(sum(size_bytes), 0)::BIGINT, arg_max(path, dur_us)
-        FROM {{events}} WHERE {IS_IO} GROUP BY run, op, kind ORDER BY run, sum_us DESC, op""")
+        FROM {{events}} WHERE {IS_IO} GROUP BY run, op ORDER BY run, sum_us DESC, op""")
     columns = make_columns(
-        "run", "op", "kind", "num_calls", "sum_us", "median_us", "max_us", "moved_bytes",
+        "run", "op", "kind", "num_calls", "sum_us", "mean_us", "max_us", "moved_bytes",
         Column("slowest_path", Unit.TEXT),
     )  # fmt: skip
     return Answer(name="operations", title="Operations", columns=columns, rows=rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from penstock.trace.figures.placed_calls import CALLS, THREADS, PlacedCalls
 from penstock.trace.figures.time_axis import TimeAxis, cut_sql
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
@@ -21,7 +22,6 @@ MOST_OPERATIONS: Final = 6
 _MOVED: Final = (
     """(size_bytes * (CASE WHEN whole_us > 0 THEN (finish_us - begin_us) / whole_us ELSE 1 END))"""
 )
-_BEFORE: Final = "ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING"
 
 
 def bandwidth(events: EventsView, axis: TimeAxis) -> Answer:
@@ -42,43 +42,38 @@ def bandwidth(events: EventsView, axis: TimeAxis) -> Answer:
     return Answer(name="bandwidth", title="Bandwidth over time", columns=columns, rows=rows)
 
 
-def rank_cells(events: EventsView, axis: TimeAxis) -> Answer:
+def rank_cells(placed: PlacedCalls) -> Answer:
     """Bytes and busy time of each rank in each bucket; of many ranks, several neighbours are one row.
 
-    Busy is the time in which a process had at least one call under way; of a row of several processes, the
-    mean of them.
+    Busy is the time in which a rank had at least one call under way; of a row of several, the sum of them.
     """
-    width_us = axis.bucket_us(HEAT_BUCKETS)
-    most = max((extent.num_processes for extent in axis.runs.values()), default=1)
-    together = -(-most // MOST_RANK_ROWS)
+    width_us = placed.axis.bucket_us(HEAT_BUCKETS)
+    (num_rows,) = placed.events.ask_one(f"SELECT coalesce(max(row), 0) + 1 FROM {THREADS}")
+    together = -(-num_rows // MOST_RANK_ROWS)
     source = f"""
-        SELECT *, max(until_us) OVER (PARTITION BY run, number ORDER BY since_us {_BEFORE}) AS reach_us
-        FROM (SELECT e.run, p.number, size_bytes, dur_us AS whole_us, {IS_READ} AS is_read,
-                     {IS_READ} OR {IS_WRITE} AS moves,
-                     {axis.since_sql("e.run")} AS since_us, since_us + dur_us AS until_us
-              FROM {{events}} e JOIN processes p
-                ON e.run = p.run AND e.pid = p.pid AND e.host IS NOT DISTINCT FROM p.host
-              WHERE {IS_IO})"""
-    rows = events.ask(f"""
-        WITH processes AS (
-            SELECT run, host, pid, min(rank) AS rank,
-                   row_number() OVER (PARTITION BY run ORDER BY min(rank) NULLS LAST, host, pid) - 1 AS number
-            FROM {{events}} WHERE {IS_IO} GROUP BY run, host, pid),
+        SELECT process, kind, size_bytes, until_us - since_us AS whole_us, io_from_us, since_us, until_us
+        FROM {CALLS} WHERE kind <> 'compute'"""
+    rows = placed.events.ask(f"""
+        WITH cells AS (
+            SELECT process, bucket,
+                   coalesce(sum({_MOVED}) FILTER (WHERE kind = 'read'), 0) AS read_bytes,
+                   coalesce(sum({_MOVED}) FILTER (WHERE kind = 'write'), 0) AS written_bytes,
+                   sum(greatest(0, finish_us - greatest(begin_us, io_from_us))) AS busy_us
+            FROM ({cut_sql(source, width_us, "process, kind, size_bytes, whole_us, io_from_us")})
+            GROUP BY process, bucket),
+        ranks AS (
+            SELECT run, process, row // {together} AS row, min(rank) AS rank, min(pid) AS pid,
+                   any_value(host) AS host
+            FROM {THREADS} SEMI JOIN cells USING (process) GROUP BY ALL),
         row_names AS (
-            SELECT run, number // {together} AS row, count(*) AS num_processes, min(rank) AS first_rank,
-                   max(rank) AS last_rank, min(pid) AS pid, any_value(host) AS host
-            FROM processes GROUP BY ALL),
-        cells AS (
-            SELECT run, number // {together} AS row, bucket,
-                   coalesce(sum({_MOVED}) FILTER (WHERE moves AND is_read), 0) AS read_bytes,
-                   coalesce(sum({_MOVED}) FILTER (WHERE moves AND NOT is_read), 0) AS written_bytes,
-                   sum(greatest(0, finish_us - greatest(begin_us, coalesce(reach_us, begin_us))))::BIGINT
-                   AS busy_us
-            FROM ({cut_sql(source, width_us, "run, number, size_bytes, whole_us, is_read, moves, reach_us")})
-            GROUP BY ALL)
-        SELECT run, row, first_rank, last_rank, host, pid, num_processes, bucket * {width_us}, {width_us},
-               read_bytes, written_bytes, busy_us
-        FROM cells JOIN row_names USING (run, row) ORDER BY run, row, bucket""")
+            SELECT run, row, min(rank) AS first_rank, max(rank) AS last_rank, any_value(host) AS host,
+                   min(pid) AS pid, count(*) AS num_processes
+            FROM ranks GROUP BY run, row)
+        SELECT run, row, first_rank, last_rank, n.host, n.pid, num_processes, bucket * {width_us}, {width_us},
+               sum(read_bytes), sum(written_bytes), sum(busy_us)::BIGINT
+        FROM cells JOIN ranks USING (process) JOIN row_names n USING (run, row)
+        GROUP BY run, row, first_rank, last_rank, n.host, n.pid, num_processes, bucket
+        ORDER BY run, row, bucket""")
     columns = make_columns(
         "run", Column("row", Unit.COUNT), Column("first_rank", Unit.COUNT), Column("last_rank", Unit.COUNT),
         "host", Column("pid", Unit.COUNT), "num_processes", "since_start_us", "bucket_us", "read_bytes",
@@ -88,39 +83,38 @@ def rank_cells(events: EventsView, axis: TimeAxis) -> Answer:
     return Answer(name="rank_cells", title="I/O by rank and time", columns=columns, rows=rows, notes=notes)
 
 
-def overlap_lanes(events: EventsView, axis: TimeAxis) -> Answer:
-    """Time of computation, of I/O, and of both at once in each bucket: sums over processes, by run.
-
-    A process is one rank of a host where ranks are known, because its workers read for it.
-    """
-    width_us = axis.bucket_us(OVERLAP_BUCKETS)
-    process = "run, host, coalesce(rank, pid)"
-    source = f"""
-        SELECT run, what, greatest(since_us, coalesce(reach_us, since_us)) AS since_us, until_us
-        FROM (SELECT *, max(until_us) OVER (PARTITION BY run, process, what ORDER BY since_us {_BEFORE})
-                        AS reach_us
-              FROM (SELECT *, unnest([is_compute::INTEGER, 2]) AS what FROM timed))
-        WHERE until_us > coalesce(reach_us, since_us)"""
-    rows = events.ask(f"""
-        WITH timed AS (
-            SELECT run, dense_rank() OVER (ORDER BY {process}) AS process, phase = 'compute' AS is_compute,
-                   {axis.since_sql()} AS since_us, since_us + dur_us AS until_us
-            FROM {{events}} WHERE dur_us > 0 AND phase IN ('io', 'compute')
-              AND run IN (SELECT run FROM {{events}} WHERE phase = 'compute')),
-        spent AS (
-            SELECT run, bucket,
-                   coalesce(sum(finish_us - begin_us) FILTER (WHERE what = 1), 0)::BIGINT AS compute_us,
-                   coalesce(sum(finish_us - begin_us) FILTER (WHERE what = 0), 0)::BIGINT AS io_us,
-                   coalesce(sum(finish_us - begin_us) FILTER (WHERE what = 2), 0)::BIGINT AS either_us
-            FROM ({cut_sql(source, width_us, "run, what")}) GROUP BY run, bucket)
-        SELECT run, bucket * {width_us}, {width_us},
-               (SELECT count(DISTINCT process) FROM timed t WHERE t.run = spent.run),
-               compute_us, io_us, compute_us + io_us - either_us
-        FROM spent ORDER BY run, bucket""")
+def overlap_lanes(placed: PlacedCalls) -> Answer:
+    """Time of computation, of I/O, and of both at once in each bucket: sums over the ranks of a run."""
+    width_us = placed.axis.bucket_us(OVERLAP_BUCKETS)
+    source = " UNION ALL ".join(
+        f"SELECT process, '{what}' AS what, {what}_from_us AS since_us, until_us FROM {CALLS} "
+        f"WHERE {what}_from_us < until_us AND any_from_us IS NOT NULL"
+        for what in ("io", "compute", "any")
+    )
+    rows = placed.events.ask(f"""
+        WITH spent AS (
+            SELECT process, bucket, {", ".join(map(_spent, ("compute", "io", "any")))}
+            FROM ({cut_sql(source, width_us, "process, what")}) GROUP BY process, bucket),
+        computing AS (
+            SELECT run, count(DISTINCT process) AS num_processes
+            FROM {THREADS} SEMI JOIN spent USING (process) GROUP BY run),
+        by_run AS (
+            SELECT run, bucket, sum(compute_us)::BIGINT AS compute_us, sum(io_us)::BIGINT AS io_us,
+                   sum(any_us)::BIGINT AS any_us
+            FROM spent JOIN (SELECT DISTINCT run, process FROM {THREADS}) USING (process)
+            GROUP BY run, bucket)
+        SELECT run, bucket * {width_us}, {width_us}, num_processes, compute_us, io_us,
+               compute_us + io_us - any_us
+        FROM by_run JOIN computing USING (run)
+        WHERE run IN (SELECT run FROM by_run WHERE compute_us > 0) ORDER BY run, bucket""")
     columns = make_columns(
         "run", "since_start_us", "bucket_us", "num_processes", "compute_us", "io_us", "both_us"
     )
     return Answer(name="overlap_lanes", title="Computation and I/O", columns=columns, rows=rows)
+
+
+def _spent(what: str) -> str:
+    return f"coalesce(sum(finish_us - begin_us) FILTER (WHERE what = '{what}'), 0) AS {what}_us"
 
 
 def metadata_calls(events: EventsView, axis: TimeAxis) -> Answer:

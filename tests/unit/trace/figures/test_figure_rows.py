@@ -12,6 +12,7 @@ from tests.support.trace_studies import small_study
 
 from penstock.trace.compare.trace_study import Study
 from penstock.trace.figures import calls, histograms, over_time
+from penstock.trace.figures.placed_calls import place_calls
 from penstock.trace.figures.time_axis import TimeAxis, measure_axis
 from penstock.trace.questions.answer import Answer
 
@@ -156,7 +157,7 @@ def test_bandwidth_divides_bytes_by_the_time_in_each_bucket(
 def test_cells_of_ranks_have_their_bytes_and_the_exact_time_they_were_busy(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    answer = over_time.rank_cells(study.events, axis)
+    answer = over_time.rank_cells(place_calls(study.events, axis))
     width = axis.bucket_us(over_time.HEAT_BUCKETS)
     for run in axis.runs:
         rows = [row for row in records(answer) if row["run"] == run]
@@ -181,7 +182,7 @@ def test_many_ranks_share_rows_and_no_byte_is_lost() -> None:
         for rank in range(150)
     ]  # fmt: skip
     with small_study(events, runs=["base"]) as study:
-        answer = over_time.rank_cells(study.events, measure_axis(study.events, study.runs))
+        answer = over_time.rank_cells(place_calls(study.events, measure_axis(study.events, study.runs)))
     rows = records(answer)
     assert {row["row"] for row in rows} == set(range(50))
     assert {(row["first_rank"], row["last_rank"]) for row in rows if row["row"] == 49} == {(147, 149)}
@@ -193,7 +194,7 @@ def test_many_ranks_share_rows_and_no_byte_is_lost() -> None:
 def test_computation_io_and_both_are_measured_in_each_process(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    answer = over_time.overlap_lanes(study.events, axis)
+    answer = over_time.overlap_lanes(place_calls(study.events, axis))
     width = axis.bucket_us(over_time.OVERLAP_BUCKETS)
     for run in axis.runs:
         expected: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -237,7 +238,7 @@ def test_metadata_calls_count_where_they_begin_and_rare_ones_are_other(
 
 
 def test_bars_hold_every_event_within_their_ends(events: list[Event], study: Study, axis: TimeAxis) -> None:
-    bars = records(calls.call_bars(study.events, axis))
+    bars = records(calls.call_bars(place_calls(study.events, axis)))
     drawn = [event for event in events if event["kind"] != "app"]
     assert sum(bar["num_events"] for bar in bars) == len(drawn)
     assert sum(bar["sum_us"] for bar in bars) == sum(event["dur_us"] for event in drawn)
@@ -256,7 +257,7 @@ def test_too_many_events_become_fewer_bars_and_the_note_says_so(monkeypatch: pyt
     monkeypatch.setattr(calls, "MOST_BARS", 200)
     events = make_events(3000, span_us=400_000)
     with small_study(plain(events), runs=RUNS) as study:
-        answer = calls.call_bars(study.events, measure_axis(study.events, study.runs))
+        answer = calls.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
     assert len(answer.rows) <= 200
     drawn = sum(event["kind"] != "app" for event in events)
     assert sum(row["num_events"] for row in records(answer)) == drawn
@@ -268,7 +269,7 @@ def test_each_lane_keeps_a_bar_of_each_kind_however_few_are_wanted(
     events: list[Event], study: Study, axis: TimeAxis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "MOST_BARS", 1)
-    rows = records(calls.call_bars(study.events, axis))
+    rows = records(calls.call_bars(place_calls(study.events, axis)))
     lanes = [(row["run"], row["host"], row["pid"], row["tid"], row["kind"]) for row in rows]
     assert len(lanes) == len(set(lanes))
     assert set(lanes) == {
@@ -283,12 +284,12 @@ def test_more_threads_than_lanes_become_processes_and_then_the_busiest() -> None
 
     of_threads = [write(pid, tid, 5) for pid in range(4) for tid in range(30)]
     with small_study(of_threads, runs=["base"]) as study:
-        answer = calls.call_bars(study.events, measure_axis(study.events, study.runs))
+        answer = calls.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
     assert {row["pid"] for row in records(answer)} == {0, 1, 2, 3}
     assert "4 processes" in answer.notes[0]
     of_processes = [write(pid, tid, pid) for pid in range(1, 61) for tid in range(2)]
     with small_study(of_processes, runs=["base"]) as study:
-        answer = calls.call_bars(study.events, measure_axis(study.events, study.runs))
+        answer = calls.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
     assert {row["pid"] for row in records(answer)} == set(range(61 - calls.MOST_LANES, 61))
     assert f"the {calls.MOST_LANES} of 60 processes with the most I/O" in answer.notes[0]
 
@@ -397,6 +398,8 @@ def test_operations_have_their_median_and_their_longest_call(events: list[Event]
 def test_runs_without_any_event_have_figures_without_rows() -> None:
     with small_study([], runs=["base"]) as study:
         axis = measure_axis(study.events, study.runs)
-        for ask in (over_time.bandwidth, over_time.rank_cells, over_time.overlap_lanes,
-                    over_time.metadata_calls, calls.call_bars, calls.file_offsets):  # fmt: skip
+        placed = place_calls(study.events, axis)
+        for of_calls in (over_time.rank_cells, over_time.overlap_lanes, calls.call_bars):
+            assert of_calls(placed).rows == []
+        for ask in (over_time.bandwidth, over_time.metadata_calls, calls.file_offsets):
             assert ask(study.events, axis).rows == []
