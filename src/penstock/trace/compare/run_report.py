@@ -7,7 +7,7 @@ A figure without rows is a sentence that says why.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +15,11 @@ from typing import Any, Final
 from penstock.errors import StorageError
 from penstock.progress import Progress, Silent
 from penstock.reports.html_page import render_page
-from penstock.trace.compare.comparison import find_all
+from penstock.trace.compare.comparison import find_all, rank_findings
 from penstock.trace.compare.report import FINDING_LOOKS, PageTable, lay_out
 from penstock.trace.compare.run_figures import FIGURES, Drawing, Figure
 from penstock.trace.compare.run_overview import overview, say_answer
+from penstock.trace.compare.single_run_findings import RUN_RULES
 from penstock.trace.compare.trace_study import Study, TraceFinding, Weight
 from penstock.trace.figures.over_time import rank_cells
 from penstock.trace.figures.panels import Sheet
@@ -29,9 +30,6 @@ from penstock.units import format_seconds
 
 NUM_HUES: Final = 10
 """Runs that have a hue of their own on a page; further ones begin again, and have their names."""
-
-_LOST_COLUMNS: Final = {"F2": "extra_us", "F6": "small_us", "F7": "lookup_us"}
-"""The column of a finding's evidence that says how much time it cost, summed over processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +56,9 @@ class RunReport:
                     "weight": finding.weight.value,
                     "title": finding.title,
                     "runs": list(finding.runs),
-                    "lost_us": lost_us(finding),
+                    "lost_us": finding.lost_us,
                     "says": list(finding.says),
+                    "fix": finding.fix,
                     "evidence": document(finding.evidence),
                 }
                 for finding in self.findings
@@ -71,29 +70,14 @@ class RunReport:
         }
 
 
-def lost_us(finding: TraceFinding) -> int | None:
-    """The time that a finding cost, summed over processes; None where its evidence does not say."""
-    records: Sequence[Mapping[str, Any]] = finding.evidence.records()
-    if finding.code == "F8":
-        return sum(int(row["union_us"] - row["union_us"] / row["to_median"]) for row in records)
-    column = _LOST_COLUMNS.get(finding.code)
-    return None if column is None else sum(int(row[column] or 0) for row in records)
-
-
-def rank_findings(findings: Sequence[TraceFinding]) -> list[TraceFinding]:
-    """Numbers that mislead first, because they decide how to read the rest; then by the time they cost."""
-    return sorted(
-        findings, key=lambda finding: (finding.weight is not Weight.ALARM, -(lost_us(finding) or 0))
-    )
-
-
 def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
     """Ask a study all that its report shows."""
     progress = progress or Silent()
     progress.begin("drawing the report", len(FIGURES) + 4)
     axis = measure_axis(study.events, study.runs)
     progress.advance(1)
-    findings = rank_findings(find_all(study))
+    alone = [finding for rule in RUN_RULES.values() for finding in rule(study)]
+    findings = rank_findings([*find_all(study), *alone])
     progress.advance(1)
     first = overview(study.events, study.runs, findings)
     progress.advance(1)
@@ -149,8 +133,7 @@ def _lay_out_overview(report: RunReport) -> PageTable:
 
 
 def _say_lost(finding: TraceFinding) -> str:
-    lost = lost_us(finding)
-    return "" if not lost else f"{format_seconds(lost / 1e6)}, summed over processes"
+    return "" if not finding.lost_us else f"{format_seconds(finding.lost_us / 1e6)} a rank"
 
 
 def write_run_report(report: RunReport, path: Path) -> None:

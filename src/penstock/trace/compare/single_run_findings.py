@@ -21,6 +21,8 @@ from penstock.units import format_bytes, format_seconds
 _SMALL_BYTES: Final = 64 << 10
 _PAGE_BYTES: Final = 4096
 """Offsets between pages make a file system read, and for a write read and change, the pages at both ends."""
+_LARGE_BYTES: Final = 1 << 20
+"""A transfer of this size takes the same time wherever it begins."""
 _ENOUGH_CALLS: Final = 100
 _SMALL_SHARE: Final = 0.5
 _RANDOM_SHARE: Final = 0.5
@@ -62,7 +64,7 @@ def small_reads(study: Study) -> list[TraceFinding]:
 
 
 def random_reads(study: Study) -> list[TraceFinding]:
-    """R2: reads of a file that do not begin where the one before ended."""
+    """R2: reads below a MiB that do not begin where the one before in their file ended."""
     rows = study.events.ask(f"""
         WITH ordered AS (
             SELECT run, file_class, dur_us, "offset" AS begins, size_bytes,
@@ -73,7 +75,7 @@ def random_reads(study: Study) -> list[TraceFinding]:
         SELECT run, file_class, count(*) AS num_reads, count(*) FILTER (WHERE begins <> ended) AS num_random,
                count(*) FILTER (WHERE begins < ended), quantile_cont(size_bytes, 0.5),
                coalesce(sum(dur_us) FILTER (WHERE begins <> ended), 0)::BIGINT AS took
-        FROM ordered WHERE ended IS NOT NULL GROUP BY run, file_class
+        FROM ordered WHERE ended IS NOT NULL AND size_bytes < {_LARGE_BYTES} GROUP BY run, file_class
         HAVING num_random >= {_ENOUGH_CALLS} AND num_random >= {_RANDOM_SHARE} * num_reads
         ORDER BY {study.in_order()}, took DESC, file_class""")
     columns = make_columns(
@@ -83,13 +85,16 @@ def random_reads(study: Study) -> list[TraceFinding]:
     return _one_per_run(
         study,
         rows,
-        Answer(name="r2", title="Reads that follow another of their file", columns=columns, rows=rows),
+        Answer(
+            name="r2", title="Reads below 1 MiB that follow another of their file", columns=columns, rows=rows
+        ),
         code="R2",
         title="reads at random offsets",
-        where=f'{IS_READ} AND "offset" IS NOT NULL',
+        where=f'{IS_READ} AND size_bytes < {_LARGE_BYTES} AND "offset" IS NOT NULL',
         says=lambda row: (
-            f"{row[3]:,} of {row[2]:,} reads of {row[1]} begin elsewhere than the read before them in the "
-            f"same file ended, {row[4]:,} of them before it; read-ahead fetches bytes that nobody asks for."
+            f"{row[3]:,} of {row[2]:,} reads below 1 MiB of {row[1]} begin elsewhere than the read before "
+            f"them in the same file ended, {row[4]:,} of them before it; read-ahead fetches bytes that "
+            "nobody asks for."
         ),
         fix="Shuffle the order of files or of large blocks instead of samples, or turn read-ahead off "
         "(posix_fadvise with POSIX_FADV_RANDOM, or O_DIRECT).",
@@ -97,15 +102,15 @@ def random_reads(study: Study) -> list[TraceFinding]:
 
 
 def unaligned_transfers(study: Study) -> list[TraceFinding]:
-    """R3: reads and writes that begin between two pages."""
+    """R3: reads and writes below a MiB that begin between two pages."""
     unaligned = f'"offset" % {_PAGE_BYTES} <> 0'
     rows = study.events.ask(f"""
         SELECT run, file_class, CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END AS direction,
                count(*) AS num_calls, count(*) FILTER (WHERE {unaligned}) AS num_unaligned,
                coalesce(sum(size_bytes) FILTER (WHERE {unaligned}), 0)::BIGINT,
                coalesce(sum(dur_us) FILTER (WHERE {unaligned}), 0)::BIGINT AS took
-        FROM {{events}} WHERE {IS_IO} AND ({IS_READ} OR {IS_WRITE}) AND size_bytes > 0
-          AND "offset" IS NOT NULL AND path IS NOT NULL
+        FROM {{events}} WHERE {IS_IO} AND ({IS_READ} OR {IS_WRITE}) AND "offset" IS NOT NULL
+          AND size_bytes > 0 AND size_bytes < {_LARGE_BYTES} AND path IS NOT NULL
         GROUP BY run, file_class, direction
         HAVING num_unaligned >= {_ENOUGH_CALLS} AND num_unaligned >= {_UNALIGNED_SHARE} * num_calls
         ORDER BY {study.in_order()}, took DESC, file_class, direction""")
@@ -115,12 +120,12 @@ def unaligned_transfers(study: Study) -> list[TraceFinding]:
     return _one_per_run(
         study,
         rows,
-        Answer(name="r3", title="Transfers at offsets", columns=columns, rows=rows),
+        Answer(name="r3", title="Transfers below 1 MiB", columns=columns, rows=rows),
         code="R3",
         title="unaligned offsets",
-        where=f"({IS_READ} OR {IS_WRITE}) AND {unaligned}",
+        where=f"({IS_READ} OR {IS_WRITE}) AND size_bytes < {_LARGE_BYTES} AND {unaligned}",
         says=lambda row: (
-            f"{row[4]:,} of {row[3]:,} {row[2]}s of {row[1]} begin between two pages of "
+            f"{row[4]:,} of {row[3]:,} {row[2]}s below 1 MiB of {row[1]} begin between two pages of "
             f"{format_bytes(_PAGE_BYTES)}: the pages at their ends are moved more than once."
         ),
         fix=f"Begin records at multiples of {format_bytes(_PAGE_BYTES)}, or of the stripe of a parallel file "

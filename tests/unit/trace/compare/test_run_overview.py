@@ -7,8 +7,9 @@ from typing import Any
 
 from tests.support.trace_studies import small_study
 
+from penstock.trace.compare.comparison import rank_findings
 from penstock.trace.compare.run_overview import overview, say_answer
-from penstock.trace.compare.run_report import rank_findings, report_runs
+from penstock.trace.compare.run_report import render_run_report, report_runs
 from penstock.trace.compare.trace_study import TraceFinding, Weight
 from penstock.trace.questions.answer import Answer, make_columns
 
@@ -105,3 +106,19 @@ def test_findings_that_mislead_come_first_and_then_those_that_cost_most() -> Non
         finding("F6", weight=Weight.COST),
     ]
     assert [each.code for each in rank_findings(found)] == ["F3", "F2", "F6", "F5"]
+
+
+def test_a_report_has_findings_about_each_run_with_what_to_do_about_them() -> None:
+    reads = [
+        {"run": "base", "name": "pread64", "path": "/fast/a", "ts_us": at, "dur_us": 1, "size_bytes": 512,
+         "offset": 512 * at, "rank": 0, "pid": 0}
+        for at in range(200)
+    ]  # fmt: skip
+    with small_study(reads, runs=["base"]) as study:
+        made = report_runs(study)
+    found = {each["code"]: each for each in made.document()["findings"]}
+    assert found["R1"]["lost_us"] == 200
+    assert "larger buffer" in found["R1"]["fix"]
+    page = render_run_report(made)
+    assert "200 us a rank" in page
+    assert "Read through a larger buffer" in page

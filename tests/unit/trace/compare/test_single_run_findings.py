@@ -74,8 +74,13 @@ def test_r3_counts_transfers_that_begin_between_two_pages() -> None:
     (finding,) = found("R3", calls("pwrite64", 200, 4 * KIB, step=4 * KIB + 7))
     (row,) = finding.evidence.records()
     assert (row["direction"], row["num_unaligned"]) == ("write", 199)
-    assert "199 of 200 writes of f.npz begin between two pages of 4 KiB" in finding.says[0]
+    assert "199 of 200 writes below 1 MiB of f.npz begin between two pages of 4 KiB" in finding.says[0]
     assert found("R3", calls("pwrite64", 200, 5 * KIB, step=8 * KIB)) == []
+
+
+def test_large_transfers_may_begin_anywhere() -> None:
+    rows = calls("pread64", 200, MIB, step=3 * MIB + 7)
+    assert [found(code, rows) for code in ("R2", "R3")] == [[], []]
 
 
 def test_r4_compares_calls_that_move_no_bytes_with_all_io() -> None:
