@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 import penstock.trace
 from penstock.errors import Unavailable, UsageError
 from penstock.trace.capture.external_tracers import dftracer_preload, plan_recording
+from penstock.trace.reading.hash_names import find_name_in_siblings
+from penstock.trace.reading.lenient_json import HashKind
 
 PROGRAMS = Path(__file__).parent / "programs"
 needs_dftracer = pytest.mark.skipif(dftracer_preload() is None, reason="dftracer is not installed")
@@ -90,6 +93,20 @@ def test_threads_processes_and_names_of_a_real_program_are_told_apart(
     assert main not in {tid for _, tid in writers.values()}
     child, thread = writers["t3"]
     assert child not in (main, thread)
+
+
+@needs_dftracer
+def test_hashes_that_a_forked_worker_leaves_unexplained_are_named_by_its_parent(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    program = ("--data", str(data), "--", sys.executable, str(PROGRAMS / "forked_reader.py"), str(data))
+    ended = _record(tmp_path, *program, tracer="dftracer")
+    assert ended.returncode == 0, ended.stderr
+    assert "--tracer strace does" in ended.stderr
+    (worker,) = (tmp_path / "t").glob("*-fork.pfw.gz")
+    events = map(json.loads, gzip.decompress(worker.read_bytes()).splitlines()[1:-1])
+    (value,) = {event["args"]["fhash"] for event in events if event["name"] == "read"}
+    assert find_name_in_siblings(worker, HashKind.FILE, value) == str(data / "shared.bin")
 
 
 @needs_strace

@@ -28,8 +28,9 @@ threads and processes, so that each file is known to be one's or the other's."""
 
 BLIND_SPOTS: Mapping[str, str] = {
     "dftracer": (
-        "dftracer does not see I/O inside libc (numpy's np.save and np.load, std::fstream), mapped files, and"
-        " vectored reads at offsets; --tracer strace does, except for what is read through a mapping"
+        "dftracer does not see I/O inside libc (numpy's np.save and np.load, std::fstream), mapped files,"
+        " vectored reads at offsets, and what forked workers do with files that were open before;"
+        " --tracer strace does, except for what is read through a mapping"
     ),
     "strace": "strace does not see what is read or written through a mapped file (mmap), nor io_uring",
 }
