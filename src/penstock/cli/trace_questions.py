@@ -202,7 +202,11 @@ def timeline(options: _TimelineQuestion, terminal: Terminal) -> None:
 class _OverlapQuestion(TierOptions, ClassOptions, PhaseOptions, QuestionOptions):
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="pid", metavar="COLUMN,...")
     of: str = option(
-        "--of", TEXT, "Count this phase as I/O; all: everything but compute.", default="io", metavar="PHASE"
+        "--of",
+        TEXT,
+        "Count this phase as I/O; all: everything but compute and waiting.",
+        default="io",
+        metavar="PHASE",
     )
 
 

@@ -46,6 +46,10 @@ data; copies to and from a device are neither computation nor storage.
 """
 
 
+NO_IO: Final = "phase IN ('compute', 'wait', 'barrier', 'stall', 'loop')"
+"""SQL condition of the default phases that are no I/O, whatever `other` may be."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
     """Tiers by path prefix (the longest counts), file classes by regular expression on the base name, phases.

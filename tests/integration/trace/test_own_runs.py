@@ -77,6 +77,8 @@ def test_reading_overlaps_with_computation_and_waiting_is_no_io(
     (row,) = asked("trace", "overlap", run.traces, "--by", "pid")["rows"]
     assert 0 < row["overlap_us"] <= row["union_us"]
     assert row["compute_us"] > row["overlap_us"]
+    (everything,) = asked("trace", "overlap", run.traces, "--by", "pid", "--of", "all")["rows"]
+    assert everything["union_us"] == row["union_us"]
     with penstock.trace.load(run.traces) as loaded:
         phases = dict(loaded.events.aggregate("cat, any_value(phase)", "cat").fetchall())
     assert phases["wait"] == "wait"

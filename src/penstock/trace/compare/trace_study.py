@@ -69,9 +69,9 @@ class Study:
         """A column for each run, with the run's name."""
         return [Column(run, unit, head=run) for run in self.runs]
 
-    def in_order(self) -> str:
-        """SQL expression to sort by: the position of a row's run."""
-        return f"list_position([{', '.join(map(sql_literal, self.runs))}], run)"
+    def in_order(self, column: str = "run") -> str:
+        """SQL expression to sort by: the position of a row's run, which is in `column`."""
+        return f"list_position([{', '.join(map(sql_literal, self.runs))}], {column})"
 
 
 def pivot(study: Study, name: str, title: str, *, keys: Sequence[str], sql: str, unit: Unit) -> Answer:

@@ -56,7 +56,7 @@ def changed_sizes(study: Study) -> list[TraceFinding]:
         FROM typical t JOIN usual u ON t.file_class = u.file_class AND u.run = {sql_literal(study.baseline)}
         WHERE t.run <> u.run AND t.written >= {_ENOUGH_BYTES}
           AND greatest(t.typical / u.typical, u.typical / t.typical) >= {_OTHER_SIZE}
-        ORDER BY {study.in_order().replace("run)", "t.run)")}, t.tier, t.written DESC, t.file_class""")
+        ORDER BY {study.in_order("t.run")}, t.tier, t.written DESC, t.file_class""")
     return [
         _changed_sizes_finding(study, run, [row[1:] for row in rows if row[0] == run])
         for run in dict.fromkeys(row[0] for row in rows)
@@ -122,20 +122,23 @@ def calls_after_close(study: Study) -> list[TraceFinding]:
     rows = study.events.ask(f"""
         WITH written AS (
             SELECT DISTINCT run, path FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND path IS NOT NULL),
-        ordered AS (
-            SELECT run, tier, file_class, path, op, ts_us, dur_us,
-                   max(CASE WHEN op = 'close' THEN end_us END) OVER earlier AS closed_us,
-                   max(CASE WHEN op IN ('open', 'fopen') THEN ts_us END) OVER earlier AS opened_us
-            FROM {{events}} SEMI JOIN written USING (run, path) WHERE {IS_IO}
-            WINDOW earlier AS (PARTITION BY run, path ORDER BY ts_us
-                               ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING))
-        SELECT run, tier, file_class, op, count(DISTINCT path) AS num_files, count(*),
+        looks AS (
+            SELECT run, tier, file_class, path, op, ts_us, dur_us FROM {{events}}
+            SEMI JOIN written USING (run, path) WHERE {IS_IO} AND op IN ({_LOOKS})),
+        closes AS (SELECT run, path, end_us AS closed_us FROM {{events}} WHERE {IS_IO} AND op = 'close'),
+        opens AS (
+            SELECT run, path, ts_us AS opened_us FROM {{events}} WHERE {IS_IO} AND op IN ('open', 'fopen')),
+        late AS (
+            SELECT looks.*, closed_us FROM looks ASOF JOIN closes
+            ON looks.run = closes.run AND looks.path = closes.path AND looks.ts_us >= closes.closed_us
+            WHERE ts_us - closed_us >= {_LONG_AFTER_US})
+        SELECT late.run, tier, file_class, op, count(DISTINCT late.path) AS num_files, count(*),
                median(ts_us - closed_us)::BIGINT, sum(dur_us)::BIGINT
-        FROM ordered
-        WHERE op IN ({_LOOKS}) AND ts_us - closed_us >= {_LONG_AFTER_US}
-          AND coalesce(opened_us < closed_us, true)
-        GROUP BY run, tier, file_class, op HAVING num_files >= {_FILES_FOR_A_HABIT}
-        ORDER BY {study.in_order()}, tier, file_class, op""")
+        FROM late ASOF LEFT JOIN opens
+        ON late.run = opens.run AND late.path = opens.path AND late.ts_us >= opens.opened_us
+        WHERE coalesce(opened_us < closed_us, true)
+        GROUP BY late.run, tier, file_class, op HAVING num_files >= {_FILES_FOR_A_HABIT}
+        ORDER BY {study.in_order("late.run")}, tier, file_class, op""")
     return [
         _after_close_finding(study, run, [row[1:] for row in rows if row[0] == run])
         for run in dict.fromkeys(row[0] for row in rows)

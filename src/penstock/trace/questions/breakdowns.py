@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from penstock.errors import UsageError
-from penstock.trace.dimensions import sql_literal
+from penstock.trace.dimensions import NO_IO, sql_literal
 from penstock.trace.interval_union import NO_TIME, UnionTimes, measure_groups, union_times
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import GROUPINGS, IS_IO, IS_READ, IS_WRITE, EventsView, check_keys
@@ -188,10 +188,10 @@ def overlap(events: EventsView, *, by: Sequence[str] = ("pid",), of: str = "io")
     """A row for each value of `by`; `of` is the phase that counts as I/O, or `all` but compute."""
     check_keys(by, GROUPINGS)
     notes = []
-    counted = "phase <> 'compute'" if of == "all" else f"phase = {sql_literal(of)}"
+    counted = f"NOT {NO_IO}" if of == "all" else f"phase = {sql_literal(of)}"
     if of == "io" and not events.ask_one(f"SELECT count(*) FROM {{events}} WHERE {counted}")[0]:
-        counted = "phase <> 'compute'"
-        notes.append("No event has the phase io: everything but compute is counted.")
+        counted = f"NOT {NO_IO}"
+        notes.append("No event has the phase io: everything but compute and waiting is counted.")
     keys = ", ".join(by)
     counts = events.ask(f"""
         SELECT {keys}, count(*), sum(dur_us)::BIGINT FROM {{events}} WHERE {counted}
