@@ -182,6 +182,21 @@ def test_profile_counts_from_its_base_time_and_names_host_and_rank(tmp_path: Pat
     assert (row["host"], row["rank"], row["pid"]) == ("node7", 3, 4711)
 
 
+def test_facts_behind_the_events_of_a_profile_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    event = {"ph": "X", "cat": "cpu_op", "name": "mm", "ts": 4524, "dur": 2, "pid": 1, "tid": 1}
+    late = {"baseTimeNanoseconds": 1_790_857_026_000_000_000, "distributedInfo": {"rank": 3}}
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [event], **late}))
+    ((row,), account) = read(path)
+    assert (row["ts_us"], row["rank"]) == (4524, None)
+    assert "baseTimeNanoseconds stands behind the events" in account.faults[0]
+    assert account.notes == ["its rank 3 stands behind the events, which have none: put rank3 into its name"]
+    renamed = path.rename(tmp_path / "p-rank3.json")
+    ((row,), account) = read(renamed)
+    assert row["rank"] == 3
+    assert account.notes == []
+
+
 def test_kernels_belong_to_the_process_that_launched_them(tmp_path: Path) -> None:
     kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10, "dur": 2, "pid": 0, "tid": 7}
     (row,) = _profile(tmp_path / "p.json", {**kernel, "args": {"device": 0}})

@@ -54,9 +54,9 @@ class _ProfiledRun:
     rank: int | None = None
 
     @classmethod
-    def from_head(cls, head: str) -> Self:
-        """Find it in the text before the array of events."""
-        base, host, rank = (pattern.search(head) for pattern in (_BASE_TIME, _HOST, _RANK))
+    def from_text(cls, text: str) -> Self:
+        """Find it in the text before or behind the array of events."""
+        base, host, rank = (pattern.search(text) for pattern in (_BASE_TIME, _HOST, _RANK))
         return cls(
             base_us=int(base[1]) // 1000 if base else 0,
             host=json.loads(host[1]) if host else None,
@@ -100,14 +100,27 @@ class ChromeDocument:
             if not is_inside:
                 start = _find_array(text)
                 is_inside = start >= 0
-                self._profiled = _ProfiledRun.from_head(text[:start]) if is_inside else self._profiled
+                self._profiled = _ProfiledRun.from_text(text[:start]) if is_inside else self._profiled
                 text = text[start:] if is_inside else text
             if is_inside:
                 text = yield from self._take(text, is_last=False)
         text += decoder.decode(b"", final=True)
-        yield from self._take(text, is_last=True)
+        text = yield from self._take(text, is_last=True)
+        self._find_late_facts(_ProfiledRun.from_text(text))
         if not self._is_ended:
             self._account.faults.append("the document ends before its array of events does")
+
+    def _find_late_facts(self, late: _ProfiledRun) -> None:
+        """Report what stands behind the events, which were passed on before it was known."""
+        if late.base_us and not self._profiled.base_us:
+            self._account.faults.append(
+                "its baseTimeNanoseconds stands behind the events, so their times are not since 1970"
+            )
+        if late.rank is not None and self._profiled.rank is None and self._origin.rank is None:
+            self._account.notes.append(
+                f"its rank {late.rank} stands behind the events, which have none:"
+                f" put rank{late.rank} into its name"
+            )
 
     def _take(self, text: str, *, is_last: bool) -> Generator[ParsedLine, None, str]:
         """Parse the objects at the beginning of the text; returns the rest of it."""

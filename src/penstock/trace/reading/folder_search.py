@@ -6,16 +6,17 @@ JSON and text may be anything, so such a file counts only if its first bytes are
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from penstock.trace.reading.chunks import read_pieces
 from penstock.trace.reading.content_guess import UTF8_MARK
 from penstock.trace.reading.trace_file import Dialect, detect_dialect
 
 _NAMED: Final = ("*.pfw", "*.pfw.gz", "*.strace", "*.strace.[0-9]*", "*.darshan")
 """Tracers' files, and strace's of whole programs and of single threads."""
+_HEAD_BYTES: Final = 1 << 16
 _EXAMINED: Final = ("*.json", "*.json.gz", "*.txt", "*.txt.gz")
 _EVENT: Final = re.compile(rb'"ph"\s*:\s*"?[A-Za-z0-9]"?\s*[,}]')
 EXPORT_HEAD: Final = '{"displayTimeUnit":"ms","traceEvents":[\n'
@@ -54,14 +55,23 @@ def name_some(paths: Sequence[Path]) -> str:
 
 
 def _begins_as_trace(path: Path) -> bool:
-    try:
-        head = next(read_pieces(path, lambda _: None, lambda _: None), b"").removeprefix(UTF8_MARK)
-    except OSError:
-        return False
+    head = _read_head(path)
     if head.startswith(EXPORT_HEAD.encode()):
         return False
     dialect = detect_dialect(head)
     if dialect in (Dialect.STRACE, Dialect.DARSHAN):
         return True
     is_json = ".json" in path.suffixes[-2:]
-    return is_json and (b'"traceEvents"' in head[: 1 << 16] or _EVENT.search(head[: 1 << 16]) is not None)
+    return is_json and (b'"traceEvents"' in head or _EVENT.search(head) is not None)
+
+
+def _read_head(path: Path) -> bytes:
+    """The first bytes of a file, decompressed; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+        if head.startswith(b"\x1f\x8b"):
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD_BYTES)
+    except (OSError, zlib.error):
+        return b""
+    return head.removeprefix(UTF8_MARK)
