@@ -1,15 +1,13 @@
-"""Plots of pages: interactive ones that plotly.js draws in the browser, and dot plots that are plain SVG.
+"""Dot plots of pages, as plain SVG, and ticks of axes.
 
-Neither has colours of its own: both take them from the page's CSS variables, so that they follow the light,
-dark and printed palettes.
+Plots have no colours of their own: they take them from the page's CSS variables, so that they follow the
+light, dark and printed palettes.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-
-from penstock.optional_libraries import explained_imports
+from typing import Final
 
 _WIDTH: Final = 420
 _LEFT: Final = 130
@@ -19,15 +17,6 @@ _TOP: Final = 8
 _BOTTOM: Final = 34
 _LABEL_LETTERS: Final = 18
 _NUM_TICKS: Final = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InteractivePlot:
-    """One plot in Plotly's terms; the macro `plotly` of `parts.html` draws it. Leave colours to the page."""
-
-    title: str
-    traces: Sequence[Mapping[str, Any]]
-    layout: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +51,6 @@ class DotPlot:
     """Where the interval begins, and how wide it is."""
     mean_x: float
     dots: tuple[Dot, ...]
-
-
-def plotly_script() -> str:
-    """The whole of plotly.js, to be included in a page that loads nothing."""
-    with explained_imports():
-        from plotly.offline import get_plotlyjs  # noqa: PLC0415 - comes with an extra
-    return str(get_plotlyjs())
 
 
 def plan_dot_plot(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from xml.etree import ElementTree as ET
 
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import Environment, PackageLoader
 
-from penstock.reports.plots import InteractivePlot, choose_ticks, plan_dot_plot, plotly_script
+from penstock.reports.plots import choose_ticks, plan_dot_plot
 
 PARTS = (
     Environment(loader=PackageLoader("penstock.reports"), autoescape=True).get_template("parts.html").module
@@ -67,15 +66,3 @@ def test_names_of_strangers_cannot_become_markup() -> None:
     ET.fromstring(drawing)
     assert "<b>" not in drawing
     assert "<i>" not in drawing
-
-
-def test_data_of_interactive_plots_cannot_end_their_script() -> None:
-    plot = InteractivePlot(title="</script>", traces=[{"name": "</script>", "y": [1.5, None]}], layout={})
-    script = str(PARTS.plotly_drawing([plot], "/* plotly.js */"))  # type: ignore[attr-defined] # a macro
-    assert script.count("</script>") == 2
-    (data,) = re.findall(r"const plots = \[(.*)\];", script)
-    assert json.loads(data)["traces"] == [{"name": "</script>", "y": [1.5, None]}]
-
-
-def test_plotly_comes_whole() -> None:
-    assert len(plotly_script()) > 1e6

@@ -11,6 +11,8 @@ from penstock.progress import Progress, Silent
 from penstock.trace.compare import findings, loop_findings, study_tables, work_findings, write_findings
 from penstock.trace.compare.study_tables import file_tables, followed_files
 from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding, Weight, format_ranges
+from penstock.trace.figures.over_time import bandwidth
+from penstock.trace.figures.time_axis import measure_axis
 from penstock.trace.questions.answer import Answer, Column, Value, make_columns
 from penstock.trace.questions.breakdowns import ranks
 from penstock.trace.questions.events_view import IS_IO
@@ -164,7 +166,12 @@ def compare_runs(study: Study, *, progress: Progress | None = None) -> Compariso
         study_tables.longest_files(study),
     ]
     progress.advance(1)
-    charts = [timeline(study.events), ranks(study.events), study_tables.size_histogram(study)]
+    charts = [
+        timeline(study.events),
+        bandwidth(study.events, measure_axis(study.events, study.runs)),
+        ranks(study.events),
+        study_tables.size_histogram(study),
+    ]
     progress.advance(1)
     findings = find_all(study)
     progress.advance(1)

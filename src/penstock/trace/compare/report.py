@@ -1,13 +1,12 @@
 """The report of a comparison: report.html, report.md, tables.parquet.
 
-Mismatches come first, then findings, plots and tables. A plot is drawn from an answer's exact rows, so plot
-and table cannot disagree. `tables.parquet` has one row per cell (table, row, column, unit, the value as text,
-and as a number where it is one), so tables of all shapes fit in one file that any tool can pivot.
+Mismatches come first, then findings, figures and tables. A figure is drawn from an answer's exact rows, so
+figure and table cannot disagree. `tables.parquet` has one row per cell (table, row, column, unit, the value
+as text, and as a number where it is one), so tables of all shapes fit in one file that any tool can pivot.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,11 @@ import pyarrow.parquet as pq
 
 from penstock.errors import StorageError
 from penstock.reports.html_page import LONG_TEXT, Cell, Table, render_page
-from penstock.reports.plots import InteractivePlot, plotly_script
+from penstock.trace.figures.draw_histograms import Bins, draw_bins, draw_rank_bars
+from penstock.trace.figures.draw_over_time import draw_bandwidth
+from penstock.trace.figures.panels import Panel, Sheet
 from penstock.trace.questions.answer import Answer, Unit, as_markdown, cells, heading
-from penstock.units import format_bytes
+from penstock.units import format_seconds
 
 if TYPE_CHECKING:
     from penstock.trace.compare.comparison import ComparisonResult
@@ -83,9 +84,22 @@ class PageTable:
     is_open: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageFigure:
+    """Panels with a heading, and how to read them."""
+
+    name: str
+    title: str
+    says: str
+    panels: Sequence[Panel]
+    looks: Sequence[str] = ()
+    is_grid: bool = False
+
+
 def render_html(comparison: ComparisonResult) -> str:
     """The whole page; it loads nothing, so it can be mailed and read without a network."""
     num_alarms = sum(finding.weight == "alarm" for finding in comparison.findings)
+    busy_times, figures = _tabulate_busy_times(comparison), draw_figures(comparison)
     return render_page(
         "trace_report.html",
         title=f"{len(comparison.runs)} runs compared",
@@ -94,12 +108,23 @@ def render_html(comparison: ComparisonResult) -> str:
             f"{len(comparison.findings)} findings, {num_alarms} of them about misleading numbers"
         ),
         mismatches=lay_out(comparison.mismatches),
-        findings=[(finding, lay_out(finding.evidence)) for finding in comparison.findings],
+        findings=[(finding, lay_out(finding.evidence), say_lost(finding)) for finding in comparison.findings],
         finding_looks=FINDING_LOOKS,
-        plots=draw_plots(comparison),
-        plotly_script=plotly_script(),
+        contents=[
+            ("findings", "Findings"),
+            *([("busy", "Busy time by run and tier")] if busy_times else []),
+            *((figure.name, figure.title) for figure in figures),
+            ("tables", "Tables"),
+        ],
+        busy_times=busy_times,
+        figures=figures,
         tables=[lay_out(table) for table in comparison.tables],
     )
+
+
+def say_lost(finding: TraceFinding) -> str:
+    """What a finding costs an average rank; empty where it does not say."""
+    return f"{format_seconds(finding.lost_us / 1e6)} a rank" if finding.lost_us else ""
 
 
 def lay_out(answer: Answer) -> PageTable:
@@ -120,128 +145,72 @@ def _make_cell(text: str, look: str) -> Cell:
     return Cell(text, look or ("long" if len(text) > LONG_TEXT else ""))
 
 
-def draw_plots(comparison: ComparisonResult) -> list[InteractivePlot]:
-    """All plots, empty ones left out."""
-    plots = [
-        _draw_times(comparison),
-        _draw_ranks(comparison),
-        _draw_sizes(comparison),
-        *_draw_timelines(comparison),
+def draw_figures(comparison: ComparisonResult) -> list[PageFigure]:
+    """The figures of the page, those without anything to draw left out."""
+    bandwidths = comparison.table("bandwidth")
+    # The last bytes that moved end the axis: what comes after them is in the tables.
+    span_us = max((_end_us(row) for row in bandwidths.records()), default=1)
+    sheet = Sheet.of_runs(comparison.runs, span_us)
+    sizes = [
+        {**row, "kind": row["direction"], "to_bytes": 2 * row["from_bytes"]}
+        for row in _rows(comparison, "size_histogram")
     ]
-    return [plot for plot in plots if plot.traces]
-
-
-def _draw_times(comparison: ComparisonResult) -> InteractivePlot:
-    """Busy seconds by run, a bar for each tier: unions, as sums would compare many threads with one."""
-    busy: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in comparison.table("t1_measures").records():
-        if isinstance(row["max_union_us"], int):
-            busy[str(row["tier"])][str(row["run"])] = row["max_union_us"] / 1e6
-    traces = [
-        {
-            "type": "bar",
-            "name": tier,
-            "x": list(comparison.runs),
-            "y": [by_run.get(run) for run in comparison.runs],
-        }
-        for tier, by_run in sorted(busy.items())
+    bins = Bins("from_bytes", "to_bytes", Unit.BYTES)
+    figures = [
+        PageFigure(
+            name="ranks",
+            title="Busy with I/O by rank",
+            says="The time in which a rank had at least one call under way; a rank without traces is a gap.",
+            panels=draw_rank_bars(_rows(comparison, "ranks"), sheet),
+            is_grid=True,
+        ),
+        PageFigure(
+            name="bandwidth",
+            title="Bandwidth over time",
+            says="On one axis for all runs of a tier: reads rise from zero, writes hang from it.",
+            panels=draw_bandwidth(bandwidths, sheet),
+            looks=("read", "write"),
+        ),
+        PageFigure(
+            name="sizes",
+            title="Sizes of transfers",
+            says="A bin is from its label to twice of that: how many calls, and which carry the bytes.",
+            panels=draw_bins(sizes, sheet, bins, (("num_events", "calls"), ("total_bytes", "bytes"))),
+            looks=("read", "write"),
+            is_grid=True,
+        ),
     ]
-    layout = {"barmode": "group", "yaxis": {"title": {"text": "seconds"}}}
-    title = "Busy time of the longest process by run (T1, unions)"
-    return InteractivePlot(title=title, traces=traces, layout=layout)
+    return [figure for figure in figures if figure.panels]
 
 
-def _draw_ranks(comparison: ComparisonResult) -> InteractivePlot:
-    """Busy time of each rank in each run; a missing rank is a hole."""
-    busy: dict[str, dict[int, float]] = defaultdict(dict)
-    for row in comparison.table("ranks").records():
-        if isinstance(row["rank"], int) and isinstance(row["union_us"], int):
-            busy[str(row["run"])][row["rank"]] = row["union_us"] / 1e6
-    all_ranks = sorted({rank for ranks in busy.values() for rank in ranks})
-    runs = list(reversed(comparison.runs))
-    trace = {
-        "type": "heatmap",
-        "x": all_ranks,
-        "y": runs,
-        "colorscale": "Viridis",
-        "z": [[busy[run].get(rank) for rank in all_ranks] for run in runs],
-        "colorbar": {"title": {"text": "s"}, "thickness": 12},
-        "hovertemplate": "rank %{x}, %{y}: %{z:.3f} s<extra></extra>",
-    }
-    layout = {"xaxis": {"title": {"text": "rank"}}}
-    return InteractivePlot(
-        title="Busy with I/O by rank, seconds", traces=[trace] if all_ranks else [], layout=layout
-    )
+def _rows(comparison: ComparisonResult, name: str) -> list[Mapping[str, Any]]:
+    return list(comparison.table(name).records())
 
 
-def _draw_sizes(comparison: ComparisonResult) -> InteractivePlot:
-    """Calls by size, between powers of two."""
-    counts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for row in comparison.table("size_histogram").records():
-        counts[f"{row['run']}, {row['direction']}"].append(row)
-    sizes = sorted({row["from_bytes"] for rows in counts.values() for row in rows})
-    traces = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": name,
-            "x": [format_bytes(row["from_bytes"]) for row in rows],
-            "y": [row["num_events"] for row in rows],
-        }
-        for name, rows in counts.items()
-    ]
-    layout = {
-        "xaxis": {
-            "title": {"text": "bytes per call, from"},
-            "type": "category",
-            "categoryorder": "array",
-            "categoryarray": [format_bytes(size) for size in sizes],
-        },
-        "yaxis": {"type": "log", "title": {"text": "calls (log)"}},
-    }
-    return InteractivePlot(title="Sizes of transfers", traces=traces, layout=layout)
+def _end_us(row: Mapping[str, Any]) -> int:
+    return int(row["since_start_us"]) + int(row["bucket_us"])
 
 
-def _draw_timelines(comparison: ComparisonResult) -> list[InteractivePlot]:
-    """Bandwidth over time, a plot for each tier, a line for each run and direction."""
-    lines: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    bucket_us = 1
-    for row in comparison.table("timeline").records():
-        for direction in ("read", "write"):
-            rate, since_us, width_us = row[f"{direction}_rate"], row["since_start_us"], row["bucket_us"]
-            if (
-                isinstance(rate, float)
-                and isinstance(since_us, int)
-                and isinstance(width_us, int)
-                and rate > 0
-            ):
-                bucket_us = width_us
-                lines[str(row["tier"])][f"{row['run']}, {direction}"][since_us] = rate / 2**20
-    layout = {
-        "xaxis": {"title": {"text": "s since the run's first event"}},
-        "yaxis": {"title": {"text": "MiB/s"}},
-    }
-    return [
-        InteractivePlot(
-            title=f"Bandwidth of {tier} over time",
-            traces=[_draw_line(name, rates, bucket_us) for name, rates in sorted(by_name.items())],
-            layout=layout,
+def _tabulate_busy_times(comparison: ComparisonResult) -> Table | None:
+    """The union of the busiest process on each tier, as bars: sums of threads would not be times."""
+    hues = Sheet.of_runs(comparison.runs, 1).hues
+    rows = [row for row in _rows(comparison, "t1_measures") if row["max_union_us"]]
+    longest = max((row["max_union_us"] for row in rows), default=1)
+    cells = [
+        (
+            Cell(row["run"], f"hue run-{hues[row['run']]}"),
+            Cell(str(row["tier"])),
+            Cell(
+                format_seconds(row["max_union_us"] / 1e6),
+                f"number bar hued run-{hues[row['run']]}",
+                100 * row["max_union_us"] / longest,
+            ),
+            Cell("-" if row["concurrency"] is None else f"{row['concurrency']:.1f}", "number"),
         )
-        for tier, by_name in sorted(lines.items())
+        for row in rows
     ]
-
-
-def _draw_line(name: str, rates: Mapping[int, float], bucket_us: int) -> dict[str, Any]:
-    """A line that keeps its height over each bucket, and falls to zero between buckets without I/O."""
-    edges = sorted({edge for since_us in rates for edge in (since_us, since_us + bucket_us)})
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "line": {"shape": "hv"},
-        "name": name,
-        "x": [edge / 1e6 for edge in edges],
-        "y": [rates.get(edge, 0.0) for edge in edges],
-    }
+    head = (Cell("run"), Cell("tier"), Cell("busy", "number"), Cell("calls at a time", "number"))
+    return Table(head=head, rows=tuple(cells)) if cells else None
 
 
 def tabulate_cells(comparison: ComparisonResult) -> pa.Table:

@@ -10,26 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from penstock.errors import StorageError
 from penstock.progress import Progress, Silent
 from penstock.reports.html_page import render_page
 from penstock.trace.compare.comparison import find_all, rank_findings
-from penstock.trace.compare.report import FINDING_LOOKS, PageTable, lay_out
+from penstock.trace.compare.report import FINDING_LOOKS, PageTable, lay_out, say_lost
 from penstock.trace.compare.run_figures import FIGURES, Drawing, Figure
 from penstock.trace.compare.run_overview import overview, say_answer
 from penstock.trace.compare.single_run_findings import RUN_RULES
 from penstock.trace.compare.trace_study import Study, TraceFinding, Weight
 from penstock.trace.figures.over_time import rank_cells
-from penstock.trace.figures.panels import Sheet
+from penstock.trace.figures.panels import NUM_HUES, Sheet
 from penstock.trace.figures.placed_calls import place_calls
 from penstock.trace.figures.time_axis import measure_axis
 from penstock.trace.questions.answer import Answer, document
-from penstock.units import format_seconds
-
-NUM_HUES: Final = 10
-"""Runs that have a hue of their own on a page; further ones begin again, and have their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +77,8 @@ def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
     progress.advance(1)
     first = overview(study.events, study.runs, findings)
     progress.advance(1)
-    hues = {run: number % NUM_HUES for number, run in enumerate(study.runs)}
     placed = place_calls(study.events, axis)
-    drawing = Drawing(study, placed, Sheet(axis.span_us, hues), rank_cells(placed))
+    drawing = Drawing(study, placed, Sheet.of_runs(study.runs, axis.span_us), rank_cells(placed))
     progress.advance(1)
     figures = []
     for make in FIGURES:
@@ -116,7 +111,7 @@ def render_run_report(report: RunReport) -> str:
         report=report,
         overview=_lay_out_overview(report) if len(report.runs) > 1 else None,
         figure_names=[[figure.name, figure.title] for figure in report.figures],
-        findings=[(finding, lay_out(finding.evidence), _say_lost(finding)) for finding in report.findings],
+        findings=[(finding, lay_out(finding.evidence), say_lost(finding)) for finding in report.findings],
         finding_looks=FINDING_LOOKS,
     )
 
@@ -130,10 +125,6 @@ def _lay_out_overview(report: RunReport) -> PageTable:
         for number, (first, *others) in enumerate(page_table.table.rows)
     )
     return replace(page_table, table=replace(page_table.table, rows=rows))
-
-
-def _say_lost(finding: TraceFinding) -> str:
-    return "" if not finding.lost_us else f"{format_seconds(finding.lost_us / 1e6)} a rank"
 
 
 def write_run_report(report: RunReport, path: Path) -> None:

@@ -30,6 +30,9 @@ _DIRECTIONS: Final = (("read", "read_bytes"), ("write", "written_bytes"))
 _LEAST: Final = 1.5
 """The least height of a bar, so that little is not drawn as nothing."""
 
+_LABELLED: Final = 0.25
+"""The share of a panel from which on a direction has ticks of its own."""
+
 Cell = tuple[int, int, int, float]
 
 
@@ -84,14 +87,14 @@ def _draw_rates(title: str, rows: Sequence[Row], peaks: Mapping[str, float], she
 
 
 def _both_ways(up: float, down: float) -> list[Tick]:
-    """Ticks of rates on both sides of zero, as far apart on either side, with one zero."""
+    """Zero between the two directions, and the ticks of each that is high enough for labels."""
     above = up / (up + down)
-    ticks = [Tick(tick.text, tick.percent * above) for tick in byte_ticks(up, "/s")]
-    # A side too low for a label has none.
-    if 1 - above > 0.25 or not ticks:
-        below = [Tick(tick.text, 100 - tick.percent * (1 - above)) for tick in byte_ticks(down, "/s")]
-        ticks += below[1:] if ticks else below
-    return ticks if above > 0.25 or not above else ticks[1:]
+    ticks = [Tick("0", 100 * above)]
+    if above > _LABELLED:
+        ticks += [Tick(tick.text, tick.percent * above) for tick in byte_ticks(up, "/s")[1:]]
+    if 1 - above > _LABELLED:
+        ticks += [Tick(tick.text, 100 - tick.percent * (1 - above)) for tick in byte_ticks(down, "/s")[1:]]
+    return ticks
 
 
 def draw_rank_heat(

@@ -18,6 +18,9 @@ WIDTH: Final = 1000
 NUM_LEVELS: Final = 8
 """Tones of a heat map."""
 
+NUM_HUES: Final = 10
+"""Runs that have a hue of their own on a page; further ones begin again, and have their names."""
+
 Row = Mapping[str, Any]
 """A row of an answer."""
 
@@ -72,6 +75,11 @@ class Sheet:
 
     span_us: int
     hues: Mapping[str, int]
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[str], span_us: int) -> Sheet:
+        """A sheet on which runs have hues in their order."""
+        return cls(span_us, {run: number % NUM_HUES for number, run in enumerate(runs)})
 
     def by_run(self, rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
         """Each run's rows, in the order of runs."""

@@ -22,15 +22,19 @@ def report(compared: ComparisonResult, tmp_path_factory: pytest.TempPathFactory)
 
 
 QUESTIONS = {
-    "plots": "document.querySelectorAll('.plot .main-svg').length > 0 && "
-    "[...document.querySelectorAll('.plot')].every(p => p.querySelector('.main-svg'))",
-    "num_plots": "document.querySelectorAll('.plot').length",
-    "bars": "document.querySelectorAll('#plot0 .bars .point').length",
-    "heat": "document.querySelectorAll('#plot1 .heatmaplayer image').length",
-    "lines": "document.querySelectorAll('#plot3 .scatterlayer .trace').length",
-    "sideways": "document.documentElement.scrollWidth - window.innerWidth",
+    "empty": "[...document.querySelectorAll('figure.panel')].filter(panel => "
+    "![...panel.querySelectorAll('path')].some(path => path.getBBox().width > 0)).length",
+    "panels": "document.querySelectorAll('figure.panel').length",
+    "titles": "[...document.querySelectorAll('h2')].map(h => h.textContent).join('; ')",
+    "contents": "[...document.querySelectorAll('nav a')]"
+    ".every(a => document.getElementById(a.hash.slice(1)))",
+    "bars": "document.querySelectorAll('#busy ~ .scroll .bar').length",
+    "peaks": "[...document.querySelectorAll('figcaption')].map(f => f.textContent)"
+    ".filter(t => t.includes('base, lustre')).join()",
+    # A phone widens its screen to what does not fit, so it is measured against the width that was asked for.
+    "width": "Math.max(document.documentElement.scrollWidth, window.innerWidth)",
     "paper": "getComputedStyle(document.body).backgroundColor",
-    "ink": "getComputedStyle(document.querySelector('#plot0 .xtick text')).fill",
+    "ink": "getComputedStyle(document.querySelector('figcaption')).color",
     "requests": "performance.getEntriesByType('resource').filter(r => !r.name.startsWith('data:')).length",
     "title": "document.title",
 }
@@ -50,12 +54,17 @@ def test_the_report_draws_its_plots_without_an_error_or_a_request(
     seen = browser.open(report / "report.html", width=width, dark=dark, questions=QUESTIONS)
     (tmp_path / f"{width}.png").write_bytes(seen.screenshot)
     assert seen.errors == []
-    assert seen.answers["plots"]
-    assert seen.answers["num_plots"] == 5
+    # Ranks of seven runs, ten tiers of runs that moved bytes, calls and bytes of each run by size.
+    assert (seen.answers["panels"], seen.answers["empty"]) == (7 + 10 + 14, 0)
+    assert seen.answers["titles"] == (
+        "Differences between the runs; Findings; Busy time by run and tier; Busy with I/O by rank; "
+        "Bandwidth over time; Sizes of transfers; Tables"
+    )
+    assert seen.answers["contents"]
     assert seen.answers["bars"] >= 17
-    assert seen.answers["heat"] == 1
-    assert seen.answers["lines"] >= 5
-    assert seen.answers["sideways"] <= 0
+    # Of 7.94 GiB/s while busy, buckets of 20 s left 4.8.
+    assert "write at most 9.62 GiB/s" in seen.answers["peaks"]
+    assert seen.answers["width"] <= width
     assert (seen.answers["paper"], seen.answers["ink"]) == (paper, ink)
     assert seen.answers["requests"] == 0
     assert seen.answers["title"] == "7 runs compared"

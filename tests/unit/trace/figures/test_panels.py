@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -119,6 +120,16 @@ def test_runs_of_one_tier_share_the_axis_of_bandwidth() -> None:
     assert (first.run, second.run) == (0, 1)
     assert [shape.look for shape in second.shapes] == ["read", "write"]
     assert first.note == "read at most 9.54 MiB/s"
+
+
+def test_ticks_of_both_directions_leave_room_for_each_other() -> None:
+    (reads_only,) = draw_bandwidth(bandwidth(("a", None, 0, 100, 10**9, 1)), SHEET)
+    (both,) = draw_bandwidth(bandwidth(("a", None, 0, 100, 10**9, 10**9)), SHEET)
+    assert [tick.text for tick in reads_only.y_ticks] == ["0", "5 TiB/s"]
+    assert {tick.percent for tick in both.y_ticks if tick.text == "0"} == {50.0}
+    for panel in (reads_only, both):
+        places = sorted(tick.percent for tick in panel.y_ticks)
+        assert all(after - before > 12 for before, after in pairwise(places))
 
 
 def test_a_trickle_of_writes_is_seen_below_a_torrent_of_reads() -> None:
