@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from penstock.trace.event_schema import SCHEMA, canonical
+from penstock.trace.event_schema import ALL_COLUMNS, SCHEMA, canonical
+from penstock.trace.event_store import EventStore
+from penstock.trace.reading.event_batch import BATCH_SCHEMA
 from penstock.trace.synthesize.planned_calls import plan_rank
 from penstock.trace.synthesize.write_traces import RankProcess
 
@@ -28,7 +34,12 @@ def described_events(description: SynthesisSpec, names: Sequence[str] = ()) -> p
 
 def events_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Events of the waist's shape from what matters of them; the rest is filled in."""
-    return pa.Table.from_pylist([_filled(row) for row in rows], schema=SCHEMA)
+    store = EventStore(ALL_COLUMNS, Path(os.devnull))
+    filled = sorted(map(_filled, rows), key=itemgetter("file"))
+    # A batch is of one trace file, whose name all of its events have.
+    for number, (_, same) in enumerate(groupby(filled, key=itemgetter("file"))):
+        store.add(number, pa.RecordBatch.from_pylist(list(same), schema=SCHEMA).cast(BATCH_SCHEMA))
+    return store.read_all()
 
 
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,8 +58,11 @@ class TraceOptions:
     read: ReadOptions = group(ReadOptions)
 
     @contextmanager
-    def open(self, terminal: Terminal, *, rank_pattern: str | None = None) -> Iterator[TraceSet]:
+    def open(
+        self, terminal: Terminal, *, rank_pattern: str | None = None, columns: frozenset[str] | None = None
+    ) -> Iterator[TraceSet]:
         """Open the traces: draws progress while they are read, then prints what was lost of them."""
+        from penstock.trace.event_schema import ALL_COLUMNS
         from penstock.trace.reading.event_filter import EventFilter
         from penstock.trace.reading.trace_file import RANK_PATTERN
         from penstock.trace.trace_set import open_trace_set
@@ -73,6 +76,7 @@ class TraceOptions:
                         event_filter=EventFilter(where=self.read.where),
                         rank_pattern=rank_pattern or RANK_PATTERN,
                         dask=self.read.dask,
+                        columns=ALL_COLUMNS if columns is None else columns,
                     )
                 )
             report_losses(traces.accounts, terminal, strict=self.read.strict)
@@ -172,7 +176,9 @@ class QuestionOptions(DimensionOptions):
 
         dimensions = self.dimensions()
         with self.traces.open(terminal) as traces:
-            answers = question(view_events(traces.connection, traces.relation, dimensions))
+            answers = question(
+                view_events(traces.connection, traces.relation, dimensions, is_ordered=traces.is_ordered)
+            )
             _print_answers(answers, self.form, terminal, traces.mismatches())
 
 

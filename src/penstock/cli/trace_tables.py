@@ -141,6 +141,7 @@ class _SqlOptions:
 def sql(options: _SqlOptions, terminal: Terminal) -> None:
     """Query traces in SQL.
 
+    A query is one SELECT. It reads the events alone: no other files, no network, and it writes nothing.
     Columns of `events`: ts_us, dur_us, end_us, op, name, cat, pid, tid, rank, host, path, size_bytes, offset,
     ret, epoch, step, args (JSON text), run, file.
 
@@ -150,10 +151,12 @@ def sql(options: _SqlOptions, terminal: Terminal) -> None:
 
       penstock trace sql "SELECT max(end_us) - min(ts_us) AS span_us FROM events" run.events --json
     """
+    from penstock.trace.needed_columns import find_needed_columns
     from penstock.trace.questions.events_view import run_query
 
-    with options.traces.open(terminal, rank_pattern=options.rank_pattern) as traces:
-        answer = run_query(traces.connection, options.query)
+    columns = find_needed_columns(options.query)
+    with options.traces.open(terminal, rank_pattern=options.rank_pattern, columns=columns) as traces:
+        answer = run_query(traces, options.query)
         mismatches = traces.mismatches()
     document = {**answer.document(), **({"mismatches": mismatches} if mismatches else {})}
     terminal.result(document, table("", answer.texts()))

@@ -63,10 +63,11 @@ class Dimensions:
     phases: Sequence[PhaseRule] = DEFAULT_PHASES
     phase_of: PhaseOf | None = None
 
-    def columns_sql(self) -> str:
-        """The three derived columns of a SELECT over events."""
-        tier, file_class, phase = self.tier_sql(), self.file_class_sql(), self.phase_sql()
-        return f"{tier} AS tier, {file_class} AS file_class, {phase} AS phase"
+    def phases_depend_on_kind(self) -> bool:
+        """Whether the rules look at nothing but an event's op, name and category."""
+        return not any(
+            condition.startswith(("path", "args.")) for rule in self.phases for condition in rule.conditions
+        )
 
     def tier_sql(self) -> str:
         """NULL for events without a path."""

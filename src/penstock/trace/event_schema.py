@@ -27,6 +27,11 @@ class EventColumn:
     meaning: str
     may_be_missing: bool = False
 
+    @property
+    def type_sql(self) -> str:
+        """Its type in SQL."""
+        return {pa.int64(): "BIGINT", pa.int32(): "INTEGER"}.get(self.type, "VARCHAR")
+
 
 COLUMNS: Final = (
     EventColumn("ts_us", pa.int64(), "start: microseconds since 1970 by the clock of its host"),
@@ -40,7 +45,7 @@ COLUMNS: Final = (
     EventColumn("rank", pa.int32(), "rank of the process in its job", may_be_missing=True),
     EventColumn("host", pa.string(), "machine", may_be_missing=True),
     EventColumn("path", pa.string(), "file", may_be_missing=True),
-    EventColumn("size_bytes", pa.int64(), "bytes moved", may_be_missing=True),
+    EventColumn("size_bytes", pa.int64(), "bytes moved by a read or a write", may_be_missing=True),
     EventColumn("offset", pa.int64(), "offset in the file", may_be_missing=True),
     EventColumn("ret", pa.int64(), "what the call returned", may_be_missing=True),
     EventColumn("epoch", pa.int32(), "epoch of the training", may_be_missing=True),
@@ -51,6 +56,8 @@ COLUMNS: Final = (
 )
 
 SCHEMA: Final = pa.schema([pa.field(column.name, column.type, column.may_be_missing) for column in COLUMNS])
+
+ALL_COLUMNS: Final = frozenset(SCHEMA.names)
 
 SAMPLES_KEPT: Final = 5
 """Damaged lines that a file's account shows; all are counted."""
@@ -90,7 +97,7 @@ class FileAccount:
     """The fate of every line: `lines = events + salvaged + metadata + blank + dropped + skipped`.
 
     `events` were whole, `salvaged` are events of damaged lines; both are rows of the table. `metadata`
-    explains other lines, `blank` lines are empty or a bracket, `skipped` lines were ruled out by a prefilter.
+    explains other lines, `blank` lines are empty or a bracket; no reader skips lines today.
     `unwanted` events were read and left out of the table. `announced_events` is the number that the file's
     writer counted, in the file's last event or beside it, None without such a count; `missing` of them are
     not in the file. `faults` concern the file as a whole, as a torn end does; `notes` say what a reader of
@@ -226,8 +233,3 @@ _CANONICAL: Final = {
 def canonical(name: str) -> str:
     """The operation that `name` is a spelling of; an unknown name is its own operation."""
     return _CANONICAL.get(name, name)
-
-
-def spellings(op: str) -> tuple[str, ...]:
-    """All names whose operation is `op`."""
-    return (op, *_SPELLINGS.get(op, "").split())

@@ -1,10 +1,10 @@
-"""The events table: trace files converted once to one sorted Parquet file, which any tool opens.
+"""The events table: trace files converted once to one Parquet file in order of time, which any tool opens.
 
-    files, each on a thread -> batches -> sorted by time -> written in the order of files -> published
+    files, each on a thread -> batches -> `event_store`: sorted over all files -> row groups -> published
 
-`convert` shows the whole way. Rows are in the order of files and, within each file, of time; row groups have
-statistics of all columns. Invariants: a table is complete or absent, whenever the process dies; it carries
-its sources and their accounts, so questions to it know what was lost and whether it is out of date.
+`convert` shows the whole way. Row groups have statistics of all columns. Invariants: a table is complete or
+absent, whenever the process dies; it carries its sources and their accounts, so questions to it know what was
+lost and whether it is out of date.
 """
 
 from __future__ import annotations
@@ -13,67 +13,41 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from enum import Enum
-from functools import partial as partial_function
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Condition
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from threading import Event
+from typing import TYPE_CHECKING, Final
 
-import duckdb
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import UsageError
+from penstock.progress import Silent
 from penstock.storage.files.durable import replace_durably
 from penstock.storage.process_id import pid_exists
-from penstock.trace.event_schema import FileAccount, refuse_damaged
-from penstock.trace.reading.event_batch import BATCH_SCHEMA
+from penstock.trace.event_schema import ALL_COLUMNS, FileAccount, refuse_damaged
+from penstock.trace.event_store import TABLE_SCHEMA, EventStore, columns_to_read
+from penstock.trace.reading.event_batch import BATCH_SCHEMA, TEXT_COLUMNS
 from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
-from penstock.trace.reading.native import needs_compiling
-from penstock.trace.reading.trace_file import TraceFile, TraceReading, are_large, read_matching_events
+from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
 
 
-ROW_GROUP_ROWS: Final = 1 << 17
-SORTED_ROWS: Final = 1 << 19
-"""Rows of a file that are sorted in memory; larger files are sorted in runs, which are merged from disk."""
-
-_MERGE_MEMORY: Final = "200MB"
-"""What DuckDB may use to merge runs."""
 _MOST_THREADS: Final = 4
-"""More would wait for the one that writes, and each holds up to `SORTED_ROWS` rows."""
+"""More would wait for the one that numbers texts."""
 _KEY: Final = b"penstock.trace"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _DICTIONARIES: Final = [
     "op", "name", "cat", "host", "path", "run", "file", "pid", "tid", "rank", "args", "ret", "size_bytes",
-    "epoch", "step",
+    "epoch", "step", "kind_id",
 ]  # fmt: skip
-_DELTAS: Final = dict.fromkeys(("ts_us", "dur_us", "end_us", "offset"), "DELTA_BINARY_PACKED")
-
-
-class TableForm(Enum):
-    """What a table is made for."""
-
-    PERMANENT = "permanent"
-    """Sorted by time within each file, and well compressed."""
-    TEMPORARY = "temporary"
-    """For one command: in the order of lines, lightly compressed."""
-
-
-class OpenReading(Protocol):
-    """Begins to read a file."""
-
-    def __call__(self, file: TraceFile, *, advance: Callable[[int], None]) -> TraceReading:
-        """`advance` is called with the bytes that are taken from disk."""
+_DELTAS: Final = dict.fromkeys(("ts_us", "dur_us", "end_us", "offset", "path_id"), "DELTA_BINARY_PACKED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,47 +106,62 @@ def convert(
     progress: Progress,
     event_filter: EventFilter = ALL_EVENTS,
     strict: bool = False,
-    form: TableForm = TableForm.PERMANENT,
     threads: int = 0,
 ) -> EventTableFacts:
     """Make the table `target` of these files, replacing an older one in one step; returns its facts.
 
-    Files are read by `threads` at once (0: one per core, at most four) and written in their order. With
-    `strict`, damaged files are an error, and there is no table.
+    Files are read by `threads` at once (0: one per core, at most four). With `strict`, damaged files are an
+    error, and there is no table.
     """
     sources = tuple(SourceFile.from_file(file) for file in files)
-    is_large = are_large(files)
-    if is_large and needs_compiling():
-        progress.begin("compiling the trace scanner, once for this machine", 1)
-    progress.begin("reading traces", float(sum(source.size_bytes for source in sources)))
-    num_threads = max(1, min(threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS), len(files)))
-    with (
-        event_filter.open() as batch_filter,
-        _publish(target) as (partial, scratch),
-        _open_writer(partial, form) as writer,
-    ):
-        read = partial_function(
-            read_matching_events, event_filter=event_filter, batch_filter=batch_filter, is_large=is_large
-        )
-        ordered = _OrderedWriter(writer, scratch, progress, read, form)
-        with ThreadPoolExecutor(num_threads, "trace") as pool:
-            try:
-                futures = [pool.submit(ordered.convert, number, file) for number, file in enumerate(files)]
-                wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
-                ordered.stop()
-        accounts = _collect_accounts(futures)
+    with _publish(target) as (partial, scratch):
+        store = EventStore(ALL_COLUMNS, scratch)
+        accounts = read_events(files, store, progress=progress, event_filter=event_filter, threads=threads)
         if strict:
             refuse_damaged(accounts)
         facts = EventTableFacts(sources=sources, accounts=accounts, where=event_filter.where)
-        writer.add_key_value_metadata({_KEY: _serialize_facts(facts)})
+        _write_table(store, partial, facts, progress)
     return facts
+
+
+def read_events(
+    files: Sequence[TraceFile],
+    store: EventStore,
+    *,
+    progress: Progress,
+    event_filter: EventFilter = ALL_EVENTS,
+    columns: frozenset[str] = ALL_COLUMNS,
+    threads: int = 0,
+) -> tuple[FileAccount, ...]:
+    """Read files side by side into `store`; returns their accounts, in the files' order."""
+    progress.begin("reading traces", float(sum(file.path.stat().st_size for file in files)))
+    num_threads = max(1, min(threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS), len(files)))
+    stopped = Event()
+
+    def advance(num_bytes: int) -> None:
+        if stopped.is_set():
+            raise _Stopped
+        progress.advance(num_bytes)
+
+    def read(number: int, file: TraceFile) -> FileAccount:
+        reading = read_trace_file(file, advance, columns_to_read(columns))
+        for batch in batch_filter.apply(reading.batches, reading.account):
+            store.add(number, batch)
+        return reading.account
+
+    with event_filter.open() as batch_filter, ThreadPoolExecutor(num_threads, "trace") as pool:
+        try:
+            futures = [pool.submit(read, number, file) for number, file in enumerate(files)]
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stopped.set()
+    return _collect_accounts(futures)
 
 
 def join_tables(
     tables: Sequence[Path], facts: Sequence[EventTableFacts], target: Path, *, strict: bool = False
 ) -> EventTableFacts:
-    """Copy several tables, in their order, into one; returns its facts."""
+    """Bring the events of several tables together in one; returns its facts."""
     joined = EventTableFacts(
         sources=tuple(source for part in facts for source in part.sources),
         accounts=tuple(account for part in facts for account in part.accounts),
@@ -180,13 +169,39 @@ def join_tables(
     )
     if strict:
         refuse_damaged(joined.accounts)
-    with _publish(target) as (partial, _), _open_writer(partial, TableForm.PERMANENT) as writer:
-        for table in tables:
-            with pq.ParquetFile(table) as source:
-                for number in range(source.num_row_groups):
-                    writer.write_table(_encode_texts(source.read_row_group(number)), ROW_GROUP_ROWS)
-        writer.add_key_value_metadata({_KEY: _serialize_facts(joined)})
+    with _publish(target) as (partial, scratch):
+        store = EventStore(ALL_COLUMNS, scratch)
+        for number, table in enumerate(tables):
+            with pq.ParquetFile(table, read_dictionary=list(TEXT_COLUMNS)) as source:
+                for batch in source.iter_batches(columns=BATCH_SCHEMA.names):
+                    store.add(number, batch.cast(BATCH_SCHEMA))
+        _write_table(store, partial, joined, Silent())
     return joined
+
+
+def _write_table(store: EventStore, path: Path, facts: EventTableFacts, progress: Progress) -> None:
+    progress.begin("writing the table", float(len(store)))
+    with pq.ParquetWriter(
+        path,
+        TABLE_SCHEMA,
+        store_schema=False,
+        use_dictionary=_DICTIONARIES,
+        column_encoding=_DELTAS,
+        compression="zstd",
+        compression_level=1,
+    ) as writer:
+        for table in store.tables():
+            writer.write_table(table.cast(TABLE_SCHEMA))
+            progress.advance(table.num_rows)
+        writer.add_key_value_metadata({_KEY: _serialize_facts(facts)})
+
+
+def _is_table(path: Path) -> bool:
+    """Whether a file is an event table, of whatever version."""
+    try:
+        return _KEY in (pq.read_metadata(path).metadata or {})
+    except (pa.ArrowInvalid, OSError):
+        return False
 
 
 def read_facts(path: Path) -> EventTableFacts | None:
@@ -226,22 +241,6 @@ def _serialize_facts(facts: EventTableFacts) -> str:
     )
 
 
-def _open_writer(path: Path, form: TableForm) -> pq.ParquetWriter:
-    packing = (
-        {"compression": "zstd", "compression_level": 1}
-        if form is TableForm.PERMANENT
-        else {"compression": "lz4"}
-    )
-    return pq.ParquetWriter(
-        path,
-        BATCH_SCHEMA,
-        store_schema=False,
-        use_dictionary=_DICTIONARIES,
-        column_encoding=_DELTAS,
-        **packing,
-    )
-
-
 def _collect_accounts(futures: Sequence[Future[FileAccount]]) -> tuple[FileAccount, ...]:
     """The accounts of all files, or the failure that stopped them."""
     failures = [error for future in futures if (error := future.exception()) is not None]
@@ -254,79 +253,10 @@ class _Stopped(Exception):
     """Another file's failure, or an interrupt, ended the conversion."""
 
 
-class _OrderedWriter:
-    """Files that are read side by side and written one after another."""
-
-    def __init__(
-        self, writer: pq.ParquetWriter, scratch: Path, progress: Progress, read: OpenReading, form: TableForm
-    ) -> None:
-        self._writer = writer
-        self._scratch = scratch
-        self._progress = progress
-        self._read = read
-        self._form = form
-        self._turn = 0
-        self._is_stopped = False
-        self._changed = Condition()
-
-    def convert(self, number: int, file: TraceFile) -> FileAccount:
-        """Read one file, and write its events when all files before it are written."""
-        scratch = self._scratch / str(number)
-        scratch.mkdir()
-        is_done = False
-        # Others wait for this file's turn: if anything ends it early, even an interrupt, they must wake up.
-        try:
-            reading = self._read(file, advance=self._advance)
-            for table in self._sort(reading.batches, scratch):
-                self._wait_for_turn(number)
-                self._writer.write_table(_encode_texts(table), ROW_GROUP_ROWS)
-            self._wait_for_turn(number)
-            is_done = True
-        finally:
-            if not is_done:
-                self.stop()
-        with self._changed:
-            self._turn = number + 1
-            self._changed.notify_all()
-        return reading.account
-
-    def _sort(self, batches: Iterator[pa.RecordBatch], scratch: Path) -> Iterator[pa.Table]:
-        if self._form is TableForm.PERMANENT:
-            yield from sorted_tables(batches, scratch, SORTED_ROWS)
-            return
-        for batch in batches:
-            yield pa.Table.from_batches([batch])
-
-    def stop(self) -> None:
-        """Stop all files; those still being read raise `_Stopped`."""
-        with self._changed:
-            self._is_stopped = True
-            self._changed.notify_all()
-
-    def _advance(self, num_bytes: int) -> None:
-        if self._is_stopped:
-            raise _Stopped
-        self._progress.advance(num_bytes)
-
-    def _wait_for_turn(self, number: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or self._turn == number)
-            if self._is_stopped:
-                raise _Stopped
-
-
-def _encode_texts(table: pa.Table) -> pa.Table:
-    """Dictionary-encode texts, as the writer's schema has them."""
-    for number, (field, expected) in enumerate(zip(table.schema, BATCH_SCHEMA, strict=True)):
-        if field.type != expected.type:
-            table = table.set_column(number, expected, table.column(number).dictionary_encode())
-    return table.cast(BATCH_SCHEMA)
-
-
 @contextmanager
 def _publish(target: Path) -> Iterator[tuple[Path, Path]]:
     """A file to write to, which becomes `target` when the block ends, and a folder beside it to work in."""
-    if target.exists() and (target.is_dir() or read_facts(target) is None):
+    if target.exists() and (target.is_dir() or not _is_table(target)):
         raise UsageError(
             "File exists and is not a Penstock event table", where=str(target), fix="Name another file."
         )
@@ -344,74 +274,3 @@ def _remove_leftovers(target: Path) -> None:
         owner = leftover.name.removeprefix(f".{target.name}.").partition(".")[0]
         if owner.isdecimal() and leftover.is_dir() and not pid_exists(int(owner)):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def sorted_tables(batches: Iterator[pa.RecordBatch], scratch: Path, limit: int) -> Iterator[pa.Table]:
-    """The events of one file in the order of time, in tables of about `limit` rows.
-
-    No more than `limit` rows are in memory at once: what fits is sorted there, a larger file is sorted in
-    runs on disk, which DuckDB merges. Events at the same time keep the order of their lines.
-    """
-    runs: list[Path] = []
-    pending: list[pa.RecordBatch] = []
-    num_rows, last_us = 0, None
-    is_in_order = True
-    for batch in chain(batches, [None]):
-        if batch is not None:
-            pending.append(batch)
-            num_rows += batch.num_rows
-        if not pending or (batch is not None and num_rows < limit):
-            continue
-        table = _sort(pending)
-        if batch is None and not runs:
-            yield table
-            return
-        # Most writers append as time passes: their runs need no merge.
-        first_us, end_us = table["ts_us"][0].as_py(), table["ts_us"][-1].as_py()
-        is_in_order &= last_us is None or first_us >= last_us
-        last_us = end_us
-        runs.append(_spill(table, scratch, len(runs)))
-        pending, num_rows = [], 0
-    yield from _read(runs) if is_in_order else _merge(runs, scratch, limit)
-    for run in runs:
-        run.unlink()
-
-
-def _sort(batches: list[pa.RecordBatch]) -> pa.Table:
-    table = pa.Table.from_batches(batches)
-    ts_us = table["ts_us"].to_numpy()
-    if np.all(ts_us[1:] >= ts_us[:-1]):
-        return table.unify_dictionaries()
-    order = np.argsort(ts_us, kind="stable")
-    return table.unify_dictionaries().take(pa.array(order))
-
-
-def _spill(table: pa.Table, scratch: Path, number: int) -> Path:
-    path = scratch / f"run-{number:05d}.parquet"
-    pq.write_table(table, path, compression="lz4", store_schema=False, row_group_size=1 << 17)
-    return path
-
-
-def _read(runs: list[Path]) -> Iterator[pa.Table]:
-    for run in runs:
-        with pq.ParquetFile(run) as file:
-            for batch in file.iter_batches(1 << 17):
-                yield pa.Table.from_batches([batch])
-
-
-def _merge(runs: list[Path], scratch: Path, limit: int) -> Iterator[pa.Table]:
-    settings: dict[str, str | bool | int | float | list[str]] = {
-        "memory_limit": _MERGE_MEMORY,
-        "temp_directory": str(scratch),
-        "threads": 1,
-        "preserve_insertion_order": True,
-    }
-    with duckdb.connect(config=settings) as connection:
-        merge_intervals: Any = connection.sql(
-            "SELECT * EXCLUDE (file_row_number, filename)"
-            " FROM read_parquet(?, filename = true, file_row_number = true)"
-            " ORDER BY ts_us, filename, file_row_number",
-            params=[[str(run) for run in runs]],
-        )
-        for batch in merge_intervals.to_arrow_reader(min(limit, 1 << 17)):
-            yield pa.Table.from_batches([batch])

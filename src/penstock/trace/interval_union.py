@@ -10,20 +10,19 @@ same inside of larger queries, at several times the cost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from penstock.trace.questions.events_view import EventsView
 
-_BATCH_ROWS: Final = 1 << 17
-_SETS: Final = 3
-_BITS: Final = 32
+_BATCH_ROWS: Final = 1 << 18
 _NEVER: Final = np.iinfo(np.int64).min
 
 Numbers = npt.NDArray[np.int64]
@@ -60,38 +59,111 @@ def measure_groups(
     events: EventsView, by: Sequence[str], *, where: str, extra: Sequence[str] = ()
 ) -> list[tuple[Any, ...]]:
     """Rows of `by`, num_events, sum_us, union_us, concurrency, and the SQL aggregates `extra`."""
-    if "file_class" in by:
-        events = events.classified()
     grouping = f"GROUP BY {', '.join(by)}" if by else ""
     selected = ", ".join([*by, "count(*)", "coalesce(sum(dur_us), 0)::BIGINT", *extra])
     counts = events.ask(f"SELECT {selected} FROM {{events}} WHERE {where} {grouping}")
-    busy = union_times(events, by, first=where)
+    unions = union_times(events, by, where)
     width = len(by)
     rows = []
     for row in counts:
         key, (num_events, sum_us, *more) = row[:width], row[width:]
-        union_us = busy.get(key, NO_TIME).first_us
+        (union_us,) = unions.get(key, (0,))
         rows.append((*key, num_events, sum_us, union_us, sum_us / union_us if union_us else None, *more))
     return rows
 
 
-def union_times(
-    events: EventsView, by: Sequence[str], *, first: str, second: str = "false"
+def overlap_times(
+    events: EventsView, by: Sequence[str], *, first: str, second: str
 ) -> dict[tuple[Any, ...], UnionTimes]:
-    """Unions by the values of `by`; `first` and `second` are SQL conditions of the two sets."""
-    keys = "".join(f"{key}, " for key in by)
-    # DuckDB sorts, on disk if need be, so that what an event adds depends on earlier rows only.
-    reader = events.read(
-        f"""SELECT {keys}(({first})::TINYINT + 2 * ({second})::TINYINT)::BIGINT AS member, ts_us, end_us
-            FROM {{events}} WHERE dur_us > 0 AND (({first}) OR ({second})) ORDER BY ts_us""",
-        _BATCH_ROWS,
+    """Unions of two sets of events and of both together, by the values of `by`; sets are SQL conditions."""
+    unions = union_times(events, by, first, second, f"({first}) OR ({second})")
+    return {key: UnionTimes(*times) for key, times in unions.items()}
+
+
+Times = dict[tuple[Any, ...], tuple[int, ...]]
+
+
+def union_times(events: EventsView, by: Sequence[str], *sets: str) -> Times:
+    """The time in which an event of each set was under way, by the values of `by`; sets are conditions."""
+    is_member = " OR ".join(f"({one})" for one in sets)
+    members = " + ".join(f"(coalesce({one}, false)::INTEGER << {n})" for n, one in enumerate(sets))
+    groups: list[tuple[Any, ...]] = [()]
+    number, join = "0::INTEGER", ""
+    if by:
+        _store_groups(events, by, is_member)
+        groups = events.ask(f"SELECT {', '.join(by)} FROM penstock_groups ORDER BY union_group")
+        matches = " AND ".join(f"e.{key} IS NOT DISTINCT FROM g.{key}" for key in by)
+        number, join = "union_group", f" JOIN penstock_groups g ON {matches}"
+    selected = ", ".join([*by, f"{members} AS union_sets", "ts_us", "end_us"])
+    query = (
+        f"SELECT {number} AS union_group, union_sets, ts_us, end_us"
+        f" FROM (SELECT {selected} FROM {{events}} WHERE dur_us > 0 AND ({is_member})) e{join}"
     )
-    groups = _Groups(len(by))
-    for batch in reader:
-        columns = [batch.column(number) for number in range(batch.num_columns)]
-        codes = groups.encode(columns[: len(by)], batch.num_rows)
-        groups.add(codes, *(column.to_numpy() for column in columns[len(by) :]))
-    return {groups.key(code): UnionTimes(*map(int, groups.total[code])) for code in range(len(groups))}
+    sweep = _Sweep(len(groups), len(sets))
+    # A scan with a join keeps the order of a sorted table, though nothing in SQL promises it.
+    if not (events.is_ordered and sweep.add_all(events.read(query, _BATCH_ROWS))):
+        sweep = _Sweep(len(groups), len(sets))
+        sweep.add_all(events.read(f"{query} ORDER BY ts_us", _BATCH_ROWS))
+    return {group: tuple(map(int, total)) for group, total in zip(groups, sweep.total, strict=True)}
+
+
+def _store_groups(events: EventsView, by: Sequence[str], where: str) -> None:
+    keys = ", ".join(by)
+    events.connection.execute(
+        events.fill_in(f"""
+            CREATE OR REPLACE TEMP TABLE penstock_groups AS
+            SELECT {keys}, (row_number() OVER () - 1)::INTEGER AS union_group
+            FROM (SELECT DISTINCT {keys} FROM {{events}} WHERE {where})""")
+    )
+
+
+class _Sweep:
+    """Adds up unions of sets of events by group, batch by batch in the order of time."""
+
+    def __init__(self, num_groups: int, num_sets: int) -> None:
+        self.total = np.zeros((num_groups, num_sets), dtype=np.int64)
+        # The furthest end so far: what an event adds is its part behind it.
+        self._reach = np.full((num_sets, num_groups), _NEVER)
+        # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
+        self._code_type = np.int16 if num_groups < 1 << 15 else np.int32
+
+    def add_all(self, batches: Iterator[pa.RecordBatch]) -> bool:
+        """Add the events of all batches; False, and the sums mean nothing, if they are not in order."""
+        last_us = _NEVER
+        for batch in batches:
+            codes, members, starts, ends = (batch.column(place).to_numpy() for place in range(4))
+            if starts[0] < last_us or np.any(starts[1:] < starts[:-1]):
+                return False
+            last_us = int(starts[-1])
+            self.add(codes, members, starts, ends)
+        return True
+
+    def add(self, codes: Numbers, members: Numbers, starts: Numbers, ends: Numbers) -> None:
+        """Add events in the order of their starts; `members` has a bit for each set."""
+        if len(self.total) > 1:
+            order = np.argsort(codes.astype(self._code_type), kind="stable")
+            codes, members, starts, ends = codes[order], members[order], starts[order], ends[order]
+        for number in range(self.total.shape[1]):
+            is_member = (members >> number) & 1
+            if is_member.all():
+                self._add_set(number, codes, starts, ends)
+            elif is_member.any():
+                chosen = np.flatnonzero(is_member)
+                self._add_set(number, codes[chosen], starts[chosen], ends[chosen])
+
+    def _add_set(self, number: int, codes: Numbers, starts: Numbers, ends: Numbers) -> None:
+        reach = self._reach[number]
+        firsts = np.flatnonzero(np.concatenate(([True], codes[1:] != codes[:-1])))
+        groups = codes[firsts]
+        lengths = np.diff(firsts, append=len(codes))
+        furthest = _running_max(ends, np.repeat(np.arange(len(firsts)), lengths))
+        before = np.empty_like(furthest)
+        before[1:] = furthest[:-1]
+        before[firsts] = _NEVER
+        before = np.maximum(before, np.repeat(reach[groups], lengths))
+        added = np.maximum(0, ends - np.maximum(starts, before))
+        self.total[groups, number] += np.add.reduceat(added, firsts)
+        reach[groups] = np.maximum(reach[groups], furthest[firsts + lengths - 1])
 
 
 def union_sql(source: str, by: Sequence[str], *, where: str = "true", extra: str = "") -> str:
@@ -113,67 +185,6 @@ def union_sql(source: str, by: Sequence[str], *, where: str = "true", extra: str
         ) {grouping}"""
 
 
-class _Groups:
-    """Values of key columns as small numbers, the same in every batch, and the union of each group so far.
-
-    Pairs of columns are numbered anew, so a group stays one number however many columns there are.
-    """
-
-    def __init__(self, num_columns: int) -> None:
-        self._columns = [_Numbering() for _ in range(num_columns)]
-        self._pairs = [_Numbering() for _ in range(num_columns)]
-        self._reach = np.full((16, _SETS), _NEVER, dtype=np.int64)
-        self.total = np.zeros((16, _SETS), dtype=np.int64)
-
-    def encode(self, columns: Sequence[pa.Array], num_rows: int) -> Numbers:
-        """The group of each row."""
-        codes = np.zeros(num_rows, dtype=np.int64)
-        for column, numbers, pairs in zip(columns, self._columns, self._pairs, strict=True):
-            codes = pairs.encode(pa.array((codes << _BITS) | numbers.encode(column)))
-        missing = len(self) - len(self.total)
-        if missing > 0:
-            more = max(missing, len(self.total))
-            self._reach = np.concatenate((self._reach, np.full((more, _SETS), _NEVER, dtype=np.int64)))
-            self.total = np.concatenate((self.total, np.zeros((more, _SETS), dtype=np.int64)))
-        return codes
-
-    def add(self, codes: Numbers, members: Numbers, starts: Numbers, ends: Numbers) -> None:
-        """Add events in the order of their starts; `members` has a bit for each of the first two sets."""
-        # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
-        order = np.argsort(codes.astype(np.int16) if len(self) < 1 << 15 else codes, kind="stable")
-        codes, members, starts, ends = codes[order], members[order], starts[order], ends[order]
-        for number in range(_SETS):
-            chosen = slice(None) if number == _SETS - 1 else np.flatnonzero((members >> number) & 1)
-            self._add_set(number, codes[chosen], starts[chosen], ends[chosen])
-
-    def _add_set(self, number: int, codes: Numbers, starts: Numbers, ends: Numbers) -> None:
-        if not len(codes):
-            return
-        is_first = np.concatenate(([True], codes[1:] != codes[:-1]))
-        firsts = np.flatnonzero(is_first)
-        groups = codes[firsts]
-        # The furthest end before each event: of its group in this batch, and of the batches before.
-        reach = self._reach[codes, number]
-        furthest = _running_max(ends, np.cumsum(is_first) - 1)
-        reach[1:] = np.where(is_first[1:], reach[1:], np.maximum(reach[1:], furthest[:-1]))
-        added = np.maximum(0, ends - np.maximum(starts, reach))
-        self.total[groups, number] += np.add.reduceat(added, firsts)
-        lasts = np.append(firsts[1:], len(codes)) - 1
-        self._reach[groups, number] = np.maximum(self._reach[groups, number], furthest[lasts])
-
-    def __len__(self) -> int:
-        return len(self._pairs[-1].values) if self._pairs else 1
-
-    def key(self, code: int) -> tuple[Any, ...]:
-        """The values of a group."""
-        values = []
-        for numbers, pairs in zip(reversed(self._columns), reversed(self._pairs), strict=True):
-            pair = pairs.values[code]
-            values.append(numbers.values[pair & ((1 << _BITS) - 1)])
-            code = pair >> _BITS
-        return tuple(reversed(values))
-
-
 def _running_max(ends: Numbers, groups: Numbers) -> Numbers:
     """The largest end so far within each group; `groups` counts 0, 0, 1, 2, 2 from the first to the last."""
     lowest = int(ends.min())
@@ -185,23 +196,3 @@ def _running_max(ends: Numbers, groups: Numbers) -> Numbers:
     levels, ranks = np.unique(ends, return_inverse=True)
     lift = groups * len(levels)
     return levels[np.maximum.accumulate(ranks + lift) - lift]
-
-
-class _Numbering:
-    """The values of one column, numbered as they come."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self._numbers: dict[Any, int] = {}
-
-    def encode(self, column: pa.Array) -> Numbers:
-        """The number of each row's value; a missing one is a value, too."""
-        encoded = column.dictionary_encode(null_encoding="encode")
-        numbers = np.array([self._number(value) for value in encoded.dictionary.to_pylist()], dtype=np.int64)
-        return numbers[encoded.indices.to_numpy()] if len(column) else numbers
-
-    def _number(self, value: Any) -> int:
-        number = self._numbers.setdefault(value, len(self.values))
-        if number == len(self.values):
-            self.values.append(value)
-        return number

@@ -69,7 +69,7 @@ def _lines(events: EventsView, progress: Progress) -> Iterator[str]:
                e.epoch, e.step, e.args
         FROM {{events}} e JOIN {_NUMBERED} n
           ON e.run = n.run AND e.pid = n.pid AND e.host IS NOT DISTINCT FROM n.host"""
-    cursor = events.connection.execute(sql.replace("{events}", events.relation))
+    cursor = events.connection.execute(events.fill_in(sql))
     while rows := cursor.fetchmany(_BATCH):
         progress.advance(len(rows))
         for name, cat, ts_us, dur_us, number, tid, *rest in rows:

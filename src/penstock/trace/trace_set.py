@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import duckdb
 
@@ -25,8 +25,9 @@ from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress, Silent
 from penstock.trace.capture.trace_writer import COUNT_SUFFIX
 from penstock.trace.dimensions import sql_literal
-from penstock.trace.event_schema import COLUMNS, FileAccount
-from penstock.trace.event_table import EventTableFacts, TableForm, convert, join_tables, read_facts
+from penstock.trace.event_schema import ALL_COLUMNS, COLUMNS, FileAccount
+from penstock.trace.event_store import KEYS, TABLE_SCHEMA, EventStore
+from penstock.trace.event_table import EventTableFacts, convert, join_tables, read_events, read_facts
 from penstock.trace.reading.clock_check import find_clock_mismatches
 from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
 from penstock.trace.reading.folder_search import explain_empty, find_in_folder, name_some
@@ -50,6 +51,10 @@ class TraceSet:
     connection: duckdb.DuckDBPyConnection
     accounts: Sequence[FileAccount]
     relation: str = RELATION
+    files: Sequence[Path] = ()
+    """The files that the connection reads."""
+    is_ordered: bool = False
+    """Whether a scan gives the events in the order of time."""
 
     def losses(self) -> list[str]:
         """What was lost or guessed, for people, one line each; empty if nothing was."""
@@ -105,15 +110,18 @@ def open_trace_set(
     event_filter: EventFilter = ALL_EVENTS,
     rank_pattern: str = RANK_PATTERN,
     dask: str = "",
+    columns: frozenset[str] = ALL_COLUMNS,
 ) -> Iterator[TraceSet]:
     """Open the files of named runs (names, globs, folders, tables) as one relation `events`.
 
-    With `dask` (`local`, or a scheduler's address) its workers read raw files. They must share all folders
-    with this process, including the one for temporary files.
+    Of raw files, only these `columns` and those of the filter are read; the others are NULL. With `dask`
+    (`local`, or a scheduler's address) its workers read raw files. They must share all folders with this
+    process, including the one for temporary files.
     """
     with TemporaryDirectory(prefix="penstock-trace-") as folder, duckdb.connect() as connection:
         connection.execute("SET temp_directory = ?", [folder])
-        tables: list[tuple[str, Path]] = []
+        wanted = columns | {"ts_us"} | event_filter.columns()
+        tables: list[_OpenTable] = []
         accounts: list[FileAccount] = []
         for number, (run, patterns) in enumerate(runs.items()):
             raw: list[Path] = []
@@ -122,38 +130,60 @@ def open_trace_set(
                 if facts is None:
                     raw.append(path)
                     continue
-                tables.append((run, path))
+                tables.append(_OpenTable.from_file(run, path))
                 accounts.extend(_refresh(path, facts, progress).accounts)
             if raw:
                 files = name_trace_files(raw, run=run, rank_pattern=rank_pattern)
                 made = Path(folder) / str(number)
                 made.mkdir()
-                for target, facts in _convert(files, made, progress, event_filter, dask):
-                    tables.append((run, target))
-                    accounts.extend(facts.accounts)
+                if dask:
+                    with connect_dask(dask) as client:
+                        targets, all_facts = convert_with_dask(
+                            client, files, made, progress=progress, event_filter=event_filter
+                        )
+                    tables += [_OpenTable.from_file(run, target) for target in targets]
+                    accounts += [account for facts in all_facts for account in facts.accounts]
+                else:
+                    store = EventStore(wanted, made)
+                    accounts += read_events(
+                        files, store, progress=progress, event_filter=event_filter, columns=wanted
+                    )
+                    tables.append(_OpenTable.from_store(run, store, made, connection))
         connection.execute(f"CREATE TEMP VIEW {RELATION} AS {_union_tables(tables, event_filter)}")
-        yield TraceSet(connection=connection, accounts=accounts)
-
-
-def _convert(
-    files: Sequence[TraceFile], folder: Path, progress: Progress, event_filter: EventFilter, dask: str
-) -> list[tuple[Path, EventTableFacts]]:
-    """Tables of raw files in `folder`, and their facts."""
-    if not dask:
-        target = folder / "run.events"
-        return [
-            (
-                target,
-                convert(
-                    files, target, progress=progress, event_filter=event_filter, form=TableForm.TEMPORARY
-                ),
-            )
-        ]
-    with connect_dask(dask) as client:
-        targets, facts = convert_with_dask(
-            client, files, folder, progress=progress, event_filter=event_filter
+        yield TraceSet(
+            connection=connection,
+            accounts=accounts,
+            files=[table.path for table in tables if table.path is not None],
+            is_ordered=len(tables) == 1,
         )
-    return list(zip(targets, facts, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenTable:
+    """Events of one run that DuckDB can read: its name for them, and which columns there are."""
+
+    run: str
+    source: str
+    columns: frozenset[str]
+    path: Path | None = None
+
+    @classmethod
+    def from_file(cls, run: str, path: Path) -> Self:
+        return cls(run, f"read_parquet({sql_literal(str(path))})", frozenset(TABLE_SCHEMA.names), path)
+
+    @classmethod
+    def from_store(
+        cls, run: str, store: EventStore, folder: Path, connection: duckdb.DuckDBPyConnection
+    ) -> Self:
+        """The events of raw files: in memory, or in a table for this command if they are many."""
+        if store.is_spilled:
+            path = folder / "run.events"
+            names = store.write(path)
+            return cls(run, f"read_parquet({sql_literal(str(path))})", names, path)
+        table = store.read_all()
+        name = f"penstock_raw_{folder.name}"
+        connection.register(name, table)
+        return cls(run, name, frozenset(table.column_names))
 
 
 def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTableFacts:
@@ -171,18 +201,32 @@ def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTab
     return convert(files, path, progress=progress, event_filter=EventFilter(where=facts.where))
 
 
-def _union_tables(tables: Sequence[tuple[str, Path]], event_filter: EventFilter) -> str:
+def _union_tables(tables: Sequence[_OpenTable], event_filter: EventFilter) -> str:
     where = f" WHERE {event_filter.where}" if event_filter.where else ""
     parts = [
-        f"SELECT {_select_columns(run)} FROM read_parquet({sql_literal(str(path))})" for run, path in tables
+        f"SELECT {_select_columns(table, number)} FROM {table.source}" for number, table in enumerate(tables)
     ]
     return f"SELECT * FROM ({' UNION ALL '.join(parts)}){where}"
 
 
-def _select_columns(run: str) -> str:
+_KEYS_OF_A_TABLE: Final = 1 << 26
+"""Each table numbers its texts from 0 on; in a set of several its numbers begin at a multiple of this."""
+
+
+def _select_columns(table: _OpenTable, number: int) -> str:
     """All columns, with the name that the run was opened by; without one, a table keeps its own run names."""
-    renamed = f"{sql_literal(run)} AS run" if run else "run"
-    return ", ".join(renamed if column.name == "run" else f'"{column.name}"' for column in COLUMNS)
+    selected = []
+    for column in COLUMNS:
+        if column.name == "run" and table.run:
+            selected.append(f"{sql_literal(table.run)} AS run")
+        elif column.name in table.columns:
+            selected.append(f'"{column.name}"')
+        else:
+            selected.append(f'NULL::{column.type_sql} AS "{column.name}"')
+    for key in KEYS:
+        value = key if key in table.columns else "NULL::INTEGER"
+        selected.append(f"{value} + {number * _KEYS_OF_A_TABLE} AS {key}" if number else f"{value} AS {key}")
+    return ", ".join(selected)
 
 
 @contextmanager
@@ -218,15 +262,12 @@ def convert_with_dask(
     *,
     progress: Progress,
     event_filter: EventFilter,
-    form: TableForm = TableForm.TEMPORARY,
 ) -> tuple[list[Path], list[EventTableFacts]]:
     """Make one table per file in `folder`, which the workers must share; the tables, and their facts."""
     distributed = importlib.import_module("distributed")
     progress.begin("reading traces", float(len(files)))
     targets = [folder / f"{number:06d}.events" for number in range(len(files))]
-    futures = client.map(
-        _convert_one, files, targets, [event_filter] * len(files), [form] * len(files), pure=False
-    )
+    futures = client.map(_convert_one, files, targets, [event_filter] * len(files), pure=False)
     facts: dict[Any, EventTableFacts] = {}
     for future, result in distributed.as_completed(futures, with_results=True):
         facts[future.key] = result
@@ -255,15 +296,12 @@ def load_with_dask(
             Path(folder),
             progress=progress,
             event_filter=event_filter,
-            form=TableForm.PERMANENT,
         )
         return join_tables(tables, facts, target, strict=strict)
 
 
-def _convert_one(
-    file: TraceFile, target: Path, event_filter: EventFilter, form: TableForm
-) -> EventTableFacts:
-    return convert([file], target, progress=Silent(), event_filter=event_filter, form=form, threads=1)
+def _convert_one(file: TraceFile, target: Path, event_filter: EventFilter) -> EventTableFacts:
+    return convert([file], target, progress=Silent(), event_filter=event_filter, threads=1)
 
 
 logger = logging.getLogger(__name__)

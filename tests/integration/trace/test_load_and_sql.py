@@ -35,22 +35,20 @@ def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_load_makes_a_table_sorted_by_time_within_each_file(
+def test_load_makes_a_table_sorted_by_time_over_all_files(
     traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run.events"
     document = run_json(capsys, "trace", "load", str(traces), "-o", str(out), "--run", "base")
     table = pq.read_table(out)
     assert document["events"] == table.num_rows == 1201
-    assert table.schema.names == [column.name for column in COLUMNS]
+    assert table.schema.names == [*(column.name for column in COLUMNS), "kind_id", "path_id"]
     assert set(table["run"].to_pylist()) == {"base"}
-    files = table["file"].to_pylist()
-    assert files == sorted(files)
-    for name in set(files):
-        times = [ts for ts, file in zip(table["ts_us"].to_pylist(), files, strict=True) if file == name]
-        assert times == sorted(times)
+    times = table["ts_us"].to_pylist()
+    assert times == sorted(times)
+    assert len(set(table["file"].to_pylist()[:200])) > 1
     statistics = pq.read_metadata(out).row_group(0).column(0).statistics
-    assert (statistics.min, statistics.max) == (table["ts_us"][0].as_py(), table["ts_us"][399].as_py())
+    assert (statistics.min, statistics.max) == (times[0], times[-1])
 
 
 def test_sql_gives_the_same_answer_from_files_and_table(
@@ -186,10 +184,9 @@ def test_a_program_read_as_a_trace_is_all_dropped_and_never_a_crash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = Path(sys.executable).resolve()
-    rows = run_json(
-        capsys, "trace", "sql", "SELECT count(*) FROM events", str(program), "--where", "op = 'read'"
-    )
-    assert rows["rows"] == [[0]]
+    query = "SELECT count(*) FROM events"
+    assert main(["trace", "sql", query, str(program), "--where", "op = 'read'", "--json"]) == 1
+    assert "it seems to be" in capsys.readouterr().err
 
 
 def test_help_of_the_verbs_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

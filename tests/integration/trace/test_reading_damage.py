@@ -6,7 +6,9 @@ import gzip
 import itertools
 import json
 import random
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +26,36 @@ NUM_EVENTS = 60
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], FileAccount]:
-    """Read a file with either scanner, which must agree to the last byte of every event."""
-    plain, account = read_once(path, is_large=False)
-    compiled, other = read_once(path, is_large=True)
-    assert sorted(compiled, key=str) == sorted(plain, key=str)
+    """Read a file by Python and by DuckDB, which must agree about every event and every line."""
+    plain, account = read_once(path, query_lines=sys.maxsize)
+    queried, other = read_once(path, query_lines=0)
+    if not repeats_keys(path):
+        assert sorted(map(comparable, queried)) == sorted(map(comparable, plain))
     assert other.document() == account.document()
     return plain, account
 
 
-def read_once(path: Path, *, is_large: bool) -> tuple[list[dict[str, Any]], FileAccount]:
-    reading = read_trace_file(TraceFile(path=path, run="r"), is_large=is_large)
+def repeats_keys(path: Path) -> bool:
+    """Whether a damaged line is an object with a key twice: which one counts is anybody's guess."""
+
+    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        repeated.append(len(dict(pairs)) < len(pairs))
+        return dict(pairs)
+
+    repeated: list[bool] = []
+    for line in path.read_bytes().split(b"\n"):
+        with suppress(ValueError, RecursionError):
+            json.loads(line.strip(b" \t\r,[]"), object_pairs_hook=note)
+    return any(repeated)
+
+
+def comparable(row: dict[str, Any]) -> str:
+    """A row as text, whatever the spelling of its arguments."""
+    return json.dumps({**row, "args": json.loads(row["args"])}, sort_keys=True)
+
+
+def read_once(path: Path, *, query_lines: int) -> tuple[list[dict[str, Any]], FileAccount]:
+    reading = read_trace_file(TraceFile(path=path, run="r"), query_lines=query_lines)
     table = pa.Table.from_batches(list(reading.batches), BATCH_SCHEMA)
     table.validate(full=True)
     account = reading.account

@@ -11,8 +11,8 @@ from penstock.trace.event_schema import COLUMNS, FileAccount, canonical
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 
 
-def read(path: Path, *, is_large: bool = False) -> tuple[pa.Table, FileAccount]:
-    reading = read_trace_file(TraceFile(path=path, run="base"), is_large=is_large)
+def read(path: Path, *, query_lines: int = 0) -> tuple[pa.Table, FileAccount]:
+    reading = read_trace_file(TraceFile(path=path, run="base"), query_lines=query_lines)
     table = pa.Table.from_batches(list(reading.batches))
     account = reading.account
     parts = (
@@ -62,7 +62,7 @@ def test_the_columns_are_those_of_the_waist(tmp_path: Path) -> None:
 
 def test_a_page_that_fills_every_store_loses_nothing(tmp_path: Path) -> None:
     writing = Writing(events=150_000, files=9_000)
-    table, account = read(write_trace(tmp_path, writing), is_large=True)
+    table, account = read(write_trace(tmp_path, writing))
     assert account.events == 150_001
     assert account.announced_events == 150_000
     assert table["path"].combine_chunks().unique().drop_null().to_pylist().__len__() <= 9_000

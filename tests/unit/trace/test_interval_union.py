@@ -14,7 +14,7 @@ from tests.support.trace_events import events_table
 
 from penstock.trace import interval_union
 from penstock.trace.dimensions import Dimensions
-from penstock.trace.interval_union import NO_TIME, UnionTimes, union_sql, union_times
+from penstock.trace.interval_union import NO_TIME, UnionTimes, overlap_times, union_sql, union_times
 from penstock.trace.questions.events_view import view_events
 
 KEYED = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(0, 20)), max_size=20)
@@ -51,7 +51,7 @@ def test_each_group_has_the_unions_of_both_sets_and_of_either(
     with duckdb.connect() as connection:
         connection.register("events", events_table(rows))
         events = view_events(connection, "events", Dimensions())
-        unions = union_times(events, by, first="cat = 'POSIX'", second="cat = 'compute'")
+        unions = overlap_times(events, by, first="cat = 'POSIX'", second="cat = 'compute'")
     named = [{"run": "run", "tier": None, **row} for row in rows]
     for key in {tuple(row[name] for name in by) for row in named}:
         group = [row for row in named if tuple(row[name] for name in by) == key]
@@ -67,38 +67,50 @@ def test_each_group_has_the_unions_of_both_sets_and_of_either(
 def test_unions_do_not_depend_on_how_events_are_cut_into_batches(
     rows: list[dict[str, Any]], batch_rows: int
 ) -> None:
-    groups = interval_union._Groups(1)
+    sweep = interval_union._Sweep(4, 2)
     ordered = sorted(rows, key=lambda row: row["ts_us"])
-    for at in range(0, len(ordered), batch_rows):
-        batch = ordered[at : at + batch_rows]
-        codes = groups.encode([pa.array([row["pid"] for row in batch])], len(batch))
-        starts = np.array([row["ts_us"] for row in batch], dtype=np.int64)
-        lengths = np.array([row["dur_us"] for row in batch], dtype=np.int64)
-        groups.add(codes, np.array([row["cat"] == "POSIX" for row in batch]) * 1, starts, starts + lengths)
-    for code in range(len(groups)):
-        group = [row for row in rows if (row["pid"],) == groups.key(code)]
-        expected = [len(covered(group, "POSIX")), 0, len(covered(group, "POSIX", "compute", "other"))]
-        assert groups.total[code].tolist() == expected
+    batches = [
+        pa.record_batch(
+            {
+                "union_group": pa.array([row["pid"] for row in batch], pa.int32()),
+                "union_sets": pa.array([2 + (row["cat"] == "POSIX") for row in batch], pa.int32()),
+                "ts_us": pa.array([row["ts_us"] for row in batch]),
+                "end_us": pa.array([row["ts_us"] + row["dur_us"] for row in batch]),
+            }
+        )
+        for at in range(0, len(ordered), batch_rows)
+        for batch in [ordered[at : at + batch_rows]]
+    ]
+    assert sweep.add_all(iter(batches))
+    for pid in range(4):
+        group = [row for row in rows if row["pid"] == pid]
+        expected = [len(covered(group, "POSIX")), len(covered(group, "POSIX", "compute", "other"))]
+        assert sweep.total[pid].tolist() == expected
 
 
 def test_clocks_that_are_centuries_apart_do_not_overflow() -> None:
-    groups = interval_union._Groups(1)
-    codes = groups.encode([pa.array([0, 1, 0, 1])], 4)
+    sweep = interval_union._Sweep(2, 1)
     starts = np.array([-(1 << 61), 0, 5, 1 << 61], dtype=np.int64)
-    groups.add(codes, np.ones(4, dtype=np.int64), starts, starts + 10)
-    assert groups.total.tolist()[:2] == [[20, 0, 20], [20, 0, 20]]
+    sweep.add(np.array([0, 1, 0, 1]), np.ones(4, dtype=np.int64), starts, starts + 10)
+    assert sweep.total.tolist() == [[20], [20]]
 
 
-def test_groups_keep_their_numbers_from_batch_to_batch_however_many_they_become() -> None:
-    groups = interval_union._Groups(2)
-    first = [pa.array(["x", None]), pa.array([1, 1])]
-    assert groups.encode(first, 2).tolist() == [0, 1]
-    many = [pa.array([f"n{number}" for number in range(100)] + ["x"]), pa.array([7] * 100 + [1])]
-    codes = groups.encode(many, 101)
-    assert codes.tolist() == [*range(2, 102), 0]
-    assert len(groups.total) >= len(groups) == 102
-    assert groups.key(1) == (None, 1)
-    assert groups.key(101) == ("n99", 7)
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_events_out_of_order_are_sorted_whatever_the_view_says(*, is_ordered: bool) -> None:
+    rows = [{"ts_us": start, "dur_us": 10} for start in (0, 5, 100)]
+    with duckdb.connect() as connection:
+        table = events_table(rows)
+        connection.register("events", pa.concat_tables([table.slice(1), table.slice(0, 1)]))
+        events = view_events(connection, "events", Dimensions(), is_ordered=is_ordered)
+        assert union_times(events, (), "true", "dur_us > 50") == {(): (25, 0)}
+
+
+def test_more_groups_than_16_bits_number() -> None:
+    rows = [{"ts_us": number // 2, "dur_us": 3, "tid": number} for number in range(40_000)]
+    with duckdb.connect() as connection:
+        connection.register("events", events_table(rows))
+        unions = union_times(view_events(connection, "events", Dimensions()), ("tid",), "true")
+    assert unions == {(number,): (3,) for number in range(40_000)}
 
 
 @given(rows=KEYED)

@@ -17,7 +17,7 @@ from penstock.errors import UsageError
 from penstock.trace.compare.comparison import FINDING_RULES, find_all
 from penstock.trace.compare.study_tables import APP_TIER, load_report, measures
 from penstock.trace.compare.trace_study import ComparisonSpec, QueryCheck, Study
-from penstock.trace.questions.events_view import run_query
+from penstock.trace.questions.events_view import answer_query
 
 _UNUSED_TIER: Final = ("max_sum_us", "max_union_us", "max_thread_us", "run_union_us", "total_bytes")
 
@@ -54,7 +54,7 @@ def check_all(study: Study, expectations: Expectations) -> list[CheckResult]:
 def _run_query_check(study: Study, check: QueryCheck) -> CheckResult:
     """`events` has the columns of `trace sql` and the derived ones."""
     with_events = f"WITH events AS (SELECT * FROM {study.events.relation})"
-    rows = run_query(
+    rows = answer_query(
         study.events.connection, f"{with_events} SELECT * FROM ({check.sql.rstrip().rstrip(';')})"
     ).rows
     value = rows[0][0] if rows and rows[0] else None

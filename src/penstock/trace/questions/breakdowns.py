@@ -9,7 +9,7 @@ from statistics import median
 
 from penstock.errors import UsageError
 from penstock.trace.dimensions import NO_IO, sql_literal
-from penstock.trace.interval_union import NO_TIME, UnionTimes, measure_groups, union_times
+from penstock.trace.interval_union import NO_TIME, UnionTimes, measure_groups, overlap_times, union_times
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import GROUPINGS, IS_IO, IS_READ, IS_WRITE, EventsView, check_keys
 
@@ -30,9 +30,10 @@ def _facts(events: EventsView) -> Answer:
         FROM {events}""")
     counts = (*who, *what)
     (sum_us,) = events.ask_one(f"SELECT coalesce(sum(dur_us), 0)::BIGINT FROM {{events}} WHERE {IS_IO}")
-    busy = union_times(events, (), first=IS_IO, second="phase = 'compute'")[()]
-    app_us = union_times(events, (), first="phase = 'app_io'")[()].first_us
-    io_us, compute_us = busy.first_us, busy.second_us
+    is_compute = "phase = 'compute'"
+    sets = (IS_IO, is_compute, f"{IS_IO} OR {is_compute}", "phase = 'app_io'")
+    io_us, compute_us, either_us, app_us = union_times(events, (), *sets)[()]
+    busy = UnionTimes(io_us, compute_us, either_us)
     facts: list[tuple[str, Unit, float | None]] = [
         *zip(
             ("num_hosts", "num_ranks", "num_processes", "num_threads", "num_files", "num_events"),
@@ -100,7 +101,7 @@ def classes(events: EventsView, *, by: Sequence[str] = ("file_class", "op")) -> 
 def _break_down(
     events: EventsView, by: Sequence[str], *, where: str, name: str, title: str, top: int | None = None
 ) -> Answer:
-    check_keys(by, GROUPINGS)
+    by = check_keys(by, GROUPINGS)
     extra = _EXTRA if "path" in by else ("count(DISTINCT path)", *_EXTRA)
     rows = measure_groups(events, by, where=where, extra=extra)
     width = len(by)
@@ -118,7 +119,7 @@ _MOVES = "size_bytes IS NOT NULL AND phase = 'io'"
 
 def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> tuple[Answer, Answer]:
     """How large transfers are: a description for each group, and its `top` most frequent sizes."""
-    check_keys(by, GROUPINGS)
+    by = check_keys(by, GROUPINGS)
     return describe(events, by), value_counts(events, by, top=top)
 
 
@@ -184,9 +185,9 @@ def ranks(events: EventsView) -> Answer:
     return Answer(name="ranks", title="Ranks", columns=columns, rows=rated_rows, notes=[note])
 
 
-def overlap(events: EventsView, *, by: Sequence[str] = ("pid",), of: str = "io") -> Answer:
+def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str = "io") -> Answer:
     """A row for each value of `by`; `of` is the phase that counts as I/O, or `all` but compute."""
-    check_keys(by, GROUPINGS)
+    by = check_keys(by, GROUPINGS)
     notes = []
     counted = f"NOT {NO_IO}" if of == "all" else f"phase = {sql_literal(of)}"
     if of == "io" and not events.ask_one(f"SELECT count(*) FROM {{events}} WHERE {counted}")[0]:
@@ -199,7 +200,7 @@ def overlap(events: EventsView, *, by: Sequence[str] = ("pid",), of: str = "io")
     if not counts and of not in ("io", "all"):
         known = ", ".join(row[0] for row in events.ask("SELECT DISTINCT phase FROM {events} ORDER BY phase"))
         raise UsageError(f"No event has the phase {of!r}", fix=f"Phases of these traces: {known}.")
-    busy = union_times(events, by, first=counted, second="phase = 'compute'")
+    busy = overlap_times(events, by, first=counted, second="phase = 'compute'")
     rows = [_overlap_row(row[:-2], row[-2], row[-1], busy.get(row[:-2], NO_TIME)) for row in counts]
     columns = make_columns(
         *map(Column, by), "num_events", "union_us", "sum_us", "concurrency", "compute_us", "overlap_us",

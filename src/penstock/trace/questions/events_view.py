@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import duckdb
 
 from penstock.errors import UsageError
 from penstock.trace.event_schema import COLUMNS
+from penstock.trace.needed_columns import check_query
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from duckdb import DuckDBPyConnection
 
     from penstock.trace.dimensions import Dimensions, PhaseOf
+    from penstock.trace.trace_set import TraceSet
 
 
 DERIVED: Final = ("tier", "file_class", "phase")
@@ -30,17 +33,95 @@ IS_WRITE: Final = "op IN ('write', 'pwrite', 'writev', 'pwritev', 'fwrite')"
 IS_READ: Final = "op IN ('read', 'pread', 'readv', 'preadv', 'fread')"
 
 
+class Relations(Protocol):
+    """The relations that hold the same events with more or fewer derived columns."""
+
+    def find(self, sql: str) -> str:
+        """The relation for a query: one with the derived columns that its text names."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneRelation:
+    """A relation that has all columns that anybody will ask for."""
+
+    name: str
+
+    def find(self, sql: str) -> str:
+        """The relation, whatever the query."""
+        del sql
+        return self.name
+
+
+class DerivedRelations:
+    """Tier and file class, worked out once for each path, and phase, once for each kind of event."""
+
+    def __init__(self, connection: DuckDBPyConnection, source: str, dimensions: Dimensions) -> None:
+        self._connection = connection
+        self._source = source
+        self._dimensions = dimensions
+        self._made: set[str] = set()
+
+    def find(self, sql: str) -> str:
+        """The source itself, or a view of it with the phase, or with all derived columns."""
+        if _PATH_COLUMNS.search(sql):
+            return self._make("penstock_events", self._join_paths)
+        return self._make("penstock_phased", self._join_phases) if "phase" in sql else self._source
+
+    def _make(self, view: str, define: Callable[[], str]) -> str:
+        if view not in self._made:
+            self._connection.execute(f"CREATE OR REPLACE TEMP VIEW {view} AS {define()}")
+            self._made.add(view)
+        return view
+
+    def _join_paths(self) -> str:
+        phased, dimensions = self._make("penstock_phased", self._join_phases), self._dimensions
+        self._connection.execute(f"""
+            CREATE OR REPLACE TEMP TABLE penstock_paths AS
+            SELECT path_id, {dimensions.tier_sql()} AS tier, {dimensions.file_class_sql()} AS file_class
+            FROM (
+                SELECT path_id, any_value(path) AS path FROM {self._source}
+                WHERE path_id IS NOT NULL GROUP BY path_id)""")
+        return f"SELECT {phased}.*, tier, file_class FROM {phased} LEFT JOIN penstock_paths USING (path_id)"
+
+    def _join_phases(self) -> str:
+        source, phase = self._source, self._dimensions.phase_sql()
+        if self._dimensions.phase_of is not None:
+            _store_phases(self._connection, source, self._dimensions.phase_of)
+            return (
+                f"SELECT {source}.*, coalesce(own_phase, {phase}) AS phase"
+                f" FROM {source} LEFT JOIN penstock_phases USING (name, cat, args)"
+            )
+        if not self._dimensions.phases_depend_on_kind():
+            return f"SELECT *, {phase} AS phase FROM {source}"
+        self._connection.execute(f"""
+            CREATE OR REPLACE TEMP TABLE penstock_kinds AS SELECT kind_id, {phase} AS phase FROM (
+                SELECT kind_id, any_value(op) AS op, any_value(name) AS name, any_value(cat) AS cat
+                FROM {source} GROUP BY kind_id)""")
+        return f"SELECT {source}.*, phase FROM {source} JOIN penstock_kinds USING (kind_id)"
+
+
+_PATH_COLUMNS: Final = re.compile(r"\b(?:tier|file_class)\b|(?<!count\()\*")
+"""Names that only the widest view has, or a star that stands for them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsView:
-    """A relation with the columns of the event schema and the derived ones, on a connection."""
+    """Events with the columns of the event schema, their keys and the derived columns, on a connection."""
 
     connection: DuckDBPyConnection
-    relation: str
-    file_class_sql: str = ""
+    relations: Relations
+    conditions: tuple[str, ...] = ()
+    is_ordered: bool = False
+    """Whether a scan gives the events in the order of time."""
+
+    @property
+    def relation(self) -> str:
+        """A relation with all columns."""
+        return self._find("*")
 
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         """The rows of a query in which `{events}` stands for the relation."""
-        return self.connection.execute(sql.replace("{events}", self.relation)).fetchall()
+        return self.connection.execute(self.fill_in(sql)).fetchall()
 
     def ask_one(self, sql: str) -> tuple[Any, ...]:
         """The only row of a query."""
@@ -49,36 +130,30 @@ class EventsView:
 
     def read(self, sql: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
         """The rows of a query in Arrow batches, for answers that do not fit in memory."""
-        relation = self.connection.sql(sql.replace("{events}", self.relation))
-        yield from relation.to_arrow_reader(batch_rows)
+        yield from self.connection.sql(self.fill_in(sql)).to_arrow_reader(batch_rows)
+
+    def fill_in(self, sql: str) -> str:
+        """The query with the narrowest relation that it needs in place of `{events}`."""
+        return sql.replace("{events}", self._find(sql))
 
     def only(self, where: str) -> EventsView:
         """The events for which the SQL condition `where` holds."""
-        return replace(self, relation=f"(SELECT * FROM {self.relation} WHERE {where})")
+        return replace(self, conditions=(*self.conditions, where))
 
-    def classified(self) -> EventsView:
-        """The same events, classified once per path, because a regular expression per row is slow."""
-        if not self.file_class_sql:
-            return self
-        paths = f"(SELECT DISTINCT path FROM {self.relation})"
-        known = f"(SELECT path, {self.file_class_sql} AS file_class FROM {paths})"
-        join = f"JOIN {known} known ON e.path IS NOT DISTINCT FROM known.path"
-        relation = f"(SELECT e.* REPLACE (known.file_class AS file_class) FROM {self.relation} e {join})"
-        return replace(self, relation=relation, file_class_sql="")
+    def _find(self, sql: str) -> str:
+        relation = self.relations.find(" ".join((sql, *self.conditions)))
+        if not self.conditions:
+            return relation
+        conditions = " AND ".join(f"({where})" for where in self.conditions)
+        return f"(SELECT * FROM {relation} WHERE {conditions})"
 
 
-def view_events(connection: DuckDBPyConnection, source: str, dimensions: Dimensions) -> EventsView:
-    """Create the view of `source` with tier, file class and phase as `dimensions` define them."""
-    columns, phases = dimensions.columns_sql(), ""
-    if dimensions.phase_of is not None:
-        _store_phases(connection, source, dimensions.phase_of)
-        columns = columns.replace(dimensions.phase_sql(), f"coalesce(own_phase, {dimensions.phase_sql()})")
-        phases = " LEFT JOIN penstock_phases USING (name, cat, args)"
-    select = f"SELECT {source}.*, {columns} FROM {source}{phases}"
-    connection.execute(f"CREATE OR REPLACE TEMP VIEW penstock_events AS {select}")
-    return EventsView(
-        connection=connection, relation="penstock_events", file_class_sql=dimensions.file_class_sql()
-    )
+def view_events(
+    connection: DuckDBPyConnection, source: str, dimensions: Dimensions, *, is_ordered: bool = False
+) -> EventsView:
+    """Events of `source` with tier, file class and phase as `dimensions` define them."""
+    relations = DerivedRelations(connection, source, dimensions)
+    return EventsView(connection=connection, relations=relations, is_ordered=is_ordered)
 
 
 def _store_phases(connection: DuckDBPyConnection, source: str, phase_of: PhaseOf) -> None:
@@ -94,10 +169,16 @@ def _store_phases(connection: DuckDBPyConnection, source: str, phase_of: PhaseOf
 
 
 def check_keys(by: Sequence[str], allowed: Sequence[str]) -> Sequence[str]:
-    """Columns to group by; UsageError for one that does not exist."""
+    """Columns to group by; UsageError for one that does not exist.
+
+    The same pid on two hosts is two processes, so `pid` brings `host` with it.
+    """
     for key in by:
         if key not in allowed:
             raise UsageError(f"Cannot group by {key!r}", fix=f"Choose from: {', '.join(allowed)}.")
+    if "pid" in by and "host" not in by:
+        place = list(by).index("pid")
+        return [*by[:place], "host", *by[place:]]
     return by
 
 
@@ -133,8 +214,19 @@ class SqlAnswer:
         ]
 
 
-def run_query(connection: DuckDBPyConnection, query: str) -> SqlAnswer:
-    """Run a user's query; UsageError for one that DuckDB cannot run."""
+def run_query(traces: TraceSet, query: str) -> SqlAnswer:
+    """Run a user's query on `events`; it reads no other files and writes nothing. UsageError if it fails."""
+    check_query(query)
+    connection = traces.connection
+    if traces.files:
+        connection.execute("SET allowed_paths = ?", [[str(path) for path in traces.files]])
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+    return answer_query(connection, query)
+
+
+def answer_query(connection: DuckDBPyConnection, query: str) -> SqlAnswer:
+    """Run a query on a connection as it is."""
     try:
         cursor = connection.execute(query)
         columns = [column[0] for column in cursor.description or ()]

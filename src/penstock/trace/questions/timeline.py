@@ -8,7 +8,7 @@ from penstock.errors import UsageError
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.interval_union import measure_groups
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
-from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
+from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView, OneRelation
 
 _BUCKETS_WANTED = 100
 _MOST_BUCKETS = 100_000
@@ -33,7 +33,8 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
         raise UsageError(
             f"The trace has {span_us // width:,} buckets of this size", fix="Use larger buckets."
         )
-    cut = EventsView(connection=events.connection, relation=_cut(events, width))
+    # Pieces of long events come behind the others, so these events are not in order.
+    cut = EventsView(connection=events.connection, relations=OneRelation(events.fill_in(_cut(events, width))))
     keys = ("run", "tier", "bucket")
     rows = [
         (run, tier, bucket * width, width, started, read, written, read * 1e6 / width, written * 1e6 / width,
@@ -60,7 +61,7 @@ def _cut(events: EventsView, width: int) -> str:
         SELECT run, tier, op, size_bytes, dur_us AS whole_us, ts_us - {origin} AS since_us,
                since_us + dur_us AS until_us, since_us // {width} AS first,
                greatest(since_us, until_us - 1) // {width} AS last
-        FROM {events.relation} WHERE {IS_IO}"""
+        FROM {{events}} WHERE {IS_IO}"""
     kept = "run, tier, op, size_bytes, whole_us"
     return f"""(
         WITH shifted AS ({shifted})

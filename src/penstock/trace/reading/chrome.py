@@ -197,9 +197,9 @@ def _arguments(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-def _unbound(_kind: HashKind, value: bytes) -> str:
+def _unbound(_kind: HashKind, value: str) -> str:
     """Chrome's traces have no hashes, so the text is used as it is."""
-    return value.decode()
+    return value
 
 
 def _find_array(text: str) -> int:

@@ -1,8 +1,7 @@
 """Trace files as chunks of whole lines: plain or gzip, of one member or many, whole or torn.
 
-The first stage of reading. Invariants: a chunk ends behind a newline and is followed by `SLACK` readable
-bytes; memory is bounded whatever the file's size; what can be decompressed is delivered, and what cannot is
-reported.
+The first stage of reading. Invariants: a chunk ends behind a newline; memory is bounded whatever the file's
+size; what can be decompressed is delivered, and what cannot is reported.
 """
 
 import zlib
@@ -13,12 +12,12 @@ from typing import Any, BinaryIO, Final
 
 from isal import igzip_lib
 
-SLACK: Final = 64
-"""Readable bytes behind a chunk's last line, because the native scanner loads eight bytes at a time."""
 PIECE_BYTES: Final = 1 << 20
 """Decompressed at a time: small enough to be in a cache when it is read next."""
 LINE_LIMIT_BYTES: Final = 8 << 20
-"""A longer line is no event of a trace; it is cut here so that memory stays bounded."""
+"""A longer line is no event of a trace; only its beginning is kept, so that memory stays bounded."""
+_KEPT_BYTES: Final = 1 << 16
+"""What is kept of a line that is too long: enough to salvage an event."""
 
 _READ_BYTES: Final = 1 << 17
 _GZIP_MAGIC: Final = b"\x1f\x8b\x08"
@@ -31,40 +30,37 @@ ReportFault = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Whole lines: `content[start:stop]`. `is_torn` says that the file ends here without a newline."""
+    """Whole lines: `content[start:stop]`."""
 
     content: bytes
     start: int
     stop: int
-    is_torn: bool = False
-
-    def has_escapes(self) -> bool:
-        """Whether a search of the raw bytes may miss a text, because JSON may spell it with escapes."""
-        return self.content.find(b"\\", self.start, self.stop) >= 0
 
 
 def split_chunks(pieces: Iterable[bytes]) -> Iterator[Chunk]:
-    """The lines of a file's pieces, in order."""
+    """The lines of a file's pieces, in order; a last line without a newline gets one."""
     carry = b""
+    is_too_long = False
     for piece in pieces:
         start = 0
-        if carry:
+        if carry or is_too_long:
             start = piece.find(b"\n") + 1
-            if not start and len(carry) + len(piece) < LINE_LIMIT_BYTES:
-                carry += piece
+            if not is_too_long:
+                carry += piece[:start] if start else piece
+            if not start:
+                is_too_long = len(carry) >= LINE_LIMIT_BYTES
                 continue
-            head = carry + piece[:start] if start else carry + piece + b"\n"
-            yield Chunk(head + bytes(SLACK), 0, len(head))
-            start = start or len(piece)
-        stop = piece.rfind(b"\n", start, max(start, len(piece) - SLACK)) + 1
+            head = carry[:_KEPT_BYTES] + b"\n" if is_too_long or len(carry) > LINE_LIMIT_BYTES else carry
+            yield Chunk(head, 0, len(head))
+            carry, is_too_long = b"", False
+        stop = piece.rfind(b"\n", start) + 1
         if stop > start:
             yield Chunk(piece, start, stop)
             start = stop
         carry = piece[start:]
     if carry:
-        is_torn = not carry.endswith(b"\n")
-        carry += b"\n" * is_torn
-        yield Chunk(carry + bytes(SLACK), 0, len(carry), is_torn)
+        head = (carry[:_KEPT_BYTES] if is_too_long else carry) + b"\n"
+        yield Chunk(head, 0, len(head))
 
 
 def read_pieces(path: Path, report_fault: ReportFault, advance: Callable[[int], None]) -> Iterator[bytes]:

@@ -1,8 +1,8 @@
 """Parsed lines become batches of events, the Arrow record batches that every dialect's reader yields.
 
-Readers of text dialects give one `ParsedLine` per line; rows of the native scanner (`native/scan_state.py`)
-skip this step and are columns already. Invariant: a batch has the columns of `event_schema.SCHEMA` in their
-order. Most texts repeat within a file, so they are dictionary-encoded.
+Readers of text dialects give one `ParsedLine` per line; blocks that DuckDB parsed (`block_query.py`) are
+columns already. Invariant: a batch has the wanted columns of `event_schema.SCHEMA` in their order. Most texts
+repeat within a file, so they are dictionary-encoded.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
-from penstock.trace.event_schema import COLUMNS, FileAccount, canonical
+from penstock.trace.event_schema import ALL_COLUMNS, COLUMNS, FileAccount, canonical
 from penstock.trace.reading.chunks import Chunk
 
 BATCH_ROWS: Final = 1 << 15
@@ -21,10 +21,10 @@ UNEXPLAINED: Final = "hash:"
 """Prefix of a path or host whose hash its file never explains."""
 
 _TEXT: Final = pa.dictionary(pa.int32(), pa.string())
-_DICTIONARIES: Final = ("op", "name", "cat", "host", "path", "run", "file")
+TEXT_COLUMNS: Final = ("op", "name", "cat", "host", "path", "run", "file")
 BATCH_SCHEMA: Final = pa.schema(
     [
-        pa.field(column.name, _TEXT if column.name in _DICTIONARIES else column.type, column.may_be_missing)
+        pa.field(column.name, _TEXT if column.name in TEXT_COLUMNS else column.type, column.may_be_missing)
         for column in COLUMNS
     ]
 )
@@ -130,11 +130,21 @@ def count_line(parsed: ParsedLine, line: bytes, account: FileAccount) -> None:
             account.count_damage(account.lines, parsed.reason, text, salvaged=is_salvaged)
 
 
+def select_schema(columns: frozenset[str]) -> pa.Schema:
+    """The schema of batches that have only these columns."""
+    return (
+        BATCH_SCHEMA if columns == ALL_COLUMNS else pa.schema([f for f in BATCH_SCHEMA if f.name in columns])
+    )
+
+
 def build_batch(
-    rows: Sequence[Mapping[str, Any]], origin: EventOrigin, context: FileContext
+    rows: Sequence[Mapping[str, Any]],
+    origin: EventOrigin,
+    context: FileContext,
+    columns: frozenset[str] = ALL_COLUMNS,
 ) -> pa.RecordBatch:
     """Rows that Python parsed, as a batch. Each row has at least the columns that must not be missing."""
-    filled: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in BATCH_SCHEMA.names}
+    filled: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in columns}
     filled["end_us"] = [row["ts_us"] + row["dur_us"] for row in rows]
     filled["op"] = [row.get("op") or canonical(row["name"]) for row in rows]
     # A rank in the event itself, even None, takes precedence over the file's name and metadata.
@@ -142,27 +152,35 @@ def build_batch(
         row["rank"] if "rank" in row else context.ranks.get(row["pid"], origin.rank) for row in rows
     ]
     filled["run"], filled["file"] = [origin.run] * len(rows), [origin.file] * len(rows)
-    arrays = [pa.array(filled[field.name], field.type) for field in BATCH_SCHEMA]
-    return pa.RecordBatch.from_arrays(arrays, schema=BATCH_SCHEMA)
+    schema = select_schema(columns)
+    return pa.RecordBatch.from_arrays([pa.array(filled[f.name], f.type) for f in schema], schema=schema)
 
 
 def transfer_size(name: str, cat: str, arguments: Mapping[str, Any]) -> int | None:
-    """The bytes that an event moved; `scan_state._transfer_sizes` applies the same rule to columns."""
+    """The bytes that an event moved; `block_query` applies the same rule to columns."""
     ret, op = parse_int64(arguments.get("ret")), canonical(name)
     if cat in BYTE_LAYERS and op in BYTE_MOVERS and ret is not None:
         return ret if ret >= 0 else None
     item_bytes = parse_int64(arguments.get("size"))
     if cat == "STDIO" and op in ITEM_MOVERS and ret is not None and item_bytes is not None:
         return ret * item_bytes if ret >= 0 else None
-    return parse_int64(arguments.get("image_size"))
+    return None
 
 
 def parse_int64(value: Any) -> int | None:
-    """A whole number of 64 bits, quoted or not; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        return None
+    """A whole number of 64 bits, quoted or not, however it is written; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            value = _parse_float(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return int(value) if isinstance(value, int) and -(1 << 63) < value < 1 << 63 else None
+
+
+def _parse_float(text: str) -> float | None:
     try:
-        number = int(value)
+        return float(text)
     except ValueError:
         return None
-    return number if -(1 << 63) < number < 1 << 63 else None

@@ -1,23 +1,29 @@
 """Traces of one JSON object per line, as DFTracer's three generations write them: chunks -> batches.
 
-A scanner goes over the lines of each chunk. That of large inputs is machine code, takes whole lines by
-itself, and hands the others back; that of small inputs hands every line back. What is handed back is parsed
-by `lenient_json.py`. Invariants: the account's sum holds after every chunk; the events are the same whichever
-scanner was used.
+    lines, gathered into blocks -> `block_query`: DuckDB gives a row for each line -> events, by column
+                                -> lines that are no plain events -> `lenient_json`, one by one
+
+DuckDB gives exactly one row for each line that is not blank, all NULL where the line is no JSON, so a row's
+number tells its line. Invariants: the account's sum holds after every block; the events are the same whether
+DuckDB or Python parsed them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
 
-import pyarrow.compute as pc
+import numpy as np
 
-from penstock.trace.event_schema import FileAccount
+from penstock.trace.event_schema import ALL_COLUMNS, FileAccount
+from penstock.trace.reading.block_query import BlockQuery, BlockRows, Numbers, build_block_batch
 from penstock.trace.reading.chunks import Chunk
 from penstock.trace.reading.event_batch import (
+    BATCH_ROWS,
     EventOrigin,
     FileContext,
     ParsedLine,
@@ -25,159 +31,131 @@ from penstock.trace.reading.event_batch import (
     count_line,
     parse_int64,
 )
-from penstock.trace.reading.event_filter import NO_PREFILTER, Prefilter
-from penstock.trace.reading.lenient_json import HASH_KIND_NAMES, HashKind, UnexplainedHash, parse_line
-from penstock.trace.reading.native import open_scanner
+from penstock.trace.reading.lenient_json import HASH_KINDS, HashKind, UnexplainedHash, clean_text, parse_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_FLUSHED_ROWS: Final = 1 << 16
+BLOCK_BYTES: Final = 8 << 20
+"""Parsed at a time: small enough for a cache, large enough that a query's fixed cost does not count."""
+QUERY_LINES: Final = 400
+"""Python parses fewer lines than these sooner than DuckDB plans a query."""
+_MANY_ODD: Final = 1 / 8
+"""The share of odd rows from which on commas behind the objects are looked for."""
 _UNITS_NS: Final = {"NS": 1, "US": 1000, "MS": 1_000_000, "SEC": 1_000_000_000}
-_KINDS: Final = {name.decode(): kind for name, kind in zip(HASH_KIND_NAMES, HashKind, strict=True)}
 _RANK: Final = re.compile(r"Rank (\d{1,9})\b")
-_FILE_HASH: Final = re.compile(rb'"fhash":[ \t]*("?)([^",}\s]+)\1')
 
 
-class LineScanner(Protocol):
-    """Parses the lines of one file that it supports, and keeps the texts of the file's hashes."""
-
-    def open_chunk(self, chunk: Chunk) -> None:
-        """Continue with another chunk."""
-
-    def scan(self, position: int) -> tuple[int, bool]:
-        """Take lines from `position` on; where it stopped, and whether rows must be taken to make room.
-
-        It stops at the chunk's end, or at a line that must be parsed by Python.
-        """
-
-    def take_counts(self, account: FileAccount) -> None:
-        """Add the lines it took, or skipped, to the account."""
-
-    def take_batch(self, origin: EventOrigin, context: FileContext) -> tuple[pa.RecordBatch | None, int]:
-        """The rows it gathered, and how many of them name a file or host that nothing explains."""
-
-    def make_room(self) -> None:
-        """Grow the buffers that are full, after their rows were taken."""
-
-    def lookup(self, kind: HashKind, value: bytes) -> str | None:
-        """The text of a hash; None before a line explains it."""
-
-    def bind(self, kind: HashKind, value: bytes, text: bytes) -> None:
-        """Set the text of a hash, from the line of metadata that explains it."""
-
-
-class PlainScanner:
-    """The scanner of small inputs: skips lines that the prefilter rules out, leaves the rest to Python."""
-
-    def __init__(self, prefilter: Prefilter) -> None:
-        self._prefilter = prefilter
-        self._texts: dict[tuple[HashKind, bytes], str] = {}
-        self._content = b""
-        self._stop = 0
-        self._is_filtering = False
-        self._num_skipped = 0
-
-    def open_chunk(self, chunk: Chunk) -> None:
-        """Continue with another chunk."""
-        self._content, self._stop = chunk.content, chunk.stop
-        self._is_filtering = self._prefilter.is_active and not chunk.has_escapes()
-
-    def scan(self, position: int) -> tuple[int, bool]:
-        """Skip to the next line that must be parsed."""
-        while self._is_filtering and position < self._stop:
-            end = self._content.index(b"\n", position)
-            if self._is_wanted(self._content[position:end]):
-                break
-            self._num_skipped += 1
-            position = end + 1
-        return position, False
-
-    def take_counts(self, account: FileAccount) -> None:
-        """Count the skipped lines."""
-        account.lines += self._num_skipped
-        account.skipped += self._num_skipped
-        self._num_skipped = 0
-
-    def take_batch(self, _origin: EventOrigin, _context: FileContext) -> tuple[None, int]:
-        """All rows were made by Python."""
-        return None, 0
-
-    def make_room(self) -> None:
-        """Do nothing: Python's lists grow by themselves."""
-
-    def lookup(self, kind: HashKind, value: bytes) -> str | None:
-        """The text of a hash; None before a line explains it."""
-        return self._texts.get((kind, value))
-
-    def bind(self, kind: HashKind, value: bytes, text: bytes) -> None:
-        """Set the text of a hash."""
-        self._texts[kind, value] = text.decode()
-
-    def _is_wanted(self, line: bytes) -> bool:
-        """Whether a line explains others, or has one pattern of each sort that there are patterns of."""
-        names, paths = self._prefilter.name_patterns, self._prefilter.path_patterns
-        if b'"dftracer"' in line:
-            return True
-        if names and not any(pattern in line for pattern in names):
-            return False
-        return not paths or any(pattern in line for pattern in paths) or self._is_hash_wanted(line)
-
-    def _is_hash_wanted(self, line: bytes) -> bool:
-        """Whether a line names its file by a hash of a wanted path, or by one not explained yet."""
-        if b'"fhash":' not in line:
-            return False
-        file_hash = _FILE_HASH.search(line)
-        path = None if file_hash is None else self.lookup(HashKind.FILE, file_hash[2])
-        return path is None or any(pattern in path.encode() for pattern in self._prefilter.path_patterns)
+FindName = Callable[[HashKind, str], str | None]
 
 
 class JsonLines:
-    """Reads the chunks of one file; `account` then has the fate of its lines."""
+    """Reads the chunks of one file; `account` then has the fate of its lines.
+
+    Blocks of fewer than `query_lines` lines are parsed in Python, which changes nothing but the speed.
+    `find_elsewhere` gives names of hashes that this file does not explain.
+    """
 
     def __init__(
         self,
         origin: EventOrigin,
         account: FileAccount,
-        prefilter: Prefilter = NO_PREFILTER,
-        *,
-        is_large: bool = False,
+        columns: frozenset[str] = ALL_COLUMNS,
+        query_lines: int = QUERY_LINES,
+        find_elsewhere: FindName = lambda _kind, _value: None,
     ) -> None:
         self._origin = origin
         self._account = account
-        self._scanner: LineScanner = open_scanner(prefilter) if is_large else PlainScanner(prefilter)
+        self._columns = columns
+        self._query_lines = query_lines
+        self._find_elsewhere = find_elsewhere
+        self._query: BlockQuery | None = None
         self._context = FileContext()
-        self._rows: list[dict[str, Any]] = []
+        self._texts: dict[HashKind, dict[str, str]] = {kind: {} for kind in HashKind}
+        self._rebound: set[tuple[HashKind, str]] = set()
+        self._unexplained: Counter[tuple[HashKind, str]] = Counter()
         self._num_endings = self._num_announced = 0
-        self._num_unexplained = 0
 
     def read(self, chunks: Iterator[Chunk]) -> Iterator[pa.RecordBatch]:
         """The file's events, roughly in the order of its lines."""
-        for chunk in chunks:
-            yield from self._read_chunk(chunk)
-        yield from self._flush()
+        try:
+            for block in _gather_blocks(chunks):
+                yield from self._read_block(block)
+        finally:
+            if self._query is not None:
+                self._query.close()
         self._account.faults.extend(self._find_faults())
 
-    def _read_chunk(self, chunk: Chunk) -> Iterator[pa.RecordBatch]:
-        scanner, position = self._scanner, chunk.start
-        scanner.open_chunk(chunk)
-        while True:
-            position, is_full = scanner.scan(position)
-            if is_full:
-                yield from self._flush()
-                scanner.make_room()
-            elif position >= chunk.stop:
+    def _read_block(self, block: _Block) -> Iterator[pa.RecordBatch]:
+        if block.num_lines < self._query_lines:
+            yield from self._parse_lines(block.lines())
+            return
+        rows = self._run_query(block)
+        if len(rows.odd) > _MANY_ODD * block.num_lines and b"},\n" in block.join():
+            block = _Block.from_bytes(block.join().replace(b"},\n", b"}\n"))
+            rows = self._run_query(block)
+        lines = block.lines() if len(rows.odd) or len(rows) < block.num_lines else []
+        line_of = _number_lines(lines, block.num_lines, len(rows))
+        if line_of is None or not self._learn_hashes(rows):
+            yield from self._parse_lines(lines or block.lines())
+        else:
+            yield from self._take_rows(rows, block.num_lines, lines, line_of)
+
+    def _run_query(self, block: _Block) -> BlockRows:
+        if self._query is None:
+            self._query = BlockQuery(self._columns)
+        return self._query.run(block.parts, self._context.ns_per_tick)
+
+    def _learn_hashes(self, rows: BlockRows) -> bool:
+        """Bind the hashes that a block explains; False if one already stands for something else.
+
+        Which of two texts an event means depends on its line, so Python takes such a block line by line.
+        """
+        bound: dict[tuple[HashKind, str], str] = {}
+        for kind, value, text in rows.explained_hashes():
+            if bound.setdefault((kind, value), text) != text or self._texts[kind].get(value, text) != text:
+                return False
+        for (kind, value), text in bound.items():
+            self._texts[kind][value] = text
+        return True
+
+    def _take_rows(
+        self, rows: BlockRows, num_lines: int, lines: Sequence[bytes], line_of: Numbers
+    ) -> Iterator[pa.RecordBatch]:
+        """Count the block's lines, parse the odd ones, and make batches of the events."""
+        account, lines_before, taken = self._account, self._account.lines, num_lines
+        parsed_rows: list[Mapping[str, Any]] = []
+        for number in line_of[rows.odd].tolist():
+            account.lines = lines_before + number
+            parsed = self._parse(lines[number])
+            if parsed.row is not None:
+                parsed_rows.append(parsed.row)
+            if self._learn(parsed):
+                taken = number + 1
                 break
-            else:
-                end = chunk.content.index(b"\n", position) + 1
-                # Samples of damage carry the number of their line, so the scanner's lines are counted first.
-                scanner.take_counts(self._account)
-                parsed = self._parse(chunk.content[position:end])
-                if self._must_flush(parsed):
-                    yield from self._flush()
-                self._learn(parsed)
-                position = end
-        scanner.take_counts(self._account)
+        rows = rows.first(int(np.searchsorted(line_of, taken)))
+        account.lines = lines_before + taken
+        account.events += rows.num_events
+        account.metadata += rows.num_metadata
+        account.blank += taken - len(rows)
+        if rows.num_events:
+            yield build_block_batch(rows, self._columns, self._origin, self._context, self._resolve_counted)
+        yield from self._build(parsed_rows)
+        if taken < num_lines:
+            # The unit of times has changed, so the lines behind are read anew.
+            yield from self._read_block(_Block.from_bytes(b"\n".join([*lines[taken:], b""])))
+
+    def _parse_lines(self, lines: Sequence[bytes]) -> Iterator[pa.RecordBatch]:
+        parsed_rows: list[Mapping[str, Any]] = []
+        for line in lines:
+            parsed = self._parse(line)
+            if parsed.row is not None:
+                parsed_rows.append(parsed.row)
+            self._learn(parsed)
+            if len(parsed_rows) >= BATCH_ROWS:
+                yield from self._build(parsed_rows)
+                parsed_rows = []
+        yield from self._build(parsed_rows)
 
     def _parse(self, line: bytes) -> ParsedLine:
         self._account.lines += 1
@@ -185,82 +163,91 @@ class JsonLines:
         count_line(parsed, line, self._account)
         return parsed
 
-    def _resolve(self, kind: HashKind, value: bytes) -> str:
-        text = self._scanner.lookup(kind, value)
-        return UnexplainedHash(kind, value) if text is None else text
-
-    def _must_flush(self, parsed: ParsedLine) -> bool:
-        """A new unit of time holds for later rows only."""
-        is_new_unit = parsed.row is None and _argument(parsed, "name") == "time_metric"
-        return is_new_unit or len(self._rows) >= _FLUSHED_ROWS
-
-    def _learn(self, parsed: ParsedLine) -> None:
-        """Keep an event's row; learn units, ranks and hashes from a line of metadata."""
+    def _learn(self, parsed: ParsedLine) -> bool:
+        """Learn units, ranks and hashes from a line of metadata; whether the unit of times has changed."""
         if parsed.row is not None:
-            self._rows.append(dict(parsed.row))
-            return
-        document = parsed.document or {}
-        name, value = _argument(parsed, "name"), _argument(parsed, "value")
-        if name == "time_metric":
-            self._set_unit(str(value))
-        kind = _KINDS.get(str(document.get("name")))
+            self._count_ending(parsed.row)
+        document = parsed.document if parsed.row is None else None
+        if document is None:
+            return False
+        name, value = _argument(document, "name"), _argument(document, "value")
+        kind = HASH_KINDS.get(str(document.get("name")))
         if kind is not None and isinstance(name, str):
-            text = name.encode(errors="backslashreplace")
-            self._scanner.bind(kind, str(value).encode(errors="backslashreplace"), text)
-        rank = _RANK.match(str(value)) or _RANK.match(str(_argument(parsed, "process_name")))
+            self._bind(kind, str(value), name)
+            return False
+        rank = _RANK.match(str(value)) or _RANK.match(str(_argument(document, "process_name")))
         pid = parse_int64(document.get("pid"))
         if rank and pid is not None:
             self._context.ranks[pid] = int(rank[1])
+        return name == "time_metric" and self._set_unit(str(value))
 
-    def _set_unit(self, unit: str) -> None:
+    def _bind(self, kind: HashKind, value: str, text: str) -> None:
+        value, text = clean_text(value), clean_text(text)
+        if self._texts[kind].setdefault(value, text) != text:
+            self._rebound.add((kind, value))
+            self._texts[kind][value] = text
+
+    def _set_unit(self, unit: str) -> bool:
         if unit not in _UNITS_NS:
             self._account.faults.append(
                 f"its time_metric {unit!r} is unknown: times are read as microseconds"
             )
-        self._context.ns_per_tick = _UNITS_NS.get(unit, 1000)
+        before, self._context.ns_per_tick = self._context.ns_per_tick, _UNITS_NS.get(unit, 1000)
+        return self._context.ns_per_tick != before
 
-    def _flush(self) -> Iterator[pa.RecordBatch]:
-        """The rows so far, those of the scanner first."""
-        batch, num_unexplained = self._scanner.take_batch(self._origin, self._context)
-        self._num_unexplained += num_unexplained
-        if batch is not None:
-            self._count_endings(batch)
-            yield batch
-        if self._rows:
-            self._num_unexplained += sum(map(self._is_left_unexplained, self._rows))
-            batch = build_batch(self._rows, self._origin, self._context)
-            self._count_endings(batch)
-            yield batch
-            self._rows = []
+    def _resolve(self, kind: HashKind, value: str) -> str:
+        return self._texts[kind].get(value) or UnexplainedHash(kind, value)
 
-    def _count_endings(self, batch: pa.RecordBatch) -> None:
-        """DFTracer's last event has the number of events before it."""
-        if "end" not in batch.column("name").dictionary.to_pylist():
+    def _resolve_counted(self, kind: HashKind, value: str, num_events: int) -> str:
+        """The text of a hash that so many events have."""
+        text = self._resolve(kind, value)
+        if not isinstance(text, UnexplainedHash):
+            return text
+        elsewhere = self._find_elsewhere(kind, value)
+        if elsewhere is None:
+            self._unexplained[kind, value] += num_events
+            return text
+        self._texts[kind][value] = elsewhere
+        return elsewhere
+
+    def _build(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
+        """A batch of rows that Python parsed, their hashes resolved that were explained after them."""
+        if not rows:
             return
-        endings = batch.filter(pc.equal(batch.column("name"), "end"))
-        for arguments in endings.column("args").to_pylist():
-            announced = parse_int64(json.loads(arguments).get("num_events"))
+        resolved = [self._resolve_late(row) for row in rows]
+        yield build_batch(resolved, self._origin, self._context, self._columns)
+
+    def _resolve_late(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        late = {
+            column: self._resolve_counted(text.kind, text.value, 1)
+            for column in ("path", "host")
+            if isinstance(text := row[column], UnexplainedHash)
+        }
+        return {**row, **late} if late else row
+
+    def _count_ending(self, row: Mapping[str, Any]) -> None:
+        """DFTracer's last event has the number of events before it."""
+        if row["name"] == "end":
+            announced = parse_int64(json.loads(row["args"]).get("num_events"))
             if announced is not None:
                 self._num_announced += announced
                 self._num_endings += 1
 
-    def _is_left_unexplained(self, row: dict[str, Any]) -> bool:
-        """Resolve hashes that were explained after their row; whether one never was."""
-        for column in ("path", "host"):
-            text = row[column]
-            if isinstance(text, UnexplainedHash):
-                row[column] = self._resolve(text.kind, text.value)
-        return any(isinstance(row[column], UnexplainedHash) for column in ("path", "host"))
-
     def _find_faults(self) -> Iterator[str]:
         """What is wrong with the file as a whole, after its last line."""
         account = self._account
-        if self._num_unexplained:
-            yield f"{self._num_unexplained} events name files or hosts by hashes that no line explains"
+        if self._rebound:
+            yield (
+                f"{len(self._rebound)} hashes stand for two names:"
+                " events have the one that was explained last before them"
+            )
+        if self._unexplained:
+            num_events = sum(self._unexplained.values())
+            yield f"{num_events} events name files or hosts by hashes that no line explains"
         if self._num_endings:
             # A count beside the file is older than the ending: its process was killed between the two.
             account.announced_events = self._num_announced
-        if account.announced_events is None or account.skipped:
+        if account.announced_events is None:
             return
         num_events = account.events + account.salvaged - self._num_endings
         account.missing = max(account.announced_events - num_events, 0)
@@ -271,6 +258,46 @@ class JsonLines:
             )
 
 
-def _argument(parsed: ParsedLine, key: str) -> Any:
-    arguments = (parsed.document or {}).get("args")
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Whole lines that are parsed together."""
+
+    parts: Sequence[memoryview | bytes]
+    num_lines: int
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Self:
+        return cls([content], content.count(b"\n"))
+
+    def join(self) -> bytes:
+        return b"".join(self.parts)
+
+    def lines(self) -> list[bytes]:
+        return self.join().split(b"\n")[:-1]
+
+
+def _gather_blocks(chunks: Iterator[Chunk]) -> Iterator[_Block]:
+    parts: list[memoryview] = []
+    num_lines = num_bytes = 0
+    for chunk in chunks:
+        parts.append(memoryview(chunk.content)[chunk.start : chunk.stop])
+        num_lines += chunk.content.count(b"\n", chunk.start, chunk.stop)
+        num_bytes += chunk.stop - chunk.start
+        if num_bytes >= BLOCK_BYTES:
+            yield _Block(parts, num_lines)
+            parts, num_lines, num_bytes = [], 0, 0
+    if parts:
+        yield _Block(parts, num_lines)
+
+
+def _number_lines(lines: Sequence[bytes], num_lines: int, num_rows: int) -> Numbers | None:
+    """The line of each row; None if it is unknown, because DuckDB sees other lines than Python does."""
+    if num_rows == num_lines:
+        return np.arange(num_lines)
+    written = np.flatnonzero([bool(line.strip()) for line in lines])
+    return written if len(written) == num_rows else None
+
+
+def _argument(document: Mapping[str, Any], key: str) -> Any:
+    arguments = document.get("args")
     return arguments.get(key) if isinstance(arguments, dict) else None

@@ -1,6 +1,6 @@
 """JSON traces line by line, through the json module: every line, however damaged, gets exactly one fate.
 
-All lines of a small trace are parsed here; of a large one only those that the native scanner hands back.
+All lines of a small trace are parsed here; of a large one only those that are no plain events for DuckDB.
 Chrome documents use `parse_event` for their objects. Invariant: whatever bytes a line holds, parsing never
 fails; what can still be found of a damaged event is salvaged.
 """
@@ -8,24 +8,23 @@ fails; what can still be found of a damaged event is salvaged.
 import json
 import re
 from collections.abc import Callable, Mapping
-from enum import IntEnum
+from enum import StrEnum
 from typing import Any, Final, Self
 
 from penstock.trace.reading.event_batch import UNEXPLAINED, LineFate, ParsedLine, parse_int64, transfer_size
 
 
-class HashKind(IntEnum):
-    """What a hash is of, in the order of `HASH_KIND_NAMES`."""
+class HashKind(StrEnum):
+    """What a hash is of."""
 
-    FILE = 0
-    HOST = 1
-    STRING = 2
+    FILE = "file"
+    HOST = "host"
 
 
-HASH_KIND_NAMES: Final = (b"FH", b"HH", b"SH")
+HASH_KINDS: Final = {"FH": HashKind.FILE, "HH": HashKind.HOST}
 """Names of the lines of metadata that explain hashes."""
 
-ResolveHash = Callable[[HashKind, bytes], str]
+ResolveHash = Callable[[HashKind, str], str]
 """Returns the text of a hash, or an `UnexplainedHash`."""
 
 
@@ -33,18 +32,18 @@ class UnexplainedHash(str):  # noqa: SLOT000 - a text has room for none beside i
     """Text in place of a hash that no line has explained so far; a later line of the file may."""
 
     kind: HashKind
-    value: bytes
+    value: str
 
-    def __new__(cls, kind: HashKind, value: bytes) -> Self:
+    def __new__(cls, kind: HashKind, value: str) -> Self:
         """Make the text for the table if no line explains the hash."""
-        made = super().__new__(cls, UNEXPLAINED + value.decode(errors="backslashreplace"))
+        made = super().__new__(cls, UNEXPLAINED + value)
         made.kind, made.value = kind, value
         return made
 
 
-_METADATA_PHASES: Final = ("M", 4)
-_COMPLETE_PHASES: Final = ("X", 1)
-_PASSING_PHASES: Final = (2, 3, *"CiIstfbneNODPRcvV(),")
+METADATA_PHASES: Final = ("M", "4")
+COMPLETE_PHASES: Final = ("X", "1")
+PASSING_PHASES: Final = ("2", "3", *"CiIstfbneNODPRcvV(),")
 """Counters, marks and flows: they take no time, and the table holds what does."""
 
 _TAKEN: Final = frozenset(("fname", "fhash", "hostname", "hhash", "ret", "offset", "epoch", "step"))
@@ -64,18 +63,13 @@ _SALVAGE_NUMBER: Final = {
         "epoch",
         "step",
         "size",
-        "image_size",
         "fhash",
         "hhash",
     )
 }
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f]")
-_ARGUMENTS: Final = re.compile(r'"args"[ \t]*:[ \t]*\{[ \t]*(\}?)')
-_MEMBER: Final = re.compile(
-    r'[ \t]*("([^"]*)"[ \t]*:[ \t]*'
-    r'(?:"[^"]*"|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null))[ \t]*([,}])'
-)
+_STRING_OR_LAST_COMMA: Final = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 _TIME_LIMIT_US: Final = 1 << 61
 
 
@@ -87,31 +81,44 @@ def parse_line(line: bytes, resolve: ResolveHash, ns_per_tick: int) -> ParsedLin
     if not bare:
         return ParsedLine(LineFate.BLANK)
     try:
-        text = bare.decode()
-        document = json.loads(text, parse_constant=str)
+        document = _load(bare.decode())
     except (ValueError, RecursionError) as error:
         return _salvage(bare, _describe_damage(bare, error), resolve, ns_per_tick)
     if not isinstance(document, dict):
         return ParsedLine(LineFate.DROPPED, reason="not an object")
-    return parse_event(document, resolve, ns_per_tick, text)
+    return parse_event(document, resolve, ns_per_tick)
 
 
-def parse_event(
-    document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: int, text: str = ""
-) -> ParsedLine:
-    """Tell what a JSON object is. `text` is its line, from which plain arguments are copied as they stand."""
-    phase = document.get("ph", "X")
-    if phase in _METADATA_PHASES:
+def parse_event(document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: int) -> ParsedLine:
+    """Tell what a JSON object is."""
+    phase = str(document.get("ph", "X"))
+    if phase in METADATA_PHASES:
         return ParsedLine(LineFate.METADATA, document=document)
-    if not isinstance(phase, str | int) or phase not in _COMPLETE_PHASES:
-        is_passing = isinstance(phase, str | int) and phase in _PASSING_PHASES
-        if is_passing:
-            return ParsedLine(LineFate.METADATA)
+    if phase in PASSING_PHASES:
+        return ParsedLine(LineFate.METADATA)
+    if phase not in COMPLETE_PHASES:
         return ParsedLine(LineFate.DROPPED, reason="unknown phase")
-    row = _build_row(document, resolve, ns_per_tick, text)
+    row = _build_row(document, resolve, ns_per_tick)
     if row is None:
         return ParsedLine(LineFate.DROPPED, reason="no name or no time")
     return ParsedLine(LineFate.EVENT, row=row, document=document)
+
+
+def _load(text: str) -> Any:
+    """A JSON value. A comma behind the last member is no damage: the earliest tracers wrote it."""
+    try:
+        return json.loads(text, parse_constant=str, object_pairs_hook=_first_of_each)
+    except ValueError:
+        bare = _STRING_OR_LAST_COMMA.sub(lambda found: found[1] or "", text)
+        if bare == text:
+            raise
+        return json.loads(bare, parse_constant=str, object_pairs_hook=_first_of_each)
+
+
+def _first_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The members of an object; of those with the same key the first counts, as for DuckDB."""
+    members = dict(pairs)
+    return members if len(members) == len(pairs) else dict(reversed(pairs))
 
 
 def _describe_damage(bare: bytes, error: Exception) -> str:
@@ -153,9 +160,7 @@ def _salvage(bare: bytes, reason: str, resolve: ResolveHash, ns_per_tick: int) -
     return ParsedLine(LineFate.SALVAGED, row=row, reason=reason)
 
 
-def _build_row(
-    document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: int, text: str = ""
-) -> dict[str, Any] | None:
+def _build_row(document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: int) -> dict[str, Any] | None:
     """An event's row; None if the document has no name or no time that fits."""
     given = document.get("args")
     arguments: Mapping[str, Any] = given if isinstance(given, dict) else {}
@@ -167,7 +172,7 @@ def _build_row(
         return None
     pid = parse_int64(document.get("pid")) or 0
     tid = parse_int64(document.get("tid"))
-    name, cat = _clean(name), _clean(cat if isinstance(cat, str) else str(cat))
+    name, cat = clean_text(name), clean_text(cat if isinstance(cat, str) else str(cat))
     return {
         "ts_us": ts_us,
         "dur_us": dur_us,
@@ -182,36 +187,24 @@ def _build_row(
         "ret": parse_int64(arguments.get("ret")),
         "epoch": _parse_int32(arguments.get("epoch")),
         "step": _parse_int32(arguments.get("step")),
-        "args": _format_arguments(arguments, resolve, text),
+        "args": _format_arguments(arguments, resolve),
     }
 
 
-def _format_arguments(arguments: Mapping[str, Any], resolve: ResolveHash, text: str) -> str:
+def _format_arguments(arguments: Mapping[str, Any], resolve: ResolveHash) -> str:
     """JSON text of the arguments without a column of their own."""
     rest = {key: value for key, value in arguments.items() if key not in _TAKEN or not _fits(key, value)}
-    if "newpath_hash" in rest:
-        rest["newpath"] = resolve(HashKind.FILE, _clean(str(rest.pop("newpath_hash"))).encode())
-    elif (members := _plain_members(text)) is not None and {key for key, _ in members} == arguments.keys():
-        # The native scanner copies bytes, so the same trace gives the same text whichever way it was read.
-        return "{" + ",".join(member for key, member in members if key in rest) + "}"
-    return json.dumps(rest, separators=(",", ":"))
+    text = json.dumps(name_new_path(rest, resolve), separators=(",", ":"), ensure_ascii=False)
+    return clean_text(text)
 
 
-def _plain_members(text: str) -> list[tuple[str, str]] | None:
-    """Keys of a line's arguments and their members as they stand; None unless all are unescaped scalars."""
-    begin = None if "\\" in text else _ARGUMENTS.search(text)
-    if begin is None:
-        return None
-    if begin[1]:
-        return []
-    members = []
-    at = begin.end()
-    while (member := _MEMBER.match(text, at)) is not None:
-        members.append((member[2], member[1]))
-        at = member.end()
-        if member[3] == "}":
-            return members
-    return None
+def name_new_path(arguments: Mapping[str, Any], resolve: ResolveHash) -> Mapping[str, Any]:
+    """The arguments of a rename, with the new name in place of its hash."""
+    if "newpath_hash" not in arguments:
+        return arguments
+    rest = dict(arguments)
+    value = clean_text(str(rest.pop("newpath_hash")))
+    return {**rest, "newpath": resolve(HashKind.FILE, value)}
 
 
 def _fits(key: str, value: Any) -> bool:
@@ -219,7 +212,7 @@ def _fits(key: str, value: Any) -> bool:
     if key in ("fname", "hostname"):
         return isinstance(value, str)
     if key in ("fhash", "hhash"):
-        return isinstance(value, str | int)
+        return isinstance(value, str | int | float)
     return (_parse_int32(value) if key in ("epoch", "step") else parse_int64(value)) is not None
 
 
@@ -227,12 +220,12 @@ def _resolve_name(
     arguments: Mapping[str, Any], name: str, hashed: str, kind: HashKind, resolve: ResolveHash
 ) -> str | None:
     if isinstance(arguments.get(name), str):
-        return _clean(arguments[name])
+        return clean_text(arguments[name])
     value = arguments.get(hashed)
-    return resolve(kind, _clean(str(value)).encode()) if isinstance(value, str | int) else None
+    return resolve(kind, clean_text(str(value))) if isinstance(value, str | int | float) else None
 
 
-def _clean(text: str) -> str:
+def clean_text(text: str) -> str:
     """The text as UTF-8 can carry it: JSON's escapes can spell halves of characters."""
     return text.encode(errors="backslashreplace").decode()
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,15 +22,15 @@ from typing import TYPE_CHECKING, Final
 import pyarrow.compute as pc
 
 from penstock.trace.capture.trace_writer import read_event_count
-from penstock.trace.event_schema import FileAccount
+from penstock.trace.event_schema import ALL_COLUMNS, FileAccount
 from penstock.trace.reading.chrome import ChromeDocument
 from penstock.trace.reading.chunks import read_pieces, split_chunks
 from penstock.trace.reading.content_guess import UTF8_MARK, guess_content
 from penstock.trace.reading.darshan_dxt import MARK, DarshanDxt
 from penstock.trace.reading.darshan_log import DarshanLog, is_darshan_log
 from penstock.trace.reading.event_batch import EventOrigin, read_lines
-from penstock.trace.reading.event_filter import NO_PREFILTER, BatchFilter, EventFilter, Prefilter
-from penstock.trace.reading.json_lines import JsonLines
+from penstock.trace.reading.hash_names import find_name_in_siblings
+from penstock.trace.reading.json_lines import QUERY_LINES, JsonLines
 from penstock.trace.reading.strace import FIRST_LINE, open_strace
 
 if TYPE_CHECKING:
@@ -46,11 +47,6 @@ class Dialect(StrEnum):
     DARSHAN_LOG = "darshan log"
 
 
-LARGE_BYTES: Final = 4 << 20
-"""About 20,000 lines: Python parses fewer of them sooner than the compiled scanner is loaded."""
-
-_GZIP_RATIO: Final = 16
-"""Roughly what gzip makes of traces."""
 _HEAD_BYTES: Final = 1 << 16
 _TRACE_EVENTS: Final = re.compile(
     rb'\s*\{[^\n]*?"traceEvents"\s*:|\s*\{\s*("(?:schemaVersion|displayTimeUnit|otherData|deviceProperties|metadata|traceEvents)")'
@@ -105,12 +101,6 @@ class TraceFile:
         match = re.search(self.rank_pattern, self.path.name, re.IGNORECASE)
         return EventOrigin(self.run, self.name or self.path.name, int(match[1]) if match else None)
 
-    @property
-    def estimated_bytes(self) -> int:
-        """Its size when decompressed, roughly."""
-        size_bytes = self.path.stat().st_size
-        return size_bytes * _GZIP_RATIO if self.path.suffix == ".gz" else size_bytes
-
 
 @dataclass(slots=True)
 class TraceReading:
@@ -120,48 +110,27 @@ class TraceReading:
     batches: Iterator[pa.RecordBatch] = field(repr=False)
 
 
-def are_large(files: Iterable[TraceFile]) -> bool:
-    """Whether these files are worth the compiled scanner, which takes half a second to load."""
-    return sum(file.estimated_bytes for file in files) >= LARGE_BYTES
-
-
 def read_trace_file(
     file: TraceFile,
     advance: Callable[[int], None] = lambda _: None,
-    prefilter: Prefilter = NO_PREFILTER,
-    *,
-    is_large: bool | None = None,
+    columns: frozenset[str] = ALL_COLUMNS,
+    query_lines: int = QUERY_LINES,
 ) -> TraceReading:
-    """Begin to read; `advance` is called with bytes taken from disk. OSError if the file cannot be read.
+    """Begin to read these columns; `advance` is called with bytes taken from disk.
 
-    With a `prefilter`, events whose lines it rules out are left out where that is cheap. `is_large` chooses
-    the compiled scanner, which changes nothing but the speed; by default the file's own size decides.
+    OSError if the file cannot be read. Dialects that Python parses give all columns. Fewer lines than
+    `query_lines` are parsed by Python, which changes nothing but the speed.
     """
-    size_bytes = file.path.stat().st_size
-    account = FileAccount(file=file.name or file.path.name, size_bytes=size_bytes)
-    is_large = are_large([file]) if is_large is None else is_large
-    return TraceReading(account, _read_batches(file, account, advance, prefilter, is_large))
-
-
-def read_matching_events(
-    file: TraceFile,
-    event_filter: EventFilter,
-    batch_filter: BatchFilter,
-    advance: Callable[[int], None] = lambda _: None,
-    *,
-    is_large: bool | None = None,
-) -> TraceReading:
-    """Begin to read the events for which `event_filter` holds; `batch_filter` is the same, opened."""
-    reading = read_trace_file(file, advance, event_filter.prefilter(), is_large=is_large)
-    return TraceReading(reading.account, batch_filter.apply(reading.batches, reading.account))
+    account = FileAccount(file=file.name or file.path.name, size_bytes=file.path.stat().st_size)
+    return TraceReading(account, _read_batches(file, account, advance, columns, query_lines))
 
 
 def _read_batches(
     file: TraceFile,
     account: FileAccount,
     advance: Callable[[int], None],
-    prefilter: Prefilter,
-    is_large: bool,  # noqa: FBT001 - a private function's
+    columns: frozenset[str],
+    query_lines: int,
 ) -> Iterator[pa.RecordBatch]:
     # Read before the trace: what a program that still runs records meanwhile must not count as missing.
     account.announced_events = read_event_count(file.path)
@@ -170,7 +139,8 @@ def _read_batches(
     dialect = detect_dialect(head)
     account.dialect = dialect.value
     if dialect is Dialect.JSON_LINES:
-        json_lines = JsonLines(file.origin, account, prefilter, is_large=is_large)
+        find_elsewhere = partial(find_name_in_siblings, file.path)
+        json_lines = JsonLines(file.origin, account, columns, query_lines, find_elsewhere)
         batches = json_lines.read(split_chunks(chain([head], pieces)))
     else:
         batches = _read_dialect(dialect, file, head, chain([head], pieces), account)
@@ -196,12 +166,15 @@ def _read_dialect(
 
 
 def _note_hosts_and_ranks(batch: pa.RecordBatch, account: FileAccount) -> None:
-    account.hosts.update(host for host in batch.column("host").dictionary.to_pylist() if host is not None)
-    account.ranks.update(rank for rank in batch.column("rank").unique().to_pylist() if rank is not None)
+    names = batch.schema.names
+    if "host" in names:
+        account.hosts.update(host for host in batch["host"].unique().to_pylist() if host is not None)
+    if "rank" in names:
+        account.ranks.update(rank for rank in batch["rank"].unique().to_pylist() if rank is not None)
 
 
 def _note_times(batch: pa.RecordBatch, account: FileAccount) -> None:
-    if batch.num_rows:
+    if batch.num_rows and "ts_us" in batch.schema.names:
         times = pc.min_max(batch.column("ts_us")).as_py()
         firsts = [time for time in (account.first_us, times["min"]) if time is not None]
         lasts = [time for time in (account.last_us, times["max"]) if time is not None]

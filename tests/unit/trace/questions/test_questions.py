@@ -144,12 +144,13 @@ def test_a_timeline_shares_long_events_out_to_their_buckets(events: EventsView) 
     assert (fast[1]["concurrency"], fast[1]["busy_share"]) == (1.0, 0.7)
 
 
-def test_a_timeline_of_too_many_buckets_is_refused(events: EventsView) -> None:
-    events.connection.register("events", events_table([{"ts_us": 0}, {"ts_us": 100_000}]))
-    assert len(timeline(events, bucket_us=1).rows) == 2
-    events.connection.register("events", events_table([{"ts_us": 0}, {"ts_us": 100_001}]))
-    with pytest.raises(UsageError, match="larger"):
-        timeline(events, bucket_us=1)
+def test_a_timeline_of_too_many_buckets_is_refused() -> None:
+    with duckdb.connect() as connection:
+        connection.register("events", events_table([{"ts_us": 0}, {"ts_us": 100_000}]))
+        assert len(timeline(view_events(connection, "events", Dimensions()), bucket_us=1).rows) == 2
+        connection.register("events", events_table([{"ts_us": 0}, {"ts_us": 100_001}]))
+        with pytest.raises(UsageError, match="larger"):
+            timeline(view_events(connection, "events", Dimensions()), bucket_us=1)
 
 
 def test_a_timeline_finds_a_round_width_for_itself(events: EventsView) -> None:

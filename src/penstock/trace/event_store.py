@@ -1,0 +1,278 @@
+"""Events of many files on their way into one table: columns of numbers, sorted by time over all files.
+
+    batches of any file -> texts numbered -> sorted in memory, if they are few -> tables, in order
+                                          -> sorted runs on disk, merged by DuckDB -> tables, in order
+
+Two numbers stand for texts: `kind_id` for op, name and category, `path_id` for a path. Invariants: about
+`limit` events are in memory at once; events at the same time are in the order of their files, and of their
+lines in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final, Generic, TypeVar
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from penstock.trace.reading.event_batch import BATCH_SCHEMA
+
+Numbers = npt.NDArray[np.int64]
+
+_PARTS: Final = {
+    "kind_id": ("op", "name", "cat"),
+    "path_id": ("path",),
+}
+KEYS: Final = tuple(_PARTS)
+"""Integer columns of a table that stand for its texts: what depends on those is joined by them cheaply."""
+
+TABLE_SCHEMA: Final = pa.schema(
+    [*BATCH_SCHEMA, *(pa.field(key, pa.int32(), key == "path_id") for key in KEYS)]
+)
+
+SLICE_ROWS: Final = 1 << 17
+SORTED_ROWS: Final = 1 << 21
+"""Events that are sorted in memory; more are sorted in runs, which are merged from disk."""
+_MERGE_MEMORY: Final = "200MB"
+"""What DuckDB may use to merge runs."""
+_KIND: Final = _PARTS["kind_id"]
+_PROCESS: Final = ("run", "host", "rank", "pid")
+_PLAIN: Final = ("ts_us", "dur_us", "tid", "size_bytes", "offset", "ret", "epoch", "step", "args")
+"""Columns that are kept as they come."""
+
+Value = TypeVar("Value", bound=Hashable)
+
+
+class Numbering(Generic[Value]):
+    """Values, numbered as they come."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self._numbers: dict[Value, int] = {}
+
+    def number(self, value: Value) -> int:
+        """The number of a value, from 0 on."""
+        number = self._numbers.setdefault(value, len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+
+class EventStore:
+    """Gathers batches of several files, from several threads; `tables` then has all events in order."""
+
+    def __init__(self, columns: frozenset[str], scratch: Path, limit: int = SORTED_ROWS) -> None:
+        self._columns = columns
+        self._read = columns_to_read(columns)
+        self._paths: Numbering[str] = Numbering()
+        self._scratch = scratch
+        self._limit = limit
+        self._lock = Lock()
+        self._kinds: Numbering[tuple[Any, ...]] = Numbering()
+        self._processes: Numbering[tuple[Any, ...]] = Numbering()
+        self._files: dict[int, str] = {}
+        self._pending: list[tuple[int, int, pa.Table]] = []
+        self._num_pending = self._num_events = 0
+        self._num_of_file: dict[int, int] = {}
+        self._runs: list[Path] = []
+
+    def __len__(self) -> int:
+        return self._num_events
+
+    def add(self, file: int, batch: pa.RecordBatch) -> None:
+        """Add events of the file of this number."""
+        if not batch.num_rows:
+            return
+        with self._lock:
+            line = self._num_of_file.get(file, 0)
+            self._num_of_file[file] = line + batch.num_rows
+            self._pending.append((file, line, self._number_texts(file, line, batch)))
+            self._num_pending += batch.num_rows
+            self._num_events += batch.num_rows
+            if self._num_pending >= self._limit:
+                self._spill()
+
+    @property
+    def is_spilled(self) -> bool:
+        """Whether there were more events than are kept in memory."""
+        return bool(self._runs)
+
+    def read_all(self) -> pa.Table:
+        """All events in order, in memory."""
+        return pa.concat_tables([self._empty(), *self.tables()])
+
+    def write(self, path: Path) -> frozenset[str]:
+        """Write all events in order, lightly compressed, for one command; the names of the columns."""
+        with pq.ParquetWriter(path, self._empty().schema, compression="lz4", store_schema=False) as writer:
+            for table in self.tables():
+                writer.write_table(table)
+            return frozenset(writer.schema.names)
+
+    def _empty(self) -> pa.Table:
+        return self._schema().empty_table()
+
+    def _schema(self) -> pa.Schema:
+        wanted = [field for field in BATCH_SCHEMA if field.name in self._columns]
+        keys = [key for key, parts in _PARTS.items() if self._read & set(parts)]
+        return pa.schema([*wanted, *(pa.field(key, pa.int32(), key == "path_id") for key in keys)])
+
+    def tables(self, slice_rows: int = SLICE_ROWS) -> Iterator[pa.Table]:
+        """All events in order, in tables of so many rows; texts are dictionary-encoded."""
+        if not self._runs:
+            for numbers in self._sort_pending(slice_rows):
+                yield self._name_texts(numbers)
+            return
+        if self._pending:
+            self._spill()
+        for numbers in self._merge(slice_rows):
+            yield self._name_texts(numbers)
+        for run in self._runs:
+            run.unlink()
+
+    def _number_texts(self, file: int, line: int, batch: pa.RecordBatch) -> pa.Table:
+        num_rows = batch.num_rows
+        names = self._read & set(batch.schema.names)
+        columns: dict[str, Any] = {name: batch[name] for name in _PLAIN if name in names}
+        if "file" in names:
+            self._files[file] = batch["file"][0].as_py()
+        if names & set(_PARTS["kind_id"]):
+            columns["kind_id"] = _number_tuples(batch, _KIND, self._kinds)
+        if names & set(_PROCESS):
+            columns["process_id"] = _number_tuples(batch, _PROCESS, self._processes)
+        if "path" in names:
+            encoded = batch["path"]
+            numbers = [self._paths.number(path) for path in encoded.dictionary.to_pylist()]
+            columns["path_id"] = pa.array(numbers, pa.int32()).take(encoded.indices)
+        columns["file_number"] = pa.array(np.full(num_rows, file, dtype=np.int32))
+        columns["line"] = pa.array(np.arange(line, line + num_rows))
+        return pa.table(columns)
+
+    def _in_order_of_files(self) -> pa.Table:
+        pending = [table for _, _, table in sorted(self._pending, key=lambda part: part[:2])]
+        self._pending, self._num_pending = [], 0
+        return pa.concat_tables(pending).unify_dictionaries().combine_chunks()
+
+    def _sort_pending(self, slice_rows: int) -> Iterator[pa.Table]:
+        if not self._pending:
+            return
+        table = self._in_order_of_files()
+        order = None
+        if "ts_us" in table.column_names:
+            ts_us = table["ts_us"].to_numpy()
+            if np.any(ts_us[1:] < ts_us[:-1]):
+                order = np.argsort(ts_us, kind="stable")
+        for begin in range(0, table.num_rows, slice_rows):
+            if order is None:
+                yield table.slice(begin, slice_rows)
+            else:
+                yield table.take(pa.array(order[begin : begin + slice_rows]))
+
+    def _spill(self) -> None:
+        run = self._scratch / f"run-{len(self._runs):05d}.parquet"
+        schema = self._pending[0][2].schema
+        with pq.ParquetWriter(run, schema, compression="lz4", store_schema=False) as writer:
+            for table in self._sort_pending(SLICE_ROWS):
+                writer.write_table(table)
+        self._runs.append(run)
+
+    def _merge(self, slice_rows: int) -> Iterator[pa.Table]:
+        settings: dict[str, str | bool | int | float | list[str]] = {
+            "memory_limit": _MERGE_MEMORY,
+            "temp_directory": str(self._scratch),
+            "threads": 2,
+        }
+        with duckdb.connect(config=settings) as connection:
+            order = "ts_us, file_number, line" if "ts_us" in self._read else "file_number, line"
+            merged: Any = connection.sql(
+                f"SELECT * FROM read_parquet(?) ORDER BY {order}",
+                params=[[str(run) for run in self._runs]],
+            )
+            for batch in merged.to_arrow_reader(slice_rows):
+                yield pa.Table.from_batches([batch])
+
+    def _name_texts(self, numbers: pa.Table) -> pa.Table:
+        """The wanted columns of these events, and their keys."""
+        schema = self._schema()
+        arrays = [
+            numbers[field.name] if field.name in KEYS else self._column(field.name, numbers).cast(field.type)
+            for field in schema
+        ]
+        return pa.table(arrays, schema=schema)
+
+    def _column(self, name: str, numbers: pa.Table) -> Any:
+        if name == "end_us":
+            return pc.add(numbers["ts_us"], numbers["dur_us"])
+        if name == "file":
+            files = [self._files.get(number, "") for number in range(max(self._files) + 1)]
+            return _look_up(numbers["file_number"], files)
+        if name == "path":
+            return _look_up(numbers["path_id"], self._paths.values)
+        for key, parts, numbering in (
+            ("kind_id", _KIND, self._kinds),
+            ("process_id", _PROCESS, self._processes),
+        ):
+            if name in parts:
+                return _look_up(numbers[key], [values[parts.index(name)] for values in numbering.values])
+        return numbers[name]
+
+
+def columns_to_read(columns: frozenset[str]) -> frozenset[str]:
+    """The columns that must be read of a trace to have these."""
+    needed = {"ts_us", "dur_us"} if "end_us" in columns else set()
+    return columns | needed
+
+
+def _number_tuples(
+    batch: pa.RecordBatch, names: Sequence[str], numbering: Numbering[tuple[Any, ...]]
+) -> pa.Array:
+    """The number of each row's values in these columns; those that were not read are missing in all rows."""
+    codes = np.zeros(batch.num_rows, dtype=np.int64)
+    parts: list[tuple[list[Any], int]] = []
+    for name in names:
+        if name not in batch.schema.names:
+            parts.append(([None], 1))
+            continue
+        column = batch[name]
+        encoded = column if isinstance(column, pa.DictionaryArray) else column.dictionary_encode()
+        values = [*encoded.dictionary.to_pylist(), None]
+        own = encoded.indices.fill_null(len(values) - 1).to_numpy()
+        codes = codes * len(values) + own
+        parts.append((values, len(values)))
+    known, places = np.unique(codes, return_inverse=True)
+    numbers = []
+    for code in known.tolist():
+        rest, values_of_code = code, []
+        for values, size in reversed(parts):
+            rest, place = divmod(rest, size)
+            values_of_code.append(values[place])
+        numbers.append(numbering.number(tuple(reversed(values_of_code))))
+    return pa.array(np.array(numbers, dtype=np.int32)[places])
+
+
+_MANY: Final = 4096
+"""Values from which on a table's dictionary has only those that occur in it."""
+
+
+def _look_up(codes: pa.ChunkedArray, values: Sequence[Any]) -> pa.Array:
+    """The value of each code; texts are dictionary-encoded."""
+    codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes
+    if len(values) > _MANY:
+        used = codes.unique().drop_null().to_pylist()
+        places = np.zeros(len(values), dtype=np.int32)
+        places[used] = np.arange(len(used))
+        codes = pa.array(places).take(codes)
+        values = [values[number] for number in used]
+    distinct: Numbering[Any] = Numbering()
+    of_code = [None if value is None else distinct.number(value) for value in values]
+    indices = pa.array(of_code, pa.int32()).take(codes)
+    dictionary = pa.array(distinct.values)
+    if pa.types.is_string(dictionary.type) or not distinct.values:
+        return pa.DictionaryArray.from_arrays(indices, dictionary.cast(pa.string()))
+    return dictionary.take(indices)
