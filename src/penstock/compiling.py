@@ -53,17 +53,6 @@ def compile_loop(
     return numba.njit(signature, nogil=True)(function)
 
 
-def is_cached(
-    function: Callable[..., Any],
-    environment: Environment | None = None,
-    *,
-    parts: tuple[ModuleType, ...] = (),
-) -> bool:
-    """Whether `compile_loop` would find this function in the cache, so that it takes no noticeable time."""
-    folder = _cache_folder((function, *parts), process_environment() if environment is None else environment)
-    return folder is not None and any(folder.rglob(f"*.{function.__name__}-*.nbi"))
-
-
 def _compile_cached(function: Callable[..., Any], signature: str, folder: Path) -> Callable[..., Any]:
     # numba has one cache folder for the whole process, which it looks up when a function is declared.
     settings: Any = numba.config

@@ -24,7 +24,6 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "minio": ("minio",),
         "mpi4py": ("mpi",),
         "numba": ("bench",),
-        "plotly": ("pages", "bench", "trace"),
         "pyarrow": ("bench", "trace"),
         "s3dlio": ("s3dlio",),
         "s3torchconnectorclient": ("s3torchconnector",),
