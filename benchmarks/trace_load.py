@@ -145,7 +145,8 @@ def _print_questions(folder: Path) -> None:
                 SELECT * EXCLUDE (copy) REPLACE (pid + copy AS pid, (rank + copy)::INTEGER AS rank)
                 FROM read_parquet('{table}'), range(20) copies(copy) ORDER BY ts_us
             ) TO '{large}'
-            (COMPRESSION zstd, ROW_GROUP_SIZE 131072, KV_METADATA {{'penstock.trace': '{quoted}'}})""")
+            (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 131072,
+             KV_METADATA {{'penstock.trace': '{quoted}'}})""")
     for verb in VERBS:
         took_s, cpu_s, mib = _run([sys.executable, "-m", "penstock", "trace", verb, str(large), "--json"])
         print(f"  {verb} on {rows * 20:,} events: {took_s:.2f} s, {cpu_s:.2f} CPU s, {mib:.0f} MiB")

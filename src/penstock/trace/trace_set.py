@@ -209,8 +209,9 @@ def _union_tables(tables: Sequence[_OpenTable], event_filter: EventFilter) -> st
     return f"SELECT * FROM ({' UNION ALL '.join(parts)}){where}"
 
 
-_KEYS_OF_A_TABLE: Final = 1 << 26
-"""Each table numbers its texts from 0 on; in a set of several its numbers begin at a multiple of this."""
+_KEYS_OF_A_TABLE: Final = 1 << 32
+"""More than any table has. Each table numbers its texts from 0 on; in a set of several its numbers begin at a
+multiple of this."""
 
 
 def _select_columns(table: _OpenTable, number: int) -> str:
@@ -224,8 +225,8 @@ def _select_columns(table: _OpenTable, number: int) -> str:
         else:
             selected.append(f'NULL::{column.type_sql} AS "{column.name}"')
     for key in KEYS:
-        value = key if key in table.columns else "NULL::INTEGER"
-        selected.append(f"{value} + {number * _KEYS_OF_A_TABLE} AS {key}" if number else f"{value} AS {key}")
+        value = key if key in table.columns else "NULL"
+        selected.append(f"{value}::BIGINT + {number * _KEYS_OF_A_TABLE} AS {key}")
     return ", ".join(selected)
 
 

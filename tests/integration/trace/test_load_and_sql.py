@@ -193,3 +193,20 @@ def test_help_of_the_verbs_has_examples(capsys: pytest.CaptureFixture[str]) -> N
     for verb in ("load", "sql"):
         assert main(["trace", verb, "--help"]) == 0
         assert f"penstock trace {verb}" in capsys.readouterr().out
+
+
+def test_keys_of_many_tables_do_not_meet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = []
+    for number in range(40):
+        trace, table = tmp_path / f"{number}.pfw", tmp_path / f"{number}.events"
+        event = {"name": "open", "cat": "POSIX", "pid": 1, "tid": 1, "ts": number, "dur": 1, "ph": "X"}
+        trace.write_text(json.dumps({**event, "args": {"fname": f"/{number}/f"}}) + "\n")
+        assert main(["trace", "load", str(trace), "-o", str(table)]) == 0
+        names.append(str(table))
+    capsys.readouterr()
+    query = (
+        "SELECT count(DISTINCT path_id), count(DISTINCT kind_id), count(DISTINCT (path_id, path)) FROM events"
+    )
+    assert run_json(capsys, "trace", "sql", query, *names)["rows"] == [[40, 40, 40]]
+    answer = run_json(capsys, "trace", "files", *names)
+    assert sorted(row["path"] for row in answer["rows"]) == sorted(f"/{number}/f" for number in range(40))

@@ -153,11 +153,12 @@ def others_wait(comm: Comm, scene: str, directory: Path) -> None:
         hold_the_interpreter()
     elif scene == "cleanup":
         partial = directory / f"{comm.rank}.partial"
-        partial.write_text("half an object")
+        # The signal may come at any moment from here on, even before there is anything to clean up.
         try:
+            partial.write_text("half an object")
             time.sleep(FOREVER_S)
         finally:
-            partial.unlink()
+            partial.unlink(missing_ok=True)
     else:
         SCENES[scene](comm)
 
