@@ -18,6 +18,7 @@ from penstock.progress import Silent
 from penstock.trace import load
 from penstock.trace.event_schema import COLUMNS
 from penstock.trace.event_table import convert, read_facts
+from penstock.trace.reading import trace_file
 from penstock.trace.trace_set import find_trace_files, name_trace_files, open_trace_set
 
 
@@ -210,3 +211,15 @@ def test_keys_of_many_tables_do_not_meet(tmp_path: Path, capsys: pytest.CaptureF
     assert run_json(capsys, "trace", "sql", query, *names)["rows"] == [[40, 40, 40]]
     answer = run_json(capsys, "trace", "files", *names)
     assert sorted(row["path"] for row in answer["rows"]) == sorted(f"/{number}/f" for number in range(40))
+
+
+def test_a_query_without_names_looks_for_none_in_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("searched")
+
+    write_trace(tmp_path, Writing(events=900))
+    monkeypatch.setattr(trace_file, "find_name_in_siblings", refuse)
+    rows = run_json(capsys, "trace", "sql", "SELECT count(*), sum(dur_us) FROM events", str(tmp_path))["rows"]
+    assert rows[0][0] == 901

@@ -62,6 +62,7 @@ _NUMBERS: Final = {
     "epoch": "INTEGER",
     "step": "INTEGER",
 }
+_EXPLAINING: Final = (*HASH_KINDS, "SH")
 _ODD_TEXT: Final = re.compile(r"[\[{\d-]|(?:true|false)\Z")
 _OWN_COLUMNS: Final = ("ret", "offset", "epoch", "step")
 
@@ -71,14 +72,16 @@ class BlockRows:
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
-        is_plain = self._flags("is_plain") & ~self._have_odd_text()
-        is_metadata = self._flags("is_metadata") & ~is_plain
-        self.is_plain = is_plain
+        plain: npt.NDArray[np.bool_] = table["is_plain"].to_numpy()
+        self.is_plain = plain & ~self._have_odd_text()
         """Rows that are events."""
-        self.odd: Numbers = np.flatnonzero(~(is_plain | is_metadata))
+        others = np.flatnonzero(~self.is_plain)
+        is_metadata = np.array(self._are_metadata(others), dtype=bool)
+        self.odd: Numbers = others[~is_metadata]
         """Rows of lines that Python must parse."""
-        self.num_events = int(np.count_nonzero(is_plain))
-        self.num_metadata = int(np.count_nonzero(is_metadata))
+        self.metadata: Numbers = others[is_metadata]
+        """Rows of lines that explain hashes, or take no time."""
+        self.num_events = len(self) - len(others)
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -91,17 +94,18 @@ class BlockRows:
         """The hashes that lines of metadata explain, and their texts."""
         if "arg_value" not in self.table.column_names:
             return
-        rows = self.table.select(["name", "arg_value", "arg_name"]).filter(
-            pa.array(self._flags("is_metadata"))
-        )
+        rows = self.table.select(["name", "arg_value", "arg_name"]).take(pa.array(self.metadata))
         for name, value, text in zip(*(column.to_pylist() for column in rows.columns), strict=True):
             if name in HASH_KINDS and value is not None and text is not None:
                 yield HASH_KINDS[name], value, text
 
-    def _flags(self, name: str) -> npt.NDArray[np.bool_]:
-        column = self.table[name]
-        flags: npt.NDArray[np.bool_] = column.fill_null(False).to_numpy()  # noqa: FBT003 - Arrow's signature
-        return flags
+    def _are_metadata(self, rows: Numbers) -> list[bool]:
+        """Whether these rows, none of which is plain, explain hashes or are of events that take no time."""
+        others = self.table.select(["name", "phase"]).take(pa.array(rows))
+        return [
+            phase in PASSING_PHASES or (phase in METADATA_PHASES and name in _EXPLAINING)
+            for name, phase in zip(others["name"].to_pylist(), others["phase"].to_pylist(), strict=True)
+        ]
 
     def _have_odd_text(self) -> npt.NDArray[np.bool_]:
         """Rows whose texts may be numbers, lists or objects, of which DuckDB makes texts."""
@@ -342,12 +346,13 @@ def _build_query(columns: frozenset[str], ns_per_tick: int, source: str) -> str:
     ]
     selected = [
         "name",
-        "coalesce(cat, '') AS cat" if "cat: " in source else "'' AS cat",
         "is_plain",
-        f"{_metadata_sql()} AS is_metadata",
-        f"CASE WHEN is_plain THEN {_scale('ts', ns_per_tick)} END AS ts_us",
-        f"CASE WHEN is_plain THEN {_scale('dur', ns_per_tick, added_ns=500)} END AS dur_us",
+        "CASE WHEN is_plain THEN NULL ELSE ph END AS phase",
+        f"{_scale('ts', ns_per_tick)} AS ts_us",
+        f"{_scale('dur', ns_per_tick, added_ns=500)} AS dur_us",
     ]
+    if "cat: " in source:
+        selected.append("coalesce(cat, '') AS cat")
     if "pid: " in source:
         selected.append("coalesce(TRY_CAST(pid AS BIGINT), 0) AS pid")
     if "tid: " in source:
@@ -364,18 +369,14 @@ def _build_query(columns: frozenset[str], ns_per_tick: int, source: str) -> str:
     )
 
 
-def _metadata_sql() -> str:
-    """Lines that explain hashes, and those that take no time."""
-    explains = f"ph IN {_sql_list(METADATA_PHASES)} AND name IN {_sql_list([*HASH_KINDS, 'SH'])}"
-    return f"({explains} OR ph IN {_sql_list(PASSING_PHASES)})"
-
-
 def _scale(time: str, ns_per_tick: int, added_ns: int = 0) -> str:
-    """A whole time in microseconds: starts are cut, durations rounded."""
-    if ns_per_tick >= 1000:
-        factor = ns_per_tick // 1000
-        return f"{time}::BIGINT" + (f" * {factor}" if factor > 1 else "")
-    return f"({time}::BIGINT * {ns_per_tick} + {added_ns}) // 1000"
+    """A plain row's time in microseconds: starts are cut, durations rounded."""
+    if ns_per_tick == 1000:
+        return f"TRY_CAST({time} AS BIGINT)"
+    whole = f"{time}::BIGINT"
+    scaled = f"{whole} * {ns_per_tick // 1000}" if ns_per_tick > 1000 else f"({whole} + {added_ns}) // 1000"
+    # Elsewhere the number may be too large to be scaled.
+    return f"CASE WHEN is_plain THEN {scaled} END"
 
 
 def _rest_of_arguments() -> str:

@@ -136,7 +136,7 @@ class JsonLines:
         rows = rows.first(int(np.searchsorted(line_of, taken)))
         account.lines = lines_before + taken
         account.events += rows.num_events
-        account.metadata += rows.num_metadata
+        account.metadata += len(rows.metadata)
         account.blank += taken - len(rows)
         if rows.num_events:
             yield build_block_batch(rows, self._columns, self._origin, self._context, self._resolve_counted)
@@ -218,10 +218,10 @@ class JsonLines:
         yield build_batch(resolved, self._origin, self._context, self._columns)
 
     def _resolve_late(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        late = {
+        late: dict[str, Any] = {
             column: self._resolve_counted(text.kind, text.value, 1)
             for column in ("path", "host")
-            if isinstance(text := row[column], UnexplainedHash)
+            if column in self._columns and isinstance(text := row[column], UnexplainedHash)
         }
         return {**row, **late} if late else row
 
