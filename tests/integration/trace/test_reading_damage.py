@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 from tests.support.trace_files import Writing, lines_of, write_trace
 
+from penstock.trace.reading.chunks import read_pieces
 from penstock.trace.reading.event_batch import BATCH_SCHEMA
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 
@@ -43,7 +44,8 @@ def repeats_keys(path: Path) -> bool:
         return dict(pairs)
 
     repeated: list[bool] = []
-    for line in path.read_bytes().split(b"\n"):
+    content = b"".join(read_pieces(path, lambda _: None, lambda _: None))
+    for line in content.split(b"\n"):
         with suppress(ValueError, RecursionError):
             json.loads(line.strip(b" \t\r,[]"), object_pairs_hook=note)
     return any(repeated)

@@ -14,7 +14,7 @@ from penstock.trace.reading.content_guess import guess_content
     [
         ("text".encode("utf-16"), "text in UTF-16"),
         ("a longer text".encode("utf-16-le"), "text in UTF-16"),
-        (gzip.compress(b"x"), "compressed twice"),
+        (gzip.compress(b"x", mtime=0), "compressed twice"),
         (b"PAR1\0\0", "a Parquet file"),
         (b"3.99\0\0\0\0" + (6567223).to_bytes(8, "little"), "a log of Darshan"),
         (b"noise\n", "text of no dialect that is known"),
