@@ -65,6 +65,10 @@ def test_json_has_the_data_of_every_figure_and_the_sums_of_the_files(
         for name in ("rank_bytes", "bandwidth"):
             rows = [row for row in made["figures"][name]["rows"] if row["run"] == run]
             assert sum(row["read_bytes"] + row["written_bytes"] for row in rows) == pytest.approx(moved)
+        busy = [row for row in made["figures"]["rank_busy"]["rows"] if row["run"] == run]
+        # A process of these traces calls one after the other.
+        assert sum(row["busy_us"] for row in busy) == sum(e.dur_us for e in events if e.cat == "POSIX")
+        assert not {"read_bytes", "written_bytes"} & set(busy[0]), "they are in rank_bytes"
         bins = [row for row in made["figures"]["sizes"]["rows"] if row["run"] == run]
         assert sum(row["total_bytes"] for row in bins) == moved
     assert not (Path.cwd() / "report.html").exists()

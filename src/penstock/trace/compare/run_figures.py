@@ -96,42 +96,62 @@ def _timeline(drawing: Drawing) -> Figure:
 
 
 def _rank_bytes(drawing: Drawing) -> Figure:
-    answer = drawing.rank_cells
-    width = format_seconds(drawing.axis.bucket_us(over_time.HEAT_BUCKETS) / 1e6)
-    panels = draw_over_time.draw_rank_heat(
-        answer, drawing.sheet,
-        value=lambda row: row["read_bytes"] + row["written_bytes"],
-        text=lambda largest: f"{format_bytes(largest)} in {width}",
-    )  # fmt: skip
-    return Figure(
-        name="rank_bytes",
-        title="Bytes by rank and time",
-        answer=answer,
-        says=f"Each cell is {width} of a rank; the more it moved, the fuller its tone.",
-        panels=panels if any(panel.shapes for panel in panels) else [],
-        is_grid=drawing.has_many_runs,
-        notes=answer.notes,
-        why_empty="No call of these traces says how many bytes it moved.",
+    return _rank_heat(
+        drawing,
+        Heat(
+            name="rank_bytes",
+            title="Bytes by rank and time",
+            answer=drawing.rank_cells.without("busy_us"),
+            value=lambda row: row["read_bytes"] + row["written_bytes"],
+            full=lambda largest, width: f"{format_bytes(largest)} in {width}",
+            says="the more it moved, the fuller its tone.",
+            why_empty="No call of these traces says how many bytes it moved.",
+        ),
     )
 
 
 def _rank_busy(drawing: Drawing) -> Figure:
-    answer = drawing.rank_cells
+    return _rank_heat(
+        drawing,
+        Heat(
+            name="rank_busy",
+            title="Busy time by rank and time",
+            answer=drawing.rank_cells.without("read_bytes", "written_bytes"),
+            value=lambda row: row["busy_us"] / (row["bucket_us"] * row["num_processes"]),
+            full=lambda largest, width: f"busy for {largest:.0%} of {width}",
+            says="the share in which at least one call was under way.",
+            why_empty="No call of these traces took any time.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heat:
+    """A heat map of ranks: the value of a cell, and what the `full` tone is, in a bucket of such a width."""
+
+    name: str
+    title: str
+    answer: Answer
+    value: Callable[[Mapping[str, Any]], float]
+    full: Callable[[float, str], str]
+    says: str
+    why_empty: str
+
+
+def _rank_heat(drawing: Drawing, heat: Heat) -> Figure:
     width = format_seconds(drawing.axis.bucket_us(over_time.HEAT_BUCKETS) / 1e6)
     panels = draw_over_time.draw_rank_heat(
-        answer, drawing.sheet,
-        value=lambda row: row["busy_us"] / (row["bucket_us"] * row["num_processes"]),
-        text=lambda largest: f"busy for {largest:.0%} of {width}",
-    )  # fmt: skip
+        heat.answer, drawing.sheet, value=heat.value, text=lambda largest: heat.full(largest, width)
+    )
     return Figure(
-        name="rank_busy",
-        title="Busy time by rank and time",
-        answer=answer,
-        says=f"Each cell is {width} of a rank: the share in which at least one call was under way.",
+        name=heat.name,
+        title=heat.title,
+        answer=heat.answer,
+        says=f"Each cell is {width} of a rank: {heat.says}",
         panels=panels if any(panel.shapes for panel in panels) else [],
         is_grid=drawing.has_many_runs,
-        notes=answer.notes,
-        why_empty="No call of these traces took any time.",
+        notes=heat.answer.notes,
+        why_empty=heat.why_empty,
     )
 
 

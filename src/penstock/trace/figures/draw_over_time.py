@@ -12,14 +12,12 @@ from penstock.trace.figures.panels import (
     Scale,
     Shape,
     Sheet,
-    Tick,
     bars_path,
-    byte_ticks,
     group_rows,
     heat_shapes,
-    lane_ticks,
     steps_path,
 )
+from penstock.trace.figures.ticks import Tick, byte_ticks, lane_ticks
 from penstock.trace.questions.answer import Answer
 from penstock.units import format_rate, format_seconds
 
@@ -106,7 +104,9 @@ def draw_rank_heat(
     panels = []
     for run, of_run in sheet.by_run(rows):
         names = {row["row"]: _name_rank_row(row) for row in of_run}
-        cells = ((row["row"], row["since_start_us"], row["bucket_us"], value(row)) for row in of_run)
+        # Rows of ranks that made no call, but computed, are left out: those after them move up.
+        places = {row: place for place, row in enumerate(names)}
+        cells = ((places[row["row"]], row["since_start_us"], row["bucket_us"], value(row)) for row in of_run)
         panels.append(_draw_heat(run, list(names.values()), cells, (largest, text(largest)), sheet))
     return panels
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from penstock.reports.plots import choose_ticks
+from penstock.trace.figures.ticks import Tick, time_ticks
 
 WIDTH: Final = 1000
 NUM_LEVELS: Final = 8
@@ -23,16 +23,6 @@ NUM_HUES: Final = 10
 
 Row = Mapping[str, Any]
 """A row of an answer."""
-
-_TIME_UNITS: Final = ((1.0, "µs"), (1e3, "ms"), (1e6, "s"), (60e6, "min"), (3600e6, "h"))
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A text on an axis, at so many percent of it from the left or the top."""
-
-    text: str
-    percent: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,30 +85,6 @@ class Sheet:
         return time_ticks(self.span_us)
 
 
-def time_ticks(span_us: float, *, num: int = 8) -> tuple[list[Tick], str]:
-    """Ticks of an axis from 0 to `span_us`, and the unit they are in."""
-    scale, unit = next(
-        ((scale, unit) for scale, unit in reversed(_TIME_UNITS) if span_us >= 2 * scale), _TIME_UNITS[0]
-    )
-    end = max(span_us, 1.0) / scale
-    return [Tick(f"{tick:,.6g}", 100 * tick / end) for tick in choose_ticks(0, end, num)], unit
-
-
-def value_ticks(end: float, text: str, *, step: float = 1.0, num: int = 3) -> list[Tick]:
-    """Ticks from the bottom at 0 to the top at `end`; `text` formats a value in units of `step`."""
-    if end <= 0:
-        return []
-    ticks = choose_ticks(0, end / step, num)
-    return [Tick(text.format(tick) if tick else "0", 100 - 100 * tick * step / end) for tick in ticks]
-
-
-def byte_ticks(end: float, suffix: str = "", *, num: int = 3) -> list[Tick]:
-    """Ticks of bytes, round in the unit that they are printed in."""
-    power = max(0, min(int(math.log2(end) // 10), 6)) if end > 0 else 0
-    unit = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")[power] + suffix
-    return value_ticks(end, "{:,.6g} " + unit, step=1024.0**power, num=num)
-
-
 def rectangle(left: float, right: float, top: float, bottom: float) -> str:
     """A rectangle of a path."""
     return f"M{_short(left)} {_short(top)}H{_short(right)}V{_short(bottom)}H{_short(left)}z"
@@ -151,16 +117,6 @@ def heat_shapes(cells: Iterable[tuple[float, float, float, float, float]], large
             level = min(NUM_LEVELS, max(1, math.ceil(NUM_LEVELS * value / largest)))
             paths.setdefault(level, []).append(rectangle(left, right, top, bottom))
     return [Shape(f"level-{level}", "".join(parts)) for level, parts in sorted(paths.items())]
-
-
-def lane_ticks(names: Sequence[str], most: int = 24) -> list[Tick]:
-    """Names in the middle of lanes of the same height; of many lanes, every second, third, ... has one."""
-    every = -(-len(names) // most)
-    return [
-        Tick(name, 100 * (number + 0.5) / len(names))
-        for number, name in enumerate(names)
-        if number % every == 0
-    ]
 
 
 def _short(value: float) -> str:

@@ -9,7 +9,7 @@ printed to the microsecond, so printed sums can be checked by hand.
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final
 
@@ -80,6 +80,15 @@ class Answer:
         """One mapping per row."""
         names = [column.name for column in self.columns]
         return [dict(zip(names, row, strict=True)) for row in self.rows]
+
+    def without(self, *names: str) -> "Answer":
+        """The same rows without the columns `names`."""
+        kept = [place for place, column in enumerate(self.columns) if column.name not in names]
+        return replace(
+            self,
+            columns=[self.columns[place] for place in kept],
+            rows=[[row[place] for place in kept] for row in self.rows],
+        )
 
 
 def document(answer: Answer) -> dict[str, Any]:

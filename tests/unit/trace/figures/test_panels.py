@@ -12,20 +12,17 @@ from hypothesis import strategies as st
 
 from penstock.trace.figures.draw_calls import draw_calls
 from penstock.trace.figures.draw_histograms import Bins, draw_bins, draw_rank_bars
-from penstock.trace.figures.draw_over_time import draw_bandwidth, draw_overlap
+from penstock.trace.figures.draw_over_time import draw_bandwidth, draw_overlap, draw_rank_heat
 from penstock.trace.figures.panels import (
     NUM_LEVELS,
     WIDTH,
     Shape,
     Sheet,
-    Tick,
     bars_path,
-    byte_ticks,
     heat_shapes,
-    lane_ticks,
     steps_path,
-    time_ticks,
 )
+from penstock.trace.figures.ticks import Tick, byte_ticks, lane_ticks, time_ticks
 from penstock.trace.questions.answer import Answer, Unit, make_columns
 
 SHEET = Sheet(1000, {"a": 0, "b": 1})
@@ -173,3 +170,16 @@ def test_a_rank_without_a_trace_is_a_gap() -> None:
     rows = [{"run": "a", "rank": rank, "union_us": 10} for rank in (0, 9)]
     (panel,) = draw_rank_bars(rows, SHEET)
     assert columns_of(panel.shapes) == {0, 9}
+
+
+def test_a_rank_that_only_computes_leaves_no_row_in_a_heat_map() -> None:
+    columns = make_columns(
+        "run", "row", "first_rank", "last_rank", "since_start_us", "bucket_us", "busy_us"
+    )  # fmt: skip
+    rows = [("a", row, row, row, 0, 100, 50) for row in (0, 2)]
+    answer = Answer(name="", title="", columns=columns, rows=rows)
+    (panel,) = draw_rank_heat(answer, SHEET, value=lambda row: row["busy_us"], text=str)
+    assert [tick.text for tick in panel.y_ticks] == ["rank 0", "rank 2"]
+    bars = [bar for shape in panel.shapes for bar in rectangles(shape.path)]
+    assert [(top, bottom) for _, top, _, bottom in bars] == [(0.5, 13.5), (14.5, 27.5)]
+    assert panel.height == 28
