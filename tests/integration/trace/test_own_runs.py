@@ -17,6 +17,8 @@ from penstock.results.step_events import SpanKind
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tests.support.browser import Browser
+
 
 SLOW = FILE_BYTES / 0.01
 """Bytes a second: a step's two files take 20 ms."""
@@ -85,6 +87,22 @@ def test_reading_overlaps_with_computation_and_waiting_is_no_io(
     assert phases["barrier"] == "barrier"
     assert (phases["compute"], phases["POSIX"]) == ("compute", "io")
     assert {phases[cat] for cat in ("step", "epoch", "run")} == {"loop"}
+
+
+def test_the_report_draws_each_step_and_what_it_waited_for(
+    browser: Browser, run: TracedRun, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    timeline = asked("trace", "report", run.traces, "-o", page)["figures"]["timeline"]
+    bars = [row for row in timeline["rows"] if row["kind"] == "step"]
+    assert sum(bar["num_events"] for bar in bars) == len(run.steps)
+    waited = sum(bar["sum_us"] for bar in timeline["rows"] if bar["kind"] == "wait")
+    assert waited == pytest.approx(waited_us(run), abs=len(run.steps))
+    looks = "[...document.querySelectorAll('#timeline ~ .panels')][0].querySelectorAll('path.%s').length"
+    questions = {look: looks % look for look in ("step", "wait", "compute", "read")}
+    seen = browser.open(page, width=390, dark=True, questions=questions)
+    assert seen.errors == []
+    assert seen.answers == dict.fromkeys(questions, 1)
 
 
 def test_result_and_shown_run_name_the_trace(run: TracedRun) -> None:

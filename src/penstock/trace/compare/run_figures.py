@@ -87,12 +87,15 @@ def _timeline(drawing: Drawing) -> Figure:
         answer=answer,
         says=(
             "Each lane is a thread, or a process. Reads and writes fill it, calls that move no data are at "
-            "its foot, computation is behind."
+            f"its foot, computation is behind.{_LOOPS if draw_calls.has_loops(answer) else ''}"
         ),
         panels=draw_calls.draw_calls(answer, drawing.sheet),
-        looks=("read", "write", "metadata", "compute"),
-        why_empty="No event of these traces is I/O or computation.",
+        looks=draw_calls.looks_of(answer),
+        why_empty="No event of these traces is I/O, computation or waiting.",
     )
+
+
+_LOOPS: Final = " The strip above has a line for each step, under it waits and checkpoints."
 
 
 def _rank_bytes(drawing: Drawing) -> Figure:

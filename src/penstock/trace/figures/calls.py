@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.trace.dimensions import sql_literal
-from penstock.trace.figures.placed_calls import CALLS, THREADS, PlacedCalls
+from penstock.trace.figures.placed_calls import CALLS, LOOP_PARTS, THREADS, PlacedCalls
 from penstock.trace.figures.time_axis import TimeAxis
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
@@ -19,6 +19,8 @@ MOST_LANES: Final = 48
 MOST_BARS: Final = 12_000
 OFFSET_ROWS: Final = 120
 MOST_FILES: Final = 4
+STEP_PIXELS: Final = 4
+"""Steps that are wider have an edge each; others become one bar, as they follow one another."""
 
 
 def lanes_of_each(num_runs: int) -> int:
@@ -27,7 +29,7 @@ def lanes_of_each(num_runs: int) -> int:
 
 
 def call_bars(placed: PlacedCalls) -> Answer:
-    """Bars of calls by thread: neighbours that no drawing could tell apart are one bar.
+    """Bars of calls, and parts of a loop, by thread: neighbours that no drawing could tell apart are one bar.
 
     A run of more threads than lanes has a lane for each process; of more processes than lanes, those with the
     most I/O are drawn. The notes tell.
@@ -51,12 +53,9 @@ def call_bars(placed: PlacedCalls) -> Answer:
                    count(*) OVER (PARTITION BY run) AS num_lanes
             FROM named GROUP BY lane, run
             QUALIFY row_number() OVER (PARTITION BY run ORDER BY sum(sum_us) DESC, lane) <= {most_lanes}),
-        drawn AS (
-            SELECT lane, kind, min(since_us) AS since_us, max(until_us) AS until_us, count(*) AS num_events,
-                   sum(until_us - since_us)::BIGINT AS sum_us
-            FROM {CALLS} JOIN (SELECT lane, unnest(threads) AS thread FROM lanes) USING (thread)
-            GROUP BY lane, kind, since_us // {pixel_us}, until_us // {pixel_us})
-        SELECT run, rank, host, pid, tid, num_lanes, kind::VARCHAR, since_us, until_us, num_events, sum_us
+        placed AS (SELECT lane, unnest(threads) AS thread FROM lanes),
+        drawn AS ({" UNION ALL ".join(_drawn_sql(table, pixel_us) for table in (CALLS, LOOP_PARTS))})
+        SELECT run, rank, host, pid, tid, num_lanes, kind, since_us, until_us, num_events, sum_us
         FROM drawn JOIN lanes USING (lane)
         ORDER BY run, rank NULLS LAST, host, pid, tid, kind, since_us""")
     most = max(1, MOST_BARS // max(1, len(axis.runs)))
@@ -73,6 +72,15 @@ def call_bars(placed: PlacedCalls) -> Answer:
     return Answer(
         name="call_bars", title="Calls by rank and thread", columns=columns, rows=merged, notes=notes
     )
+
+
+def _drawn_sql(table: str, pixel_us: int) -> str:
+    """Events of a table in the lanes of `placed`, those that begin and end in the same pixels as one."""
+    return f"""
+        SELECT lane, kind::VARCHAR AS kind, min(since_us) AS since_us, max(until_us) AS until_us,
+               count(*) AS num_events, sum(until_us - since_us)::BIGINT AS sum_us
+        FROM {table} JOIN placed USING (thread)
+        GROUP BY lane, {table}.kind, since_us // {pixel_us}, until_us // {pixel_us}"""
 
 
 Bars = list[tuple[Value, ...]]
@@ -93,7 +101,7 @@ def _merge(rows: Sequence[tuple[Value, ...]], gap_us: int) -> Iterator[tuple[Val
     for row in rows:
         *lane, since_us, until_us, num_events, sum_us = row
         bar = _Bar(tuple(lane), since_us, until_us, num_events, sum_us)  # type: ignore[arg-type]
-        if last is not None and last.lane == bar.lane and bar.since_us <= last.until_us + gap_us:
+        if last is not None and last.meets(bar, gap_us):
             last.until_us = max(last.until_us, bar.until_us)
             last.num_events += bar.num_events
             last.sum_us += bar.sum_us
@@ -112,6 +120,13 @@ class _Bar:
     until_us: int
     num_events: int
     sum_us: int
+
+    def meets(self, bar: _Bar, gap_us: int) -> bool:
+        """Whether the next bar is of the same lane and kind, and so near that the two are one."""
+        if bar.lane != self.lane or bar.since_us > self.until_us + gap_us:
+            return False
+        longest_us = max(self.sum_us / self.num_events, bar.sum_us / bar.num_events)
+        return self.lane[-1] != "step" or longest_us < STEP_PIXELS * gap_us
 
     def row(self) -> tuple[Value, ...]:
         """The bar as it came from the query."""

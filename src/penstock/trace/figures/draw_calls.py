@@ -10,7 +10,13 @@ from penstock.trace.figures.ticks import byte_ticks, lane_ticks
 from penstock.trace.questions.answer import Answer
 
 _HEIGHT: Final = 88
-_BACK_TO_FRONT: Final = ("compute", "metadata", "read", "write")
+_CALLS: Final = ("compute", "metadata", "read", "write")
+_LOOP_PARTS: Final = ("checkpoint", "barrier", "wait", "step")
+_BACK_TO_FRONT: Final = (*_CALLS, *_LOOP_PARTS)
+_STRIP: Final = 6.0
+"""The part of a lane, above its calls, that shows what its program's loop does."""
+_EDGE: Final = 1.5
+"""What a step is shorter in the drawing than it was, so that the next one is seen to begin."""
 
 Lane = tuple[int | None, str | None, int, int]
 """Rank, host, process and thread."""
@@ -22,7 +28,8 @@ def draw_calls(answer: Answer, sheet: Sheet) -> list[Panel]:
     ticks, unit = sheet.time_ticks()
     for run, rows in sheet.by_run(answer.records()):
         lanes = list(dict.fromkeys(map(_lane, rows)))
-        height = 14 if len(lanes) <= 24 else 10
+        strip = _STRIP if any(row["kind"] in _LOOP_PARTS for row in rows) else 0.0
+        height = int(strip) + (14 if len(lanes) <= 24 else 10)
         tops = {lane: height * number for number, lane in enumerate(lanes)}
         by_kind = group_rows(rows, "kind")
         notes = [note.removeprefix(f"{run}: ") for note in answer.notes if note.startswith(f"{run}: ")]
@@ -32,7 +39,9 @@ def draw_calls(answer: Answer, sheet: Sheet) -> list[Panel]:
                 run=sheet.hues[run],
                 height=height * len(lanes),
                 shapes=[
-                    Shape(kind, bars_path(_lane_bars(by_kind[kind], kind, tops, height, sheet.across())))
+                    Shape(
+                        kind, bars_path(_lane_bars(by_kind[kind], tops, _edges(kind, height, strip), sheet))
+                    )
                     for kind in _BACK_TO_FRONT
                     if kind in by_kind
                 ],
@@ -49,19 +58,37 @@ def _lane(row: Row) -> Lane:
     return row["rank"], row["host"], row["pid"], row["tid"]
 
 
+def looks_of(answer: Answer) -> list[str]:
+    """The kinds of calls, and those parts of a loop that there are, for a legend."""
+    kinds = {row["kind"] for row in answer.records()}
+    return ["read", "write", "metadata", "compute", *(part for part in _LOOP_PARTS if part in kinds)]
+
+
+def has_loops(answer: Answer) -> bool:
+    """Whether a program recorded what its loop does."""
+    return any(row["kind"] in _LOOP_PARTS for row in answer.records())
+
+
 def _lane_bars(
-    rows: Sequence[Row], kind: str, tops: Mapping[Lane, float], height: float, across: Scale
+    rows: Sequence[Row], tops: Mapping[Lane, float], edges: tuple[float, float], sheet: Sheet
 ) -> Iterator[tuple[float, float, float, float]]:
+    across = sheet.across()
     for row in rows:
-        edges = _lane_edges(tops[_lane(row)], height, kind)
-        yield across.place(row["since_start_us"]), across.place(row["until_us"]), *edges
+        top = tops[_lane(row)]
+        left, right = across.place(row["since_start_us"]), across.place(row["until_us"])
+        yield left, right - (_EDGE if row["kind"] == "step" else 0.0), top + edges[0], top + edges[1]
 
 
-def _lane_edges(top: float, height: float, kind: str) -> tuple[float, float]:
-    """Computation fills its lane behind the calls; calls that move nothing are at the lane's foot."""
-    inner = {"compute": (0.5, height - 0.5), "metadata": (height * 0.62, height - 1.5)}
-    begin, end = inner.get(kind, (1.5, height - 1.5))
-    return top + begin, top + end
+def _edges(kind: str, height: float, strip: float) -> tuple[float, float]:
+    """Where a kind of bar is in its lane, from the lane's top.
+
+    Computation fills the lane behind the calls; calls that move nothing are at its foot. Steps are a line
+    above them, and what a step waits for is under this line.
+    """
+    if kind in _LOOP_PARTS:
+        return (0.5, 2.0) if kind == "step" else (2.5, strip)
+    inner = {"compute": (0.5, height - 0.5), "metadata": (strip + (height - strip) * 0.62, height - 1.5)}
+    return inner.get(kind, (strip + 1.5, height - 1.5))
 
 
 def _name_lanes(lanes: Sequence[Lane]) -> list[str]:

@@ -15,7 +15,11 @@ from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, Event
 
 KIND = f"""CASE WHEN phase = 'compute' THEN 'compute' WHEN phase <> 'io' THEN NULL
                 WHEN {IS_READ} THEN 'read' WHEN {IS_WRITE} THEN 'write' ELSE 'metadata' END"""
-"""SQL expression: what an event is in a drawing, NULL for what is not drawn."""
+"""SQL expression: which kind of call or computation an event is in a drawing, else NULL."""
+LOOP_PART = """CASE WHEN phase IN ('wait', 'barrier') THEN phase WHEN phase = 'stall' THEN 'checkpoint'
+                     WHEN phase = 'app_io' AND contains(cat, 'checkpoint') THEN 'checkpoint'
+                     WHEN phase = 'loop' AND cat = 'step' THEN 'step' END"""
+"""SQL expression: which part of a program's own loop an event is in a drawing, else NULL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -294,6 +294,64 @@ def test_more_threads_than_lanes_become_processes_and_then_the_busiest() -> None
     assert f"the {calls.MOST_LANES} of 60 processes with the most I/O" in answer.notes[0]
 
 
+def loop_spans(num_steps: int, step_us: int) -> list[dict[str, Any]]:
+    """Steps that follow one another, each with a wait and a barrier, then a stall around a checkpoint."""
+    parts = (
+        ("train.step", "step", 0, step_us),
+        ("train.wait", "wait", 0, step_us // 4),
+        ("train.compute", "compute", step_us // 4, step_us // 2),
+        ("train.barrier", "barrier", step_us * 3 // 4, step_us // 4),
+    )
+    end_us = num_steps * step_us
+    spans = [
+        *(
+            (name, cat, at + begin, took)
+            for at in range(0, end_us, step_us)
+            for name, cat, begin, took in parts
+        ),
+        ("stall", "stall", end_us, 900),
+        ("checkpoint.save", "checkpoint", end_us + 100, 700),
+        ("epoch", "epoch", 0, end_us + 900),
+        ("reader.next", "reader", 0, 5),
+    ]
+    return [
+        {"run": "base", "host": "n", "pid": 7, "tid": 7, "rank": 0, "name": name, "cat": cat,
+         "ts_us": 10**15 + begin, "dur_us": took}
+        for name, cat, begin, took in spans
+    ]  # fmt: skip
+
+
+def test_steps_waits_barriers_and_checkpoints_of_a_loop_are_bars_of_its_thread() -> None:
+    with small_study(loop_spans(10, 10_000), runs=["base"]) as study:
+        rows = records(calls.call_bars(place_calls(study.events, measure_axis(study.events, study.runs))))
+    assert {row["tid"] for row in rows} == {7}
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for row in rows:
+        sums[row["kind"]][0] += 1
+        sums[row["kind"]][1] += row["sum_us"]
+    assert sums == {
+        "step": [10, 100_000], "wait": [10, 25_000], "compute": [10, 50_000], "barrier": [10, 25_000],
+        "checkpoint": [1, 1600],
+    }  # fmt: skip
+    assert [row["since_start_us"] for row in rows if row["kind"] == "step"] == list(range(0, 100_000, 10_000))
+
+
+def test_steps_too_narrow_to_be_told_apart_are_one_bar() -> None:
+    with small_study(loop_spans(1000, 40), runs=["base"]) as study:
+        rows = records(calls.call_bars(place_calls(study.events, measure_axis(study.events, study.runs))))
+    (steps,) = [row for row in rows if row["kind"] == "step"]
+    assert (steps["num_events"], steps["sum_us"], steps["until_us"]) == (1000, 40_000, 40_000)
+
+
+def test_spans_of_a_loop_are_no_calls_in_other_figures() -> None:
+    with small_study(loop_spans(10, 10_000), runs=["base"]) as study:
+        placed = place_calls(study.events, measure_axis(study.events, study.runs))
+        assert over_time.rank_cells(placed).rows == []
+        overlap = records(over_time.overlap_lanes(placed))
+    assert sum(row["compute_us"] for row in overlap) == 50_000
+    assert sum(row["io_us"] for row in overlap) == 0
+
+
 def test_offsets_of_the_busiest_files_hold_all_their_bytes(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trace.figures.draw_calls import draw_calls
+from penstock.trace.figures.draw_calls import draw_calls, has_loops, looks_of
 from penstock.trace.figures.draw_histograms import Bins, draw_bins, draw_rank_bars
 from penstock.trace.figures.draw_over_time import draw_bandwidth, draw_overlap, draw_rank_heat
 from penstock.trace.figures.panels import (
@@ -164,6 +164,30 @@ def test_lanes_are_named_by_rank_or_process_and_then_by_thread() -> None:
     assert [tick.text for tick in panel.y_ticks] == ["rank 0", "thread 2", "pid 7"]
     assert [shape.look for shape in panel.shapes] == ["compute", "read"]
     assert panel.note == "3 threads"
+
+
+def test_parts_of_a_loop_have_a_strip_above_the_calls_of_their_lane() -> None:
+    columns = make_columns(
+        "run", "rank", "host", "pid", "tid", "kind", "since_start_us", "until_us", "num_events", "sum_us"
+    )
+    rows = [
+        ("a", 0, "n", 1, 1, kind, begin, end, 1, end - begin)
+        for kind, begin, end in (
+            ("step", 0, 500), ("step", 500, 1000), ("wait", 0, 100), ("read", 0, 1000), ("compute", 100, 500),
+        )
+    ]  # fmt: skip
+    answer = Answer(name="", title="", columns=columns, rows=rows)
+    assert has_loops(answer)
+    assert looks_of(answer) == ["read", "write", "metadata", "compute", "wait", "step"]
+    (panel,) = draw_calls(answer, SHEET)
+    bars = {shape.look: rectangles(shape.path) for shape in panel.shapes}
+    assert list(bars) == ["compute", "read", "wait", "step"]
+    (first, second), (wait,), (read,) = bars["step"], bars["wait"], bars["read"]
+    assert first[2] < second[0], "one sees where the second step begins"
+    assert first[3] <= wait[1] < wait[3] <= read[1] < read[3] <= panel.height
+    calls_only = Answer(name="", title="", columns=columns, rows=rows[3:])
+    assert not has_loops(calls_only)
+    assert draw_calls(calls_only, SHEET)[0].height == 14
 
 
 def test_a_rank_without_a_trace_is_a_gap() -> None:
