@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.options import argument, flag, option, optional_argument, verb
 from penstock.cli.parsers import EDITION, FILE, FOLDER, TEXT
 from penstock.cli.terminal import Terminal, TextTable, View, bold
-from penstock.submission.check import CheckedResult, choose_edition
+from penstock.submission.check import CheckedResult
 from penstock.submission.check import check as check_tree
 from penstock.submission.edition import Edition
-from penstock.submission.find_results import submitters_without_results
+from penstock.submission.edition_choice import EditionChoice, choose_edition
+from penstock.submission.find_results import FoundTree, search_tree
 from penstock.submission.finding import Verdict
 from penstock.submission.reports import findings_export
 from penstock.submission.reports.sarif import sarif
@@ -56,31 +57,36 @@ def check(options: _CheckOptions, terminal: Terminal) -> int:
     edition = choose_edition(options.edition, options.folder)
     with terminal.progress() as progress:
         results = list(check_tree(options.folder, edition, progress=progress))
-    empty = submitters_without_results(options.folder)
-    for name in empty:
-        terminal.note(f"{name}: no results are here")
-    _write_findings(options, results, edition, empty)
-    terminal.result(findings_export.check_document(results, edition, empty), _view_verdicts(results, edition))
+    found = search_tree(options.folder)
+    terminal.notes(f"{name}: no results are here" for name in found.without_results)
+    terminal.notes(f"{name}: belongs to no result" for name in found.leftovers)
+    terminal.notes(f"not checked: {reason}" for reason in found.unreadable)
+    _write_findings(options, results, edition, found)
+    terminal.result(findings_export.check_document(results, edition, found), _view_verdicts(results, edition))
     return findings_export.exit_code(results)
 
 
 def _write_findings(
-    options: _CheckOptions, results: Sequence[CheckedResult], edition: Edition, empty: Sequence[str]
+    options: _CheckOptions,
+    results: Sequence[CheckedResult],
+    edition: Edition | EditionChoice,
+    found: FoundTree,
 ) -> None:
     from penstock.results.published_files import write_json, write_text
     from penstock.submission.reports.submission_pages import verdicts_page
 
     if (path := options.sarif) is not None:
-        rules_of_edition = [rule for rule in RULES if edition.edition in rule.editions]
+        editions = {result.edition for result in results}
+        rules_of_edition = [rule for rule in RULES if editions.intersection(rule.editions)]
         write_json(path.parent, path.name, sarif(results, rules_of_edition, options.folder))
     if (path := options.csv) is not None:
         write_text(path.parent, path.name, findings_export.findings_csv(results))
     if (path := options.html) is not None:
-        page = verdicts_page(results, edition.edition, edition.for_the_reviewer, empty)
+        page = verdicts_page(results, edition.edition, edition.for_the_reviewer, found.without_results)
         write_text(path.parent, path.name, page)
 
 
-def _view_verdicts(results: Sequence[CheckedResult], edition: Edition) -> View:
+def _view_verdicts(results: Sequence[CheckedResult], edition: Edition | EditionChoice) -> View:
     title = f"Results, by the rules of {edition.edition}"
     yield TextTable(title, [_verdict_row(result) for result in results])
     for result in results:

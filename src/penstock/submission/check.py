@@ -1,7 +1,7 @@
 """`penstock submission check`, from a folder to verdicts: find results, read their files, apply the rules.
 
-    choose_edition   which edition's rules apply, by what the tree looks like
-    find_results     the folders that are results; only names are read
+    choose_edition   which edition's rules apply to each submitter, by what its tree looks like
+    search_tree      the folders that are results; only names are read
     read_results     the files of one result, parsed
     apply_rule       each rule of the edition on the parsed files
 
@@ -13,13 +13,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
-from penstock.errors import UsageError
 from penstock.progress import Progress, Silent
 from penstock.submission import tree_context
-from penstock.submission.edition import Edition, load_edition
-from penstock.submission.find_results import Submitter, detect_edition, find_results, find_submitters
+from penstock.submission.edition import Edition
+from penstock.submission.edition_choice import EditionChoice
+from penstock.submission.find_results import Submitter, require_results, search_tree
 from penstock.submission.finding import Finding, Validity, Verdict, combine, not_checked
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import num_accelerators, recompute
@@ -27,7 +26,6 @@ from penstock.submission.result_files import SubmittedResult, read_results
 from penstock.submission.rules import RULES
 from penstock.submission.rules.rule import Rule
 
-AUTO: Final = "auto"
 logger = logging.getLogger(__name__)
 
 
@@ -36,6 +34,7 @@ class CheckedResult:
     """One result with all its findings; `None` or "" for what its files do not state."""
 
     name: str
+    edition: str
     organisation: str
     division: str
     system: str
@@ -64,38 +63,28 @@ class CheckedResult:
 
 
 def check(
-    root: Path, edition: Edition, *, rules: Sequence[Rule] = RULES, progress: Progress | None = None
+    root: Path,
+    edition: Edition | EditionChoice,
+    *,
+    rules: Sequence[Rule] = RULES,
+    progress: Progress | None = None,
 ) -> Iterator[CheckedResult]:
     """Check every result below `root`, one at a time."""
     for result in read_tree(root, edition, progress):
-        yield check_result(result, edition, rules)
+        yield check_result(result, edition.of(result.location.submitter.folder), rules)
 
 
-def choose_edition(name: str, root: Path) -> Edition:
-    """Load the edition `name`; with `auto`, the one detected from the tree at `root`."""
-    if name != AUTO:
-        return load_edition(name)
-    organisations: dict[str, str] = {}
-    for submitter in find_submitters(root):
-        organisations.setdefault(detect_edition(submitter), submitter.organisation)
-    if len(organisations) > 1:
-        listed = ", ".join(f"{edition} ({organisation})" for edition, organisation in organisations.items())
-        raise UsageError(
-            f"Found trees of several editions: {listed}",
-            where=str(root),
-            fix="Check each by itself, or name one with --edition.",
-        )
-    return load_edition(next(iter(organisations), "v1.0"))
-
-
-def read_tree(root: Path, edition: Edition, progress: Progress | None = None) -> Iterator[SubmittedResult]:
+def read_tree(
+    root: Path, edition: Edition | EditionChoice, progress: Progress | None = None
+) -> Iterator[SubmittedResult]:
     """Every result below `root` with its files; asking for the next one drops the last."""
     progress = progress or Silent()
-    locations = list(find_results(root))
+    locations = require_results(search_tree(root), root)
     progress.begin("results", len(locations))
     contexts = _ContextReader(root)
     for location in locations:
-        num_warm_ups = edition.count_warm_ups(len(location.run_folders))
+        chosen = edition.of(location.submitter.folder)
+        num_warm_ups = chosen.count_warm_ups(len(location.run_folders))
         yield from read_results(location, contexts.read(location.submitter), root, num_warm_ups=num_warm_ups)
         progress.advance(1)
 
@@ -107,6 +96,7 @@ def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule
     only_system = Path(result.systems[0].file).stem if len(result.systems) == 1 else ""
     return CheckedResult(
         name=result.name,
+        edition=edition.edition,
         organisation=location.submitter.organisation,
         division=location.submitter.division.value if location.submitter.division else "",
         system=location.system or only_system,

@@ -5,7 +5,8 @@ The YAML files in `editions/` are parsed here, strictly. Invariant: a rule conta
 
 from functools import cache
 from importlib.resources import files
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -145,6 +146,10 @@ class Edition(_Strict):
     def is_without_warm_ups(self, num_runs: int) -> bool:
         """Whether `num_runs` are all runs but the warm-ups, in an edition that allows to leave these out."""
         return self.lacks_warm_ups and num_runs == self.num_runs - self.num_warm_ups
+
+    def of(self, _submitter: Path) -> Self:
+        """The edition of a submitter: this one, whoever it is."""
+        return self
 
     def require_timed(self) -> TimedTree:
         """The limits that only trees with runs named by time have."""

@@ -1,32 +1,22 @@
 """Find the results in a round's, a division's or one submitter's folder; only names are read.
 
-v1.0 numbers its runs (run1, run2), later editions name them by time (`tree_layout` has that tree).
-Invariant: an unknown entry is reported as stray, and is never fatal.
+Later editions than v1.0 name runs by time (`tree_layout` has that tree; `find_numbered_results` the older).
+Invariant: an unknown entry is named, as stray beside a result or as a leftover, and is never fatal.
 """
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from penstock.errors import Unavailable, UsageError
-from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK
-from penstock.submission.tree_layout import (
-    MANIFEST,
-    PROVENANCE,
-    SENTINEL,
-    Benchmark,
-    SubmissionPhase,
-    is_result_dir_name,
-)
+from penstock.submission.find_numbered_results import NumberedResult, find_numbered_results
+from penstock.submission.folder_listing import find_file, find_folder, list_folder, list_subfolders
+from penstock.submission.tree_layout import RESULTS_FILE, Benchmark, SubmissionPhase, is_result_dir_name
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
-V1_REPORT_FILE: Final = "mlperf_storage_report.json"
-_RUN: Final = re.compile(r"run[_-]?(\d+)", re.IGNORECASE)
-_KNOWN_BESIDE_RUNS: Final = frozenset({V1_REPORT_FILE, "runs"})
-_KNOWN_BESIDE_TIMES: Final = frozenset({"results.json", "results.csv"})
+_KNOWN_BESIDE_TIMES: Final = frozenset({RESULTS_FILE, "results.csv"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +53,59 @@ class ResultLocation:
     datagen_folders: tuple[Path, ...] = ()
 
 
-def find_results(root: Path) -> Iterator[ResultLocation]:
-    """All results below `root`, in order; `UsageError` if there are none."""
-    is_empty = True
-    for submitter in find_submitters(root):
-        for location in _find_in(submitter, root.resolve()):
-            is_empty = False
-            yield location
-    if is_empty:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundTree:
+    """What lies below a folder; names are relative to it.
+
+    `leftovers` are folders of results/ that belong to no result, `unreadable` folders that cannot be listed,
+    and `without_results` submitters that hand in none.
+    """
+
+    submitters: tuple[Submitter, ...]
+    results: tuple[ResultLocation, ...]
+    leftovers: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    without_results: tuple[str, ...] = ()
+
+
+def search_tree(root: Path) -> FoundTree:
+    """All results below `root`, in order; `UsageError` if there is no such folder."""
+    top = root.resolve()
+    submitters = tuple(find_submitters(root))
+    results: list[ResultLocation] = []
+    leftovers: list[Path] = []
+    unreadable: list[str] = []
+    without_results: list[str] = []
+    for submitter in submitters:
+        name = submitter.folder.relative_to(top).as_posix()
+        try:
+            found, left = _search_submitter(submitter, top)
+        except Unavailable as error:  # one submitter's folder must not stop the others
+            unreadable.append(f"{name}: {error}")
+            continue
+        results += found
+        if found:
+            leftovers += left
+        else:
+            without_results.append(name)
+    return FoundTree(
+        submitters=submitters,
+        results=tuple(results),
+        leftovers=tuple(path.relative_to(top).as_posix() for path in leftovers),
+        unreadable=tuple(unreadable),
+        without_results=tuple(without_results),
+    )
+
+
+def require_results(found: FoundTree, root: Path) -> tuple[ResultLocation, ...]:
+    """The results of a tree; `UsageError` if there are none."""
+    if not found.results:
         raise UsageError(
-            "No results found",
+            "No results found" + "".join(f"; {reason}" for reason in found.unreadable),
             where=str(root),
             fix="Give a round's folder (with closed/ or open/), or a submitter's (with results/).",
         )
+    return found.results
 
 
 def find_submitters(root: Path) -> Iterator[Submitter]:
@@ -83,55 +113,41 @@ def find_submitters(root: Path) -> Iterator[Submitter]:
     if not root.is_dir():
         raise UsageError("There is no such folder", where=str(root), fix="Give a round's or a submitter's.")
     top = root.resolve()
-    if _child(top, "results"):
+    if find_folder(top, "results"):
         yield _submitter(top)
     elif _division(top.name):
-        yield from map(_submitter, _folders(top))
+        yield from map(_submitter, list_subfolders(top))
     else:
-        for division in filter(lambda folder: _division(folder.name), _folders(top)):
-            yield from (_submitter(folder) for folder in _folders(division))
-
-
-def submitters_without_results(root: Path) -> list[str]:
-    """The folders of a round or a division without results, which no finding would mention."""
-    top = root.resolve()
-    return [
-        submitter.folder.relative_to(top).as_posix()
-        for submitter in find_submitters(root)
-        if next(_find_in(submitter, top), None) is None
-    ]
+        for division in filter(lambda folder: _division(folder.name), list_subfolders(top)):
+            yield from (_submitter(folder) for folder in list_subfolders(division))
 
 
 def list_folders(submitter: Submitter) -> frozenset[str]:
     """The names in a submitter's folder, in lower case."""
-    return frozenset(folder.name.lower() for folder in _folders(submitter.folder))
+    return frozenset(folder.name.lower() for folder in list_subfolders(submitter.folder))
 
 
 def find_result_dirs(submitter: Submitter) -> list[Path]:
     """All result directories of a submitter in a tree with runs named by time, in order."""
-    results = _child(submitter.folder, "results")
-    return [] if results is None else sorted(_walk_result_dirs(results))
+    results = find_folder(submitter.folder, "results")
+    return [] if results is None else sorted(walk_result_dirs(results))
 
 
-def detect_edition(submitter: Submitter) -> str:
-    """Detect the edition of a submitter's tree by files that only that edition has."""
-    results = _child(submitter.folder, "results")
-    if results is None or not _is_timed(results):
-        return "v1.0"
-    marks = (
-        submitter.top / POOL,
-        submitter.folder / POOL,
-        submitter.top / SENTINEL,
-        submitter.top / submitter.organisation / POOL_MARK,
-        submitter.folder / MANIFEST,
-        submitter.folder / "code" / DIGEST_FILE,
+def walk_result_dirs(results: Path) -> Iterator[Path]:
+    """The folders below `results` that are named by a time."""
+    for path, folders, _ in os.walk(results):
+        yield from (Path(path, name) for name in folders if is_result_dir_name(name))
+        folders[:] = [name for name in folders if not is_result_dir_name(name)]
+
+
+def list_benchmarks(results: Path) -> frozenset[Benchmark]:
+    """The benchmarks by which systems sort their results; none where runs are not named by time."""
+    return frozenset(
+        benchmark
+        for system in list_subfolders(results)
+        for folder in list_subfolders(system)
+        if (benchmark := _benchmark(folder.name))
     )
-    if any(mark.exists() for mark in marks):
-        return "v3.0"
-    has_provenance = any(
-        (folder / name).exists() for folder in _walk_result_dirs(results) for name in (POINTER, PROVENANCE)
-    )
-    return "v3.0" if has_provenance else "v2.0"
 
 
 def _submitter(folder: Path) -> Submitter:
@@ -146,37 +162,63 @@ def _benchmark(name: str) -> Benchmark | None:
     return next((benchmark for benchmark in Benchmark if benchmark.value == name.lower()), None)
 
 
-def _find_in(submitter: Submitter, top: Path) -> Iterator[ResultLocation]:
-    results = _child(submitter.folder, "results")
+def _search_submitter(submitter: Submitter, top: Path) -> tuple[list[ResultLocation], list[Path]]:
+    results = find_folder(submitter.folder, "results")
     if results is None:
-        return
-    if _is_timed(results):
-        yield from _find_timed(submitter, results, top)
-    else:
-        yield from _find_numbered(submitter, results, top)
+        return [], []
+    if list_benchmarks(results):
+        return _search_timed(submitter, results, top)
+    numbered = find_numbered_results(results)
+    locations = [_numbered_location(submitter, results, found, top) for found in numbered.results]
+    return locations, list(numbered.leftovers)
 
 
-def _is_timed(results: Path) -> bool:
-    """Whether runs are named by time: such trees group the results of a system by benchmark."""
-    return any(_benchmark(folder.name) for system in _folders(results) for folder in _folders(system))
+def _search_timed(submitter: Submitter, results: Path, top: Path) -> tuple[list[ResultLocation], list[Path]]:
+    """Every folder of a model with a result directory; a system or a model without any is a leftover."""
+    locations: list[ResultLocation] = []
+    leftovers: list[Path] = []
+    for system in list_subfolders(results):
+        models = [
+            (benchmark, model)
+            for category in list_subfolders(system)
+            if (benchmark := _benchmark(category.name))
+            for model in _list_models(category, benchmark)
+        ]
+        found = [(benchmark, model) for benchmark, model in models if _is_claimed(model)]
+        locations += [
+            _timed_location(submitter, system.name, benchmark, model, top) for benchmark, model in found
+        ]
+        with_results = {model for _, model in found}
+        leftovers += [model for _, model in models if model not in with_results] if found else [system]
+    return locations, leftovers
 
 
-def _find_timed(submitter: Submitter, results: Path, top: Path) -> Iterator[ResultLocation]:
-    for system in _folders(results):
-        for category in _folders(system):
-            if benchmark := _benchmark(category.name):
-                for model in _folders(category):
-                    yield _timed_location(submitter, system.name, benchmark, model, top)
+def _is_claimed(model: Path) -> bool:
+    """Whether somebody says that a result is here: by a result directory, or by its figures."""
+    return any(walk_result_dirs(model)) or find_file(model, RESULTS_FILE) is not None
+
+
+def _list_models(category: Path, benchmark: Benchmark) -> list[Path]:
+    """The folders of a benchmark's models; vector search has an engine's folder above its indexes."""
+    if benchmark is not Benchmark.VECTOR_SEARCH:
+        return list_subfolders(category)
+    return [
+        index
+        for engine in list_subfolders(category)
+        for index in ([engine] if find_folder(engine, SubmissionPhase.RUN) else list_subfolders(engine))
+    ]
 
 
 def _timed_location(
     submitter: Submitter, system: str, benchmark: Benchmark, model: Path, top: Path
 ) -> ResultLocation:
-    is_training = benchmark is Benchmark.TRAINING
-    runs = _child(model, SubmissionPhase.RUN) if is_training else model
-    stray = [name for name in _names(runs) if not (is_result_dir_name(name) or name in _KNOWN_BESIDE_TIMES)]
-    if is_training:
-        stray += [name for name in _names(model) if name.lower() not in set(SubmissionPhase)]
+    has_phases = benchmark is not Benchmark.CHECKPOINTING
+    runs = find_folder(model, SubmissionPhase.RUN) if has_phases else model
+    beside_runs = [entry.name for entry in list_folder(runs)]
+    stray = [name for name in beside_runs if not (is_result_dir_name(name) or name in _KNOWN_BESIDE_TIMES)]
+    if has_phases:
+        known = {*SubmissionPhase, *_KNOWN_BESIDE_TIMES}
+        stray += [entry.name for entry in list_folder(model) if entry.name.lower() not in known]
     return ResultLocation(
         submitter=submitter,
         system=system,
@@ -186,71 +228,25 @@ def _timed_location(
         stray=tuple(stray),
         benchmark=benchmark,
         model=model.name,
-        phases=tuple(phase.name.lower() for phase in _folders(model)),
-        datasize_folders=_timed_folders(_child(model, SubmissionPhase.DATASIZE)),
-        datagen_folders=_timed_folders(_child(model, SubmissionPhase.DATAGEN)),
+        phases=tuple(phase.name.lower() for phase in list_subfolders(model)),
+        datasize_folders=_timed_folders(find_folder(model, SubmissionPhase.DATASIZE)),
+        datagen_folders=_timed_folders(find_folder(model, SubmissionPhase.DATAGEN)),
     )
 
 
 def _timed_folders(parent: Path | None) -> tuple[Path, ...]:
-    return tuple(folder for folder in _folders(parent) if is_result_dir_name(folder.name)) if parent else ()
+    return tuple(folder for folder in list_subfolders(parent) if is_result_dir_name(folder.name))
 
 
-def _walk_result_dirs(results: Path) -> Iterator[Path]:
-    for path, folders, _ in os.walk(results):
-        yield from (Path(path, name) for name in folders if is_result_dir_name(name))
-        folders[:] = [name for name in folders if not is_result_dir_name(name)]
-
-
-def _find_numbered(submitter: Submitter, results: Path, top: Path) -> Iterator[ResultLocation]:
-    for path, folders, names in os.walk(results):
-        folders.sort()
-        folder = Path(path)
-        runs = _numbered_runs(folder) or _numbered_runs(folder / "runs")
-        if runs or V1_REPORT_FILE in names or _has_unnamed_runs(folder):
-            folders.clear()
-            steps = folder.relative_to(results).parts
-            yield ResultLocation(
-                submitter=submitter,
-                system=steps[0] if len(steps) > 1 else "",
-                folder=folder,
-                name=folder.relative_to(top).as_posix(),
-                run_folders=runs,
-                stray=tuple(
-                    entry.name
-                    for entry in sorted(folder.iterdir())
-                    if entry.name not in _KNOWN_BESIDE_RUNS
-                    and not (entry.is_dir() and _RUN.fullmatch(entry.name))
-                ),
-            )
-
-
-def _has_unnamed_runs(folder: Path) -> bool:
-    """Whether runs have other names: their result is found, so that rules report the names."""
-    return any((run / "summary.json").exists() for run in _folders(folder))
-
-
-def _numbered_runs(folder: Path) -> tuple[Path, ...]:
-    """The folders of runs, in the order of their numbers."""
-    if not folder.is_dir():
-        return ()
-    runs = [(int(match[1]), run) for run in _folders(folder) if (match := _RUN.fullmatch(run.name))]
-    return tuple(run for _, run in sorted(runs))
-
-
-def _names(folder: Path | None) -> list[str]:
-    return (
-        sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".")) if folder else []
+def _numbered_location(
+    submitter: Submitter, results: Path, found: NumberedResult, top: Path
+) -> ResultLocation:
+    steps = found.above_runs.relative_to(results).parts
+    return ResultLocation(
+        submitter=submitter,
+        system=steps[0] if len(steps) > 1 else "",
+        folder=found.folder,
+        name=found.folder.relative_to(top).as_posix(),
+        run_folders=found.run_folders,
+        stray=found.stray,
     )
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError as error:
-        raise Unavailable(f"This folder cannot be listed: {error.strerror}", where=str(folder)) from error
-    return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-
-
-def _child(folder: Path, name: str) -> Path | None:
-    return next((entry for entry in _folders(folder) if entry.name.lower() == name), None)

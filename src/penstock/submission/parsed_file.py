@@ -164,10 +164,11 @@ def _line_numbers(node: yaml.Node, above: KeyPath) -> Iterator[tuple[KeyPath, in
 
 
 def _parse(path: str) -> Any:
-    if path.endswith(".json"):
+    lower = path.lower()  # some submitters write .JSON
+    if lower.endswith(".json"):
         with open(path, encoding="utf-8-sig") as stream:  # noqa: PTH123 - see `read_named_file`
             return json.loads(stream.read())
-    if path.endswith((".yaml", ".yml")):
+    if lower.endswith((".yaml", ".yml")):
         with open(path, encoding="utf-8-sig") as stream:  # noqa: PTH123 - likewise
             text = stream.read()
         return yaml.load(text, Loader=choose_loader(text))  # noqa: S506 - a safe loader

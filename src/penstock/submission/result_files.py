@@ -14,7 +14,9 @@ from typing import Final
 
 from penstock.submission import tree_layout
 from penstock.submission.code_image import POINTER
-from penstock.submission.find_results import V1_REPORT_FILE, ResultLocation
+from penstock.submission.find_numbered_results import V1_REPORT_FILE, list_clients
+from penstock.submission.find_results import ResultLocation
+from penstock.submission.folder_listing import find_file, find_folder, is_leaving, list_folder
 from penstock.submission.parsed_file import (
     NO_FILE,
     MissingFact,
@@ -39,7 +41,7 @@ class ResultDir:
 
     `pointer` is the text of its pointer to a code image, `record` our own `run.json`, `stats` what each rank
     reports of its epochs (of checkpoints alone), `log` what the run printed. v1.0 has none of these, and no
-    metadata.
+    metadata. `files` has names in lower case, `unlisted` the reason why there are none.
     """
 
     name: str
@@ -55,6 +57,7 @@ class ResultDir:
     record: ParsedFile
     log: ParsedFile
     stats: tuple[ParsedFile, ...] = ()
+    unlisted: str = ""
 
     def settings(self) -> Mapping[str, str]:
         """The command line's settings by key, without `++` and `workload.`; the workload is `workload`."""
@@ -155,14 +158,15 @@ def read_results(
 
 
 def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -> SubmittedResult:
-    """A result of v1.0: runs are numbered, and may have a folder for each client."""
-    reports = (location.folder / V1_REPORT_FILE, location.folder / "runs" / V1_REPORT_FILE)
-    described = sorted(location.submitter.folder.glob("[Ss]ystems/*.json"))
+    """A result of v1.0, whose description may lie beside its runs instead of in systems/."""
+    places = (location.folder, *(folder.parent for folder in location.run_folders[:1]))
+    reports = [path for place in places if (path := find_file(place, V1_REPORT_FILE))]
+    described = _list_descriptions(location)
     return SubmittedResult(
         name=location.name,
         location=location,
         runs=tuple(_read_numbered_run(folder, base) for folder in location.run_folders),
-        report=read_file(next((path for path in reports if path.exists()), reports[0]), base),
+        report=read_file(reports[0] if reports else location.folder / V1_REPORT_FILE, base),
         systems=tuple(
             _read_lenient_json(path, base)
             for path in [path for path in described if path.stem == location.system] or described
@@ -171,12 +175,24 @@ def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -
     )
 
 
+def _list_descriptions(location: ResultLocation) -> list[Path]:
+    """The JSON files in the submitter's systems/, else in one that lies among the results."""
+    submitter = location.submitter.folder
+    above = [path for path in location.folder.parents if path.is_relative_to(submitter)]
+    for place in (submitter, location.folder, *above):
+        described = [
+            path for path in list_folder(find_folder(place, "systems")) if path.suffix.lower() == ".json"
+        ]
+        if described:
+            return described
+    return []
+
+
 def _read_numbered_run(folder: Path, base: Path) -> ResultRun:
-    clients = sorted(path.parent for path in folder.glob("*/summary.json"))
-    folders = [folder] if (folder / "summary.json").exists() or not clients else clients
+    clients = [] if find_file(folder, tree_layout.SUMMARY) else list_clients(folder)
     dirs = tuple(
         _read_dir(path, base, benchmark=Benchmark.TRAINING, config_folder="configs", log="")
-        for path in folders
+        for path in clients or [folder]
     )
     return ResultRun(name=folder.name, dirs=dirs)
 
@@ -199,7 +215,7 @@ def _read_timed(
 ) -> SubmittedResult:
     is_training = location.benchmark is Benchmark.TRAINING
     above = location.run_folders[0].parent if is_training and location.run_folders else location.folder
-    description = location.submitter.folder / "systems" / f"{location.system}.yaml"
+    description = find_file(find_folder(location.submitter.folder, "systems"), f"{location.system}.yaml")
 
     def read_phase(folders: tuple[Path, ...], phase: SubmissionPhase) -> tuple[ResultDir, ...]:
         return tuple(_read_timed_dir(folder, location, phase, base) for folder in folders)
@@ -209,7 +225,7 @@ def _read_timed(
         location=location,
         runs=runs,
         report=read_file(above / tree_layout.RESULTS_FILE, base),
-        systems=(read_description(description, base),) if description.exists() else (),
+        systems=(read_description(description, base),) if description else (),
         context=context,
         datasize=read_phase(location.datasize_folders, SubmissionPhase.DATASIZE),
         datagen=read_phase(location.datagen_folders, SubmissionPhase.DATAGEN),
@@ -244,23 +260,33 @@ def _read_timed_dir(folder: Path, location: ResultLocation, phase: SubmissionPha
     )
 
 
-def _list_files(folder: Path, config_folder: str) -> frozenset[str]:
-    """The names in a folder and its configuration folder; contents are read only where rules need them."""
-    names = set(os.listdir(folder))  # noqa: PTH208 - thousands of folders, where a Path costs more
-    if config_folder in names and (folder / config_folder).is_dir():
-        inner = os.listdir(folder / config_folder)  # noqa: PTH208 - likewise
-        names.update(f"{config_folder}/{name}" for name in inner)
-    return frozenset(names)
+def _list_files(folder: Path, config_folder: str) -> tuple[dict[str, str], str]:
+    """The files of a folder and of its configuration folder by their names in lower case, and a problem.
+
+    Contents are read only where rules need them.
+    """
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - thousands of folders, where a Path costs more
+        files = {name.lower(): name for name in names if not is_leaving(name)}
+        inner = files.get(config_folder)
+        if inner is not None and (folder / inner).is_dir():
+            below = os.listdir(folder / inner)  # noqa: PTH208 - likewise
+            files |= {
+                f"{config_folder}/{name.lower()}": f"{inner}/{name}" for name in below if not is_leaving(name)
+            }
+    except OSError as error:
+        return {}, f"its folder cannot be listed: {error.strerror}"
+    return files, ""
 
 
 def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: str, log: str) -> ResultDir:
     name, path = relative(folder, base), str(folder)
-    files = _list_files(folder, config_folder)
+    files, unlisted = _list_files(folder, config_folder)
 
     def read(file: str) -> ParsedFile:
         if file in files:
-            return read_named_file(f"{path}/{file}", f"{name}/{file}")
-        return ParsedFile(file=f"{name}/{file}", problem=NO_FILE)
+            return read_named_file(f"{path}/{files[file]}", f"{name}/{files[file]}")
+        return ParsedFile(file=f"{name}/{file}", problem=unlisted or NO_FILE)
 
     metadata_files = [file for file in files if file.endswith(tree_layout.METADATA_SUFFIX)]
     if len(metadata_files) == 1:
@@ -275,7 +301,8 @@ def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: 
         summary=read(tree_layout.SUMMARY),
         config=read(f"{config_folder}/config.yaml"),
         overrides=read(f"{config_folder}/overrides.yaml"),
-        files=files,
+        files=frozenset(files),
+        unlisted=unlisted,
         metadata=metadata,
         provenance=read(tree_layout.PROVENANCE),
         pointer=read(POINTER),

@@ -4,19 +4,37 @@
 as it is written; only what the schema makes optional has a default.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.did_you_mean import nearest
-from penstock.submission.parsed_file import KeyPath, ParsedFile
+from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
 
-Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[float, Field(ge=0)]
+
+def _unquote(value: object) -> object:
+    """A number that was written as text; YAML's authors quote more than they need."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+Count = Annotated[int, Field(ge=1), BeforeValidator(_unquote)]
+Amount = Annotated[float, Field(ge=0), BeforeValidator(_unquote)]
+Positive = Annotated[float, Field(gt=0), BeforeValidator(_unquote)]
+Capacity = Annotated[float, Field(ge=1), BeforeValidator(_unquote)]
+"""In TiB."""
 Text = Annotated[str, Field(min_length=1)]
+Word = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+"""Spelt in any case."""
 
 
 class _Part(BaseModel):
@@ -32,6 +50,12 @@ class Architecture(_Part):
     client_footprint: Literal["open_source", "closed_source", "n/a"]
     client_installation: Literal["in_box", "installable", "n/a"]
 
+    @model_validator(mode="after")
+    def _agree_on_the_client(self) -> Self:
+        if (self.client_footprint == "n/a") != (self.client_installation == "n/a"):
+            raise ValueError("client_footprint and client_installation are both n/a, or neither is")
+        return self
+
 
 class Capabilities(_Part):
     """What several hosts can do at the same time, and how long remapping to other hosts takes."""
@@ -41,12 +65,24 @@ class Capabilities(_Part):
     simultaneous_read: bool
     remap_time_in_seconds: Amount
 
+    @model_validator(mode="after")
+    def _remap_only_where_hosts_take_turns(self) -> Self:
+        takes_turns = not (self.simultaneous_write and self.simultaneous_read)
+        if takes_turns != (self.remap_time_in_seconds > 0):
+            raise ValueError(
+                "remap_time_in_seconds is 0 with simultaneous_write and simultaneous_read, and more without"
+            )
+        return self
+
 
 class Solution(_Part):
-    """What is submitted."""
+    """What is submitted; RDI is research, development or internal."""
 
     submission_name: Text
     friendly_description: Text
+    usable_capacity_tib: Capacity
+    availability: Literal["available", "preview", "RDI"]
+    int_client_store_tib: Capacity | None = None
     architecture: Architecture
     capabilities: Capabilities
 
@@ -66,6 +102,13 @@ class Power(_Part):
     min_psus_active: Count
     psus_configured: Annotated[list[Supply], Field(min_length=1)]
 
+    @model_validator(mode="after")
+    def _have_enough(self) -> Self:
+        num = sum(supply.unit_count for supply in self.psus_configured)
+        if self.min_psus_active > num:
+            raise ValueError(f"{self.min_psus_active} supplies are active, of {num} that are configured")
+        return self
+
 
 class Chassis(_Part):
     """A node's body; memory in GiB."""
@@ -75,7 +118,7 @@ class Chassis(_Part):
     cpu_model: Text
     cpu_qty: Count
     cpu_cores: Count
-    memory_capacity: Annotated[float, Field(gt=0)]
+    memory_capacity: Positive
     power: Power | None = None
 
 
@@ -85,7 +128,7 @@ class Port(_Part):
     unit_count: Count
     type: Literal["ethernet", "infiniband", "other"]
     state: Literal["up", "down"]
-    speed: Annotated[float, Field(gt=0)] | None = None
+    speed: Positive | None = None
     traffic: list[Literal["management", "data", "metadata", "backend"]] | None = None
 
     @model_validator(mode="after")
@@ -97,7 +140,9 @@ class Port(_Part):
 
 
 class Performance(_Part):
-    """A drive's specification."""
+    """A drive's specification; vendors' sheets say more, which is left as it is."""
+
+    model_config = ConfigDict(extra="ignore")
 
     seq_read_MBps: Amount | None = None  # noqa: N815 - the schema's name
     seq_write_MBps: Amount | None = None  # noqa: N815 - the schema's name
@@ -108,14 +153,16 @@ class Performance(_Part):
 
 
 class DescribedDrive(_Part):
-    """Drives of one kind."""
+    """Drives of one kind; what else their inventory says is left as it is."""
+
+    model_config = ConfigDict(extra="ignore")
 
     unit_count: Count
     vendor_name: Text
     model_name: Text
-    interface: Literal["nvme", "sas", "sata", "other"]
+    interface: Annotated[Literal["nvme", "sas", "sata", "other"], Word]
     media_type: Literal["HDD", "TLC", "QLC", "other"]
-    capacity_in_GB: Annotated[float, Field(gt=0)]  # noqa: N815 - the schema's name
+    capacity_in_GB: Positive  # noqa: N815 - the schema's name
     performance: Performance | None = None
 
 
@@ -147,11 +194,13 @@ class Node(_Part):
 
 
 class Switch(_Part):
-    """Switches of one kind."""
+    """Switches of one kind that serve nothing but the storage; `ports` and `configuration` are free."""
 
-    friendly_description: Text
-    quantity: Count
-    model_name: Text | None = None
+    unit_count: Count
+    vendor_name: Text
+    model_name: Text
+    ports: list[dict[str, Any]] | None = None
+    configuration: list[NamedValue] | None = None
     rack_units: Amount | None = None
     power: Power | None = None
 
@@ -176,11 +225,15 @@ class SystemDescription(_Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaProblem:
-    """One thing to correct: its path and line in the file (0 if unknown), and what is wrong."""
+    """One thing to correct: its path and line in the file (0 if unknown), and what is wrong.
+
+    `is_accepted` says that reviewers accepted the like.
+    """
 
     path: str
     line: int
     text: str
+    is_accepted: bool = False
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.path}: {self.text}"
@@ -188,24 +241,128 @@ class SchemaProblem:
 
 def find_schema_problems(description: ParsedFile) -> list[SchemaProblem]:
     """The violations of the schema, in order of lines; `MissingFact` if the file cannot be read."""
+    problems = set(_find_hardware_problems(description))
     try:
         SystemDescription.model_validate(description.value())
     except ValidationError as error:
-        problems = {_describe_error(entry, description.lines) for entry in error.errors(include_url=False)}
-        return sorted(problems, key=lambda problem: (problem.line, problem.path))
-    return []
+        problems |= {_describe_error(entry, description.lines) for entry in error.errors(include_url=False)}
+    return sorted(problems, key=lambda problem: (problem.line, problem.path))
 
 
 def _describe_error(error: Any, lines: Mapping[KeyPath, int]) -> SchemaProblem:
     steps = tuple(str(step) for step in error["loc"] if str(step) not in _TYPE_STEPS)
-    path = steps
-    while path and path not in lines:
-        path = path[:-1]
-    text = error["msg"].removeprefix("Value error, ")
+    text, is_accepted = error["msg"].removeprefix("Value error, "), False
     if error["type"] == "extra_forbidden":
         meant = nearest(steps[-1], sorted(_known_keys()))
         text = "there is no such key" + (f"; is {meant} meant?" if meant else "")
-    return SchemaProblem(path=".".join(steps), line=lines.get(path, 0), text=text)
+    elif error["input"] is None and "product_nodes" in steps and steps[-1] in _FACTS_OF_A_SERVER:
+        text, is_accepted = "null, which is accepted for hardware that is no server", True
+    return SchemaProblem(
+        path=".".join(steps), line=_line_of(steps, lines), text=text, is_accepted=is_accepted
+    )
+
+
+_FACTS_OF_A_SERVER = frozenset({"cpu_model", "cpu_qty", "cpu_cores", "memory_capacity"})
+"""Fabric modules and blade enclosures have none, and the schema has no word for them."""
+
+
+def _line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int:
+    """The line of a path, else of the nearest one above it."""
+    while path and path not in lines:
+        path = path[:-1]
+    return lines.get(path, 0)
+
+
+def _find_hardware_problems(description: ParsedFile) -> Iterator[SchemaProblem]:
+    """What the keys of hardware say together, judged whatever else is wrong."""
+    system, location = (
+        "system_under_test",
+        ("system_under_test", "solution", "architecture", "storage_location"),
+    )
+    is_onprem = description.has(system, "deployment") and description.value(system, "deployment") == "onprem"
+    is_remote = description.has(*location) and description.value(*location) == "remote"
+    has_nodes = description.has(system, "product_nodes") and description.value(system, "product_nodes") != []
+    if is_onprem and is_remote and not has_nodes:
+        yield SchemaProblem(
+            path=f"{system}.product_nodes",
+            line=_line_of((system,), description.lines),
+            text="required on premises where storage_location is remote: rack units and power come from it",
+        )
+    itemized = itemized_rack_units(description)
+    total = (system, "total_rack_units")
+    if is_onprem and itemized is not None and description.has(*total):
+        stated = _unquote(description.value(*total))
+        if isinstance(stated, int | float) and stated != itemized:
+            yield SchemaProblem(
+                path=".".join(total),
+                line=_line_of(total, description.lines),
+                text=f"{stated:g}, but the product's nodes and switches take {itemized:g}",
+                is_accepted=True,
+            )
+
+
+def itemized_rack_units(description: ParsedFile) -> float | None:
+    """The rack units of the product's nodes and switches; None if there are none or one does not say."""
+    units = [part.rack_units for part in product_parts(description)]
+    known = [each for each in units if each is not None]
+    return sum(known) if known and len(known) == len(units) else None
+
+
+def provisioned_watts(description: ParsedFile) -> float | None:
+    """The nameplate power of the product's nodes and switches, spares included; None where none is owed.
+
+    Clients do not count, so that storage inside of them has none; a rented system has no power supplies.
+    """
+    system = "system_under_test"
+    try:
+        deployment = description.text(system, "deployment")
+        location = description.text(system, "solution", "architecture", "storage_location")
+    except MissingFact:  # the schema's rule names it
+        return None
+    watts = [part.watts for part in product_parts(description) if part.watts is not None]
+    return sum(watts) if watts and deployment == "onprem" and location != "local" else None
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPart:
+    """The nodes or switches of one kind: their rack units and nameplate power, over all of them."""
+
+    rack_units: float | None
+    watts: float | None
+
+
+def product_parts(description: ParsedFile) -> Iterator[ProductPart]:
+    """The product's nodes and switches, as far as they can be read."""
+    for kind, count, body in (
+        ("product_nodes", "quantity", ("chassis",)),
+        ("product_switches", "unit_count", ()),
+    ):
+        path = ("system_under_test", kind)
+        entries = description.value(*path) if description.has(*path) else []
+        for entry in entries if isinstance(entries, list) else ():
+            part = ParsedFile(file=description.file, content=entry)
+            yield ProductPart(
+                rack_units=_times(part, count, partial(_read_rack_units, part, body)),
+                watts=_times(part, count, partial(_read_watts, part, body)),
+            )
+
+
+def _times(part: ParsedFile, count: str, read: Callable[[], float]) -> float | None:
+    try:
+        return part.number(count) * read()
+    except MissingFact:  # the schema's rule names what is missing and needed
+        return None
+
+
+def _read_rack_units(part: ParsedFile, body: KeyPath) -> float:
+    return part.number(*body, "rack_units")
+
+
+def _read_watts(part: ParsedFile, body: KeyPath) -> float:
+    supplies = part.value(*body, "power", "psus_configured")
+    entries = supplies if isinstance(supplies, list) else []
+    parsed = [ParsedFile(file=part.file, content=entry) for entry in entries]
+    return sum(entry.number("nameplate_power_watts") * entry.number("unit_count") for entry in parsed)
 
 
 _TYPE_STEPS = frozenset({"str", "int", "float", "bool", "constrained-str", "function-after"})

@@ -11,6 +11,7 @@ from penstock.errors import DataDamaged
 from penstock.submission import tree_layout
 from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK, parse_pointer, tree_digest
 from penstock.submission.find_results import Submitter, find_result_dirs, find_submitters
+from penstock.submission.folder_listing import find_folder, list_names, list_subfolders
 from penstock.submission.parsed_file import NO_FILE, ParsedFile, read_file, relative
 
 
@@ -36,12 +37,14 @@ class CodeImagePool:
 class TreeContext:
     """The shared part of one submitter's folder, by names: hidden entries are left out, folders end in "/".
 
-    `systems` has the entries of systems/, `categories` each `system/category` of the results.
+    `is_merged` says that other organisations' folders are in the same tree. `systems` has the entries of
+    systems/, `categories` each `system/category` of the results.
     """
 
     name: str
     entries: tuple[str, ...] = ()
     beside_divisions: tuple[str, ...] = ()
+    is_merged: bool = False
     systems: tuple[str, ...] = ()
     result_systems: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
@@ -53,20 +56,18 @@ class TreeContext:
 def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> TreeContext:
     """Read what the submitter's results share; `pool` is that of its tree."""
     base, folder = root.resolve(), submitter.folder
-    results = next((entry for entry in _entries(folder) if entry.name.lower() == "results"), None)
-    systems = next((entry for entry in _entries(folder) if entry.name.lower() == "systems"), None)
-    result_systems = [entry for entry in _entries(results) if entry.is_dir()]
+    result_systems = list_subfolders(find_folder(folder, "results"))
     return TreeContext(
         name=relative(folder, base),
-        entries=tuple(map(_name, _entries(folder))),
-        beside_divisions=() if submitter.division is None else tuple(map(_name, _entries(submitter.top))),
-        systems=tuple(map(_name, _entries(systems))),
+        entries=list_names(folder),
+        beside_divisions=_list_beside_divisions(submitter),
+        is_merged=len({other.organisation.lower() for other in find_submitters(submitter.top)}) > 1,
+        systems=list_names(find_folder(folder, "systems")),
         result_systems=tuple(entry.name for entry in result_systems),
         categories=tuple(
             f"{system.name}/{category.name}"
             for system in result_systems
-            for category in _entries(system)
-            if category.is_dir()
+            for category in list_subfolders(system)
         ),
         result_dirs=tuple(path.relative_to(folder).as_posix() for path in find_result_dirs(submitter)),
         manifest=read_file(folder / tree_layout.MANIFEST, base),
@@ -74,11 +75,20 @@ def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> 
     )
 
 
+def _list_beside_divisions(submitter: Submitter) -> tuple[str, ...]:
+    """What lies beside the divisions and is no pool of code images; each organisation may have one."""
+    if submitter.division is None:
+        return ()
+    pools = {f"{folder.name}/" for folder in list_subfolders(submitter.top) if (folder / POOL_MARK).exists()}
+    return tuple(name for name in list_names(submitter.top) if name not in pools)
+
+
 def find_pool(submitter: Submitter) -> Path | None:
     """The folder of the submitter's code images: tools keep one for a tree, or one for an organisation."""
     top = submitter.top
-    own = top / submitter.organisation
-    candidates = [top / POOL, submitter.folder / POOL, *([own] if (own / POOL_MARK).exists() else [])]
+    own = find_folder(top, submitter.organisation)
+    candidates = [own] if own and (own / POOL_MARK).exists() else []
+    candidates += [top / POOL, submitter.folder / POOL]
     return next((folder for folder in candidates if folder.is_dir()), None)
 
 
@@ -87,7 +97,7 @@ def read_pool(folder: Path, submitter: Submitter, root: Path) -> CodeImagePool:
     base = root.resolve()
     return CodeImagePool(
         name=relative(folder, base),
-        images=tuple(_image(entry, base) for entry in _entries(folder) if entry.is_dir()),
+        images=tuple(_image(entry, base) for entry in list_subfolders(folder)),
         pointed=frozenset(
             digest
             for other in find_submitters(submitter.top)
@@ -110,13 +120,3 @@ def _pointed_digest(folder: Path) -> str:
         return parse_pointer((folder / POINTER).read_text(encoding="utf-8"), where=str(folder))
     except (OSError, ValueError, DataDamaged):  # the rule on pointers names it
         return ""
-
-
-def _name(entry: Path) -> str:
-    return f"{entry.name}/" if entry.is_dir() else entry.name
-
-
-def _entries(folder: Path | None) -> list[Path]:
-    if folder is None or not folder.is_dir():
-        return []
-    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))

@@ -9,7 +9,8 @@ import pytest
 from tests.support.submission.tampered_folders import WAYS, Lying, Tampering
 from tests.support.submission.timed_tree import valid_training
 
-from penstock.submission.check import check, choose_edition
+from penstock.submission.check import check
+from penstock.submission.edition_choice import choose_edition
 from penstock.submission.finding import Validity, Verdict
 
 if TYPE_CHECKING:

@@ -84,7 +84,8 @@ NUMBERED_TREES: Final[Mapping[str, tuple[RuleTree[Submission], ...]]] = MappingP
                 lambda s: s.files.update({f"{RESULT}/run6/summary.json": s.summary(5)}),
                 Verdict.FAIL,
             ),
-            _tree("none by name", _rename_runs, Verdict.NOT_CHECKED),
+            _tree("none by name", _rename_runs, Verdict.PASS),
+            _tree("none", _drop(f"{RESULT}/run"), Verdict.NOT_CHECKED),
         ),
         "runs.files": (
             _tree("no summary", _drop(f"{RESULT}/run3/summary.json"), Verdict.FAIL),

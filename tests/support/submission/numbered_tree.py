@@ -82,7 +82,7 @@ class Submission:
 def _text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value
-    return json.dumps(value) if name.endswith(".json") else yaml.safe_dump(value)
+    return json.dumps(value) if name.lower().endswith(".json") else yaml.safe_dump(value)
 
 
 def valid_submission(num_runs: int = 5) -> Submission:

@@ -417,7 +417,7 @@ def _code_digest() -> str:
 
 def _shared(edition: str) -> dict[str, Any]:
     systems = {
-        f"closed/acme/systems/{SYSTEM}.yaml": {"system_under_test": _described()},
+        f"closed/acme/systems/{SYSTEM}.yaml": {"system_under_test": _described(edition)},
         f"closed/acme/systems/{SYSTEM}.pdf": "%PDF-1.4\n",
     }
     if edition == "v2.0":
@@ -435,11 +435,13 @@ def _shared(edition: str) -> dict[str, Any]:
     )
 
 
-def _described() -> dict[str, Any]:
+def _described(edition: str) -> dict[str, Any]:
+    only_v3 = {"usable_capacity_tib": 100.5, "availability": "available"} if edition == "v3.0" else {}
     return {
         "solution": {
             "submission_name": SYSTEM,
             "friendly_description": "A fast storage",
+            **only_v3,
             "architecture": {
                 "storage_location": "remote",
                 "benchmark_API": "file",
@@ -455,6 +457,8 @@ def _described() -> dict[str, Any]:
             },
         },
         "deployment": "onprem",
+        "total_rack_units": 4,
+        "product_nodes": [_storage_nodes()],
         "clients": [
             {
                 "friendly_description": "A client",
@@ -472,6 +476,25 @@ def _described() -> dict[str, Any]:
                 "operating_system": {"name": "Linux", "version": "6.1"},
             }
         ],
+    }
+
+
+def _storage_nodes() -> dict[str, Any]:
+    return {
+        "friendly_description": "A storage node",
+        "quantity": 2,
+        "chassis": {
+            "model_name": "Box",
+            "rack_units": 2,
+            "cpu_model": "Processor",
+            "cpu_qty": 1,
+            "cpu_cores": 64,
+            "memory_capacity": 512,
+            "power": {
+                "min_psus_active": 1,
+                "psus_configured": [{"unit_count": 2, "inlet_voltage": 240, "nameplate_power_watts": 1600}],
+            },
+        },
     }
 
 

@@ -10,9 +10,10 @@ from tests.support.submission.numbered_tree import RESULT, valid_submission
 from tests.support.submission.timed_tree import valid_round
 
 from penstock.errors import UsageError
-from penstock.submission.check import apply_rule, check, choose_edition
+from penstock.submission.check import apply_rule, check
 from penstock.submission.edition import load_edition
-from penstock.submission.find_results import find_results
+from penstock.submission.edition_choice import choose_edition
+from penstock.submission.find_results import search_tree
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.reports.findings_export import exit_code
 from penstock.submission.result_files import read_results
@@ -41,7 +42,7 @@ DEFECTIVE = replace(rule_by_id("runs.number"), id="test.defective", judge=fail_a
 
 def test_a_defect_of_a_rule_is_not_checked_and_never_invalid(tmp_path: Path) -> None:
     root = valid_submission().write(tmp_path)
-    (place,) = find_results(root)
+    (place,) = search_tree(root).results
     (result,) = read_results(place, TreeContext(name="acme"), root, num_warm_ups=0)
     (finding,) = apply_rule(DEFECTIVE, result, EDITION)
     assert finding.verdict is Verdict.NOT_CHECKED
@@ -96,12 +97,17 @@ def test_editions_are_known_by_name_and_by_their_trees(tmp_path: Path) -> None:
         choose_edition("v9", tmp_path)
 
 
-def test_trees_of_two_editions_in_one_round_are_refused(tmp_path: Path) -> None:
-    first, second = valid_submission(), valid_round("v2.0")
-    second.organisation = "other"
-    first.write(second.write(tmp_path))
-    with pytest.raises(UsageError, match=r"v1\.0 \(acme\), v2\.0 \(other\)"):
-        choose_edition("auto", tmp_path)
+def test_each_submitter_of_a_round_is_judged_by_its_own_edition(tmp_path: Path) -> None:
+    first, second, third = valid_submission(), valid_round("v2.0"), valid_round("v3.0")
+    second.organisation, second.division = "other", "open"
+    third.organisation = "third"
+    for tree in (first, second, third):
+        tree.write(tmp_path)
+    choice = choose_edition("auto", tmp_path)
+    assert choice.edition == "v1.0, v2.0, v3.0"
+    assert len(choice.for_the_reviewer) == len(set(choice.for_the_reviewer)) > 10
+    judged = {(result.organisation, result.edition) for result in check(tmp_path, choice)}
+    assert judged == {("acme", "v1.0"), ("other", "v2.0"), ("third", "v3.0")}
 
 
 def test_an_edition_asks_what_a_plan_gives() -> None:

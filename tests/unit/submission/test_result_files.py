@@ -12,13 +12,12 @@ from tests.support.submission.timed_tree import Round, valid_checkpointing, vali
 
 from penstock.submission.check import read_tree
 from penstock.submission.edition import load_edition
+from penstock.submission.edition_choice import detect_edition
 from penstock.submission.find_results import (
-    detect_edition,
     find_result_dirs,
-    find_results,
     find_submitters,
     list_folders,
-    submitters_without_results,
+    search_tree,
 )
 from penstock.submission.parsed_file import MissingFact
 from penstock.workload.mlperf_divisions import SubmissionDivision
@@ -181,14 +180,16 @@ def test_submitters_are_named_with_their_folders(store: TreeStore) -> None:
     ]
     assert [each.top for each in submitters] == [root.resolve()] * 2
     assert list_folders(submitters[0]) == {"code", "results", "systems"}
-    assert submitters_without_results(root) == ["open/idle"]
+    assert search_tree(root).without_results == ("open/idle",)
     assert [Path(each).name for each in find_result_dirs(submitters[0])] == [
         "20260701_080000",
         "20260701_070000",
         "20260701_100000",
         "20260701_102000",
     ]
-    assert [each.name for each in find_results(root / "closed" / "acme")] == ["results/fast/training/unet3d"]
+    assert [each.name for each in search_tree(root / "closed" / "acme").results] == [
+        "results/fast/training/unet3d"
+    ]
 
 
 def _without(*parts: str) -> Round:
@@ -198,7 +199,14 @@ def _without(*parts: str) -> Round:
     return tree
 
 
-MARKS = ("code-images/", "mlperf-results.yaml", "submission.yaml", ".mlps-code-image", "provenance.json")
+MARKS = (
+    "code-images/",
+    "mlperf-results.yaml",
+    "submission.yaml",
+    ".mlps-code-image",
+    "provenance.json",
+    "systems/",
+)
 
 
 @pytest.mark.parametrize("kept", MARKS)

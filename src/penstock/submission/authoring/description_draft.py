@@ -21,6 +21,8 @@ _SIGNIFICANT_DIGITS: Final = 4
 HINTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "friendly_description": "in a few words",
+        "usable_capacity_tib": "TiB, 1 or more; fractions are welcome",
+        "availability": "available, preview or RDI",
         "storage_location": "remote, local or remote_and_local",
         "benchmark_API": "file or object: what the benchmark spoke",
         "product_API": "file, object or block",
@@ -44,7 +46,8 @@ HINTS: Final[Mapping[str, str]] = MappingProxyType(
 )
 _HEAD: Final = (
     "# The system under test. What is null is yours to fill in; nodes, switches, rack units and power\n"
-    "# supplies of the product are yours to add. `penstock submission describe` checks it, by line.\n"
+    "# supplies of the product are yours to add: product_nodes is required on premises with remote storage.\n"
+    "# `penstock submission describe` checks it, by line.\n"
 )
 
 
@@ -57,6 +60,8 @@ def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
             "solution": {
                 "submission_name": name,
                 "friendly_description": None,
+                "usable_capacity_tib": None,
+                "availability": None,
                 "architecture": {
                     "storage_location": None,
                     "benchmark_API": None,

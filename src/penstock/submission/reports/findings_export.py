@@ -12,18 +12,21 @@ from typing import Any, Final
 
 from penstock.submission.check import CheckedResult
 from penstock.submission.edition import Edition
+from penstock.submission.edition_choice import EditionChoice
+from penstock.submission.find_results import FoundTree
 from penstock.submission.finding import Validity
 
 
 def check_document(
-    checked: Sequence[CheckedResult], edition: Edition, empty: Sequence[str] = ()
+    checked: Sequence[CheckedResult], edition: Edition | EditionChoice, found: FoundTree
 ) -> dict[str, Any]:
-    """What `--json` prints; `empty` names the submitters without results."""
+    """What `--json` prints; `found` names what is no result."""
     return {
         "edition": edition.edition,
         "results": [
             result.identity()
             | {
+                "edition": result.edition,
                 "verdict": result.verdict.value,
                 "metrics": result.metrics,
                 "findings": [asdict(finding) for finding in result.findings],
@@ -32,7 +35,9 @@ def check_document(
         ],
         "summary": {
             **count_verdicts(checked),
-            "without_results": list(empty),
+            "without_results": list(found.without_results),
+            "leftovers": list(found.leftovers),
+            "unreadable": list(found.unreadable),
             "for_the_reviewer": list(edition.for_the_reviewer),
         },
     }
@@ -54,14 +59,14 @@ def exit_code(checked: Sequence[CheckedResult]) -> int:
 
 FINDING_COLUMNS: Final = (
     "name", "org", "division", "system", "workload", "accelerator", "num_accelerators", "result", "rule",
-    "verdict", "value", "limit", "evidence", "proof", "fix",
+    "verdict", "value", "limit", "evidence", "proof", "fix", "edition",
 )  # fmt: skip
 
 
 def findings_csv(checked: Sequence[CheckedResult]) -> str:
     """A row for each finding; `result` is the verdict on the whole result."""
     rows = (
-        result.identity() | {"result": result.verdict.value} | asdict(finding)
+        result.identity() | {"result": result.verdict.value, "edition": result.edition} | asdict(finding)
         for result in checked
         for finding in result.findings
     )

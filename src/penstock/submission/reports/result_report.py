@@ -19,7 +19,8 @@ from penstock.progress import Progress
 from penstock.results.published_files import write_text
 from penstock.submission.check import CheckedResult, check_result, read_tree
 from penstock.submission.edition import Edition
-from penstock.submission.find_results import V1_REPORT_FILE
+from penstock.submission.edition_choice import EditionChoice
+from penstock.submission.find_numbered_results import V1_REPORT_FILE
 from penstock.submission.finding import Verdict
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import mib_per_second, samples_per_second
@@ -146,9 +147,12 @@ class ResultReport:
     v1: dict[str, Any] | None
 
 
-def report_all(root: Path, edition: Edition, progress: Progress | None = None) -> Iterator[ResultReport]:
+def report_all(
+    root: Path, editions: Edition | EditionChoice, progress: Progress | None = None
+) -> Iterator[ResultReport]:
     """Every result below `root`, recomputed and checked."""
-    for result in read_tree(root, edition, progress):
+    for result in read_tree(root, editions, progress):
+        edition = editions.of(result.location.submitter.folder)
         checked, figures = check_result(result, edition), compute_figures(result)
         yield ResultReport(
             checked=checked,
@@ -196,7 +200,7 @@ def report_document(report: ResultReport) -> dict[str, Any]:
     }
 
 
-def reports_document(reports: Sequence[ResultReport], edition: Edition) -> dict[str, Any]:
+def reports_document(reports: Sequence[ResultReport], edition: Edition | EditionChoice) -> dict[str, Any]:
     """All results as one document."""
     return {"edition": edition.edition, "results": [report_document(report) for report in reports]}
 
@@ -251,7 +255,9 @@ class PlannedFile:
     text: str
 
 
-def plan_folder(folder: Path, reports: Sequence[ResultReport], edition: Edition) -> Iterator[PlannedFile]:
+def plan_folder(
+    folder: Path, reports: Sequence[ResultReport], edition: Edition | EditionChoice
+) -> Iterator[PlannedFile]:
     """Plan all files of a report in a separate folder."""
     yield PlannedFile(path=folder / PAGE_FILE, text=submission_pages.figures_page(reports, edition.edition))
     yield PlannedFile(path=folder / CSV_FILE, text=_format_rows(reports))

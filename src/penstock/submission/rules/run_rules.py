@@ -45,6 +45,8 @@ def _check_datagen_files(case: rule.ResultCase) -> Iterator[Finding]:
 
 def _judge_files(directory: ResultDir, patterns: tuple[str, ...]) -> Finding:
     """Whether each pattern matches a file of the directory."""
+    if directory.unlisted:
+        raise MissingFact(directory.unlisted, where=directory.name)
     missing = [pattern for pattern in patterns if not fnmatch.filter(directory.files, pattern)]
     return pass_if(
         not missing,
@@ -68,7 +70,7 @@ def _judge_files(directory: ResultDir, patterns: tuple[str, ...]) -> Finding:
 def _check_num_runs(case: rule.ResultCase) -> Iterator[Finding]:
     num_runs, expected = len(case.result.runs), case.edition.num_runs
     if not num_runs:
-        raise MissingFact("no folder is named as a run (run1, run2, ... or a time)", where=case.result.name)
+        raise MissingFact("there is no folder of a run", where=case.result.name)
     yield pass_if(
         num_runs == expected,
         evidence=case.result.name,

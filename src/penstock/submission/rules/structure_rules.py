@@ -66,14 +66,24 @@ def _check_names(case: rule.ResultCase) -> Iterator[Finding]:
     editions=rule.LATER,
     benchmarks=rule.BOTH,
     source="2.1.2; case does not matter, since the diagram of 2.1.27 writes capitals",
-    formula="every folder is in the edition's list (else fail), every file too (else warning)",
+    formula=(
+        "every folder is a pool of code images or in the edition's list (else fail), every file too (else "
+        "warning); among several submitters a folder is a warning, and a file is nobody's"
+    ),
     passes="closed/, open/, code-images/",
     fails="closed/, backup/",
 )
 def _check_top_folder(case: rule.ResultCase) -> Iterator[Finding]:
     context = case.result.context
-    known = case.timed.beside_divisions | {context.pool.name.rpartition("/")[2]}
-    yield from _unknown_entries("the top of the tree", context.beside_divisions, known)
+    # Readers of a merged round need its own documents, and files are no part of any result.
+    entries = [name for name in context.beside_divisions if name.endswith("/") or not context.is_merged]
+    yield from _unknown_entries(
+        "the top of the tree",
+        entries,
+        case.timed.beside_divisions,
+        # Of several submitters none is to blame for it.
+        of_folder=Verdict.WARNING if context.is_merged else Verdict.FAIL,
+    )
 
 
 @rule.result_rule(
@@ -91,7 +101,9 @@ def _check_submitter_folder(case: rule.ResultCase) -> Iterator[Finding]:
     yield from _unknown_entries(context.name, context.entries, case.timed.beside_results)
 
 
-def _unknown_entries(folder: str, entries: Iterable[str], known: frozenset[str]) -> Iterator[Finding]:
+def _unknown_entries(
+    folder: str, entries: Iterable[str], known: frozenset[str], *, of_folder: Verdict = Verdict.FAIL
+) -> Iterator[Finding]:
     unknown = [name for name in entries if name.rstrip("/").lower() not in known]
     for name in unknown:
         yield violation(
@@ -100,7 +112,7 @@ def _unknown_entries(folder: str, entries: Iterable[str], known: frozenset[str])
             limit=", ".join(sorted(known)),
             proof=f"{name} is not known here",
             fix="Take it out of the submission.",
-            verdict=_verdict_on_entry(name),
+            verdict=of_folder if name.endswith("/") else Verdict.WARNING,
         )
     if not unknown:
         yield Finding(verdict=Verdict.PASS, evidence=folder, proof="nothing else is here")
@@ -129,12 +141,15 @@ def _check_required_folders(case: rule.ResultCase) -> Iterator[Finding]:
         for name in names:
             if name not in present:
                 is_complete = False
+                # Among the results it is misplaced, but a reviewer has it.
+                elsewhere = case.result.systems[0].file if name == "systems" and case.result.systems else ""
                 yield violation(
-                    verdict=verdict,
+                    verdict=Verdict.WARNING if elsewhere else verdict,
                     evidence=submitter.organisation,
-                    value="missing",
+                    value=elsewhere or "missing",
                     limit=f"{name}/",
-                    proof=f"{submitter.organisation}/ has no {name}/",
+                    proof=f"{submitter.organisation}/ has no {name}/"
+                    + (f", its description is {elsewhere}" if elsewhere else ""),
                     fix=f"Add {name}/ beside results/.",
                 )
     if is_complete:
@@ -158,9 +173,12 @@ def _check_required_folders(case: rule.ResultCase) -> Iterator[Finding]:
 def _check_system_files(case: rule.ResultCase) -> Iterator[Finding]:
     context, system = case.result.context, case.result.location.system
     folder, required = f"{context.name}/systems", {f"{system}.yaml", f"{system}.pdf"}
-    allowed = {f"{name}.{suffix}" for name in context.result_systems for suffix in ("yaml", "pdf", "md")}
-    missing = sorted(required - set(context.systems))
-    unknown = [name for name in context.systems if name not in allowed]
+    allowed = {
+        f"{name}.{suffix}".lower() for name in context.result_systems for suffix in ("yaml", "pdf", "md")
+    }
+    present = {name.lower() for name in context.systems}
+    missing = sorted(name for name in required if name.lower() not in present)
+    unknown = [name for name in context.systems if name.lower() not in allowed and not name.endswith(".md")]
     for name in missing:
         yield violation(
             evidence=folder,
@@ -275,7 +293,9 @@ def _check_description_file(case: rule.ResultCase) -> Iterator[Finding]:
         )
     for system in case.result.systems:
         system.value()
-        is_named = not location.system or system.file.endswith(f"/{location.system}.json")
+        is_named = (
+            not location.system or system.file.rpartition("/")[2].lower() == f"{location.system}.json".lower()
+        )
         remark = system.remark or ("" if is_named else f"the results call the system {location.system}")
         yield pass_if(
             not remark,

@@ -64,6 +64,8 @@ DESCRIBED = {
         "solution": {
             "submission_name": "fast",
             "friendly_description": "A disk",
+            "usable_capacity_tib": 1,
+            "availability": "available",
             "architecture": {
                 "storage_location": "local",
                 "benchmark_API": "file",
@@ -73,8 +75,8 @@ DESCRIBED = {
             },
             "capabilities": {
                 "multi_host": False,
-                "simultaneous_write": False,
-                "simultaneous_read": False,
+                "simultaneous_write": True,
+                "simultaneous_read": True,
                 "remap_time_in_seconds": 0,
             },
         },

@@ -64,8 +64,10 @@ def filled(tree: dict[str, Any]) -> dict[str, Any]:
     system = written["system_under_test"]
     system["solution"] |= {
         "friendly_description": "A fast storage",
+        "usable_capacity_tib": "12.5",
+        "availability": "RDI",
         "architecture": {
-            "storage_location": "remote",
+            "storage_location": "local",
             "benchmark_API": "file",
             "product_API": "file",
             "client_footprint": "open_source",

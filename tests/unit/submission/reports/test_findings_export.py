@@ -18,6 +18,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\
 
 def judged_with(*findings: Finding) -> CheckedResult:
     return CheckedResult(
+        edition="v1.0",
         name="a/b",
         organisation="acme",
         division="open",
@@ -37,7 +38,7 @@ def rows_of(text: str) -> list[dict[str, str]]:
 def test_columns_are_those_that_were_promised() -> None:
     assert findings_csv([]) == (
         "name,org,division,system,workload,accelerator,num_accelerators,result,rule,verdict,value,limit,"
-        "evidence,proof,fix\r\n"
+        "evidence,proof,fix,edition\r\n"
     )
 
 

@@ -25,6 +25,7 @@ EDITION = load_edition("v1.0")
 
 def judged_with(*findings: Finding, name: str = "closed/acme/results/fast/unet3d") -> CheckedResult:
     return CheckedResult(
+        edition="v1.0",
         name=name,
         organisation="acme",
         division="closed",

@@ -14,6 +14,7 @@ EVIL = '</script><img src=x onerror="alert(1)">'
 
 def judged_with(*findings: Finding, name: str = "closed/acme/x") -> CheckedResult:
     return CheckedResult(
+        edition="v1.0",
         name=name,
         organisation="acme",
         division="",

@@ -1,0 +1,201 @@
+"""Trees as people hand them in: odd names, leavings, folders too many or too few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.submission.numbered_tree import RESULT, Submission, valid_submission
+from tests.support.submission.timed_tree import valid_round
+
+from penstock.submission.check import check
+from penstock.submission.edition import load_edition
+from penstock.submission.edition_choice import choose_edition
+from penstock.submission.find_results import search_tree
+from penstock.submission.finding import Validity, Verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.submission.tree_store import TreeStore
+
+V1 = load_edition("v1.0")
+REPORT = "mlperf_storage_report.json"
+
+
+def renamed(*pairs: tuple[str, str]) -> Callable[[Submission], None]:
+    def change(tree: Submission) -> None:
+        for old, new in pairs:
+            tree.files = {path.replace(old, new): value for path, value in tree.files.items()}
+
+    return change
+
+
+def added(**files: str) -> Callable[[Submission], None]:
+    return lambda tree: tree.files.update(files)
+
+
+def with_leavings(tree: Submission) -> None:
+    for path in list(tree.files):
+        folder, _, name = path.rpartition("/")
+        tree.files[f"{folder}/._{name}"] = "\0\5\26\7 not JSON"
+        tree.files[f"{folder}/.DS_Store"] = "\0"
+        tree.files[f"{folder}/{name}~"] = "an editor's copy"
+    tree.files["__MACOSX/systems/._fast.json"] = "\0"
+
+
+def split_among_clients(tree: Submission) -> None:
+    for path in [path for path in tree.files if "/run" in path]:
+        run, _, rest = path.removeprefix(f"{RESULT}/").partition("/")
+        tree.files[f"{RESULT}/{run}/client-1/{rest}"] = tree.files.pop(path)
+
+
+ODDITIES = {
+    "endings in capitals": renamed((".json", ".JSON"), (".yaml", ".YAML")),
+    "leavings of macOS and editors": with_leavings,
+    "runs with the workload's name": renamed(*((f"/run{n}/", f"/unet3d_h100_run_{n}/") for n in range(1, 6))),
+    "runs with other names": renamed(*((f"/run{n}/", f"/attempt {n}/") for n in range(1, 6))),
+    "runs below runs, the report above": renamed((f"{RESULT}/run", f"{RESULT}/runs/run")),
+    "the report one level up": renamed((f"{RESULT}/run", f"{RESULT}/h100/run")),
+    "the report two levels up": renamed((f"{RESULT}/run", f"{RESULT}/h100/best/run")),
+    "the report among runs": renamed(
+        (f"{RESULT}/run", f"{RESULT}/runs/run"), (f"{RESULT}/{REPORT}", f"{RESULT}/runs/{REPORT}")
+    ),
+    "one folder per client": split_among_clients,
+    "folders in capitals": renamed(("systems/", "Systems/"), ("results/", "Results/")),
+    "a leftover run without a summary": added(**{"results/fast/old/run1/notes.txt": "-"}),
+    "an empty system": added(**{"results/slow/unet3d/.keep": ""}),
+    "code with test data": added(
+        **{
+            "results/fast/code/tests/data/run1/summary.json": "{}",
+            f"results/fast/code/tests/data/{REPORT}": "{}",
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("oddity", ODDITIES)
+def test_odd_tree_has_its_one_result_and_it_is_valid(oddity: str, store: TreeStore) -> None:
+    tree = valid_submission()
+    ODDITIES[oddity](tree)
+    (judged,) = check(store.write(tree), V1)
+    kinds = (Verdict.FAIL, Verdict.NOT_CHECKED)
+    assert [finding for finding in judged.findings if finding.verdict in kinds] == []
+    assert judged.verdict is Validity.VALID
+    assert (judged.system, judged.num_accelerators) == ("fast", 2)
+    assert judged.metrics["train_throughput_mean_samples_per_second"] == pytest.approx(20.2)
+
+
+def test_what_belongs_to_no_result_is_named_once(store: TreeStore) -> None:
+    tree = valid_submission()
+    for oddity in ("a leftover run without a summary", "an empty system", "code with test data"):
+        ODDITIES[oddity](tree)
+    tree.files["results/fast/datagen/x/log.txt"] = "-"
+    home = "closed/acme/results"
+    assert search_tree(store.write(tree)).leftovers == (
+        f"{home}/fast/code",
+        f"{home}/fast/datagen",
+        f"{home}/fast/old",
+        f"{home}/slow",
+    )
+
+
+def test_empty_systems_and_models_of_v3_are_leftovers(store: TreeStore) -> None:
+    tree = valid_round("v3.0")
+    tree.files |= {f"closed/acme/results/{name}/.keep": "" for name in ("idle", "fast/kv_cache/llama3.1-8b")}
+    found = search_tree(store.write(tree))
+    assert found.leftovers == ("closed/acme/results/fast/kv_cache/llama3.1-8b", "closed/acme/results/idle")
+    assert len(found.results) == 2
+
+
+def test_leavings_in_a_tree_of_v3_change_no_finding(store: TreeStore) -> None:
+    tree = valid_round("v3.0")
+    for path, value in list(tree.files.items()):
+        folder, _, name = path.rpartition("/")
+        if name != "main.py" and "code-images" not in path:
+            tree.files |= {f"{folder}/._{name}": "\0", f"{folder}/{name}~": value}
+    assert [result.verdict for result in store.check(tree)] == [Validity.VALID] * 2
+
+
+def test_description_that_lacks_a_brace_is_not_checked_and_the_rest_is_judged(store: TreeStore) -> None:
+    tree = valid_submission()
+    tree.files["systems/fast.json"] = '{\n "nodes": [\n  {"memory": "64 GB"}\n ]\n'
+    (judged,) = store.check(tree)
+    (finding,) = [finding for finding in judged.findings if finding.verdict is not Verdict.PASS]
+    assert (finding.verdict, finding.rule) == (Verdict.NOT_CHECKED, "structure.system")
+    assert "line 5 column 1" in finding.proof
+
+
+def test_description_among_the_results_is_a_warning(store: TreeStore) -> None:
+    tree = valid_submission()
+    renamed(("systems/", "results/fast/systems/"))(tree)
+    (judged,) = store.check(tree)
+    (finding,) = [finding for finding in judged.findings if finding.verdict is not Verdict.PASS]
+    assert (finding.verdict, finding.rule) == (Verdict.WARNING, "structure.folders")
+    assert "its description is closed/acme/results/fast/systems/fast.json" in finding.proof
+
+
+def test_two_results_below_one_report_are_two(store: TreeStore) -> None:
+    tree = valid_submission()
+    runs = {path: value for path, value in tree.files.items() if "/run" in path}
+    for name in ("a", "b"):
+        tree.files |= {path.replace("/unet3d/", f"/unet3d/{name}/"): value for path, value in runs.items()}
+    tree.drop(f"{RESULT}/run")
+    judged = store.check(tree)
+    assert [result.name.rpartition("/")[2] for result in judged] == ["a", "b"]
+
+
+def test_folder_that_cannot_be_listed_stops_nobody_else(
+    store: TreeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, other = valid_submission(), valid_submission()
+    other.organisation = "other"
+    root = store.write(tree)
+    other.write(root)
+    listed = type(root).iterdir
+
+    def refuse(folder: Path) -> object:
+        if folder.name == "unet3d" and "other" in folder.parts:
+            raise PermissionError(13, "Permission denied")
+        return listed(folder)
+
+    monkeypatch.setattr(type(root), "iterdir", refuse)
+    found = search_tree(root)
+    assert [location.name for location in found.results] == [f"closed/acme/{RESULT}"]
+    (reason,) = found.unreadable
+    assert reason.startswith("closed/other: This folder cannot be listed: Permission denied")
+
+
+def test_whole_round_of_both_divisions_editions_and_pools_is_judged_in_one_call(
+    store: TreeStore, tmp_path: Path
+) -> None:
+    first, second = valid_submission(), valid_round("v3.0")
+    first.organisation, first.division = "Oldest", "open"
+    second.organisation = "NewCo"
+    pooled = valid_round("v3.0")
+    pooled.organisation = "Pool-Co"
+    pooled.rename("code-images/", "Pool-Co/")
+    second.rename("code-images/", "closed/acme/code-images/")
+    for tree in (first, second, pooled):
+        tree.write(tmp_path)
+    for path in ("closed/Idle/systems/x.yaml", "README.md"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("system_under_test: {solution: {usable_capacity_tib: 2}}\n")
+    judged = {
+        (result.organisation, result.division, result.edition, result.verdict)
+        for result in check(tmp_path, choose_edition("auto", tmp_path))
+    }
+    assert judged == {
+        ("Oldest", "open", "v1.0", Validity.VALID),
+        ("NewCo", "closed", "v3.0", Validity.VALID),
+        ("Pool-Co", "closed", "v3.0", Validity.VALID),
+    }
+    assert search_tree(tmp_path).without_results == ("closed/Idle",)
+
+
+def test_link_to_a_folder_is_not_entered(store: TreeStore) -> None:
+    root = store.write(valid_submission())
+    system = root / "closed" / "acme" / "results" / "fast"
+    (system / "loop").symlink_to(system)
+    assert [location.name for location in search_tree(root).results] == [f"closed/acme/{RESULT}"]
