@@ -1,7 +1,6 @@
 """F8 and F13: ranks that are busy longer than the others, judged by the work that they do.
 
-A rank that moves twice the bytes may take twice the time; it is a straggler only where it takes longer than
-its work explains.
+`ranks` tells which of them are stragglers; the others do more, and are a finding of their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,11 +9,14 @@ from statistics import median
 from typing import Any, Final
 
 from penstock.trace.compare.trace_study import Study, TraceFinding, Weight, format_ranges
-from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
+from penstock.trace.questions.answer import Answer, make_columns
 from penstock.trace.questions.breakdowns import STRAGGLER_RATIO, ranks
 from penstock.units import format_bytes, format_rate, format_seconds
 
-_KEPT: Final = ("run", "rank", "pid", "host", "num_events", "moved_bytes", "sum_us", "union_us", "to_median")
+_KEPT: Final = (
+    "run", "rank", "pid", "host", "num_events", "moved_bytes", "sum_us", "union_us", "to_median",
+    "work_to_median",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +26,6 @@ class _LateRank:
     facts: Mapping[str, Any]
     median_us: float
     median_bytes: float
-    work_ratio: float
-    """Its bytes, or its calls where none moves bytes, to the median of its run."""
-
-    @property
-    def is_straggler(self) -> bool:
-        """Whether its work does not explain its time."""
-        return bool(self.facts["to_median"] > STRAGGLER_RATIO * max(self.work_ratio, 1.0))
 
     @property
     def busy_rate(self) -> float:
@@ -40,18 +35,18 @@ class _LateRank:
     @property
     def row(self) -> tuple[Any, ...]:
         """Its row of the evidence."""
-        return (*(self.facts[name] for name in _KEPT), self.work_ratio, self.busy_rate)
+        return (*(self.facts[name] for name in _KEPT), self.busy_rate)
 
 
 def stragglers(study: Study) -> list[TraceFinding]:
     """F8: ranks that take longer than their work explains; a checkpoint waits for the slowest."""
-    late = [rank for rank in _find_late_ranks(study) if rank.is_straggler]
+    late = [rank for rank in _find_late_ranks(study) if rank.facts["is_straggler"]]
     return _make_findings(study, late, code="F8", title="Stragglers", describe=_describe_straggler)
 
 
 def uneven_work(study: Study) -> list[TraceFinding]:
     """F13: ranks that take longer because they do more; the others wait for them as well."""
-    late = [rank for rank in _find_late_ranks(study) if not rank.is_straggler]
+    late = [rank for rank in _find_late_ranks(study) if not rank.facts["is_straggler"]]
     return _make_findings(study, late, code="F13", title="More work on some ranks", describe=_describe_work)
 
 
@@ -62,15 +57,11 @@ def _find_late_ranks(study: Study) -> list[_LateRank]:
         of_run: list[Mapping[str, Any]] = [row for row in records if row["run"] == run]
         if not of_run:
             continue
-        median_bytes = median(row["moved_bytes"] for row in of_run)
-        work = "moved_bytes" if median_bytes else "num_events"
-        usual = median(row[work] for row in of_run)
         late += [
             _LateRank(
                 facts=row,
                 median_us=median(other["union_us"] for other in of_run),
-                median_bytes=median_bytes,
-                work_ratio=row[work] / usual,
+                median_bytes=median(other["moved_bytes"] for other in of_run),
             )
             for row in of_run
             if row["to_median"] is not None and row["to_median"] > STRAGGLER_RATIO
@@ -84,9 +75,7 @@ def _make_findings(
     """One finding of all runs: the same ranks are late in most of them."""
     if not late:
         return []
-    columns = make_columns(
-        *_KEPT[:-1], Column("to_median", Unit.RATIO), Column("work_to_median", Unit.RATIO), "busy_rate",
-    )  # fmt: skip
+    columns = make_columns(*_KEPT, "busy_rate")
     evidence = Answer(name=code.lower(), title=title, columns=columns, rows=[rank.row for rank in late])
     by_run = {run: [rank for rank in late if rank.facts["run"] == run] for run in study.runs}
     by_run = {run: found for run, found in by_run.items() if found}
@@ -109,7 +98,7 @@ def _describe_straggler(run: str, late: Sequence[_LateRank]) -> str:
     return (
         f"{run}: busy with I/O for more than {STRAGGLER_RATIO:g} times the median, and for longer than their "
         f"work explains: {names}; longest {_name(worst)}, {_seconds(worst)} "
-        f"({worst.facts['to_median']:.2f} times) for {worst.work_ratio:.2f} times the work, at "
+        f"({worst.facts['to_median']:.2f} times) for {worst.facts['work_to_median']:.2f} times the work, at "
         f"{format_rate(worst.busy_rate)}."
     )
 
@@ -119,7 +108,7 @@ def _describe_work(run: str, late: Sequence[_LateRank]) -> str:
     work = (
         f"moves {format_bytes(worst.facts['moved_bytes'])}, not {format_bytes(round(worst.median_bytes))}"
         if worst.median_bytes
-        else f"makes {worst.work_ratio:.2f} times the calls"
+        else f"makes {worst.facts['work_to_median']:.2f} times the calls"
     )
     usual_rate = worst.median_bytes * 1e6 / worst.median_us
     return (

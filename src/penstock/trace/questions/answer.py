@@ -49,7 +49,7 @@ def make_columns(*columns: str | Column) -> list[Column]:
 def _infer_column(name: str) -> Column:
     if name.startswith("num_"):
         return Column(name, Unit.COUNT)
-    if name in ("concurrency", "to_median"):
+    if name == "concurrency" or name.endswith("to_median"):
         return Column(name, Unit.RATIO)
     return Column(
         name, next((unit for suffix, unit in _SUFFIXES.items() if name.endswith(suffix)), Unit.TEXT)

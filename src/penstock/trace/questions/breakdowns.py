@@ -4,8 +4,11 @@ Each row has calls, bytes and measures of time. In `overlap`, `union_us`, `sum_u
 of the I/O; its overlap with computation is one of intervals, not a difference of totals.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from statistics import median
+from typing import Any
 
 from penstock.errors import UsageError
 from penstock.trace.dimensions import NO_IO, sql_literal
@@ -152,11 +155,15 @@ def value_counts(events: EventsView, by: Sequence[str], *, top: int) -> Answer:
 
 _MOVED_BYTES = "coalesce(sum(size_bytes), 0)::BIGINT"
 STRAGGLER_RATIO = 1.25
-"""A rank whose I/O takes this many times the median of its run is a straggler."""
+"""A rank whose I/O takes this many times the median of its run is late; see `ranks`."""
 
 
 def ranks(events: EventsView) -> Answer:
-    """A row for each process, by run and rank: skew, and which ranks the others wait for."""
+    """A row for each process, by run and rank: skew, and which ranks the others wait for.
+
+    A rank that moves twice the bytes may take twice the time: a late one is a straggler only where it takes
+    longer than its work explains. Work is bytes, or calls in a run where most ranks move none.
+    """
     busy = measure_groups(events, ("run", "rank", "pid", "host"), where=IS_IO, extra=[_MOVED_BYTES])
     spans = {
         row[:3]: row[3:]
@@ -171,18 +178,26 @@ def ranks(events: EventsView) -> Answer:
         for run, rank, pid, host, num_events, sum_us, union_us, concurrency, moved in busy
     ]  # fmt: skip
     rows.sort(key=lambda row: (row[0], -1 if row[1] is None else row[1], row[2], row[3] or ""))
-    medians = {run: median(row[7] for row in rows if row[0] == run) for run in {row[0] for row in rows}}
-    rated_rows = [
-        (*row, ratio, ratio is not None and ratio > STRAGGLER_RATIO)
-        for row in rows
-        for ratio in (row[7] / medians[row[0]] if medians[row[0]] else None,)
-    ]
+    rated_rows = [row for _, of_run in groupby(rows, key=itemgetter(0)) for row in _rate_ranks(list(of_run))]
     columns = make_columns(
         "run", "rank", "pid", "host", "num_events", "moved_bytes", "sum_us", "union_us", "concurrency",
-        "app_us", "last_event_us", "to_median", "is_straggler",
+        "app_us", "last_event_us", "to_median", "work_to_median", "is_straggler",
     )  # fmt: skip
-    note = f"A straggler's union is more than {STRAGGLER_RATIO:g} times its run's median."
+    note = (
+        f"A straggler's union is more than {STRAGGLER_RATIO:g} times its run's median, and more than its "
+        "bytes (its calls, where most ranks move none) explain."
+    )
     return Answer(name="ranks", title="Ranks", columns=columns, rows=rated_rows, notes=[note])
+
+
+def _rate_ranks(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """The ranks of one run with their time and their work to its median, and whether they are stragglers."""
+    usual_us = median(row[7] for row in rows)
+    work = 5 if median(row[5] for row in rows) else 4
+    usual = median(row[work] for row in rows)
+    for row in rows:
+        late, more = (row[7] / usual_us if usual_us else None), row[work] / usual
+        yield *row, late, more, late is not None and late > STRAGGLER_RATIO * max(more, 1.0)
 
 
 def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str = "io") -> Answer:

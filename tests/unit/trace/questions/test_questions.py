@@ -134,6 +134,29 @@ def test_a_rank_that_is_busy_much_longer_than_the_median_is_a_straggler(events: 
     assert found[1]["to_median"] == 400 / 240
 
 
+@pytest.mark.parametrize(
+    ("slow_us", "work", "is_straggler"),
+    [(200, 2, False), (200, 1, True), (400, 2, True), (120, 1, False), (200, 0.5, True)],
+)
+@pytest.mark.parametrize("name", ["write", "open64"])
+def test_a_straggler_takes_longer_than_its_bytes_or_its_calls_explain(
+    nothing: EventsView, name: str, slow_us: int, work: float, *, is_straggler: bool
+) -> None:
+    calls = [
+        {"name": name, "pid": rank, "rank": rank, "ts_us": call * took, "dur_us": took,
+         "size_bytes": 1000 if name == "write" else None}
+        for rank in range(5)
+        for number in (round(10 * (work if rank == 2 else 1)),)
+        for took in ((10 * slow_us if rank == 2 else 1000) // number,)
+        for call in range(number)
+    ]  # fmt: skip
+    nothing.connection.register("events", events_table(calls))
+    found = ranks(view_events(nothing.connection, "events", Dimensions())).records()
+    assert [row["is_straggler"] for row in found] == [False, False, is_straggler, False, False]
+    assert found[2]["work_to_median"] == work
+    assert found[2]["to_median"] == slow_us / 100
+
+
 def test_a_timeline_shares_long_events_out_to_their_buckets(events: EventsView) -> None:
     answer = timeline(events, bucket_us=100)
     slow = [row for row in answer.records() if row["tier"] == "slow"]
