@@ -48,6 +48,32 @@ class ReadOptions:
     strict: bool = flag("--strict", "Fail if any part of a trace was lost or guessed.")
 
 
+class _NoPandas:
+    """An import hook that finds no pandas."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        """Fail for pandas; leave all else to the next hook."""
+        if name == "pandas":
+            raise ModuleNotFoundError(name)
+
+
+def _leave_pandas_out() -> None:
+    """Let pyarrow decide that there is no pandas, before it imports it.
+
+    It asks of each value whether it is one of pandas' own, and the import takes longer than a small trace.
+    """
+    if "pandas" in sys.modules:
+        return
+    import pyarrow as pa
+
+    sys.meta_path.insert(0, _NoPandas)
+    try:
+        pa.array([0])
+    finally:
+        sys.meta_path.remove(_NoPandas)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
     """Trace files, and how they are read."""
@@ -62,6 +88,7 @@ class TraceOptions:
         self, terminal: Terminal, *, rank_pattern: str | None = None, columns: frozenset[str] | None = None
     ) -> Iterator[TraceSet]:
         """Open the traces: draws progress while they are read, then prints what was lost of them."""
+        _leave_pandas_out()
         from penstock.trace.event_schema import ALL_COLUMNS
         from penstock.trace.reading.event_filter import EventFilter
         from penstock.trace.reading.trace_file import RANK_PATTERN

@@ -19,7 +19,6 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.trace.reading.event_batch import BATCH_SCHEMA
@@ -208,7 +207,7 @@ class EventStore:
 
     def _column(self, name: str, numbers: pa.Table) -> Any:
         if name == "end_us":
-            return pc.add(numbers["ts_us"], numbers["dur_us"])
+            return pa.array(numbers["ts_us"].to_numpy() + numbers["dur_us"].to_numpy())
         if name == "file":
             files = [self._files.get(number, "") for number in range(max(self._files) + 1)]
             return _look_up(numbers["file_number"], files)
@@ -234,6 +233,7 @@ def _number_tuples(
 ) -> pa.Array:
     """The number of each row's values in these columns; those that were not read are missing in all rows."""
     codes = np.zeros(batch.num_rows, dtype=np.int64)
+    num_codes = 1
     parts: list[tuple[list[Any], int]] = []
     for name in names:
         if name not in batch.schema.names:
@@ -244,8 +244,9 @@ def _number_tuples(
         values = [*encoded.dictionary.to_pylist(), None]
         own = encoded.indices.fill_null(len(values) - 1).to_numpy()
         codes = codes * len(values) + own
+        num_codes *= len(values)
         parts.append((values, len(values)))
-    known, places = np.unique(codes, return_inverse=True)
+    known, places = _find_distinct(codes, num_codes)
     numbers = []
     for code in known.tolist():
         rest, values_of_code = code, []
@@ -254,6 +255,16 @@ def _number_tuples(
             values_of_code.append(values[place])
         numbers.append(numbering.number(tuple(reversed(values_of_code))))
     return pa.array(np.array(numbers, dtype=np.int32)[places])
+
+
+def _find_distinct(codes: Numbers, num_codes: int) -> tuple[Numbers, Numbers]:
+    """The distinct codes, in order, and each code's place among them."""
+    if num_codes > len(codes):
+        return np.unique(codes, return_inverse=True)
+    known = np.flatnonzero(np.bincount(codes, minlength=num_codes))
+    place_of = np.zeros(num_codes, dtype=np.int64)
+    place_of[known] = np.arange(len(known))
+    return known, place_of[codes]
 
 
 _MANY: Final = 4096

@@ -120,7 +120,8 @@ def open_trace_set(
     """
     with TemporaryDirectory(prefix="penstock-trace-") as folder, duckdb.connect() as connection:
         connection.execute("SET temp_directory = ?", [folder])
-        wanted = columns | {"ts_us"} | event_filter.columns()
+        # Without times among them, nobody can see the order of events, and sorting them takes time.
+        wanted = (columns | event_filter.columns()) or frozenset(("ts_us",))
         tables: list[_OpenTable] = []
         accounts: list[FileAccount] = []
         for number, (run, patterns) in enumerate(runs.items()):
@@ -146,7 +147,7 @@ def open_trace_set(
                 else:
                     store = EventStore(wanted, made)
                     accounts += read_events(
-                        files, store, progress=progress, event_filter=event_filter, columns=wanted
+                        files, store, progress=progress, event_filter=event_filter, columns=wanted | {"ts_us"}
                     )
                     tables.append(_OpenTable.from_store(run, store, made, connection))
         connection.execute(f"CREATE TEMP VIEW {RELATION} AS {_union_tables(tables, event_filter)}")
@@ -154,7 +155,7 @@ def open_trace_set(
             connection=connection,
             accounts=accounts,
             files=[table.path for table in tables if table.path is not None],
-            is_ordered=len(tables) == 1,
+            is_ordered=len(tables) == 1 and "ts_us" in tables[0].columns,
         )
 
 

@@ -19,9 +19,9 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock.trace.event_schema import canonical
+from penstock.trace.reading.chunks import LINE_LIMIT_BYTES, PIECE_BYTES
 from penstock.trace.reading.event_batch import (
     BYTE_LAYERS,
     BYTE_MOVERS,
@@ -44,6 +44,8 @@ Numbers = npt.NDArray[np.int64]
 _EXACT: Final = 1 << 53
 """Doubles hold all whole numbers below."""
 _TIME_LIMIT_US: Final = 1 << 61
+_LONGEST_LINE: Final = LINE_LIMIT_BYTES + PIECE_BYTES
+"""No chunk has a longer one. DuckDB takes memory for two."""
 _ARGUMENTS: Final[Mapping[str, tuple[str, ...]]] = {
     "size_bytes": ("ret", "size"),
     "ret": ("ret",),
@@ -139,7 +141,7 @@ class BlockQuery:
         os.ftruncate(self._file, size_bytes)
         source = (
             f"read_json('/proc/self/fd/{self._file}', format = 'newline_delimited', ignore_errors = true,"
-            f" compression = 'uncompressed', maximum_object_size = {max(size_bytes, 1 << 20)},"
+            f" compression = 'uncompressed', maximum_object_size = {_LONGEST_LINE},"
             f" columns = {_json_columns(self._columns, ns_per_tick)})"
         )
         return BlockRows(self._cursor.sql(_build_query(self._columns, ns_per_tick, source)).to_arrow_table())
@@ -204,7 +206,7 @@ class _BlockEvents:
     def _number_column(self, name: str) -> Any:
         match name:
             case "end_us":
-                return pc.add(self._table["ts_us"], self._table["dur_us"])
+                return pa.array(self._table["ts_us"].to_numpy() + self._table["dur_us"].to_numpy())
             case "size_bytes":
                 return self._transfer_sizes()
             case "rank":
@@ -236,10 +238,16 @@ class _BlockEvents:
             self._resolve(kind, text, int(count)) if count else text
             for text, count in zip(hashes.dictionary.to_pylist(), counts, strict=False)
         ]
-        resolved = pa.DictionaryArray.from_arrays(hashes.indices, pa.array(texts, pa.string()))
         if not is_named.any():
-            return resolved
-        return pc.coalesce(names.cast(pa.string()), resolved.cast(pa.string())).dictionary_encode()
+            return pa.DictionaryArray.from_arrays(hashes.indices, pa.array(texts, pa.string()))
+        named = names.dictionary.to_pylist()
+        # Events with neither have the last number, that of None.
+        number_of = np.where(is_named, names.indices.fill_null(0).to_numpy(), len(named) + numbers)
+        both = pa.DictionaryArray.from_arrays(
+            pa.array(number_of), pa.array([*named, *texts, None], pa.string())
+        )
+        resolved = pa.DictionaryArray.from_arrays(pa.array(number_of), both)
+        return resolved.cast(pa.string()).dictionary_encode()
 
     def _transfer_sizes(self) -> pa.Array:
         """The bytes that each event moved; `event_batch.transfer_size` is the same rule for one event."""

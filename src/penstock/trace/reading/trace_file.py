@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import pyarrow.compute as pc
+import numpy as np
 
 from penstock.trace.capture.trace_writer import read_event_count
 from penstock.trace.event_schema import ALL_COLUMNS, FileAccount
@@ -175,7 +175,7 @@ def _note_hosts_and_ranks(batch: pa.RecordBatch, account: FileAccount) -> None:
 
 def _note_times(batch: pa.RecordBatch, account: FileAccount) -> None:
     if batch.num_rows and "ts_us" in batch.schema.names:
-        times = pc.min_max(batch.column("ts_us")).as_py()
-        firsts = [time for time in (account.first_us, times["min"]) if time is not None]
-        lasts = [time for time in (account.last_us, times["max"]) if time is not None]
+        times = batch.column("ts_us").to_numpy()
+        firsts = [time for time in (account.first_us, int(np.min(times))) if time is not None]
+        lasts = [time for time in (account.last_us, int(np.max(times))) if time is not None]
         account.first_us, account.last_us = min(firsts), max(lasts)
