@@ -247,13 +247,32 @@ def test_a_hash_explained_late_is_resolved_and_an_unexplained_one_is_reported(tm
     assert "hashes that no line explains" in account.faults[0]
 
 
+BIND = b'{"id":1,"name":"FH","cat":"dftracer","pid":1,"tid":1,"ph":"M","args":{"name":"%s","value":%d}}\n'
+
+
 def test_a_hash_that_is_bound_anew_means_the_new_file_from_there_on(tmp_path: Path) -> None:
     file = tmp_path / "a.pfw"
-    bind = b'{"id":1,"name":"FH","cat":"dftracer","pid":1,"tid":1,"ph":"M","args":{"name":"%s","value":7}}\n'
     event = EVENT % (b"close", b'"fhash":7')
-    file.write_bytes(bind % b"/old" + event + bind % b"/new" + event)
-    rows, _ = read(file)
+    file.write_bytes(BIND % (b"/old", 7) + event + BIND % (b"/new", 7) + event)
+    rows, account = read(file)
     assert [row["path"] for row in rows] == ["/old", "/new"]
+    assert account.faults == [
+        "1 hashes stand for two names: 2 events with them have the one that was explained last before them"
+    ]
+
+
+def test_events_of_an_ambiguous_hash_are_counted_over_the_whole_file(tmp_path: Path) -> None:
+    """Most of them are read before the hash turns out to be ambiguous, in another block."""
+    file = tmp_path / "a.pfw"
+    ambiguous, plain = EVENT % (b"close", b'"fhash":7'), EVENT % (b"close", b'"fhash":8')
+    renamed = EVENT % (b"rename", b'"fhash":8,"newpath_hash":7')
+    begin = BIND % (b"/old", 7) + BIND % (b"/other", 8) + BIND % (b"/old", 7)
+    file.write_bytes(begin + (ambiguous + plain) * 50_000 + renamed * 3 + BIND % (b"/new", 7) + ambiguous)
+    assert file.stat().st_size > 8 << 20
+    rows, account = read(file)
+    assert len(rows) == 100_004
+    assert len(account.faults) == 1
+    assert account.faults[0].startswith("1 hashes stand for two names: 50,004 events with them have ")
 
 
 @pytest.mark.parametrize(

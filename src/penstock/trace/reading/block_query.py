@@ -197,7 +197,7 @@ class _BlockEvents:
             case "path":
                 return self._resolve_names("arg_fname", "arg_fhash", HashKind.FILE)
             case "args":
-                return self._map("args", lambda text: _name_new_path(text, self._resolve))
+                return self._name_new_paths()
             case "run" | "file":
                 zeros = np.zeros(len(self._table), dtype=np.int32)
                 return pa.DictionaryArray.from_arrays(zeros, [getattr(self._origin, name)])
@@ -224,6 +224,21 @@ class _BlockEvents:
         encoded = self._encode(column)
         texts = [function(text) for text in encoded.dictionary.to_pylist()]
         return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(texts, pa.string()))
+
+    def _name_new_paths(self) -> pa.DictionaryArray:
+        encoded = self._encode("args")
+        texts = encoded.dictionary.to_pylist()
+        if not any('"newpath_hash"' in text for text in texts):
+            return encoded
+        counts = np.bincount(encoded.indices.to_numpy(), minlength=len(texts)).tolist()
+        named = list(map(self._name_new_path, texts, counts))
+        return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(named, pa.string()))
+
+    def _name_new_path(self, text: str, num_events: int) -> str:
+        if '"newpath_hash"' not in text:
+            return text
+        named = name_new_path(json.loads(text), lambda kind, value: self._resolve(kind, value, num_events))
+        return json.dumps(named, separators=(",", ":"))
 
     def _resolve_names(self, plain: str, hashed: str, kind: HashKind) -> pa.DictionaryArray:
         """Names as they were traced, else those that hashes stand for."""
@@ -273,13 +288,6 @@ class _BlockEvents:
             return pa.repeat(pa.scalar(own, pa.int32()), len(self._table))
         known, places = np.unique(self._table["pid"].to_numpy(), return_inverse=True)
         return pa.array([ranks.get(pid, own) for pid in known.tolist()], pa.int32()).take(pa.array(places))
-
-
-def _name_new_path(text: str, resolve: ResolveHashOfEvents) -> str:
-    if '"newpath_hash"' not in text:
-        return text
-    named = name_new_path(json.loads(text), lambda kind, value: resolve(kind, value, 1))
-    return json.dumps(named, separators=(",", ":"))
 
 
 _DATABASE_LOCK: Final = Lock()

@@ -74,6 +74,7 @@ class JsonLines:
         self._context = FileContext()
         self._texts: dict[HashKind, dict[str, str]] = {kind: {} for kind in HashKind}
         self._rebound: set[tuple[HashKind, str]] = set()
+        self._num_named: Counter[tuple[HashKind, str]] = Counter()
         self._unexplained: Counter[tuple[HashKind, str]] = Counter()
         self._num_endings = self._num_announced = 0
 
@@ -137,7 +138,7 @@ class JsonLines:
         account.metadata += len(rows.metadata)
         account.blank += taken - len(rows)
         if rows.num_events:
-            yield build_block_batch(rows, self._columns, self._origin, self._context, self._resolve_counted)
+            yield build_block_batch(rows, self._columns, self._origin, self._context, self._resolve_of_block)
         yield from self._build(parsed_rows)
         if taken < block.num_lines:
             # The unit of times has changed, so the lines behind are read anew.
@@ -194,17 +195,24 @@ class JsonLines:
         return self._context.ns_per_tick != before
 
     def _resolve(self, kind: HashKind, value: str) -> str:
+        """The text of a hash of one line."""
+        self._num_named[kind, value] += 1
         return self._texts[kind].get(value) or UnexplainedHash(kind, value)
 
-    def _resolve_counted(self, kind: HashKind, value: str, num_events: int) -> str:
-        """The text of a hash that so many events have."""
-        text = self._resolve(kind, value)
-        if not isinstance(text, UnexplainedHash):
+    def _resolve_of_block(self, kind: HashKind, value: str, num_events: int) -> str:
+        """The text of a hash that so many events of a block have."""
+        self._num_named[kind, value] += num_events
+        return self._resolve_late(kind, value, num_events)
+
+    def _resolve_late(self, kind: HashKind, value: str, num_events: int) -> str:
+        """The text of a hash that no line before its events has explained."""
+        text = self._texts[kind].get(value)
+        if text:
             return text
         elsewhere = self._find_elsewhere(kind, value)
         if elsewhere is None:
             self._unexplained[kind, value] += num_events
-            return text
+            return UnexplainedHash(kind, value)
         self._texts[kind][value] = elsewhere
         return elsewhere
 
@@ -212,12 +220,12 @@ class JsonLines:
         """A batch of rows that Python parsed, their hashes resolved that were explained after them."""
         if not rows:
             return
-        resolved = [self._resolve_late(row) for row in rows]
+        resolved = [self._name_late(row) for row in rows]
         yield build_batch(resolved, self._origin, self._context, self._columns)
 
-    def _resolve_late(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _name_late(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         late: dict[str, Any] = {
-            column: self._resolve_counted(text.kind, text.value, 1)
+            column: self._resolve_late(text.kind, text.value, 1)
             for column in ("path", "host")
             if column in self._columns and isinstance(text := row[column], UnexplainedHash)
         }
@@ -235,9 +243,10 @@ class JsonLines:
         """What is wrong with the file as a whole, after its last line."""
         account = self._account
         if self._rebound:
+            num_events = sum(self._num_named[hashed] for hashed in self._rebound)
             yield (
-                f"{len(self._rebound)} hashes stand for two names:"
-                " events have the one that was explained last before them"
+                f"{len(self._rebound):,} hashes stand for two names: {num_events:,} events with them have the"
+                " one that was explained last before them"
             )
         if self._unexplained:
             num_events = sum(self._unexplained.values())
