@@ -14,7 +14,7 @@ import click
 from penstock import __version__
 from penstock.cli.completion import completion_script, install_completion
 from penstock.cli.options import Group
-from penstock.cli.terminal import clear_progress
+from penstock.cli.terminal import clear_progress, printable
 from penstock.errors import PenstockError
 from penstock.optional_libraries import missing_library
 
@@ -208,5 +208,5 @@ def _explain(message: str, exit_code: int, *, traceback: bool = False) -> int:
     clear_progress()
     if traceback:
         traceback_module.print_exc()
-    print(f"penstock: {message}", file=sys.stderr)
+    print(printable(f"penstock: {message}"), file=sys.stderr)
     return exit_code

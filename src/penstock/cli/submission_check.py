@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import argument, flag, option, optional_argument, verb
 from penstock.cli.parsers import EDITION, FILE, FOLDER, TEXT
-from penstock.cli.terminal import Terminal, TextTable, View, bold
+from penstock.cli.terminal import Terminal, TextTable, View, bold, printable
+from penstock.errors import name_some
 from penstock.submission.check import CheckedResult
 from penstock.submission.check import check as check_tree
 from penstock.submission.edition import Edition
@@ -99,19 +99,26 @@ def _view_verdicts(results: Sequence[CheckedResult], edition: Edition | EditionC
 
 
 def _view_findings(result: CheckedResult) -> View:
-    """The findings of one result that do not pass, the worst first, and equal ones once."""
-    counted = Counter(
-        (finding.verdict.value, finding.rule, finding.proof, finding.fix)
-        for verdict in (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
-        for finding in result.findings
-        if finding.verdict is verdict
-    )
-    if counted:
-        yield result.name
-    for (verdict_text, rule, proof, fix), count in counted.items():
-        times = f" ({count} times)" if count > 1 else ""
-        yield f"  {verdict_text}: {rule}: {proof}{times}"
-        yield f"    {fix}"
+    """The findings of one result that do not pass, the worst first, and equal ones once.
+
+    A file that cannot be read is named once, with the rules that ask for it.
+    """
+    rules: dict[tuple[Verdict, str, str, str], list[str]] = {}
+    for verdict in (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING):
+        for finding in result.findings:
+            if finding.verdict is verdict:
+                cause = finding.evidence if verdict is Verdict.NOT_CHECKED else finding.rule
+                rules.setdefault((verdict, cause, finding.proof, finding.fix), []).append(finding.rule)
+    if rules:
+        yield printable(result.name, keep="")
+    for (verdict, cause, proof, fix), found in rules.items():
+        note = f" ({len(found)} times)" if len(found) > 1 else ""
+        if verdict is Verdict.NOT_CHECKED:
+            others = list(dict.fromkeys(found))[1:]
+            also = f"also {name_some(others)}" if others else ""
+            note = f" ({'; '.join(filter(None, (cause, also)))})" if cause or also else ""
+        yield printable(f"  {verdict.value}: {found[0]}: {proof}{note}", keep="")
+        yield printable(f"    {fix}", keep="")
 
 
 def _describe_accelerators(result: CheckedResult) -> str:
@@ -187,7 +194,7 @@ def _view_reports(reports: Sequence[ResultReport], written: Sequence[str]) -> Vi
 
     for entry in reports:
         result, figures = entry.checked, entry.figures.computed
-        yield bold(f"\n{result.name}: {result.verdict.value}")
+        yield bold(f"\n{printable(result.name, keep='')}: {result.verdict.value}")
         yield f"  {result.workload} on {_describe_accelerators(result)}"
         yield TextTable("", [figure_row(figure) for figure in figures])
         for figure in figures:

@@ -53,7 +53,7 @@ class TextTable:
             is_numeric = all(text[:1].isdecimal() or text in ("", "-") for text in texts)
             grid.add_column(column, justify="right" if is_numeric else "left")
         for row in self.rows:
-            grid.add_row(*row.values())
+            grid.add_row(*(printable(text, keep="") for text in row.values()))
         if self.is_wide:
             console = _open_console(file=console.file, width=_WIDE, color_system=None)
         console.print(grid)
@@ -87,7 +87,25 @@ def _draw(view: View, console: Console) -> None:
         if isinstance(block, TextTable):
             block.draw(console)
         else:
-            console.print(Text.assemble(*([block] if isinstance(block, str) else block)))
+            pieces = [block] if isinstance(block, str) else block
+            console.print(Text.assemble(*map(_printable_piece, pieces)))
+
+
+def _printable_piece(piece: str | tuple[str, str]) -> str | tuple[str, str]:
+    return printable(piece) if isinstance(piece, str) else (printable(piece[0]), piece[1])
+
+
+def printable(text: str, *, keep: str = "\n\t") -> str:
+    """Text that only prints: control characters, which names of files may have, are escaped.
+
+    A terminal would obey them, and text of undecodable bytes cannot be printed at all.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        sign if sign.isprintable() or sign in keep else sign.encode("unicode_escape").decode()
+        for sign in text
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +127,7 @@ class Terminal:
     def note(self, text: str) -> None:
         """Print one line for people, on stderr."""
         if self.speaks:
-            print(text, file=sys.stderr)
+            print(printable(text), file=sys.stderr)
 
     def notes(self, texts: Iterable[object]) -> None:
         """Print each text as a line of its own, on stderr."""

@@ -23,8 +23,8 @@ def write_file(folder: Path, name: str, content: bytes) -> None:
 
 
 def write_text(folder: Path, name: str, text: str) -> None:
-    """The same for text."""
-    write_file(folder, name, text.encode())
+    """The same for text; what no encoding has, such as undecodable bytes of a file's name, is escaped."""
+    write_file(folder, name, text.encode(errors="backslashreplace"))
 
 
 def write_json(folder: Path, name: str, document: Mapping[str, Any]) -> None:

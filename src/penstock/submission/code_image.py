@@ -5,6 +5,7 @@ depends on names and bytes alone, not on dates, modes or the order of entries; a
 pool only when it is complete, and is hashed again before anything points to it.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -20,12 +21,15 @@ from typing import Final
 from penstock.errors import DataDamaged
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.files.system_calls import translate_os_errors
+from penstock.submission.bounded_read import read_bytes
 
 POOL: Final = "code-images"
 POOL_MARK: Final = ".mlps-image-pool"
 POINTER: Final = ".mlps-code-image"
 DIGEST_FILE: Final = ".code-hash.json"
 ALGORITHM: Final = "md5-tree-v2"
+MAX_IMAGE_BYTES: Final = 128 << 20
+"""Of all files of an image; those of published rounds have a few MB."""
 
 _LEFT_OUT: Final = frozenset({"test", "tests", "__pycache__", "build", "dist", "node_modules"})
 _POINTER_TEXT: Final = re.compile(rf"{ALGORITHM}:([0-9a-f]{{32}})\n?")
@@ -34,12 +38,17 @@ _POINTER_TEXT: Final = re.compile(rf"{ALGORITHM}:([0-9a-f]{{32}})\n?")
 def tree_digest(folder: Path) -> str:
     """The digest of all files below `folder` that count: names and bytes, in the order of their names.
 
-    Hidden entries, tests, what was built, and links are left out, as rule 2.1.6 says.
+    Hidden entries, tests, what was built, and links are left out, as rule 2.1.6 says. `OSError` where
+    something is no file, or all together are larger than a program is.
     """
-    digest = hashlib.md5(usedforsecurity=False)
+    digest, tree, left_bytes = hashlib.md5(usedforsecurity=False), os.path.realpath(folder), MAX_IMAGE_BYTES
     for name in sorted(files_that_count(folder), key=os.fsencode):
+        content = read_bytes(str(folder / name), tree, MAX_IMAGE_BYTES)
+        left_bytes -= len(content)
+        if left_bytes < 0:
+            raise OSError(errno.EFBIG, f"it has more than {MAX_IMAGE_BYTES:,} bytes", str(folder))
         digest.update(os.fsencode(name))
-        digest.update((folder / name).read_bytes())
+        digest.update(content)
     return digest.hexdigest()
 
 

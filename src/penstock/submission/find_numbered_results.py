@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from penstock.submission.folder_listing import find_file, find_folder, list_folder, list_subfolders
+from penstock.submission.folder_listing import (
+    find_file,
+    find_folder,
+    list_folder,
+    list_linked_subfolders,
+    list_subfolders,
+)
 from penstock.submission.tree_layout import SUMMARY
 
 V1_REPORT_FILE: Final = "mlperf_storage_report.json"
@@ -107,7 +113,7 @@ def _find_runs(folder: Path) -> tuple[Path, ...]:
 
 def _named_runs(folder: Path) -> tuple[Path, ...]:
     """The folders that are named as runs, in the order of their numbers; plain names before prefixed ones."""
-    matches = [(match, run) for run in list_subfolders(folder) if (match := _RUN.fullmatch(run.name))]
+    matches = [(match, run) for run in list_linked_subfolders(folder) if (match := _RUN.fullmatch(run.name))]
     plain = [(match, run) for match, run in matches if not match[1]]
     return tuple(run for _, run in sorted(plain or matches, key=lambda pair: (int(pair[0][2]), pair[1].name)))
 

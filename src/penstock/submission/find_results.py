@@ -12,7 +12,13 @@ from typing import Final
 
 from penstock.errors import Unavailable, UsageError
 from penstock.submission.find_numbered_results import NumberedResult, find_numbered_results
-from penstock.submission.folder_listing import find_file, find_folder, list_folder, list_subfolders
+from penstock.submission.folder_listing import (
+    find_file,
+    find_folder,
+    list_folder,
+    list_linked_subfolders,
+    list_subfolders,
+)
 from penstock.submission.tree_layout import RESULTS_FILE, Benchmark, SubmissionPhase, is_result_dir_name
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
@@ -165,6 +171,8 @@ def _benchmark(name: str) -> Benchmark | None:
 def _search_submitter(submitter: Submitter, top: Path) -> tuple[list[ResultLocation], list[Path]]:
     results = find_folder(submitter.folder, "results")
     if results is None:
+        if (linked := find_file(submitter.folder, "results")) and linked.is_symlink():
+            raise Unavailable("This is a link, and links are not searched", where=str(linked))
         return [], []
     if list_benchmarks(results):
         return _search_timed(submitter, results, top)
@@ -235,7 +243,7 @@ def _timed_location(
 
 
 def _timed_folders(parent: Path | None) -> tuple[Path, ...]:
-    return tuple(folder for folder in list_subfolders(parent) if is_result_dir_name(folder.name))
+    return tuple(folder for folder in list_linked_subfolders(parent) if is_result_dir_name(folder.name))
 
 
 def _numbered_location(

@@ -1,7 +1,7 @@
 """List the folders of a submission without what operating systems and editors leave behind.
 
 Names in real trees differ in case from what rules say, so entries are looked up in any case. Invariant: a
-folder that is a link is never entered, because it may lead out of the tree or back into it.
+folder that is a link is never searched, because it may lead out of the tree or back into it.
 """
 
 from pathlib import Path
@@ -33,6 +33,11 @@ def list_folder(folder: Path | None) -> list[Path]:
 def list_subfolders(folder: Path | None) -> list[Path]:
     """The folders among them."""
     return [entry for entry in list_folder(folder) if entry.is_dir() and not entry.is_symlink()]
+
+
+def list_linked_subfolders(folder: Path | None) -> list[Path]:
+    """The folders among them and links to folders, for those that are read and not searched."""
+    return [entry for entry in list_folder(folder) if entry.is_dir()]
 
 
 def list_names(folder: Path | None) -> tuple[str, ...]:

@@ -5,10 +5,10 @@ makes reading the file fail; reading a missing or malformed field raises `Missin
 into `not checked`. There are no defaults.
 """
 
-import json
 import math
+import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -16,11 +16,23 @@ import yaml
 
 from penstock.did_you_mean import nearest
 from penstock.errors import PenstockError
-from penstock.workload.strict_yaml import choose_loader
+from penstock.submission.bounded_parse import (
+    MAX_JSON_BYTES,
+    MAX_YAML_BYTES,
+    Parsed,
+    compose_yaml,
+    parse_json,
+    parse_yaml,
+)
+from penstock.submission.bounded_read import read_beginning, read_bytes, tree_of
 
 MAX_TEXT_BYTES: Final = 4 << 20
 """Only the beginning of a log is read: what rules need is printed there."""
 NO_FILE: Final = "there is no such file"
+_MAX_SIMILAR: Final = 1000
+"""Keys among which a similar name is searched for, which takes milliseconds a hundred."""
+_BRIEF: Final = reprlib.Repr()
+_BRIEF.maxlist = _BRIEF.maxdict = _BRIEF.maxstring = _BRIEF.maxother = 80
 
 KeyPath = tuple[str, ...]
 """The keys down to a value."""
@@ -36,13 +48,15 @@ class MissingFact(PenstockError):
 class ParsedFile:
     """One file: its content, or the `problem` why there is none.
 
-    `remark` is a flaw that did not prevent reading; `lines` has the line of each value in a handwritten file.
+    `remark` is a flaw that did not prevent reading; `repeated` are keys that one mapping has twice; `lines`
+    has the line of each value in a handwritten file.
     """
 
     file: str
     content: Any = field(default_factory=dict)
     problem: str = ""
     remark: str = ""
+    repeated: tuple[str, ...] = ()
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
 
     @property
@@ -57,7 +71,8 @@ class ParsedFile:
         here = self.content
         for depth, key in enumerate(path):
             if not isinstance(here, dict) or key not in here:
-                similar = nearest(key, map(str, here)) if isinstance(here, Mapping) else ""
+                is_small = isinstance(here, Mapping) and len(here) <= _MAX_SIMILAR
+                similar = nearest(key, map(str, here)) if is_small else ""
                 hint = f" (is {similar} meant?)" if similar else ""
                 raise MissingFact(f"there is no field {'.'.join(path[: depth + 1])}{hint}", where=self.file)
             here = here[key]
@@ -92,7 +107,7 @@ class ParsedFile:
     def boolean(self, *path: str) -> bool:
         """True or false; DLIO's files spell them in several ways."""
         value = self.value(*path)
-        word = str(value).lower()
+        word = str(value).lower() if isinstance(value, str | bool) else ""
         if word not in ("true", "false"):
             raise self._wrong(path, value, "true or false")
         return word == "true"
@@ -114,7 +129,7 @@ class ParsedFile:
         return number
 
     def _wrong(self, path: KeyPath, value: object, expected: str) -> MissingFact:
-        return MissingFact(f"{'.'.join(path)} is {value!r:.60}, not {expected}", where=self.file)
+        return MissingFact(f"{'.'.join(path)} is {_BRIEF.repr(value):.60}, not {expected}", where=self.file)
 
 
 def relative(path: Path, base: Path) -> str:
@@ -123,21 +138,25 @@ def relative(path: Path, base: Path) -> str:
 
 
 def read_file(path: Path, base: Path) -> ParsedFile:
-    """The values of a JSON or YAML file, or the text of another."""
-    return read_named_file(str(path), relative(path, base))
+    """The values of a JSON or YAML file, or the text of another; `base` is the folder that is checked."""
+    return read_named_file(str(path), relative(path, base), tree_of(path, base))
 
 
-def read_named_file(path: str, file: str) -> ParsedFile:
-    """The same for a known name in findings; over thousands of files, `Path` objects are costly."""
+def read_named_file(path: str, file: str, tree: str) -> ParsedFile:
+    """The same for a known name in findings; over thousands of files, `Path` objects are costly.
+
+    Links are followed within `tree`, a real path.
+    """
     try:
-        return ParsedFile(file=file, content=_parse(path))
+        parsed = _parse(path, tree)
     except FileNotFoundError:
         return ParsedFile(file=file, problem=NO_FILE)
     except OSError as error:
         return ParsedFile(file=file, problem=f"cannot be read: {error.strerror}")
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+    except (ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         return ParsedFile(file=file, problem=f"cannot be understood: {first}")
+    return ParsedFile(file=file, content=parsed.content, repeated=parsed.repeated)
 
 
 def read_description(path: Path, base: Path) -> ParsedFile:
@@ -145,10 +164,9 @@ def read_description(path: Path, base: Path) -> ParsedFile:
     parsed = read_file(path, base)
     if parsed.problem:
         return parsed
-    text = path.read_text(encoding="utf-8-sig")
-    root = yaml.compose(text, Loader=choose_loader(text))
+    root = compose_yaml(read_bytes(str(path), tree_of(path, base), MAX_YAML_BYTES))
     lines = dict(_line_numbers(root, ())) if root is not None else {}
-    return ParsedFile(file=parsed.file, content=parsed.content, lines=lines)
+    return replace(parsed, lines=lines)
 
 
 def _line_numbers(node: yaml.Node, above: KeyPath) -> Iterator[tuple[KeyPath, int]]:
@@ -163,14 +181,10 @@ def _line_numbers(node: yaml.Node, above: KeyPath) -> Iterator[tuple[KeyPath, in
             yield from _line_numbers(value, (*above, str(index)))
 
 
-def _parse(path: str) -> Any:
+def _parse(path: str, tree: str) -> Parsed:
     lower = path.lower()  # some submitters write .JSON
     if lower.endswith(".json"):
-        with open(path, encoding="utf-8-sig") as stream:  # noqa: PTH123 - see `read_named_file`
-            return json.loads(stream.read())
+        return parse_json(read_bytes(path, tree, MAX_JSON_BYTES))
     if lower.endswith((".yaml", ".yml")):
-        with open(path, encoding="utf-8-sig") as stream:  # noqa: PTH123 - likewise
-            text = stream.read()
-        return yaml.load(text, Loader=choose_loader(text))  # noqa: S506 - a safe loader
-    with open(path, encoding="utf-8", errors="replace") as stream:  # noqa: PTH123 - likewise
-        return stream.read(MAX_TEXT_BYTES)
+        return parse_yaml(read_bytes(path, tree, MAX_YAML_BYTES))
+    return Parsed(read_beginning(path, tree, MAX_TEXT_BYTES).decode("utf-8", errors="replace"))

@@ -4,7 +4,6 @@
 reading fail; a rule that needs a missing field gets `MissingFact`.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from penstock.submission import tree_layout
+from penstock.submission.bounded_parse import MAX_YAML_BYTES, parse_lenient_json
+from penstock.submission.bounded_read import LEADS_OUT, leads_out, read_bytes, tree_of
 from penstock.submission.code_image import POINTER
 from penstock.submission.find_numbered_results import V1_REPORT_FILE, list_clients
 from penstock.submission.find_results import ResultLocation
@@ -31,8 +32,6 @@ from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
 _RANK_STATS: Final = re.compile(r"\d+_per_epoch_stats\.json")
 _NOT_IN_EDITION: Final = ParsedFile(file="", problem="this edition has no such file")
-_TRAILING_COMMA: Final = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
-"""A string, to be preserved, or a comma that JSON does not allow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,11 +202,10 @@ def _read_lenient_json(path: Path, base: Path) -> ParsedFile:
     if not strict.problem:
         return strict
     try:
-        text = _TRAILING_COMMA.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8-sig"))
-        content, remark = json.loads(text), "a comma stands before a closing bracket"
+        content = parse_lenient_json(read_bytes(str(path), tree_of(path, base), MAX_YAML_BYTES)).content
     except (OSError, ValueError, RecursionError):
         return strict
-    return ParsedFile(file=strict.file, content=content, remark=remark)
+    return ParsedFile(file=strict.file, content=content, remark="a comma stands before a closing bracket")
 
 
 def _read_timed(
@@ -260,11 +258,13 @@ def _read_timed_dir(folder: Path, location: ResultLocation, phase: SubmissionPha
     )
 
 
-def _list_files(folder: Path, config_folder: str) -> tuple[dict[str, str], str]:
+def _list_files(folder: Path, config_folder: str, base: Path) -> tuple[dict[str, str], str]:
     """The files of a folder and of its configuration folder by their names in lower case, and a problem.
 
     Contents are read only where rules need them.
     """
+    if folder.is_symlink() and leads_out(folder, base):
+        return {}, f"its folder cannot be listed: {LEADS_OUT}"
     try:
         names = os.listdir(folder)  # noqa: PTH208 - thousands of folders, where a Path costs more
         files = {name.lower(): name for name in names if not is_leaving(name)}
@@ -280,12 +280,12 @@ def _list_files(folder: Path, config_folder: str) -> tuple[dict[str, str], str]:
 
 
 def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: str, log: str) -> ResultDir:
-    name, path = relative(folder, base), str(folder)
-    files, unlisted = _list_files(folder, config_folder)
+    name, path, tree = relative(folder, base), str(folder), str(base)
+    files, unlisted = _list_files(folder, config_folder, base)
 
     def read(file: str) -> ParsedFile:
         if file in files:
-            return read_named_file(f"{path}/{files[file]}", f"{name}/{files[file]}")
+            return read_named_file(f"{path}/{files[file]}", f"{name}/{files[file]}", tree)
         return ParsedFile(file=f"{name}/{file}", problem=unlisted or NO_FILE)
 
     metadata_files = [file for file in files if file.endswith(tree_layout.METADATA_SUFFIX)]

@@ -239,13 +239,18 @@ class SchemaProblem:
         return f"line {self.line}: {self.path}: {self.text}"
 
 
+MAX_PROBLEMS = 100
+"""A file with more of them is no description, and is not described line by line."""
+
+
 def find_schema_problems(description: ParsedFile) -> list[SchemaProblem]:
     """The violations of the schema, in order of lines; `MissingFact` if the file cannot be read."""
     problems = set(_find_hardware_problems(description))
     try:
         SystemDescription.model_validate(description.value())
     except ValidationError as error:
-        problems |= {_describe_error(entry, description.lines) for entry in error.errors(include_url=False)}
+        found = error.errors(include_url=False)[:MAX_PROBLEMS]
+        problems |= {_describe_error(entry, description.lines) for entry in found}
     return sorted(problems, key=lambda problem: (problem.line, problem.path))
 
 

@@ -12,7 +12,7 @@ from penstock.submission import tree_layout
 from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK, parse_pointer, tree_digest
 from penstock.submission.find_results import Submitter, find_result_dirs, find_submitters
 from penstock.submission.folder_listing import find_folder, list_names, list_subfolders
-from penstock.submission.parsed_file import NO_FILE, ParsedFile, read_file, relative
+from penstock.submission.parsed_file import NO_FILE, MissingFact, ParsedFile, read_file, relative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +110,15 @@ def read_pool(folder: Path, submitter: Submitter, root: Path) -> CodeImagePool:
 def _image(folder: Path, base: Path) -> CodeImage:
     try:
         digest = tree_digest(folder)
-    except OSError:  # the rule on images says that its files cannot be read
-        digest = ""
+    except OSError as error:  # the rule on images names the file
+        unread = relative(Path(str(error.filename or folder)), base)
+        stated = ParsedFile(file=unread, problem=f"cannot be read: {error.strerror}")
+        return CodeImage(name=folder.name, stated=stated, digest="")
     return CodeImage(name=folder.name, stated=read_file(folder / DIGEST_FILE, base), digest=digest)
 
 
 def _pointed_digest(folder: Path) -> str:
     try:
-        return parse_pointer((folder / POINTER).read_text(encoding="utf-8"), where=str(folder))
-    except (OSError, ValueError, DataDamaged):  # the rule on pointers names it
+        return parse_pointer(str(read_file(folder / POINTER, folder).value()), where=str(folder))
+    except (MissingFact, DataDamaged):  # the rule on pointers names it
         return ""

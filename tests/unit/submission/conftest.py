@@ -31,14 +31,14 @@ def _parse_once(folder: str) -> Any:
     parse = parsed_file._parse
     contents: dict[tuple[int, int, int], Any] = {}
 
-    def parse_once(path: str) -> Any:
+    def parse_once(path: str, tree: str) -> Any:
         if not path.startswith(folder):
-            return parse(path)
+            return parse(path, tree)
         status = os.stat(path)  # noqa: PTH116 - thousands of files
         # A file that replaces another may get its inode, but not its time.
         key = (status.st_ino, status.st_mtime_ns, status.st_size)
         if key not in contents:
-            contents[key] = parse(path)
+            contents[key] = parse(path, tree)
         return contents[key]
 
     return parse_once

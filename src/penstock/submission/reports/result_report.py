@@ -22,7 +22,7 @@ from penstock.submission.edition import Edition
 from penstock.submission.edition_choice import EditionChoice
 from penstock.submission.find_numbered_results import V1_REPORT_FILE
 from penstock.submission.finding import Verdict
-from penstock.submission.parsed_file import MissingFact
+from penstock.submission.parsed_file import MissingFact, read_file
 from penstock.submission.recomputed_metrics import mib_per_second, samples_per_second
 from penstock.submission.reports import findings_export, submission_pages
 from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigures, compute_figures
@@ -316,10 +316,7 @@ def _list_missing(here: Sequence[ResultReport]) -> list[str]:
 
 def _is_ours(path: Path) -> bool:
     """Whether Penstock wrote the file. A report of v1.0 does not name its writer, so it is never replaced."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
+    content = read_file(path, path.parent).content
     return isinstance(content, dict) and content.get("format") == FORMAT_VERSION
 
 

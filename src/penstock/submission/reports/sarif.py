@@ -5,6 +5,7 @@ location is stated once in `originalUriBaseIds`.
 """
 
 import hashlib
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,7 +124,7 @@ def _location(evidence: str, checked: CheckedResult, root: Path) -> dict[str, An
 def _artifact(file: str) -> dict[str, str]:
     if Path(file).is_absolute():
         return {"uri": Path(file).as_uri()}
-    return {"uri": quote(file) or "./", "uriBaseId": TREE}
+    return {"uri": quote(os.fsencode(file)) or "./", "uriBaseId": TREE}
 
 
 def _find_folder(checked: CheckedResult, root: Path) -> str:
@@ -134,7 +135,7 @@ def _find_folder(checked: CheckedResult, root: Path) -> str:
 
 def _fingerprint(*words: str) -> str:
     """Identifies the finding in later checks, whatever its verdict and figures are then."""
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()
+    return hashlib.sha256("\0".join(words).encode(errors="backslashreplace")).hexdigest()
 
 
 def _folder_uri(root: Path) -> str:

@@ -241,7 +241,7 @@ rule.limit_rule(
 GIB: Final = 1 << 30
 _SOURCE: Final = "v1.0 rules and sizing command; 3.1.2 of later editions"
 _MEMORY_LIMIT: Final = re.compile(
-    r"\b(\d+)\s*([MGT])i?B?\b[^&;|]*>\s*\S*memory\.(?:max|limit_in_bytes)", re.IGNORECASE
+    r"\b(\d+)\s*([MGT])i?B?\b[^&;|]{0,80}>\s{0,9}\S{0,200}memory\.(?:max|limit_in_bytes)", re.IGNORECASE
 )
 """A shell command that limits a cgroup's memory, as descriptions quote it."""
 _UNITS: Final = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

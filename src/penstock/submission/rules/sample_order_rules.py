@@ -17,6 +17,8 @@ from penstock.submission.rules import rule
 _MODULUS: Final = 1 << 64
 _CHUNK_ITEMS: Final = 1 << 20
 """Items that are hashed together, so that memory stays small."""
+MAX_ITEMS: Final = 50_000_000
+"""Items whose digest is computed: a second's work."""
 _NO_RECORD: Final = "the run has no run.json"
 
 
@@ -148,13 +150,17 @@ def _check_repeated_samples(case: rule.RunCase) -> Iterator[Finding]:
         return
     total, item_samples = _num_samples(record), record.integer("plan", "item_samples")
     per_file = record.integer("workload", "dataset", "num_samples_per_file")
+    try:
+        expected = digest_of_all(total, item_samples, per_file)
+    except MissingFact as reason:
+        raise MissingFact(reason.what, where=record.file) from reason
     wrong, num_limited = [], 0
     for number, epoch in enumerate(_epochs(record), start=1):
         if epoch.integer("steps") != epoch.integer("steps_without_limit"):
             num_limited += 1
             continue
         digest = sum(_digest(rank) for rank in _ranks(epoch)) + _digest(epoch, "left_out")
-        if digest % _MODULUS != digest_of_all(total, item_samples, per_file):
+        if digest % _MODULUS != expected:
             wrong.append(str(number))
     if num_limited:
         yield not_applicable(record.file, f"{num_limited} epochs ended early, by a limit of steps")
@@ -181,6 +187,8 @@ def digest_of_all(num_samples: int, item_samples: int, samples_per_file: int) ->
     per_file = -(-samples_per_file // item_samples)
     last = samples_per_file - (per_file - 1) * item_samples
     num_items = num_samples // samples_per_file * per_file
+    if num_items > MAX_ITEMS:
+        raise MissingFact(f"{num_items:,} items are more than the {MAX_ITEMS:,} whose order is verified")
     total = 0
     for start in range(0, num_items, _CHUNK_ITEMS):
         items = np.arange(start, min(start + _CHUNK_ITEMS, num_items), dtype=np.uint64)
