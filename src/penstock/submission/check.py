@@ -107,7 +107,7 @@ def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule
         findings=tuple(
             finding
             for rule in rules
-            if edition.edition in rule.editions and location.benchmark in rule.benchmarks
+            if edition.rules in rule.editions and location.benchmark in rule.benchmarks
             for finding in apply_rule(rule, result, edition)
         ),
     )

@@ -31,6 +31,9 @@ ALGORITHM: Final = "md5-tree-v2"
 MAX_IMAGE_BYTES: Final = 128 << 20
 """Of all files of an image; those of published rounds have a few MB."""
 
+EMPTY_TREE: Final = hashlib.md5(usedforsecurity=False).hexdigest()
+"""The digest of no files."""
+
 _LEFT_OUT: Final = frozenset({"test", "tests", "__pycache__", "build", "dist", "node_modules"})
 _POINTER_TEXT: Final = re.compile(rf"{ALGORITHM}:([0-9a-f]{{32}})\n?")
 

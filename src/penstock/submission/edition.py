@@ -6,7 +6,7 @@ The YAML files in `editions/` are parsed here, strictly. Invariant: a rule conta
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -31,13 +31,14 @@ class SizingLimits(_Strict):
     """How large a data set must be; `rounding` is that of a fraction of a file.
 
     `host_memory` says how far the list in a summary can be trusted: `each` entry is a host's, or only their
-    `sum` is right.
+    `sum` is right. `memory_tolerance` is how much of it whole GiB may leave out.
     """
 
     min_steps: int
     memory_multiple: int
     rounding: Literal["up", "down"]
     host_memory: Literal["each", "sum"] = "each"
+    memory_tolerance: float = 0.0
 
 
 class Tolerance(_Strict):
@@ -122,9 +123,15 @@ class CheckpointLimits(_Strict):
 
 
 class Edition(_Strict):
-    """One edition; the last two are absent where runs are numbered."""
+    """One edition; the last two are absent where runs are numbered.
+
+    `rules` is the edition whose rules apply. `is_softened` says that its round let pass with a warning what
+    these rules forbid.
+    """
 
     edition: str
+    rules: str
+    is_softened: bool = False
     num_runs: int
     num_warm_ups: int = 0
     lacks_warm_ups: bool = False
@@ -164,7 +171,7 @@ class Edition(_Strict):
         return self.checkpoints
 
 
-EDITIONS = ("v1.0", "v2.0", "v3.0")
+EDITIONS = ("v1.0", "v2.0", "v3.0", "v3.0-strict")
 
 
 @cache
@@ -172,8 +179,20 @@ def load_edition(name: str) -> Edition:
     """The edition called `name`."""
     if name not in EDITIONS:
         raise UsageError(f"There is no edition {name!r}", fix=f"Known are: {', '.join(EDITIONS)}.")
-    source = files("penstock.submission") / "editions" / f"{name}.yaml"
     try:
-        return Edition.model_validate(parse_yaml(source.read_text(encoding="utf-8"), source=f"{name}.yaml"))
+        return Edition.model_validate(_read_edition(name))
     except ValidationError as error:
         raise UsageError(f"The edition is malformed: {error}", where=f"{name}.yaml") from error
+
+
+def _read_edition(name: str) -> dict[str, Any]:
+    """The values of an edition; one that is `based_on` another states only what differs from it."""
+    source = files("penstock.submission") / "editions" / f"{name}.yaml"
+    values: dict[str, Any] = parse_yaml(source.read_text(encoding="utf-8"), source=f"{name}.yaml")
+    base = values.pop("based_on", None)
+    if base is None:
+        return {"rules": name, **values}
+    merged = _read_edition(base)
+    for key, value in values.items():
+        merged[key] = {**merged[key], **value} if isinstance(value, dict) else value
+    return merged

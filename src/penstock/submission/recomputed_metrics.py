@@ -106,10 +106,11 @@ def read_durations(stats: ParsedFile, prefix: str) -> dict[str, float]:
     }
 
 
-def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, ...]]:
+def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, float]]:
     """The recomputed means of writes (`save`) or reads (`load`); empty if there were none.
 
-    Each has two candidates: DLIO uses the first rank's time, Penstock the slowest rank's.
+    Each is by the first rank's times, as DLIO states and the rounds publish it, and by the slowest rank's,
+    for which all others wait.
     """
     if not run_dir.stats:
         raise MissingFact("there is no per_epoch_stats.json of a rank", where=run_dir.name)
@@ -122,24 +123,32 @@ def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, 
     if min(first) <= 0:
         raise MissingFact("a checkpoint took no time", where=run_dir.stats[0].file)
     return {
-        f"{prefix}_checkpoint_io_mean_GB_per_second": tuple(
-            mean(tuple(size_gib / seconds for seconds in rank)) for rank in (first, slowest)
+        f"{prefix}_checkpoint_io_mean_GB_per_second": (
+            _mean_rate(size_gib, first),
+            _mean_rate(size_gib, slowest),
         ),
         f"{prefix}_checkpoint_duration_mean_seconds": (mean(first), mean(slowest)),
     }
 
 
-def _checkpoint_metric(prefix: str, name: str) -> Callable[[SubmittedResult], float]:
-    """The mean over the invocations that wrote or read, by their slowest ranks."""
+def _mean_rate(size_gib: float, durations: tuple[float, ...]) -> float:
+    return mean(tuple(size_gib / seconds for seconds in durations))
 
-    def metric(result: SubmittedResult) -> float:
-        means = [checkpoint_means(run_dir, prefix) for run_dir in result.run_dirs()]
-        values = tuple(by_name[name][-1] for by_name in means if by_name)
-        if not values:
-            raise MissingFact(f"no {prefix}_ckpt is in the statistics", where=result.name)
-        return mean(values)
 
-    return metric
+def result_checkpoint_means(result: SubmittedResult, name: str) -> tuple[float, float]:
+    """The mean over the invocations that wrote or read: by their first ranks, and by their slowest."""
+    prefix = name.partition("_")[0]
+    means = [checkpoint_means(run_dir, prefix) for run_dir in result.run_dirs()]
+    values = [by_name[name] for by_name in means if by_name]
+    if not values:
+        raise MissingFact(f"no {prefix}_ckpt is in the statistics", where=result.name)
+    first, slowest = zip(*values, strict=True)
+    return mean(first), mean(slowest)
+
+
+def _checkpoint_metric(name: str) -> Callable[[SubmittedResult], float]:
+    """By the first ranks, as results are published."""
+    return lambda result: result_checkpoint_means(result, name)[0]
 
 
 TRAINING_METRICS: Final[Mapping[str, Callable[[SubmittedResult], float]]] = MappingProxyType(
@@ -155,7 +164,7 @@ TRAINING_METRICS: Final[Mapping[str, Callable[[SubmittedResult], float]]] = Mapp
 
 CHECKPOINT_METRICS: Final[Mapping[str, Callable[[SubmittedResult], float]]] = MappingProxyType(
     {
-        name: _checkpoint_metric(prefix, name)
+        name: _checkpoint_metric(name)
         for prefix in ("save", "load")
         for name in (
             f"{prefix}_checkpoint_io_mean_GB_per_second",

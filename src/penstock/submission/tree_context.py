@@ -50,6 +50,7 @@ class TreeContext:
     categories: tuple[str, ...] = ()
     result_dirs: tuple[str, ...] = ()
     manifest: ParsedFile = field(default_factory=lambda: ParsedFile(file="", problem=NO_FILE))
+    public_ids: ParsedFile = field(default_factory=lambda: ParsedFile(file="", problem=NO_FILE))
     pool: CodeImagePool = field(default_factory=CodeImagePool)
 
 
@@ -71,6 +72,7 @@ def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> 
         ),
         result_dirs=tuple(path.relative_to(folder).as_posix() for path in find_result_dirs(submitter)),
         manifest=read_file(folder / tree_layout.MANIFEST, base),
+        public_ids=read_file(submitter.top / tree_layout.PUBLIC_IDS, base),
         pool=pool,
     )
 

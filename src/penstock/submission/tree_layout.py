@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Final
 
 MANIFEST: Final = "submission.yaml"
+PUBLIC_IDS: Final = "public_ids.json"
 SENTINEL: Final = "mlperf-results.yaml"
 RESULTS_FILE: Final = "results.json"
 SUMMARY: Final = "summary.json"

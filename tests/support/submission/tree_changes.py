@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
-from tests.support.submission.timed_tree import Round
+from tests.support.submission.timed_tree import RECORD_BYTES, Round
 
 Change = Callable[[Round], object]
 
@@ -29,6 +30,15 @@ def rename(old: str, new: str) -> Change:
 def summary(phase: str = "run", number: int = 2, **values: Any) -> Change:
     """Set values of a leaf's summary."""
     return lambda tree: tree.summary(phase, number).update(values)
+
+
+def typed_memory(each_gib: float) -> Change:
+    """A run on two hosts whose data set is large enough for their memory in whole GiB, and no larger."""
+    needed = math.ceil(5 * 2 * int(each_gib) * 2**30 / RECORD_BYTES)
+    return together(
+        summary("run", 0, num_files_train=40_000),
+        summary("run", 1, host_memory_GB=[each_gib] * 2, num_files_train=needed),
+    )
 
 
 def metric(phase: str = "run", number: int = 2, **values: Any) -> Change:
@@ -231,6 +241,15 @@ def change_code(tree: Round) -> None:
 def add_code(tree: Round) -> None:
     """Add to the program after its image was taken."""
     tree.files[f"{image(tree)}/more.py"] = "MORE = 1\n"
+
+
+def empty_code(tree: Round) -> None:
+    """Take all files out of the program's image but its digest."""
+    tree.files = {
+        path: value
+        for path, value in tree.files.items()
+        if not path.startswith(f"{image(tree)}/") or path.endswith(".code-hash.json")
+    }
 
 
 def another_digest(tree: Round) -> None:

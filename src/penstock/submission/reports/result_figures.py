@@ -25,6 +25,8 @@ from penstock.submission.tree_layout import Benchmark
 CONFIDENCE: Final = 0.95
 MAX_SCORE: Final = 3.5
 """A modified z-score beyond this makes an outlier (Iglewicz and Hoaglin, 1993)."""
+MIN_DISTANCE: Final = 0.005
+"""Of the median: among five runs that are nearly equal, the score calls noise an outlier."""
 MEDIAN_DEVIATION_SCALE: Final = 1.4826
 MEAN_DEVIATION_SCALE: Final = 1.2533
 """Factors that make a deviation from the median comparable with a standard deviation."""
@@ -115,7 +117,7 @@ def _outliers(values: Mapping[str, float]) -> list[Outlier]:
             rule=f"{distance / scale:.1f} > {MAX_SCORE} deviations from the median {middle:,.6g} ({name})",
         )
         for run, distance in distances.items()
-        if distance / scale > MAX_SCORE
+        if distance / scale > MAX_SCORE and distance >= MIN_DISTANCE * abs(middle)
     ]
 
 
@@ -177,13 +179,30 @@ def _utilization(run: ResultRun) -> float:
     return mean(tuple(map(utilization_percent, run.dirs)))
 
 
-def _per_checkpoint(prefix: str, compute: Callable[[ResultDir, float], float]) -> _Values:
+_Seconds = Callable[[list[dict[str, float]], str], float]
+
+
+def _by_first_rank(ranks: list[dict[str, float]], name: str) -> float:
+    """As rounds publish it."""
+    return ranks[0][name]
+
+
+def _by_slowest_rank(ranks: list[dict[str, float]], name: str) -> float:
+    """The rank that all others wait for."""
+    return max(rank.get(name, 0.0) for rank in ranks)
+
+
+def _per_checkpoint(
+    prefix: str, compute: Callable[[ResultDir, float], float], seconds_of: _Seconds
+) -> _Values:
     def values(result: SubmittedResult) -> dict[str, float]:
         run_dirs = [run_dir for run_dir in result.run_dirs() if run_dir.stats]
         if not run_dirs:
             raise MissingFact("there is no per_epoch_stats.json of a rank", where=result.name)
         durations = [
-            (run_dir, name, seconds) for run_dir in run_dirs for name, seconds in _slowest(run_dir, prefix)
+            (run_dir, name, seconds)
+            for run_dir in run_dirs
+            for name, seconds in _checkpoints(run_dir, prefix, seconds_of)
         ]
         is_unique = len({name for _, name, _ in durations}) == len(durations)
         return {
@@ -194,14 +213,24 @@ def _per_checkpoint(prefix: str, compute: Callable[[ResultDir, float], float]) -
     return values
 
 
-def _slowest(run_dir: ResultDir, prefix: str) -> Iterator[tuple[str, float]]:
-    """Each checkpoint's name, and its seconds on the slowest rank, which all others wait for."""
+def _checkpoints(run_dir: ResultDir, prefix: str, seconds_of: _Seconds) -> Iterator[tuple[str, float]]:
+    """Each checkpoint's name and seconds."""
     ranks = [read_durations(stats, prefix) for stats in run_dir.stats]
     for name in ranks[0]:
-        seconds = max(rank.get(name, 0.0) for rank in ranks)
+        seconds = seconds_of(ranks, name)
         if seconds <= 0:
             raise MissingFact(f"{name} took no time", where=run_dir.stats[0].file)
         yield name, seconds
+
+
+def _if_different(slowest: _Values, first: _Values) -> _Values:
+    """The slowest ranks' values, where they say something else than the first ranks'."""
+
+    def values(result: SubmittedResult) -> dict[str, float]:
+        found = slowest(result)
+        return {} if found == first(result) else found
+
+    return values
 
 
 def _rate(run_dir: ResultDir, seconds: float) -> float:
@@ -224,9 +253,15 @@ _TRAINING: Final[tuple[_Kind, ...]] = (
     ("read bandwidth", "MiB/s", _per_run(_summed(mib_per_second))),
     ("utilization", "%", _per_run(_utilization)),
 )
-_CHECKPOINTING: Final[tuple[_Kind, ...]] = (
-    ("write bandwidth", "GiB/s", _per_checkpoint("save", _rate)),
-    ("write duration", "s", _per_checkpoint("save", _duration)),
-    ("read bandwidth", "GiB/s", _per_checkpoint("load", _rate)),
-    ("read duration", "s", _per_checkpoint("load", _duration)),
-)
+
+
+def _checkpoint_kinds() -> Iterator[_Kind]:
+    for way, prefix in (("write", "save"), ("read", "load")):
+        for figure, unit, compute in (("bandwidth", "GiB/s", _rate), ("duration", "s", _duration)):
+            first = _per_checkpoint(prefix, compute, _by_first_rank)
+            slowest = _per_checkpoint(prefix, compute, _by_slowest_rank)
+            yield f"{way} {figure}", unit, first
+            yield f"{way} {figure}, slowest rank", unit, _if_different(slowest, first)
+
+
+_CHECKPOINTING: Final[tuple[_Kind, ...]] = tuple(_checkpoint_kinds())

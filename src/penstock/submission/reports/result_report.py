@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from penstock.progress import Progress
@@ -22,11 +23,12 @@ from penstock.submission.edition import Edition
 from penstock.submission.edition_choice import EditionChoice
 from penstock.submission.find_numbered_results import V1_REPORT_FILE
 from penstock.submission.finding import Verdict
-from penstock.submission.parsed_file import MissingFact, read_file
+from penstock.submission.parsed_file import MissingFact, ParsedFile, read_file
 from penstock.submission.recomputed_metrics import mib_per_second, samples_per_second
 from penstock.submission.reports import findings_export, submission_pages
 from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigures, compute_figures
 from penstock.submission.result_files import ResultRun, SubmittedResult
+from penstock.submission.system_description import provisioned_watts
 from penstock.submission.tree_layout import CHECKED_BENCHMARKS, RESULTS_FILE, Benchmark
 
 _COMMON: Final = (
@@ -51,10 +53,11 @@ def result_row(
     """The cells of one result, by column."""
     row: dict[str, Cell] = dict.fromkeys(RESULT_COLUMNS)
     row |= {
+        "Public ID": _public_id(result, checked),
         "Organization": checked.organisation,
         "Division": checked.division,
         "Benchmark Type": result.location.benchmark.value,
-        "Model": checked.workload,
+        "Model": _model_cell(result, checked),
         "Name": checked.system,
         "Accelerator Type": checked.accelerator or None,
         "# Simulated Accelerators": checked.num_accelerators,
@@ -81,20 +84,77 @@ def issues(checked: CheckedResult) -> list[str]:
     return list(dict.fromkeys(finding.rule for finding in checked.findings if finding.verdict in bad))
 
 
+def _model_cell(result: SubmittedResult, checked: CheckedResult) -> str:
+    """The model; of vector search the engine and the index, as their folders are called."""
+    location = result.location
+    if location.benchmark is not Benchmark.VECTOR_SEARCH:
+        return checked.workload
+    return f"{location.folder.parent.name}/{location.model}"
+
+
+def _public_id(result: SubmittedResult, checked: CheckedResult) -> str | None:
+    """The number that the round's registry gave to the result; None if it names none, or several."""
+    location = result.location
+    wanted = [checked.division, checked.organisation, checked.system, location.benchmark.value]
+    parts = {part.lower() for part in (*_model_cell(result, checked).split("/"), checked.accelerator) if part}
+    entries = result.context.public_ids.content
+    assignments = entries.get("assignments") if isinstance(entries, dict) else None
+    found = {
+        str(entry.get("public_id"))
+        for entry in (assignments if isinstance(assignments, list) else ())
+        if isinstance(entry, dict)
+        and [str(entry.get(key)) for key in ("category", "organization", "system", "benchmark_type")]
+        == wanted
+        and _has_all(entry.get("key"), parts)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _has_all(key: object, parts: set[str]) -> bool:
+    """Whether an entry's key has all parts of a result's identity."""
+    return isinstance(key, list) and parts <= {str(part).lower() for part in key}
+
+
+_PROTOCOLS: Final = MappingProxyType({"file": "POSIX", "object": "S3"})
+
+
 def _system(result: SubmittedResult) -> dict[str, Cell]:
+    """The cells about the system; capacities and rack units as they are written in its description."""
     if len(result.systems) != 1:
         return {}
     (described,) = result.systems
 
-    def text(*path: str) -> Cell:
-        return _value_or_empty(lambda: described.text("system_under_test", *path))
+    def cell(*path: str) -> Cell:
+        return _value_or_empty(lambda: _as_written(described.value("system_under_test", *path)))
 
+    api = _value_or_empty(lambda: described.text(*_SOLUTION, "architecture", "benchmark_API"))
+    watts = _value_or_empty(lambda: provisioned_watts(described))
+    is_whole = isinstance(watts, float) and watts.is_integer()
     return {
-        "Description": text("solution", "friendly_description"),
-        "Type": text("deployment"),
-        "Access Protocol": text("solution", "architecture", "benchmark_API"),
-        "RU's": _value_or_empty(lambda: described.number("system_under_test", "total_rack_units")),
+        "Description": cell("solution", "friendly_description"),
+        "Type": _value_or_empty(lambda: _type_of_system(described)),
+        "Access Protocol": _PROTOCOLS.get(str(api)),
+        "Availability": cell("solution", "availability"),
+        "RU's": cell("total_rack_units"),
+        "Integrated Client Storage (TiB)": cell("solution", "int_client_store_tib"),
+        "Usable Capacity (TiB)": cell("solution", "usable_capacity_tib"),
+        "Provisioned Power (W)": int(watts) if is_whole and watts is not None else watts,
     }
+
+
+_SOLUTION: Final = ("system_under_test", "solution")
+
+
+def _as_written(value: object) -> Cell:
+    return value if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+
+
+def _type_of_system(described: ParsedFile) -> str:
+    """What hosts may do at once, where the storage is, and what it speaks: `Shared remote and local file`."""
+    is_shared = described.boolean(*_SOLUTION, "capabilities", "simultaneous_write")
+    place = described.text(*_SOLUTION, "architecture", "storage_location").replace("_", " ")
+    api = described.text(*_SOLUTION, "architecture", "product_API")
+    return f"{'Shared' if is_shared else 'Failover'} {place} {api}"
 
 
 def _of_benchmark(result: SubmittedResult, figures: ResultFigures) -> dict[str, Cell]:

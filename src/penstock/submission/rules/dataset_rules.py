@@ -7,6 +7,7 @@ import math
 import posixpath
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
@@ -68,7 +69,7 @@ def _check_paths(case: rule.RunCase) -> Iterator[Finding]:
     source="3.4.2, 4.4.2",
     formula=(
         "fs_separation.json says same_filesystem: false; without it, df in the log shows two devices by "
-        "longest mount; objects have no file system"
+        "longest mount; neither of both was let pass in v3.0 (a warning); objects have no file system"
     ),
     passes="same_filesystem: false",
     fails="same_filesystem: true",
@@ -96,10 +97,11 @@ def _judge_mounts(case: rule.RunCase) -> Finding:
     run = case.run
     mounts = [mount for _, mount in _MOUNT.findall(str(run.log.value()))]
     if not mounts:
-        raise MissingFact(
-            "there is no fs_separation.json, and the run's log has no df",
-            where=run.separation.file,
+        return violation(
+            evidence=run.separation.file,
+            proof="there is no fs_separation.json, and the run's log has no df",
             fix="Let the reviewer ask where the results were written.",
+            verdict=case.verdict_of_round,
         )
     under_test = _mount_point(_path_argument(run, _storage_key(case)), mounts)
     results = _mount_point(_path_argument(run, "results_dir"), mounts)
@@ -164,6 +166,7 @@ def _check_sized_files(case: rule.RunCase) -> Iterator[Finding]:
             evidence=case.result.name,
             proof=f"nothing in datasize/ is for {data_folder} on {run.accelerator()}",
             fix="Size the data set (penstock training size), and hand in the result directory.",
+            verdict=case.verdict_of_round,
         )
         return
     sized, read = _num_files(sizings[-1], case), run.summary.integer("num_files_train")
@@ -174,6 +177,7 @@ def _check_sized_files(case: rule.RunCase) -> Iterator[Finding]:
         limit=f"{sized:,} files",
         proof=f"{sized:,} files sized {'<=' if sized <= read else '>'} {read:,} files read",
         fix=f"Generate at least {sized:,} files and repeat the runs.",
+        otherwise=case.verdict_of_round,
     )
 
 
@@ -196,6 +200,7 @@ def _check_generated_files(case: rule.RunCase) -> Iterator[Finding]:
         limit=f"{generated:,} files",
         proof=f"{read:,} files read {'<=' if read <= generated else '>'} {generated:,} files generated",
         fix="Generate all files that the runs read.",
+        otherwise=case.verdict_of_round,
     )
     folders = ("workload", "dataset", "num_subfolders_train")
     generated, read = datagen.config.integer(*folders), case.run.config.integer(*folders)
@@ -307,7 +312,8 @@ def _judge_steps_of(run: ResultRun, case: rule.ResultCase) -> Finding:
     formula=(
         "files >= memory_multiple x sum of the hosts' memory / record length / samples a file, rounded as "
         "the edition says; memory that the system description limits (a cgroup's memory.max) counts as "
-        "limited, and is then left to the reviewer as a warning"
+        "limited, and is then left to the reviewer as a warning; so is a data set for the memory in whole "
+        "GiB, within the edition's tolerance"
     ),
     passes="unet3d on one host of 256 GiB: 9,376 files of 146,600,628 bytes",
     fails="the same with 9,374 files",
@@ -325,28 +331,34 @@ def _judge_memory_of(run: ResultRun, case: rule.ResultCase) -> Finding:
     limit = find_memory_limit(systems)
     if physical.verdict is Verdict.PASS:
         return physical
+    if typed := _compare_with_typed_memory(run, hosts, case.edition):
+        return replace(typed, proof=f"{physical.proof}; {typed.proof}")
     if limit is None:
         for system in systems:  # one that cannot be read may state a limit
             system.value()
         return physical
     limit_bytes, evidence = limit
     limited = tuple(min(memory, Fraction(limit_bytes)) for memory in hosts)
-    return physical if limited == hosts else _compare_with_memory(first, limited, case.edition, evidence)
+    return (
+        physical
+        if limited == hosts
+        else _compare_with_memory(first, limited, case.edition, f"limited to this by {evidence}")
+    )
 
 
 def _compare_with_memory(
-    run: ResultDir, hosts: tuple[Fraction, ...], edition: Edition, limited_by: str = ""
+    run: ResultDir, hosts: tuple[Fraction, ...], edition: Edition, counted: str = ""
 ) -> Finding:
     length = record_bytes(run)
     per_file, files = _read_files(run)
     multiple, memory = edition.sizing.memory_multiple, sum(hosts, Fraction(0))
     needed = min_files(multiple * memory / length, per_file, edition)
     holds = files >= needed
-    note = f" (limited to this by {limited_by})" if limited_by else ""
+    note = f" ({counted})" if counted else ""
     fix = f"Generate at least {needed:,} files and repeat the runs."
     verdict = Verdict.PASS if holds else Verdict.FAIL
-    if holds and limited_by:  # only a reviewer can find out whether the limit was in force
-        verdict, fix = Verdict.WARNING, "Let the reviewer confirm that this limit held during the runs."
+    if holds and counted:  # only a reviewer can find out whether it was so
+        verdict, fix = Verdict.WARNING, "Let the reviewer confirm this amount of memory."
     return Finding(
         verdict=verdict,
         evidence=run.summary.file,
@@ -358,6 +370,25 @@ def _compare_with_memory(
         ),
         fix="" if verdict is Verdict.PASS else fix,
     )
+
+
+def _compare_with_typed_memory(
+    run: ResultRun, hosts: tuple[Fraction, ...], edition: Edition
+) -> Finding | None:
+    """A warning if the data set is large enough for the memory in whole GiB, as sizing commands are told it.
+
+    None if that is not enough either, or leaves out more than the edition's tolerance.
+    """
+    memory = sum(hosts, Fraction(0))
+    # Where only the sum is known, it is that of equal hosts.
+    num_each = 1 if edition.sizing.host_memory == "each" else rule.num_hosts(run.dirs[0])
+    typed = tuple(Fraction(host // (num_each * GIB) * num_each * GIB) for host in hosts)
+    if sum(typed) < memory * (1 - Fraction(edition.sizing.memory_tolerance)):
+        return None
+    finding = _compare_with_memory(
+        run.dirs[0], typed, edition, f"whole GiB, which leaves out {float(1 - sum(typed) / memory):.2%}"
+    )
+    return finding if finding.verdict is Verdict.WARNING else None
 
 
 def _read_files(run: ResultDir) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, NotRequired, TypedDict, TypeVar, Unpack
 
-from penstock.submission.edition import EDITIONS, CheckpointLimits, Edition, TimedTree
+from penstock.submission.edition import CheckpointLimits, Edition, TimedTree
 from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.result_files import ResultDir, SubmittedResult
@@ -95,6 +95,11 @@ class ResultCase:
         return division
 
     @property
+    def verdict_of_round(self) -> Verdict:
+        """What a broken rule comes to that the edition's round let pass with a warning."""
+        return Verdict.WARNING if self.edition.is_softened else Verdict.FAIL
+
+    @property
     def is_closed(self) -> bool:
         """Whether the result is in CLOSED."""
         return self.division is SubmissionDivision.CLOSED
@@ -139,8 +144,8 @@ def declare(judge: Callable[[SubmittedResult, Edition], Iterator[Finding]], desc
     )
     if missing:
         raise TypeError(f"{name} lacks {', '.join(missing)}. Add it to the declaration.")
-    if unknown := sorted(set(description["editions"]) - set(EDITIONS)):
-        raise ValueError(f"{name} names unknown editions {', '.join(unknown)}. Known: {', '.join(EDITIONS)}.")
+    if unknown := sorted(set(description["editions"]) - set(ALL)):
+        raise ValueError(f"{name} names unknown editions {', '.join(unknown)}. Known: {', '.join(ALL)}.")
     if description["id"] in _registry:
         raise ValueError(f"{name} is declared twice. Give each rule an id of its own.")
     rule = Rule(judge=judge, **({"benchmarks": (Benchmark.TRAINING,)} | description))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from penstock.submission.find_results import list_folders
 from penstock.submission.finding import Finding, Verdict, pass_if, violation
 from penstock.submission.rules import rule
-from penstock.submission.tree_layout import Benchmark
+from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
 
 @rule.result_rule(
@@ -229,8 +229,11 @@ def _check_categories(case: rule.ResultCase) -> Iterator[Finding]:
     id="structure.phases",
     title="A training has the folders of its phases, and no others",
     editions=rule.LATER,
-    source="2.1.12; datasize/ may be there or not, since text and tool disagree",
-    formula="the edition's required phases are there, and every folder is a phase",
+    source="2.1.12; in v2.0 datasize/ may be there or not, since text and tool disagree",
+    formula=(
+        "the edition's required phases are there, and every folder is a phase; in v3.0 a datasize/ that is "
+        "missing was let pass (a warning)"
+    ),
     passes="training/unet3d/ with datasize/, datagen/ and run/",
     fails="training/unet3d/ with run/ alone",
 )
@@ -239,6 +242,7 @@ def _check_phases(case: rule.ResultCase) -> Iterator[Finding]:
     missing = sorted(case.timed.required_phases - set(folders))
     unknown = sorted(set(folders) - case.timed.phases)
     problems = [f"there is no {name}/" for name in missing] + [f"{name}/ is not a phase" for name in unknown]
+    is_let_pass = missing == [SubmissionPhase.DATASIZE] and not unknown
     yield pass_if(
         not problems,
         evidence=case.result.name,
@@ -246,6 +250,7 @@ def _check_phases(case: rule.ResultCase) -> Iterator[Finding]:
         limit=", ".join(sorted(case.timed.phases)),
         proof="; ".join(problems) or f"there are {', '.join(folders)}",
         fix="Copy the whole folder as the benchmark wrote it.",
+        otherwise=case.verdict_of_round if is_let_pass else Verdict.FAIL,
     )
 
 

@@ -23,7 +23,7 @@ SCALE_BREAKS = {"sizing.steps", "parameters.allowed", "parameters.configuration"
 
 def scaled_edition() -> Edition:
     """v3.0 as it would be for so small a workload: what scale changes is free, and four steps are enough."""
-    edition = load_edition("v3.0")
+    edition = load_edition("v3.0-strict")
     scaled = {text.partition("=")[0] for text in SCALE}
     changed = {key.replace("_bytes", "") for key in scaled}
     parameters = edition.parameters.model_copy(

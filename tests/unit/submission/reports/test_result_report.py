@@ -75,15 +75,19 @@ def test_a_checkpointings_figures_are_those_of_each_checkpoint(tmp_path: Path, n
     assert found.row["Checkpoint Mode"] == "default"
 
 
-def test_a_checkpoint_takes_as_long_as_its_slowest_rank(tmp_path: Path) -> None:
+def test_a_checkpoint_takes_as_long_as_on_rank_0_and_the_slowest_rank_is_beside_it(tmp_path: Path) -> None:
     tree = valid_checkpointing()
     (first, _) = tree.leaves("checkpointing")
     slower = json.loads(json.dumps(tree.document("checkpointing", 0, "/0_per_epoch_stats.json")))
     slower["1"]["save_ckpt3"]["duration"] = 99.0
     tree.files[f"{first}/1_per_epoch_stats.json"] = slower
     (found,) = report_all(tree.write(tmp_path), V3)
-    assert values(found, "write duration")["1.save_ckpt3"] == 99.0
-    (outlier,) = next(f for f in found.figures.computed if f.name == "write duration").spread.outliers
+    assert values(found, "write duration")["1.save_ckpt3"] == 4.5
+    assert values(found, "write duration, slowest rank")["1.save_ckpt3"] == 99.0
+    assert found.row["Checkpoint Write Duration (s)"] == 5.125
+    figures = {figure.name: figure for figure in found.figures.computed}
+    assert "read duration, slowest rank" not in figures
+    (outlier,) = figures["write duration, slowest rank"].spread.outliers
     assert outlier.run == "1.save_ckpt3"
 
 
@@ -94,10 +98,29 @@ def test_row_has_every_column_and_empty_cells_for_unknown_values(tmp_path: Path)
     assert tuple(training.row) == RESULT_COLUMNS
     told = {name: cell for name, cell in training.row.items() if cell is not None}
     assert told["Description"] == "A fast storage"
-    assert (told["Type"], told["Access Protocol"], told["# Client Nodes"]) == ("onprem", "file", 2)
+    assert (told["Type"], told["Access Protocol"], told["# Client Nodes"]) == (
+        "Shared remote file", "POSIX", 2,
+    )  # fmt: skip
+    assert (told["Availability"], told["Usable Capacity (TiB)"]) == ("available", 100.5)
+    assert (told["RU's"], told["Provisioned Power (W)"]) == (4, 6400)
     assert (told["Verdict"], told["Issues"], told["Rules Edition"]) == ("valid", "", "v3.0")
     assert "Public ID" not in told
-    assert "Availability" not in told
+    assert "Integrated Client Storage (TiB)" not in told
+
+
+def test_public_id_is_the_one_that_the_rounds_registry_gave(tmp_path: Path) -> None:
+    tree = valid_training()
+    entry = {"category": "closed", "organization": "acme", "system": "fast", "benchmark_type": "training"}
+    keys = {
+        "v3.0-0041": ["closed", "acme", "fast", "unet3d", "mi355"],
+        "v3.0-0042": ["closed", "acme", "fast", "unet3d", "b200"],
+    }
+    tree.files["public_ids.json"] = {
+        "assignments": [{**entry, "public_id": name, "key": key} for name, key in keys.items()]
+    }
+    (found,) = report_all(tree.write(tmp_path), V3)
+    assert found.row["Public ID"] == "v3.0-0042"
+    assert found.row["Verdict"] == "valid"
 
 
 def test_issues_are_in_the_row_and_the_document(tmp_path: Path) -> None:

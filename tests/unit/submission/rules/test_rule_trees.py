@@ -13,9 +13,9 @@ from tests.support.submission.timed_rule_trees import TIMED_TREES
 from tests.support.submission.timed_tree import valid_round
 from tests.support.submission.tree_store import worst
 
-from penstock.submission.edition import EDITIONS
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.rules import RULES, rule_by_id
+from penstock.submission.rules.rule import ALL
 
 if TYPE_CHECKING:
     from tests.support.submission.rule_trees import RuleTree
@@ -35,7 +35,7 @@ def trees_of(rule: str, edition: str) -> list[RuleTree[Any]]:
     return [tree for tree in trees.get(rule, ()) if edition in tree.editions]
 
 
-@pytest.fixture(scope="module", params=EDITIONS)
+@pytest.fixture(scope="module", params=ALL)
 def valid(request: pytest.FixtureRequest, store: TreeStore) -> tuple[str, list[CheckedResult]]:
     """An edition, and a valid submission of it: in v2.0 and v3.0 a training and a checkpointing."""
     edition: str = request.param
@@ -53,7 +53,7 @@ def test_every_rule_passes_on_a_valid_tree_and_proves_it(valid: tuple[str, list[
     assert {finding.rule for finding in findings} == rules
 
 
-@pytest.mark.parametrize("edition", EDITIONS)
+@pytest.mark.parametrize("edition", ALL)
 def test_every_rule_has_a_tree_that_breaks_it(edition: str) -> None:
     lacking = [
         f"Rule {rule.id} has no tree of {edition} that breaks it: add one to {HOMES[edition]}."
@@ -86,7 +86,7 @@ def test_every_tree_is_of_a_rule() -> None:
     [
         pytest.param(rule, tree, id=f"{rule.id}-{edition}-{tree.name}")
         for rule in RULES
-        for edition in ("v1.0", "v3.0", "v2.0")
+        for edition in ("v1.0", "v3.0", "v3.0-strict", "v2.0")
         for tree in trees_of(rule.id, edition)
         if edition == tree.editions[-1]
     ],
