@@ -27,9 +27,10 @@ def _facts(events: EventsView) -> Answer:
         SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)),
                count(DISTINCT (host, pid, tid))
         FROM (SELECT DISTINCT host, rank, pid, tid FROM {events})""")
+    # The bytes of MPI-IO are traced again in the calls below it.
     what = events.ask_one("""
         SELECT count(DISTINCT path), count(*), coalesce(max(end_us) - min(ts_us), 0),
-               coalesce(sum(size_bytes), 0)::BIGINT
+               coalesce(sum(size_bytes) FILTER (WHERE cat <> 'MPIIO'), 0)::BIGINT
         FROM {events}""")
     counts = (*who, *what)
     (sum_us,) = events.ask_one(f"SELECT coalesce(sum(dur_us), 0)::BIGINT FROM {{events}} WHERE {IS_IO}")
