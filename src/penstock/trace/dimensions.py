@@ -64,8 +64,8 @@ class Dimensions:
     phase_of: PhaseOf | None = None
 
     def phases_depend_on_kind(self) -> bool:
-        """Whether the rules look at nothing but an event's op, name and category."""
-        return not any(
+        """Whether phases depend on nothing but an event's op, name and category."""
+        return self.phase_of is None and not any(
             condition.startswith(("path", "args.")) for rule in self.phases for condition in rule.conditions
         )
 

@@ -10,19 +10,20 @@ same inside of larger queries, at several times the cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+from penstock.trace.event_codes import code_events
 
+if TYPE_CHECKING:
     from penstock.trace.questions.events_view import EventsView
 
-_BATCH_ROWS: Final = 1 << 18
+_BATCH_ROWS: Final = 1 << 15
 _NEVER: Final = np.iinfo(np.int64).min
 
 Numbers = npt.NDArray[np.int64]
@@ -80,14 +81,54 @@ def overlap_times(
     return {key: UnionTimes(*times) for key, times in unions.items()}
 
 
-Times = dict[tuple[Any, ...], tuple[int, ...]]
+Key = tuple[Any, ...]
+Times = dict[Key, tuple[int, ...]]
 
 
 def union_times(events: EventsView, by: Sequence[str], *sets: str) -> Times:
     """The time in which an event of each set was under way, by the values of `by`; sets are conditions."""
+    groups, sweep = _sweep(events, by, sets, lambda groups: _Sweep(len(groups) + 1, len(sets)))
+    return {group: tuple(map(int, total)) for group, total in zip(groups, sweep.total, strict=False)}
+
+
+def union_by_bucket(
+    events: EventsView, by: Sequence[str], where: str, *, width_us: int, origin_of: Callable[[Key], int]
+) -> dict[Key, int]:
+    """The time in which an event was under way, by the values of `by` and the number of the bucket of time.
+
+    A group's buckets are counted from `origin_of` it.
+    """
+
+    def make(groups: Sequence[Key]) -> _BucketSweep:
+        return _BucketSweep(np.array([*map(origin_of, groups), _NEVER], dtype=np.int64), width_us)
+
+    groups, sweep = _sweep(events, by, (where,), make)
+    assert isinstance(sweep, _BucketSweep)
+    return {(*groups[group], bucket): busy_us for (group, bucket), busy_us in sweep.busy.items()}
+
+
+def _sweep(
+    events: EventsView, by: Sequence[str], sets: Sequence[str], make: Callable[[Sequence[Key]], _Sweep]
+) -> tuple[Sequence[Key], _Sweep]:
+    """Groups, and a sweep over all events of these sets."""
+    codes = code_events(events, by, sets) if events.is_ordered else None
+    if codes is not None:
+        sweep = make(codes.groups)
+        if sweep.add_all(codes.read(events, _BATCH_ROWS)):
+            return codes.groups, sweep
+    groups, batches = _read_sorted(events, by, sets)
+    sweep = make(groups)
+    sweep.add_all(batches)
+    return groups, sweep
+
+
+def _read_sorted(
+    events: EventsView, by: Sequence[str], sets: Sequence[str]
+) -> tuple[Sequence[Key], Iterator[tuple[Numbers, ...]]]:
+    """Groups, and batches of the groups, sets, starts and ends of events, by any columns, in any order."""
     is_member = " OR ".join(f"({one})" for one in sets)
     members = " + ".join(f"(coalesce({one}, false)::INTEGER << {n})" for n, one in enumerate(sets))
-    groups: list[tuple[Any, ...]] = [()]
+    groups: list[Key] = [()]
     number, join = "0::INTEGER", ""
     if by:
         _store_groups(events, by, is_member)
@@ -97,14 +138,12 @@ def union_times(events: EventsView, by: Sequence[str], *sets: str) -> Times:
     selected = ", ".join([*by, f"{members} AS union_sets", "ts_us", "end_us"])
     query = (
         f"SELECT {number} AS union_group, union_sets, ts_us, end_us"
-        f" FROM (SELECT {selected} FROM {{events}} WHERE dur_us > 0 AND ({is_member})) e{join}"
+        f" FROM (SELECT {selected} FROM {{events}} WHERE dur_us > 0 AND ({is_member})) e{join} ORDER BY ts_us"
     )
-    sweep = _Sweep(len(groups), len(sets))
-    # A scan with a join keeps the order of a sorted table, though nothing in SQL promises it.
-    if not (events.is_ordered and sweep.add_all(events.read(query, _BATCH_ROWS))):
-        sweep = _Sweep(len(groups), len(sets))
-        sweep.add_all(events.read(f"{query} ORDER BY ts_us", _BATCH_ROWS))
-    return {group: tuple(map(int, total)) for group, total in zip(groups, sweep.total, strict=True)}
+    return groups, (
+        tuple(batch.column(place).to_numpy() for place in range(4))
+        for batch in events.read(query, _BATCH_ROWS)
+    )
 
 
 def _store_groups(events: EventsView, by: Sequence[str], where: str) -> None:
@@ -127,11 +166,10 @@ class _Sweep:
         # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
         self._code_type = np.int16 if num_groups < 1 << 15 else np.int32
 
-    def add_all(self, batches: Iterator[pa.RecordBatch]) -> bool:
-        """Add the events of all batches; False, and the sums mean nothing, if they are not in order."""
+    def add_all(self, batches: Iterator[tuple[Numbers, ...]]) -> bool:
+        """Add groups, sets, starts and ends of events; False, and no sum holds, if they are not in order."""
         last_us = _NEVER
-        for batch in batches:
-            codes, members, starts, ends = (batch.column(place).to_numpy() for place in range(4))
+        for codes, members, starts, ends in batches:
             if starts[0] < last_us or np.any(starts[1:] < starts[:-1]):
                 return False
             last_us = int(starts[-1])
@@ -140,10 +178,15 @@ class _Sweep:
 
     def add(self, codes: Numbers, members: Numbers, starts: Numbers, ends: Numbers) -> None:
         """Add events in the order of their starts; `members` has a bit for each set."""
-        if len(self.total) > 1:
+        num_groups, num_sets = self.total.shape
+        if num_groups > 1:
             order = np.argsort(codes.astype(self._code_type), kind="stable")
-            codes, members, starts, ends = codes[order], members[order], starts[order], ends[order]
-        for number in range(self.total.shape[1]):
+            codes, starts, ends = codes[order], starts[order], ends[order]
+            members = members[order] if num_sets > 1 else members
+        if num_sets == 1:
+            self._add_set(0, codes, starts, ends)
+            return
+        for number in range(num_sets):
             is_member = (members >> number) & 1
             if is_member.all():
                 self._add_set(number, codes, starts, ends)
@@ -152,18 +195,62 @@ class _Sweep:
                 self._add_set(number, codes[chosen], starts[chosen], ends[chosen])
 
     def _add_set(self, number: int, codes: Numbers, starts: Numbers, ends: Numbers) -> None:
+        """Add events of one set; those of a group stand together."""
         reach = self._reach[number]
-        firsts = np.flatnonzero(np.concatenate(([True], codes[1:] != codes[:-1])))
+        firsts = np.zeros(1, dtype=np.int64)
+        if len(reach) > 1:
+            firsts = np.concatenate((firsts, np.flatnonzero(codes[1:] != codes[:-1]) + 1))
         groups = codes[firsts]
-        lengths = np.diff(firsts, append=len(codes))
-        furthest = _running_max(ends, np.repeat(np.arange(len(firsts)), lengths))
-        before = np.empty_like(furthest)
+        # What earlier batches reached counts as the end of a group's first event.
+        ends = ends.copy()
+        ends[firsts] = np.maximum(ends[firsts], reach[groups])
+        before = np.empty_like(ends)
+        furthest = _running_max(ends, firsts)
         before[1:] = furthest[:-1]
-        before[firsts] = _NEVER
-        before = np.maximum(before, np.repeat(reach[groups], lengths))
-        added = np.maximum(0, ends - np.maximum(starts, before))
-        self.total[groups, number] += np.add.reduceat(added, firsts)
-        reach[groups] = np.maximum(reach[groups], furthest[firsts + lengths - 1])
+        before[firsts] = reach[groups]
+        begins = np.maximum(starts, before, out=before)
+        self._add_pieces(number, codes, firsts, begins, furthest)
+        reach[groups] = furthest[np.append(firsts[1:], len(ends)) - 1]
+
+    def _add_pieces(
+        self, number: int, codes: Numbers, firsts: Numbers, begins: Numbers, ends: Numbers
+    ) -> None:
+        """Add pieces of time, some of them empty, none of which overlaps another of its group."""
+        self.total[codes[firsts], number] += np.add.reduceat(ends - begins, firsts)
+
+
+class _BucketSweep(_Sweep):
+    """Adds up the union of one set of events by group and bucket of time."""
+
+    def __init__(self, origins: Numbers, width_us: int) -> None:
+        super().__init__(len(origins), 1)
+        self._origins = origins
+        self._width_us = width_us
+        self.busy: Counter[tuple[int, int]] = Counter()
+
+    def _add_pieces(
+        self, number: int, codes: Numbers, firsts: Numbers, begins: Numbers, ends: Numbers
+    ) -> None:
+        """Divide the pieces at the edges of buckets."""
+        del number, firsts
+        # The last group is of events that nobody asked for.
+        chosen = np.flatnonzero((ends > begins) & (codes < len(self._origins) - 1))
+        codes, begins, ends = codes[chosen], begins[chosen], ends[chosen]
+        begins, ends = begins - self._origins[codes], ends - self._origins[codes]
+        while len(codes):
+            buckets = begins // self._width_us
+            edges = np.minimum(ends, (buckets + 1) * self._width_us)
+            self._count(codes, buckets, edges - begins)
+            is_longer = np.flatnonzero(ends > edges)
+            codes, begins, ends = codes[is_longer], edges[is_longer], ends[is_longer]
+
+    def _count(self, codes: Numbers, buckets: Numbers, times_us: Numbers) -> None:
+        lowest = int(buckets.min())
+        num_buckets = int(buckets.max()) - lowest + 1
+        sums = np.bincount(codes * num_buckets + (buckets - lowest), weights=times_us)
+        for place in np.flatnonzero(sums).tolist():
+            group, bucket = divmod(place, num_buckets)
+            self.busy[group, lowest + bucket] += int(sums[place])
 
 
 def union_sql(source: str, by: Sequence[str], *, where: str = "true", extra: str = "") -> str:
@@ -185,14 +272,20 @@ def union_sql(source: str, by: Sequence[str], *, where: str = "true", extra: str
         ) {grouping}"""
 
 
-def _running_max(ends: Numbers, groups: Numbers) -> Numbers:
-    """The largest end so far within each group; `groups` counts 0, 0, 1, 2, 2 from the first to the last."""
+def _running_max(ends: Numbers, firsts: Numbers) -> Numbers:
+    """The largest end so far within each group; groups begin at `firsts`."""
+    if len(firsts) == 1:
+        return np.maximum.accumulate(ends)
+    lengths = np.diff(firsts, append=len(ends))
     lowest = int(ends.min())
     span = int(ends.max()) - lowest + 1
-    if span * (int(groups[-1]) + 1) < 1 << 62:
+    if span * len(firsts) < 1 << 62:
         # Lifting each group above the ones before it makes one accumulation serve them all.
-        lift = groups * span - lowest
-        return np.maximum.accumulate(ends + lift) - lift
+        lift = np.repeat(np.arange(len(firsts)) * span - lowest, lengths)
+        lifted = ends + lift
+        np.maximum.accumulate(lifted, out=lifted)
+        lifted -= lift
+        return lifted
     levels, ranks = np.unique(ends, return_inverse=True)
-    lift = groups * len(levels)
+    lift = np.repeat(np.arange(len(firsts)) * len(levels), lengths)
     return levels[np.maximum.accumulate(ranks + lift) - lift]

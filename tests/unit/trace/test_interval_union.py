@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import duckdb
@@ -14,7 +15,14 @@ from tests.support.trace_events import events_table
 
 from penstock.trace import interval_union
 from penstock.trace.dimensions import Dimensions
-from penstock.trace.interval_union import NO_TIME, UnionTimes, overlap_times, union_sql, union_times
+from penstock.trace.interval_union import (
+    NO_TIME,
+    UnionTimes,
+    overlap_times,
+    union_by_bucket,
+    union_sql,
+    union_times,
+)
 from penstock.trace.questions.events_view import view_events
 
 KEYED = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(0, 20)), max_size=20)
@@ -42,15 +50,16 @@ def covered(rows: list[dict[str, Any]], *cats: str) -> set[int]:
     }
 
 
+@pytest.mark.parametrize("is_ordered", [True, False])
 @pytest.mark.parametrize("by", [(), ("pid",), ("host", "pid"), ("run", "tier", "host", "pid")])
 @given(rows=ROWS)
 @settings(max_examples=15)
 def test_each_group_has_the_unions_of_both_sets_and_of_either(
-    by: tuple[str, ...], rows: list[dict[str, Any]]
+    by: tuple[str, ...], rows: list[dict[str, Any]], *, is_ordered: bool
 ) -> None:
     with duckdb.connect() as connection:
         connection.register("events", events_table(rows))
-        events = view_events(connection, "events", Dimensions())
+        events = view_events(connection, "events", Dimensions(), is_ordered=is_ordered)
         unions = overlap_times(events, by, first="cat = 'POSIX'", second="cat = 'compute'")
     named = [{"run": "run", "tier": None, **row} for row in rows]
     for key in {tuple(row[name] for name in by) for row in named}:
@@ -63,6 +72,46 @@ def test_each_group_has_the_unions_of_both_sets_and_of_either(
         assert unions.get(key, NO_TIME) == expected
 
 
+@pytest.mark.parametrize("is_ordered", [True, False])
+@given(rows=ROWS, width_us=st.integers(1, 30))
+@settings(max_examples=15)
+def test_unions_by_bucket_divide_the_time_at_the_edges(
+    rows: list[dict[str, Any]], width_us: int, *, is_ordered: bool
+) -> None:
+    origins = {0: 0, 1: -7, 2: -100, 3: 0}
+    with duckdb.connect() as connection:
+        connection.register("events", events_table(rows))
+        events = view_events(connection, "events", Dimensions(), is_ordered=is_ordered)
+        busy = union_by_bucket(
+            events, ("pid",), "cat = 'POSIX'", width_us=width_us, origin_of=lambda key: origins[key[0]]
+        )
+    expected: Counter[tuple[int, int]] = Counter()
+    for pid, origin in origins.items():
+        for moment in covered([row for row in rows if row["pid"] == pid], "POSIX"):
+            expected[pid, (moment - origin) // width_us] += 1
+    assert busy == expected
+
+
+@pytest.mark.parametrize("where", ["pid <> 1", "dur_us > 5", "cat = 'POSIX' OR rank IS NULL"])
+@given(rows=ROWS)
+@settings(max_examples=15)
+def test_a_scan_in_order_finds_the_unions_of_chosen_events_that_sorting_finds(
+    where: str, rows: list[dict[str, Any]]
+) -> None:
+    with duckdb.connect() as connection:
+        connection.register("events", events_table(rows))
+        results = [
+            union_times(
+                view_events(connection, "events", Dimensions(), is_ordered=is_ordered).only(where),
+                ("rank", "tid", "op"),
+                "phase = 'io'",
+                "pid = 2",
+            )
+            for is_ordered in (True, False)
+        ]
+    assert results[0] == results[1]
+
+
 @given(rows=ROWS, batch_rows=st.sampled_from([1, 2, 7]))
 def test_unions_do_not_depend_on_how_events_are_cut_into_batches(
     rows: list[dict[str, Any]], batch_rows: int
@@ -70,13 +119,11 @@ def test_unions_do_not_depend_on_how_events_are_cut_into_batches(
     sweep = interval_union._Sweep(4, 2)
     ordered = sorted(rows, key=lambda row: row["ts_us"])
     batches = [
-        pa.record_batch(
-            {
-                "union_group": pa.array([row["pid"] for row in batch], pa.int32()),
-                "union_sets": pa.array([2 + (row["cat"] == "POSIX") for row in batch], pa.int32()),
-                "ts_us": pa.array([row["ts_us"] for row in batch]),
-                "end_us": pa.array([row["ts_us"] + row["dur_us"] for row in batch]),
-            }
+        (
+            np.array([row["pid"] for row in batch]),
+            np.array([2 + (row["cat"] == "POSIX") for row in batch]),
+            np.array([row["ts_us"] for row in batch]),
+            np.array([row["ts_us"] + row["dur_us"] for row in batch]),
         )
         for at in range(0, len(ordered), batch_rows)
         for batch in [ordered[at : at + batch_rows]]

@@ -106,7 +106,9 @@ def _break_down(
     events: EventsView, by: Sequence[str], *, where: str, name: str, title: str, top: int | None = None
 ) -> Answer:
     by = check_keys(by, GROUPINGS)
-    extra = _EXTRA if "path" in by else ("count(DISTINCT path)", *_EXTRA)
+    # Of one table, a number stands for each path; tables of several runs number theirs apart.
+    num_files = "count(DISTINCT path_id)" if events.is_ordered else "count(DISTINCT path)"
+    extra = _EXTRA if "path" in by else (num_files, *_EXTRA)
     rows = measure_groups(events, by, where=where, extra=extra)
     width = len(by)
     rows.sort(key=lambda row: (-row[width + 1], *map(str, row[:width])))

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -34,7 +34,18 @@ IS_READ: Final = "op IN ('read', 'pread', 'readv', 'preadv', 'fread')"
 
 
 class Relations(Protocol):
-    """The relations that hold the same events with more or fewer derived columns."""
+    """The relations that hold the same events with more or fewer derived columns.
+
+    `source` has no derived columns; `keys` are the integer columns that others depend on alone.
+    """
+
+    @property
+    def source(self) -> str:
+        """The relation without derived columns."""
+
+    @property
+    def keys(self) -> Mapping[str, str]:
+        """The integer column that alone decides a column's value, by column."""
 
     def find(self, sql: str) -> str:
         """The relation for a query: one with the derived columns that its text names."""
@@ -44,12 +55,19 @@ class Relations(Protocol):
 class OneRelation:
     """A relation that has all columns that anybody will ask for."""
 
-    name: str
+    source: str
+    keys: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, sql: str) -> str:
         """The relation, whatever the query."""
         del sql
-        return self.name
+        return self.source
+
+
+_KEYED: Final = {
+    **dict.fromkeys(("op", "name", "cat"), "kind_id"),
+    **dict.fromkeys(("path", "tier", "file_class"), "path_id"),
+}
 
 
 class DerivedRelations:
@@ -57,7 +75,8 @@ class DerivedRelations:
 
     def __init__(self, connection: DuckDBPyConnection, source: str, dimensions: Dimensions) -> None:
         self._connection = connection
-        self._source = source
+        self.source = source
+        self.keys = _KEYED | ({"phase": "kind_id"} if dimensions.phases_depend_on_kind() else {})
         self._dimensions = dimensions
         self._made: set[str] = set()
 
@@ -65,7 +84,7 @@ class DerivedRelations:
         """The source itself, or a view of it with the phase, or with all derived columns."""
         if _PATH_COLUMNS.search(sql):
             return self._make("penstock_events", self._join_paths)
-        return self._make("penstock_phased", self._join_phases) if "phase" in sql else self._source
+        return self._make("penstock_phased", self._join_phases) if "phase" in sql else self.source
 
     def _make(self, view: str, define: Callable[[], str]) -> str:
         if view not in self._made:
@@ -79,12 +98,12 @@ class DerivedRelations:
             CREATE OR REPLACE TEMP TABLE penstock_paths AS
             SELECT path_id, {dimensions.tier_sql()} AS tier, {dimensions.file_class_sql()} AS file_class
             FROM (
-                SELECT path_id, any_value(path) AS path FROM {self._source}
+                SELECT path_id, any_value(path) AS path FROM {self.source}
                 WHERE path_id IS NOT NULL GROUP BY path_id)""")
         return f"SELECT {phased}.*, tier, file_class FROM {phased} LEFT JOIN penstock_paths USING (path_id)"
 
     def _join_phases(self) -> str:
-        source, phase = self._source, self._dimensions.phase_sql()
+        source, phase = self.source, self._dimensions.phase_sql()
         if self._dimensions.phase_of is not None:
             _store_phases(self._connection, source, self._dimensions.phase_of)
             return (

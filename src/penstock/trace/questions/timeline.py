@@ -4,21 +4,22 @@ An event that spans several buckets is divided by the time it spent in each; it 
 it began. A bucket's concurrency is the mean over the whole bucket.
 """
 
+from collections.abc import Mapping
+
 from penstock.errors import UsageError
 from penstock.trace.dimensions import sql_literal
-from penstock.trace.interval_union import measure_groups
+from penstock.trace.interval_union import union_by_bucket
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
-from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView, OneRelation
+from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
 
 _BUCKETS_WANTED = 100
 _MOST_BUCKETS = 100_000
 _SHARE = "(size_bytes * (CASE WHEN whole_us > 0 THEN dur_us / whole_us ELSE 1 END))"
-_EXTRA = (
-    "count(*) FILTER (WHERE is_first)",
-    f"coalesce(sum({_SHARE}) FILTER (WHERE {IS_READ}), 0)",
-    f"coalesce(sum({_SHARE}) FILTER (WHERE {IS_WRITE}), 0)",
-    "sum(dur_us)::BIGINT",
-)
+_COUNTS = f"""
+    count(*) FILTER (WHERE is_first),
+    coalesce(sum({_SHARE}) FILTER (WHERE {IS_READ}), 0),
+    coalesce(sum({_SHARE}) FILTER (WHERE {IS_WRITE}), 0),
+    sum(dur_us)::BIGINT"""
 
 
 def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
@@ -33,15 +34,16 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
         raise UsageError(
             f"The trace has {span_us // width:,} buckets of this size", fix="Use larger buckets."
         )
-    # Pieces of long events come behind the others, so these events are not in order.
-    cut = EventsView(connection=events.connection, relations=OneRelation(events.fill_in(_cut(events, width))))
-    keys = ("run", "tier", "bucket")
+    origins: dict[str, int] = dict(events.ask("SELECT run, min(ts_us) FROM {events} GROUP BY run"))
+    busy_us = union_by_bucket(
+        events, ("run", "tier"), IS_IO, width_us=width, origin_of=lambda key: origins[key[0]]
+    )
+    pieces = events.ask(f"""
+        SELECT run, tier, bucket, {_COUNTS} FROM {_cut(origins, width)} GROUP BY run, tier, bucket""")
     rows = [
         (run, tier, bucket * width, width, started, read, written, read * 1e6 / width, written * 1e6 / width,
-         inside / width, union_us / width)
-        for run, tier, bucket, _, _, union_us, _, started, read, written, inside in measure_groups(
-            cut, keys, where="true", extra=_EXTRA
-        )
+         inside / width, busy_us.get((run, tier, bucket), 0) / width)
+        for run, tier, bucket, started, read, written, inside in pieces
     ]  # fmt: skip
     rows.sort(key=lambda row: (row[0], row[1] or "", row[2]))
     columns = make_columns(
@@ -52,10 +54,9 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
     return Answer(name="timeline", title="Timeline", columns=columns, rows=rows, notes=[note])
 
 
-def _cut(events: EventsView, width: int) -> str:
+def _cut(origins: Mapping[str, int], width: int) -> str:
     """Events cut at the edges of buckets. Nearly all are within one bucket, and skip the general case."""
-    origins = events.ask("SELECT run, min(ts_us) FROM {events} GROUP BY run")
-    cases = "".join(f" WHEN {sql_literal(run)} THEN {origin_us}" for run, origin_us in origins)
+    cases = "".join(f" WHEN {sql_literal(run)} THEN {origin_us}" for run, origin_us in origins.items())
     origin = f"CASE run{cases} ELSE 0 END" if cases else "0"
     shifted = f"""
         SELECT run, tier, op, size_bytes, dur_us AS whole_us, ts_us - {origin} AS since_us,
@@ -64,13 +65,12 @@ def _cut(events: EventsView, width: int) -> str:
         FROM {{events}} WHERE {IS_IO}"""
     kept = "run, tier, op, size_bytes, whole_us"
     return f"""(
-        WITH shifted AS ({shifted})
-        SELECT {kept}, first AS bucket, true AS is_first, since_us AS ts_us, until_us AS end_us,
-               until_us - since_us AS dur_us
+        WITH shifted AS NOT MATERIALIZED ({shifted})
+        SELECT {kept}, first AS bucket, true AS is_first, until_us - since_us AS dur_us
         FROM shifted WHERE first = last
         UNION ALL
-        SELECT {kept}, bucket, bucket = first, greatest(since_us, bucket * {width}) AS begin,
-               least(until_us, (bucket + 1) * {width}) AS finish, finish - begin
+        SELECT {kept}, bucket, bucket = first,
+               least(until_us, (bucket + 1) * {width}) - greatest(since_us, bucket * {width})
         FROM (SELECT *, unnest(range(first, last + 1)) AS bucket FROM shifted WHERE first < last))"""
 
 
