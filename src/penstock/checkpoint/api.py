@@ -7,7 +7,7 @@ each call returns on all ranks with its work done and durable, or raises on all 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import numpy as np
 from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, open_parent
 from penstock.checkpoint.commit.transaction import write_and_commit
 from penstock.checkpoint.engine import LoadChoice, NamePatterns, RankSaveStats, SaveChoice, State
-from penstock.checkpoint.formats.checkpoint_source import open_path_together
+from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced, open_path_together
 from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport
 from penstock.checkpoint.plan import save_plan
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
@@ -35,6 +35,8 @@ from penstock.units import format_bytes
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
 """How much longer the slowest rank may take than the fastest."""
+NUM_READINGS: Final = 5
+"""How often a process without other ranks reads a checkpoint that is replaced meanwhile."""
 
 
 def load(  # noqa: PLR0913 - each option is independent of the others
@@ -63,6 +65,10 @@ def load(  # noqa: PLR0913 - each option is independent of the others
     choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
     with borrowed_group(process_group) as group, closing(CheckpointLoader()) as loader:
         group.comm.timeout_s = DEFAULT_TIMEOUT_S
+        for _ in range(NUM_READINGS - 1 if group.comm.size == 1 else 0):
+            checkpoint = open_path_together(path, group.comm)
+            with suppress(CheckpointReplaced):
+                return loader.load_from(state, checkpoint, group, choice, progress)
         checkpoint = open_path_together(path, group.comm)
         return loader.load_from(state, checkpoint, group, choice, progress)
 

@@ -106,10 +106,12 @@ class SupportsConditionalWrites(Protocol):
 class SupportsDirectAccess(Protocol):
     """A storage on a file system that may also reach its files past the page cache."""
 
-    def past_cache(self) -> Storage:
+    def past_cache(self, reads: str | None = None) -> Storage:
         """The same tree past the page cache, for large files; itself, where the file system lacks that.
 
         Its files are written under their final names at once: it is for callers with a commit of their own.
+        Callers that only read give the key of a file to read: then nothing is written to find out what the
+        file system can do.
         """
 
 
@@ -158,9 +160,12 @@ def find_folder_tree(storage: Storage) -> FolderTree | None:
     return inside.tree if isinstance(inside, SupportsFolders) else None
 
 
-def prefer_direct_access(storage: Storage) -> Storage:
-    """The best access to the same tree for large files that are invisible until they are committed."""
-    return storage.past_cache() if isinstance(storage, SupportsDirectAccess) else storage
+def prefer_direct_access(storage: Storage, *, reads: str | None = None) -> Storage:
+    """The best access to the same tree for large files that are invisible until they are committed.
+
+    With `reads`, the key of one of the files, it is for reading alone, and nothing is written.
+    """
+    return storage.past_cache(reads) if isinstance(storage, SupportsDirectAccess) else storage
 
 
 def find_span_trace(storage: Storage) -> SupportsSpans | None:

@@ -70,10 +70,10 @@ class RateLimitedStorage(protocol.WrappedStorage):
         """Open an object whose bytes wait."""
         return _LimitedSource(self.inside.open(key), self._wait)
 
-    def past_cache(self) -> protocol.Storage:
+    def past_cache(self, reads: str | None = None) -> protocol.Storage:
         """The same tree past the page cache, within the same limit."""
         other = RateLimitedStorage(
-            prefer_direct_access(self.inside), self._rate_bytes_per_s, sleep=self._sleep
+            prefer_direct_access(self.inside, reads=reads), self._rate_bytes_per_s, sleep=self._sleep
         )
         other._bucket = self._bucket
         return other

@@ -404,3 +404,26 @@ def test_bytes_streams_are_objects_like_others(tmp_path: Path) -> None:
     found: State = {"blob": None}
     load(found, tmp_path / "step")
     assert found["blob"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [torch.zeros(3, 1).expand(3, 4), torch.zeros(8).as_strided((3, 4), (2, 1))],
+    ids=["expanded", "windows"],
+)
+def test_place_whose_elements_share_memory_is_refused(tmp_path: Path, place: torch.Tensor) -> None:
+    save({"w": torch.ones(3, 4)}, tmp_path / "saved")
+    with pytest.raises(UsageError, match="Elements of 'w' share memory"):
+        load({"w": place}, tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [torch.zeros(4, 3).t(), torch.zeros(6, 8)[::2, ::2], torch.zeros(20).as_strided((3, 4), (2, 5))],
+    ids=["transposed", "strided", "interleaved"],
+)
+def test_place_with_gaps_or_in_another_order_is_loaded(tmp_path: Path, place: torch.Tensor) -> None:
+    expected = torch.arange(12.0).reshape(3, 4)
+    save({"w": expected}, tmp_path / "saved")
+    load({"w": place}, tmp_path / "saved")
+    assert torch.equal(place, expected)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
 import re
+import signal
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ import torch
 from penstock.checkpoint.loading.reader import GAP_BYTES, ReadSettings
 from penstock.checkpoint.plan.load_plan import LoadOptions
 from penstock.checkpoint.plan.save_plan import SaveOptions
+from penstock.testing.child_processes import run_children
 
 PAGE = (Path(__file__).parents[3] / "docs" / "checkpoint.md").read_text(encoding="utf-8")
 WORDS = " ".join(PAGE.split())
@@ -27,14 +33,65 @@ def test_its_examples_run_and_print_what_it_shows(tmp_path: Path, monkeypatch: p
     torch.manual_seed(1)
     names: dict[str, Any] = {}
     printed = io.StringIO()
-    for block in BLOCKS:
+    for block in BLOCKS[1:]:
         with contextlib.redirect_stdout(printed):
             exec(compile(block, "docs/checkpoint.md", "exec"), names)
     shown = [line.strip() for line in printed.getvalue().splitlines() if line.strip()]
     assert shown[0] == "('model.weight', 'model.bias', 'step')"
     page = [line.strip() for line in PAGE.splitlines()]
     assert all(line in page for line in shown[1:])
-    assert names["step"] == 3
+
+
+STOPPED_AT = 10
+
+
+def run_first_example(rank: int, folder: Path, port: int, killed: bool) -> list[str]:  # noqa: FBT001 - for children
+    """What the page's first example prints as one of two ranks. A killed one dies at its tenth step."""
+    os.chdir(folder)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank)
+    )
+    torch.set_num_threads(1)
+    printed: list[str] = []
+
+    def note(line: str, *, flush: bool) -> None:
+        assert flush
+        printed.append(line)
+        if killed and f"step {STOPPED_AT}:" in line:
+            while not any(Path("run/checkpoints").glob("step-*/.metadata")):
+                time.sleep(0.01)
+            (Path("..") / f"printed-{rank}.json").write_text(json.dumps(printed), encoding="utf-8")
+            # Both have written, so that none is left waiting for the other before it dies.
+            while not all((Path("..") / f"printed-{each}.json").exists() for each in range(2)):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    # The weights are drawn before the page seeds its generators, one for each rank.
+    torch.manual_seed(7 if killed or folder.name == "whole" else 8)
+    exec(compile(BLOCKS[0], "docs/checkpoint.md", "exec"), {"print": note})
+    return printed
+
+
+def test_its_first_example_is_killed_and_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    def run(folder: str, *, killed: bool = False) -> list[list[str]]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = [(rank, tmp_path / folder, port, killed) for rank in range(2)]
+        return run_children([(run_first_example, each) for each in arguments], 120)
+
+    whole = run("whole")
+    with pytest.raises(AssertionError, match="child 0: "):
+        run("stopped", killed=True)
+    for rank in range(2):
+        before = json.loads((tmp_path / f"printed-{rank}.json").read_text(encoding="utf-8"))
+        assert before == whole[rank][:STOPPED_AT]
+    rest = run("stopped")
+    for rank in range(2):
+        assert 12 - STOPPED_AT < len(rest[rank]) < 12
+        assert rest[rank] == whole[rank][-len(rest[rank]) :]
+    assert whole[0] != whole[1]
 
 
 def test_its_limits_are_those_of_the_code() -> None:

@@ -243,8 +243,7 @@ _OLD: Final = re.compile(r"\.penstock-old-[0-9a-f]{16}-(?P<name>.+)")
 _GONE: Final = re.compile(r"\.penstock-gone-[0-9a-f]{16}")
 _MARKS: Final = re.compile(r"\.penstock-flush-(?P<draft>[0-9a-f]{16}-.+)")
 _PART: Final = re.compile(
-    r"\.metadata(\.tmp)?|penstock\.json|.*\.(distcp|metadata|safetensors|index\.json)"
-    r"|parity-\d+\.bin|redundancy-\d+\.json"
+    r"\.metadata(\.tmp)?|penstock\.json|.*\.(distcp|metadata)|parity-\d+\.bin|redundancy-\d+\.json"
 )
 """The files of a checkpoint, ours or torch's: a folder with only these may be replaced."""
 
@@ -402,6 +401,14 @@ class FolderCatalog:
 
 def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> None:
     """`UsageError` if that name belongs to something other than a checkpoint, which would be lost."""
+    parent, _, last = name.rpartition("/")
+    for entry in tree.entries(parent, prefix=last):
+        if entry.name == last and not entry.is_folder:
+            raise UsageError(
+                f"{name} is a {'file' if entry.is_plain else 'link or device'}, which would be lost",
+                where=storage.uri,
+                fix="Save to a new name; of a link, give the folder that it leads to.",
+            )
     strange = [
         entry.name
         for entry in tree.entries(name)

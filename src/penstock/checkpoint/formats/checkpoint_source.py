@@ -31,10 +31,15 @@ from penstock.checkpoint.formats.manifest import (
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, StoredObject
 from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks
-from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
+from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError
 from penstock.storage import Storage
+from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.in_memory import MemorySource
 from penstock.storage.protocol import Source, WrappedStorage, exists, read_object
+
+
+class CheckpointReplaced(StorageError):
+    """Another save replaced the checkpoint, or something removed it, while it was read."""
 
 
 class Format(StrEnum):
@@ -63,10 +68,37 @@ class CheckpointSource:
     manifest: Manifest | None = None
     metadata: DcpMetadata | None = None
     archive: torch_save.TorchSaveArchive | None = None
+    identity: bytes = b""
+    """What differs in any other checkpoint of this name; empty where that is unknown."""
+
+    def require_current(self) -> None:
+        """Raise `CheckpointReplaced` if this is no longer the checkpoint of its name."""
+        storage = self.storage.inside if isinstance(self.storage, DescribedStorage) else self.storage
+        if self.identity and _read_identity(storage, self.folder) != self.identity:
+            raise CheckpointReplaced(
+                "Another save replaced this checkpoint, or it was removed, while it was read",
+                uri=self.uri,
+                fix="Load it again, or load a step that no job still writes.",
+            )
+
+    @contextmanager
+    def explaining_damage(self) -> Iterator[None]:
+        """Turn what looks like damage into `CheckpointReplaced` where that is the cause."""
+        try:
+            yield
+        except (DataDamaged, ShortTransfer, ObjectNotFound):
+            self.require_current()
+            raise
 
     def key(self, file_name: str) -> str:
         """The key of one of its files in `storage`."""
         return _key(self.folder, file_name)
+
+    def storage_of_files(self) -> Storage:
+        """The best access to read its files, which writes nothing: perhaps past the page cache."""
+        if not self.index.files:
+            return self.storage
+        return prefer_direct_access(self.storage, reads=self.key(self.index.files[0]))
 
     def shape(self, row: int) -> tuple[int, ...]:
         """The shape of one stored region."""
@@ -192,11 +224,12 @@ def find_folder(storage: Storage, name: str) -> str:
 
 def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
     """Open the checkpoint whose files lie in a folder of a storage."""
-    try:
-        content = read_object(storage, _key(folder, METADATA_NAME))
-    except ObjectNotFound:
+    description = _read_description(storage, folder)
+    metadata, manifest = description[METADATA_NAME], description[MANIFEST_NAME]
+    if metadata is None:
         return _open_safetensors_folder(storage, folder, uri)
-    return _open_dcp(storage, folder, uri, content)
+    opened = _open_dcp(storage, folder, uri, metadata, manifest)
+    return replace(opened, identity=_identity_of(metadata, manifest))
 
 
 def _is_file(storage: Storage, name: str) -> bool:
@@ -210,8 +243,10 @@ def _is_file(storage: Storage, name: str) -> bool:
     return True
 
 
-def _open_dcp(storage: Storage, folder: str, uri: str, content: bytearray) -> CheckpointSource:
-    manifest = _manifest(storage, folder, uri)
+def _open_dcp(
+    storage: Storage, folder: str, uri: str, content: Bytes, sealed: Bytes | None
+) -> CheckpointSource:
+    manifest = None if sealed is None else read_manifest(sealed, f"{uri}/{MANIFEST_NAME}")
     if manifest is not None and (len(content), checksum_of(content)) != (
         manifest.metadata_bytes,
         manifest.metadata_sum,
@@ -236,14 +271,6 @@ def _open_dcp(storage: Storage, folder: str, uri: str, content: bytearray) -> Ch
         manifest=manifest,
         metadata=metadata,
     )
-
-
-def _manifest(storage: Storage, folder: str, uri: str) -> Manifest | None:
-    try:
-        content = read_object(storage, _key(folder, MANIFEST_NAME))
-    except ObjectNotFound:
-        return None
-    return read_manifest(content, f"{uri}/{MANIFEST_NAME}")
 
 
 def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
@@ -339,16 +366,20 @@ def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Checkp
     """Open the checkpoint in a folder. Collective. Rank 0 reads `.metadata` and manifest for all ranks."""
 
     def read() -> dict[str, bytes | None]:
-        return _description(storage, folder) if comm.rank == 0 else {}
+        return _read_description(storage, folder) if comm.rank == 0 else {}
 
     if comm.size == 1:
         return open_folder(storage, folder, uri)
     known = all_gather_results(comm, read, awaiting="rank 0 to read what describes the checkpoint")[0]
     return run_on_all_ranks(
         comm,
-        lambda: open_folder(DescribedStorage(storage, known), folder, uri),
+        lambda: open_folder(_described(storage, folder, known), folder, uri),
         awaiting="all ranks to parse the checkpoint's description",
     )
+
+
+def _described(storage: Storage, folder: str, known: Mapping[str, bytes | None]) -> DescribedStorage:
+    return DescribedStorage(storage, {_key(folder, name): content for name, content in known.items()})
 
 
 def open_path_together(path: AnyPath, comm: Comm) -> CheckpointSource:
@@ -360,15 +391,41 @@ def open_path_together(path: AnyPath, comm: Comm) -> CheckpointSource:
     )
 
 
-def _description(storage: Storage, folder: str) -> dict[str, bytes | None]:
-    description: dict[str, bytes | None] = {}
-    for name in (METADATA_NAME, MANIFEST_NAME):
-        key = _key(folder, name)
-        try:
-            description[key] = bytes(read_object(storage, key))
-        except ObjectNotFound:
-            description[key] = None
-    return description
+_IDENTITY_BYTES = 128
+"""The beginning of a manifest that holds the checksum of all of it."""
+_NUM_READINGS = 5
+
+
+def _read_description(storage: Storage, folder: str) -> dict[str, bytes | None]:
+    """`.metadata` and manifest of one and the same save, by name: None for one that is missing."""
+    for _ in range(_NUM_READINGS):
+        manifest = _read_if_any(storage, _key(folder, MANIFEST_NAME))
+        metadata = _read_if_any(storage, _key(folder, METADATA_NAME))
+        # A save that replaced the folder between the two has another manifest.
+        if manifest is None or manifest[:_IDENTITY_BYTES] == _read_identity(storage, folder):
+            break
+    return {METADATA_NAME: metadata, MANIFEST_NAME: manifest}
+
+
+def _read_if_any(storage: Storage, key: str) -> bytes | None:
+    try:
+        return bytes(read_object(storage, key))
+    except ObjectNotFound:
+        return None
+
+
+def _identity_of(metadata: Bytes, manifest: Bytes | None) -> bytes:
+    return checksum_of(metadata) if manifest is None else bytes(manifest[:_IDENTITY_BYTES])
+
+
+def _read_identity(storage: Storage, folder: str) -> bytes:
+    try:
+        with closing(storage.open(_key(folder, MANIFEST_NAME))) as source:
+            head = bytearray(min(_IDENTITY_BYTES, source.size_bytes))
+            source.read_into(0, memoryview(head))
+            return bytes(head)
+    except ObjectNotFound:
+        return checksum_of(_read_if_any(storage, _key(folder, METADATA_NAME)) or b"")
 
 
 def _key(folder: str, name: str) -> str:

@@ -77,14 +77,15 @@ def _is_damaged(share: CheckpointRef, manifest: Manifest, assessment: Assessment
     damage = find_damage(share.storage, share.committed.folder, manifest, files)
     for damaged_bytes in damage:
         logger.warning("%s: %s", share.uri, damaged_bytes)
-    bad = [
-        file.name
-        for file in assessment.kept_by(rank)
-        if checksum_object(prefer_direct_access(share.storage), share.key(file.name)).hex() != file.sum
-    ]
+    bad = [file.name for file in assessment.kept_by(rank) if _sum_of(share, file.name) != file.sum]
     for name in bad:
         logger.warning("%s: %s: its checksum differs", share.uri, name)
     return bool(damage or bad)
+
+
+def _sum_of(share: CheckpointRef, file_name: str) -> str:
+    key = share.key(file_name)
+    return checksum_object(prefer_direct_access(share.storage, reads=key), key).hex()
 
 
 def _read_sound_manifest(share: CheckpointRef) -> Manifest:
@@ -123,8 +124,7 @@ class FetchedFiles(FinishedFiles):
         copies = [
             FileCopy(from_key=self._stored.key(file.name), to_key=key_of(file.name)) for file in self._mine
         ]
-        source = prefer_direct_access(self._stored.storage)
-        copy_files(copies, source, storage, threads=NUM_THREADS, pace=RateLimiter(None))
+        copy_files(copies, self._stored.storage, storage, threads=NUM_THREADS, pace=RateLimiter(None))
         size_bytes = sum(file.size_bytes for file in self._mine)
         if progress is not None:
             progress.begin("bytes", size_bytes)

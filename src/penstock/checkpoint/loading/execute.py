@@ -222,8 +222,9 @@ def execute_plan(
     """
 
     def work(cancel_token: CancelToken) -> LoadTotals:
-        totals = _move(plan, targets, context, cancel_token)
-        num_verified = _verify_cut_items(plan, wanted, targets, context)
+        with context.checkpoint.explaining_damage():
+            totals = _move(plan, targets, context, cancel_token)
+            num_verified = _verify_cut_items(plan, wanted, targets, context)
         return replace(totals, num_verified=totals.num_verified + num_verified)
 
     placement.wait_for_devices(targets)

@@ -261,7 +261,7 @@ def select_leaves(
     left = []
     missing = []
     for name in names:
-        if not _is_chosen(name, choice):
+        if not is_chosen(name, choice):
             left.append(name)
             continue
         stored_name = find_stored_name(apply_rename(name, choice.rename or {}), rank, stored)
@@ -286,7 +286,8 @@ def apply_rename(name: str, rename: Mapping[str, str]) -> str:
     return name
 
 
-def _is_chosen(name: str, choice: LoadChoice) -> bool:
+def is_chosen(name: str, choice: LoadChoice) -> bool:
+    """Whether this name of the state is to be loaded."""
     if choice.only is not None and not matches_pattern(name, choice.only):
         return False
     return choice.exclude is None or not matches_pattern(name, choice.exclude)

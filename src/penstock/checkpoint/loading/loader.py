@@ -4,7 +4,8 @@ The steps of a load, in order:
 
 1. `formats.checkpoint_source` opens the checkpoint once for all ranks; `requests.locate_payloads` finds the
    payloads of items that other programs wrote.
-2. `requests.build_requests` matches the state's leaves with the checkpoint's names.
+2. `requests.build_requests` matches the state's leaves with the checkpoint's names; what no rank takes gets
+   a place in the part that it belongs to (`stateful_parts`), or is an error.
 3. `plan.load_plan` decides which rank reads what and sends it to whom.
 4. `execute.execute_plan` reads (`reader`), exchanges (`transport`) and places (`placement`) the bytes, while
    a heartbeat ends the work on all ranks when one fails.
@@ -18,12 +19,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.checkpoint.commit.catalog import CheckpointRef
 from penstock.checkpoint.engine import LoadChoice, State
@@ -33,15 +35,16 @@ from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute_plan
 from penstock.checkpoint.loading.placement import Target, cut_region
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings
+from penstock.checkpoint.loading.stateful_parts import LoadedParts, StoredNames, loading_into
 from penstock.checkpoint.plan import load_plan
-from penstock.checkpoint.state.leaves import loading_into
+from penstock.checkpoint.plan.save_plan import RANK_MARK
+from penstock.checkpoint.state.leaves import Leaf
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import CheckpointIndex, element_sizes
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
 from penstock.cluster.comm import Comm, run_on_all_ranks
-from penstock.errors import ObjectNotFound
+from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent
-from penstock.storage.capabilities import prefer_direct_access
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +104,11 @@ class CheckpointLoader:
         `readable` names the files that this rank can open, if not every rank can open all of them; it is
         given on all ranks or on none.
         """
-        with loading_into(state) as inner:
+        stored = StoredNames(checkpoint.index, checkpoint.paths)
+        prefixes = {key: load_requests.apply_rename(f"{key}.", choice.rename or {}) for key in state}
+        with loading_into(state, stored, prefixes) as parts:
             return self._load(
-                inner, checkpoint, group, choice, progress=progress or Silent(), readable=readable
+                parts, checkpoint, group, choice, progress=progress or Silent(), readable=readable
             )
 
     def close(self) -> None:
@@ -112,7 +117,7 @@ class CheckpointLoader:
 
     def _load(
         self,
-        state: State,
+        parts: LoadedParts,
         checkpoint: CheckpointSource,
         group: RankGroup,
         choice: LoadChoice,
@@ -123,34 +128,30 @@ class CheckpointLoader:
         start_s, comm = time.perf_counter(), group.comm
         checkpoint = replace(checkpoint, index=load_requests.locate_payloads(checkpoint, comm))
         item_index = load_requests.index_byte_items(checkpoint.index)
-        local_state, selection, requests = run_on_all_ranks(
-            comm,
-            lambda: _match_state(state, checkpoint, item_index, choice, comm.rank),
-            awaiting="all ranks to match their state with the checkpoint",
-        )
+        matched = _match_on_all_ranks(parts, checkpoint, item_index, choice, comm)
+        requests = matched.requests
         plan = self._plan(checkpoint, item_index, requests, comm, readable)
         planned_s = time.perf_counter()
-        targets = [_target(local_state, requests, item_index, row) for row in range(len(requests.names))]
-        targets += item_targets(requests, item_index)
+        targets = [*matched.targets, *item_targets(requests, item_index)]
         context = LoadContext(
             checkpoint=checkpoint,
             item_index=item_index,
             group=group,
             buffers=self._buffers,
             progress=progress,
-            storage=prefer_direct_access(checkpoint.storage),
+            storage=checkpoint.storage_of_files(),
         )
         totals = execute_plan(plan, requests.regions, targets, context)
         values = run_on_all_ranks(
             comm,
-            lambda: unpack(checkpoint, item_index, requests, targets, trust=choice.trust),
+            lambda: _finish(checkpoint, item_index, requests, targets, comm.rank, trust=choice.trust),
             awaiting="all ranks to unpack what they have loaded",
         )
         # Objects are replaced last, when no rank can fail any more: a failed load replaces none of them.
-        for leaf in local_state.leaves:
+        for leaf in matched.leaves:
             if leaf.name in values:
                 leaf.put(values[leaf.name])
-        return _report(selection, totals, planned_s - start_s, time.perf_counter() - planned_s)
+        return _report(matched.selection, totals, planned_s - start_s, time.perf_counter() - planned_s)
 
     def _plan(
         self,
@@ -180,13 +181,76 @@ class CheckpointLoader:
         return load_plan.plan_rank_load(shared, element_bytes, comm.rank, self._options)
 
 
+def _match_on_all_ranks(
+    parts: LoadedParts,
+    checkpoint: CheckpointSource,
+    item_index: load_requests.ByteItemIndex,
+    choice: LoadChoice,
+    comm: Comm,
+) -> _MatchedState:
+    """Match, and see to it that some rank takes each name of the parts that were asked for. Collective."""
+
+    def match() -> _MatchedState:
+        return _match_state(parts.state, checkpoint, item_index, choice, comm.rank)
+
+    awaiting = "all ranks to match their state with the checkpoint"
+    matched = run_on_all_ranks(comm, match, awaiting=awaiting)
+    own = find_untaken(parts, matched.selection, choice)
+    # Nearly always all ranks take everything, so this is one small message.
+    if not any(comm.gather(bool(own), awaiting=awaiting)):
+        return matched
+    names = np.array(parts.stored.names, dtype=np.object_)
+    masks = np.array([_mark(names, matched.selection.stored_names.values()), _mark(names, own)])
+    everyone = np.array(comm.gather(np.packbits(masks, axis=1), awaiting=awaiting))
+    taken, untaken = np.unpackbits(np.bitwise_or.reduce(everyone), axis=1, count=len(names)).astype(np.bool_)
+    added = parts.add(set(names[untaken & ~taken].tolist()))
+    everyone = np.array(comm.gather(np.packbits(_mark(names, added)), awaiting=awaiting))
+    placed = np.unpackbits(np.bitwise_or.reduce(everyone), count=len(names)).astype(np.bool_)
+    lost = names[untaken & ~taken & ~placed].tolist()
+    if lost and choice.strict:
+        raise untaken_error(lost)
+    if lost and comm.rank == 0:
+        logger.warning("Not loaded, as no part of the state takes it: %s", name_some(lost, 10))
+    return run_on_all_ranks(comm, match, awaiting=awaiting) if placed.any() else matched
+
+
+def _mark(names: NDArray[np.object_], marked: Collection[str]) -> NDArray[np.bool_]:
+    chosen = set(marked)
+    return np.array([name in chosen for name in names.tolist()], dtype=np.bool_)
+
+
+def find_untaken(parts: LoadedParts, selection: load_requests.LeafSelection, choice: LoadChoice) -> list[str]:
+    """The names that the checkpoint has below this rank's parts, and that are chosen but not taken here."""
+    owned = ((name, parts.own_name(name)) for name in selection.unused if RANK_MARK not in name)
+    return [name for name, own in owned if own is not None and load_requests.is_chosen(own, choice)]
+
+
+def untaken_error(names: Sequence[str]) -> UsageError:
+    """The error for names of the checkpoint that belong to a part of the state which does not take them."""
+    return UsageError(
+        f"The checkpoint holds {name_some([repr(name) for name in names])}, which no part of the state takes",
+        fix="Build the state as it was saved, and load an optimizer together with its model. Or skip this"
+        " with exclude=, or leave it with a warning: strict=False.",
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MatchedState:
+    """The leaves of this rank's state, what of the checkpoint goes to them, and the memory of its regions."""
+
+    leaves: Sequence[Leaf]
+    selection: load_requests.LeafSelection
+    requests: load_requests.LoadRequests
+    targets: Sequence[Target]
+
+
 def _match_state(
     state: State,
     checkpoint: CheckpointSource,
     item_index: load_requests.ByteItemIndex,
     choice: LoadChoice,
     rank: int,
-) -> tuple[LocalState, load_requests.LeafSelection, load_requests.LoadRequests]:
+) -> _MatchedState:
     local_state, index = collect_for_load(state), checkpoint.index
     stored_names = [facts.name for facts in index.tensors] + [stored.name for stored in index.objects]
     selection = load_requests.select_leaves(
@@ -200,7 +264,24 @@ def _match_state(
         converts=choice.convert_dtypes,
         where=checkpoint.uri,
     )
-    return local_state, selection, requests
+    targets = [_target(local_state, requests, item_index, row) for row in range(len(requests.names))]
+    return _MatchedState(local_state.leaves, selection, requests, targets)
+
+
+def _finish(
+    checkpoint: CheckpointSource,
+    item_index: load_requests.ByteItemIndex,
+    requests: load_requests.LoadRequests,
+    targets: Sequence[Target],
+    rank: int,
+    *,
+    trust: bool,
+) -> dict[str, Any]:
+    """The objects by leaf name, when all bytes have arrived and are known to be of one save."""
+    if rank == 0:
+        # Not all bytes can be verified: those of a region that nobody wants whole have no checksum.
+        checkpoint.require_current()
+    return unpack(checkpoint, item_index, requests, targets, trust=trust)
 
 
 def _target(

@@ -21,6 +21,7 @@ from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
 from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
 from penstock.checkpoint.state.tensors import narrow_region
+from penstock.errors import UsageError
 from penstock.storage.aligned import copy_bytes
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
@@ -36,6 +37,14 @@ class Target:
     offsets: tuple[int, ...]
     memory: torch.Tensor
     facts: TensorFacts
+
+    def __post_init__(self) -> None:
+        if _overlaps_itself(self.memory):
+            raise UsageError(
+                f"Elements of {self.facts.name!r} share memory in the state, so they cannot be loaded",
+                where=f"size {list(self.memory.size())}, stride {list(self.memory.stride())}",
+                fix="Load into a tensor with memory of its own, for example expanded.clone().",
+            )
 
     def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The memory of a region inside."""
@@ -75,6 +84,27 @@ class Target:
         dtype = getattr(torch, self.facts.dtype)
         words = torch.from_numpy(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
         view.copy_(words.view(dtype).reshape(tuple(sizes)))
+
+
+def _overlaps_itself(memory: torch.Tensor) -> bool:
+    """Whether two elements have one address, as in expanded tensors."""
+    if memory.is_contiguous() or memory.numel() < 2:
+        return False
+    dims = sorted((stride, size) for size, stride in zip(memory.size(), memory.stride(), strict=True))
+    extent, nested = 0, True
+    for stride, size in dims:
+        if size == 1:
+            continue
+        if stride == 0:
+            return True
+        nested &= stride > extent
+        extent += stride * (size - 1)
+    if nested:
+        return False
+    offsets = np.zeros(1, dtype=np.int64)
+    for stride, size in dims:
+        offsets = (offsets[:, None] + stride * np.arange(size)).reshape(-1)
+    return len(np.unique(offsets)) < len(offsets)
 
 
 def _is_view_of_other_bits(memory: torch.Tensor) -> bool:

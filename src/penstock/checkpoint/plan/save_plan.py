@@ -6,7 +6,7 @@ ranks write every element of every tensor exactly once, or `NotCovered` says whi
 
 import heapq
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -119,6 +119,8 @@ class Holdings:
     tensors: tuple[TensorFacts, ...]
     regions: Regions
     objects: tuple[HeldObject, ...] = ()
+    small: tuple[HeldObject, ...] = ()
+    """Those of the tensors that may differ from rank to rank, as the states of random generators do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +338,31 @@ RANK_MARK = "@rank"
 def rank_object_name(name: str, rank: int) -> str:
     """The stored name of `rank`'s object if it differs from the common one."""
     return f"{name}{RANK_MARK}{rank}"
+
+
+def find_own_tensors(small: Sequence[Iterable[HeldObject]]) -> tuple[frozenset[str], ...]:
+    """The small tensors of each rank that differ from those of the lowest rank; `small` is in rank order."""
+    common: dict[str, bytes] = {}
+    return tuple(
+        frozenset(held.name for held in tensors if common.setdefault(held.name, held.digest) != held.digest)
+        for tensors in small
+    )
+
+
+def rename_own_tensors(holdings: Holdings, own: Container[str], rank: int) -> Holdings:
+    """Give the tensors that differ on this rank names of their own, so that all of them are kept."""
+    if not any(held.name in own for held in holdings.small):
+        return holdings
+    renamed = tuple(
+        replace(facts, name=rank_object_name(facts.name, rank)) if facts.name in own else facts
+        for facts in holdings.tensors
+    )
+    return replace(holdings, tensors=renamed)
+
+
+def find_leaf_name(stored_name: str, held: Container[str]) -> str:
+    """The leaf whose tensor this rank stores under this name; `held` has the names of its leaves."""
+    return stored_name if stored_name in held else stored_name.rpartition(RANK_MARK)[0]
 
 
 def assign_objects(holdings: Sequence[Iterable[HeldObject]]) -> list[list[PlacedObject]]:

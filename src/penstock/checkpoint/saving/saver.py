@@ -85,6 +85,7 @@ class _HoldingsDigest:
     tensors: bytes
     holdings: bytes
     objects: tuple[save_plan.HeldObject, ...]
+    small: tuple[save_plan.HeldObject, ...]
     known: tuple[bytes, ...]
 
 
@@ -109,16 +110,27 @@ class SavePlanCache:
         """Collective: the plan for what all ranks hold. Raises the same on all ranks."""
         tensors_digest = _digest_tensors(holdings.tensors)
         regions_digest = _digest_regions(tensors_digest, holdings.regions, options)
-        own = _HoldingsDigest(tensors_digest, regions_digest, holdings.objects, tuple(self._plans))
+        own = _HoldingsDigest(
+            tensors_digest, regions_digest, holdings.objects, holdings.small, tuple(self._plans)
+        )
         digests = self._comm.gather(own, awaiting="all ranks to describe what they hold")
         objects = tuple(
             tuple(placed) for placed in save_plan.assign_objects([digest.objects for digest in digests])
         )
-        key = xxhash.xxh3_128_digest(b"".join(digest.holdings for digest in digests))
+        apart = save_plan.find_own_tensors([digest.small for digest in digests])
+        total = xxhash.xxh3_128(b"".join(digest.holdings for digest in digests))
+        total.update(repr([(rank, sorted(names)) for rank, names in enumerate(apart) if names]).encode())
+        key = total.digest()
         if all(key in digest.known for digest in digests):
             self._plans.move_to_end(key)
         else:
-            self._plans[key] = save_plan.plan_save(self._exchange(holdings, digests), options)
+            all_holdings = [
+                save_plan.rename_own_tensors(replace(own, small=digest.small), names, rank)
+                for rank, (own, digest, names) in enumerate(
+                    zip(self._exchange(holdings, digests), digests, apart, strict=True)
+                )
+            ]
+            self._plans[key] = save_plan.plan_save(all_holdings, options)
             self.num_planned += 1
             while len(self._plans) > NUM_KEPT_PLANS:
                 self._plans.popitem(last=False)
@@ -355,7 +367,8 @@ def _payloads(
     payloads = [file_layout.payload_of_bytes(local_state.objects[placed.name]) for placed in bucket.objects]
     for row, number in enumerate(bucket.regions.tensor.tolist()):
         facts = plan.tensors[number]
-        view = local_state.view(facts.name, *bucket.regions.region(row, len(facts.shape)))
+        name = save_plan.find_leaf_name(facts.name, local_state.shards)
+        view = local_state.view(name, *bucket.regions.region(row, len(facts.shape)))
         payloads.append(file_layout.payload_of_tensor(view, dtype if view.is_floating_point() else None))
     return payloads
 
@@ -368,10 +381,11 @@ def _own_paths(
     shared = agreed.shared
     numbers, first = np.unique(shared.regions.tensor, return_index=True)
     first_here = numbers[shared.rank[first] == plan.rank].tolist()
-    own = {plan.tensors[number].name: paths[plan.tensors[number].name] for number in first_here}
+    names = [plan.tensors[number].name for number in first_here]
+    # A tensor or object that differs on this rank has a name of its own, and must not replace the common one.
+    own = {name: paths.get(name, (name,)) for name in names}
     for bucket in plan.buckets:
         for placed in bucket.objects:
-            # An object that differs on this rank has a name of its own, and must not replace the common one.
             is_common = placed.stored_name == placed.name
             own[placed.stored_name] = paths[placed.name] if is_common else (placed.stored_name,)
     return own

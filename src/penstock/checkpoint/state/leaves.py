@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -91,21 +90,6 @@ class Stateful(Protocol):
 def expand_stateful(state: Mapping[str, Any]) -> dict[str, Any]:
     """`state` with each `Stateful` replaced by its state dict, in the same order on all ranks."""
     return {key: part.state_dict() if isinstance(part, Stateful) else part for key, part in state.items()}
-
-
-@contextmanager
-def loading_into(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the expanded state to load into; afterwards `Stateful` parts load theirs and others are replaced.
-
-    If the body raises, no part is changed.
-    """
-    inner = expand_stateful(state)
-    yield inner
-    for key, part in state.items():
-        if isinstance(part, Stateful):
-            part.load_state_dict(inner[key])
-        elif inner[key] is not part and isinstance(state, dict):
-            state[key] = inner[key]
 
 
 def matches_pattern(name: str, patterns: NamePatterns) -> bool:

@@ -100,19 +100,43 @@ def collect_leaves(leaves: Sequence[Leaf], *, pack_objects: bool) -> LocalState:
     shards: dict[str, list[LocalShard]] = {}
     objects: dict[str, bytes] = {}
     packed: dict[tuple[type, str], bytes] = {}
+    small: list[HeldObject] = []
     for leaf in leaves:
         if is_tensor(leaf.value):
             shards[leaf.name] = local_shards(leaf.name, leaf.value)
             rows += [(len(tensors), shard.offsets, shard.sizes) for shard in shards[leaf.name]]
             tensors.append(tensor_facts(leaf.name, leaf.value))
+            if pack_objects and _may_be_own(leaf.value):
+                content = leaf.value.detach().contiguous().numpy()
+                small.append(
+                    HeldObject(
+                        name=leaf.name, size_bytes=content.nbytes, digest=xxhash.xxh3_128_digest(content)
+                    )
+                )
         elif pack_objects:
             objects[leaf.name] = _packed(leaf.value, packed)
     held_objects = tuple(
         HeldObject(name=name, size_bytes=len(content), digest=xxhash.xxh3_128_digest(content))
         for name, content in objects.items()
     )
-    holdings = Holdings(tensors=tuple(tensors), regions=Regions.from_rows(rows), objects=held_objects)
+    holdings = Holdings(
+        tensors=tuple(tensors), regions=Regions.from_rows(rows), objects=held_objects, small=tuple(small)
+    )
     return LocalState(tuple(leaves), holdings, shards, objects)
+
+
+SMALL_BYTES = 64 * 1024
+
+
+def _may_be_own(value: Any) -> bool:
+    """Whether ranks may have different values under one name: torch gives states of generators as bytes."""
+    return (
+        type(value) is torch.Tensor
+        and value.dtype == torch.uint8
+        and value.is_cpu
+        and value.dim() == 1
+        and value.numel() <= SMALL_BYTES
+    )
 
 
 def tensor_facts(name: str, value: torch.Tensor | ShardedTensor) -> TensorFacts:

@@ -19,7 +19,6 @@ from penstock.checkpoint.formats.dcp_item import HEAD_BYTES
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.state.regions import UNKNOWN, Ints, TensorFacts
 from penstock.errors import DataDamaged
-from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.protocol import Sink, Source
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class SlabReader:
 
     def __init__(self, checkpoint: CheckpointSource) -> None:
         self._checkpoint = checkpoint
-        self._storage = prefer_direct_access(checkpoint.storage)
+        self._storage = checkpoint.storage_of_files()
         self._sources: dict[int, Source] = {}
         self._decoded: tuple[int, memoryview] | None = None
         self._begins: dict[int, int | None] = {}

@@ -132,9 +132,9 @@ def find_damage(
         if not wrong or wrong[0].begin > 0:
             work += file_scan.cut_into_stretches(file.name, _segments(file, manifest.names))
     progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
-    return damage + file_scan.scan(
-        prefer_direct_access(storage), lambda file: f"{folder}/{file}", work, progress
-    )
+    if work:
+        storage = prefer_direct_access(storage, reads=f"{folder}/{work[0].file}")
+    return damage + file_scan.scan(storage, lambda file: f"{folder}/{file}", work, progress)
 
 
 def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> Iterator[file_scan.Damage]:
@@ -205,7 +205,7 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
     work = list(_archive_stretches([item for item in items if _can_unpack(item.descriptors)]))
     counted = _CountingProgress(progress)
     progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
-    damage = file_scan.scan(prefer_direct_access(checkpoint.storage), checkpoint.key, work, counted)
+    damage = file_scan.scan(checkpoint.storage_of_files(), checkpoint.key, work, counted)
     return result(
         checked_bytes=counted.num_bytes,
         damage=tuple(damage),

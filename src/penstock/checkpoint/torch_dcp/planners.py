@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 from collections import ChainMap
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +37,10 @@ from penstock.checkpoint.plan.save_plan import (
     SaveOptions,
     SharedSavePlan,
     assign_objects,
+    find_leaf_name,
+    find_own_tensors,
     plan_save,
+    rename_own_tensors,
 )
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save
 from penstock.errors import UsageError
@@ -192,7 +194,12 @@ class SavePlanner(DefaultSavePlanner):
     ) -> tuple[list[planner.SavePlan], Metadata]:
         """Coordinator: decide which rank writes what."""
         facts: list[_PlannerFacts] = [plan.planner_data for plan in all_plans]
-        shared = plan_save([rank_facts.holdings for rank_facts in facts], self._options)
+        apart = find_own_tensors([rank_facts.holdings.small for rank_facts in facts])
+        holdings = [
+            rename_own_tensors(rank_facts.holdings, names, rank)
+            for rank, (rank_facts, names) in enumerate(zip(facts, apart, strict=True))
+        ]
+        shared = plan_save(holdings, self._options)
         objects = assign_objects([rank_facts.holdings.objects for rank_facts in facts])
         plans = [
             replace(
@@ -204,9 +211,8 @@ class SavePlanner(DefaultSavePlanner):
         ]
         plans, metadata = create_default_global_save_plan(plans)
         metadata.planner_data = dict(ChainMap(*(rank_facts.paths for rank_facts in facts)))
-        for placed in chain.from_iterable(objects):
-            if placed.stored_name != placed.name:
-                metadata.planner_data[placed.stored_name] = (placed.stored_name,)
+        for name in metadata.state_dict_metadata:
+            metadata.planner_data.setdefault(name, (name,))
         self.global_plan, self.metadata = plans, metadata
         return plans, metadata
 
@@ -224,7 +230,8 @@ class SavePlanner(DefaultSavePlanner):
             return io.BytesIO(self._local_state.objects[self._plain_names.get(name, name)])
         assert write_item.tensor_data is not None, "every other item is a tensor's"
         chunk = write_item.tensor_data.chunk
-        memory = self._local_state.view(name, tuple(chunk.offsets), tuple(chunk.sizes))
+        leaf = find_leaf_name(name, self._local_state.shards)
+        memory = self._local_state.view(leaf, tuple(chunk.offsets), tuple(chunk.sizes))
         # Readers other than torch's own do not know views that stand for their conjugates.
         return memory.resolve_conj().resolve_neg()
 

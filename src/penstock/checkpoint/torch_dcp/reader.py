@@ -36,7 +36,6 @@ from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, el
 from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
 from penstock.progress import Silent
-from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -170,7 +169,7 @@ class Reader(StorageReader):
                 group=group,
                 buffers=self._buffers,
                 progress=Silent(),
-                storage=prefer_direct_access(checkpoint.storage),
+                storage=checkpoint.storage_of_files(),
             )
             execute_plan(assigned.plan, requests.regions, targets, context)
         # Objects are read here as well, so that one that would run code is refused before the planner does.

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Literal
 
 from penstock.environment import Environment
@@ -309,11 +310,12 @@ class FileStorage:
             with suppress(ObjectNotFound):
                 self._folders.sync_folder(self._folders.existing(folder))
 
-    def past_cache(self) -> FileStorage:
+    def past_cache(self, reads: str | None = None) -> FileStorage:
         """The same tree by direct I/O, written in place; buffered where the file system has no direct I/O."""
         own = self._options
         chosen = asdict(replace(own, publish="in_place"))
-        if isinstance(own, DirectOptions) or not self._takes_direct_access():
+        takes = self._takes_direct_access if reads is None else partial(self._opens_directly, reads)
+        if isinstance(own, DirectOptions) or not takes():
             return FileStorage(self._location, type(own)(**chosen), self._access, calls=self._calls)
         options = DirectOptions(**chosen)
         access = DirectAccess(options.alignment_bytes, options.bounce_bytes)
@@ -327,11 +329,21 @@ class FileStorage:
         except OSError as error:
             logger.info("%s is written through the page cache: %s", self.uri, error)
             # Some kernels create the file before they find that they cannot open it with O_DIRECT.
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 os.unlink(path)
             return False
         os.unlink(path)
         os.close(descriptor)
+        return True
+
+    def _opens_directly(self, key: str) -> bool:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_DIRECT
+        try:
+            descriptor = self._open_descriptor(self.local_path(key), flags)
+        except OSError as error:
+            logger.info("%s is read through the page cache: %s", self.uri, error)
+            return False
+        self._calls.close(descriptor)
         return True
 
     @property

@@ -61,9 +61,9 @@ class TracedStorage(protocol.WrappedStorage):
         self._recorder.record(self._kinds.open, began_ns, path)
         return TracedSource(source, self._recorder, self._kinds, path)
 
-    def past_cache(self) -> protocol.Storage:
+    def past_cache(self, reads: str | None = None) -> protocol.Storage:
         """The same tree past the page cache, traced alike: tracing must not change the path of I/O."""
-        return TracedStorage(prefer_direct_access(self.inside), self._recorder)
+        return TracedStorage(prefer_direct_access(self.inside, reads=reads), self._recorder)
 
     def record_span(
         self, name: str, cat: str, began_ns: int, ended_ns: int, args: Mapping[str, SpanValue]

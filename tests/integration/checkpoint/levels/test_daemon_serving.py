@@ -52,8 +52,8 @@ class Watched(WrappedStorage):
         self._created.append(name)
         return super().create(key, size_bytes)
 
-    def past_cache(self) -> Watched:
-        return Watched(prefer_direct_access(open_here(self.uri)), self._created, self._refused)
+    def past_cache(self, reads: str | None = None) -> Watched:
+        return Watched(prefer_direct_access(open_here(self.uri), reads=reads), self._created, self._refused)
 
 
 class Opener:

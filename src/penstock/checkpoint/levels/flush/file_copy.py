@@ -16,6 +16,7 @@ from penstock.checkpoint.formats.manifest import ManifestFile, start_checksum
 from penstock.errors import DataDamaged
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, aligned_buffer
+from penstock.storage.capabilities import prefer_direct_access
 
 BLOCK_BYTES: Final = 16 << 20
 SMALLEST_BLOCK_BYTES: Final = 256 << 10
@@ -75,7 +76,9 @@ class FileCopy:
 def copy_files(
     copies: Sequence[FileCopy], source: Storage, target: Storage, *, threads: int, pace: RateLimiter
 ) -> None:
-    """Copy files, several at a time; all are durable on return."""
+    """Copy files, several at a time; all are durable on return. Writes nothing to the source."""
+    if copies:
+        source = prefer_direct_access(source, reads=copies[0].from_key)
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-flush") as pool:
         for copied in [pool.submit(copy_file, copy, source, target, pace.take) for copy in copies]:
             copied.result()

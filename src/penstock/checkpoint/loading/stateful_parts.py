@@ -1,0 +1,431 @@
+"""The parts of a state that a load fills, in the structure that the checkpoint has of them.
+
+A fresh optimizer has no state yet, and a data loader may have another one than when it was saved: asked for
+their state, they would leave most of the checkpoint where it is. So places are made for what the checkpoint
+has of such parts. Optimizers number their parameters, torch's `get_optimizer_state_dict` names them: a
+checkpoint of either form is loaded into both. Invariant: no part is changed before all of it has arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.checkpoint.plan.save_plan import RANK_MARK
+from penstock.checkpoint.state.leaves import Path, Stateful
+from penstock.checkpoint.state.regions import CheckpointIndex, TensorFacts
+from penstock.errors import UsageError, name_some
+
+logger = logging.getLogger(__name__)
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What compiled and wrapped modules add to the names of parameters; `get_state_dict` omits it, too."""
+
+
+class StoredNames:
+    """The names in a checkpoint with their places in the nested state."""
+
+    def __init__(self, index: CheckpointIndex, paths: Mapping[str, Path]) -> None:
+        self._paths = paths
+        self._tensors = {facts.name: facts for facts in index.tensors}
+        names = (*self._tensors, *(stored.name for stored in index.objects))
+        self.names = tuple(dict.fromkeys(names))
+
+    def below(self, prefix: str) -> dict[Path, TensorFacts | None]:
+        """What the checkpoint has below a name that ends with a dot: the rest of each place; None: an object.
+
+        Other ranks' own values are left out: they have the same places as the common ones.
+        """
+        found: dict[Path, TensorFacts | None] = {}
+        for name in self.names:
+            if name.startswith(prefix) and RANK_MARK not in name:
+                rest = _rest_of(self._paths.get(name, ()), prefix)
+                if rest:
+                    found[rest] = self._tensors.get(name)
+        return found
+
+
+def _rest_of(path: Path, prefix: str) -> Path:
+    text = ""
+    for number, step in enumerate(path):
+        text += f"{step}."
+        if text == prefix:
+            return path[number + 1 :]
+    return ()
+
+
+class _Part(Protocol):
+    """One entry of a state while it is loaded into `inner`."""
+
+    inner: Any
+
+    def add(self, path: Path, facts: TensorFacts | None) -> bool:
+        """Make a place for what no rank took; False if this part can have no such place."""
+
+    def take(self, loaded: Any) -> Any:
+        """Let the part take what was loaded into `inner`, or instead of it; what then stands in the state."""
+
+
+@dataclass(slots=True)
+class _Plain:
+    """A value that is filled or replaced where it is, or a module, which knows all of its names."""
+
+    inner: Any
+    module: torch.nn.Module | None = None
+
+    def add(self, path: Path, facts: TensorFacts | None) -> bool:  # noqa: ARG002 - the same for all parts
+        """Nothing is added."""
+        return False
+
+    def take(self, loaded: Any) -> Any:
+        """A module loads its state."""
+        if self.module is None:
+            return loaded
+        self.module.load_state_dict(loaded)
+        return self.module
+
+
+@dataclass(slots=True)
+class _OwnState:
+    """A part with `load_state_dict` that is no module: it gets the structure that was saved."""
+
+    part: Stateful
+    inner: Any
+
+    def add(self, path: Path, facts: TensorFacts | None) -> bool:
+        """Any place is made."""
+        _put(self.inner, path, _place(facts, None))
+        return True
+
+    def take(self, loaded: Any) -> Any:
+        """Load the state."""
+        self.part.load_state_dict(loaded)
+        return self.part
+
+
+@dataclass(slots=True)
+class _OptimizerState:
+    """An optimizer, whose state has the entries of the checkpoint, numbered or named as they are there."""
+
+    key: str
+    part: torch.optim.Optimizer
+    inner: dict[str, Any]
+    numbers: Mapping[int | str, int]
+    """By number and, where it is known, by name the number of each parameter."""
+    groups: Sequence[Sequence[int]]
+    """The numbers of each group's parameters."""
+
+    def add(self, path: Path, facts: TensorFacts | None) -> bool:
+        """Groups may have further options; further parameters are nobody's."""
+        is_option = path[0] == "param_groups" and isinstance(path[1], int) and path[1] < len(self.groups)
+        if is_option:
+            _put(self.inner, path, _place(facts, None))
+        return is_option
+
+    def take(self, loaded: Any) -> Any:
+        """Load the state under the optimizer's own numbers."""
+        groups = []
+        for place, (group, own) in enumerate(zip(loaded["param_groups"], self.groups, strict=True)):
+            entries = list(group["params"])
+            numbers = [self.numbers.get(entry) for entry in entries]
+            # Names are taken in their order if no module in the state tells what they mean.
+            in_order = not any(isinstance(known, str) for known in self.numbers)
+            if len(entries) != len(own) or not (in_order or set(numbers) == set(own)):
+                raise UsageError(
+                    f"Group {place} of {self.key!r} has other parameters than in the checkpoint",
+                    where=f"the checkpoint has {name_some(entries)}",
+                    fix="Build the optimizer with the groups that it was saved with.",
+                )
+            groups.append({**group, "params": list(own)})
+        state = {self.numbers.get(entry, entry): slots for entry, slots in loaded["state"].items()}
+        self.part.load_state_dict({**loaded, "state": state, "param_groups": groups})
+        return self.part
+
+
+@dataclass(slots=True)
+class _NamedState:
+    """The dict of `get_optimizer_state_dict`, for a checkpoint that numbers the parameters."""
+
+    key: str
+    own: dict[str, Any]
+    inner: dict[str, Any]
+
+    def add(self, path: Path, facts: TensorFacts | None) -> bool:  # noqa: ARG002 - the same for all parts
+        """Nothing is added."""
+        return False
+
+    def take(self, loaded: Any) -> Any:
+        """Copy the options of the groups back; the rest was loaded in place."""
+        for own, group in zip(self.own["param_groups"], loaded["param_groups"], strict=True):
+            if len(own["params"]) != len(group["params"]):
+                raise UsageError(
+                    f"The groups of {self.key!r} have other parameters than in the checkpoint",
+                    fix="Build the optimizer with the groups that it was saved with.",
+                )
+            own.update((option, value) for option, value in group.items() if option != "params")
+        return self.own
+
+
+@dataclass(slots=True)
+class LoadedParts:
+    """The state that is loaded into: `state` has the places of all leaves."""
+
+    parts: Mapping[str, _Part]
+    prefixes: Mapping[str, str]
+    """By key of a part that has names below it, the beginning of these names in the checkpoint."""
+    stored: StoredNames
+    state: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = {key: part.inner for key, part in self.parts.items()}
+
+    def own_name(self, stored_name: str) -> str | None:
+        """The name in this state of a name of the checkpoint; None if it belongs to no part of the state."""
+        for key, prefix in self.prefixes.items():
+            if stored_name.startswith(prefix):
+                return f"{key}.{stored_name[len(prefix) :]}"
+        return None
+
+    def add(self, names: Collection[str]) -> set[str]:
+        """Make places for stored names that no rank took; returns those that found one."""
+        added = set()
+        for key, prefix in self.prefixes.items():
+            for path, facts in self.stored.below(prefix).items():
+                name = f"{prefix}{'.'.join(map(str, path))}"
+                if name in names and self.parts[key].add(path, facts):
+                    added.add(name)
+        return added
+
+
+@contextmanager
+def loading_into(
+    state: Mapping[str, Any], stored: StoredNames, prefixes: Mapping[str, str]
+) -> Iterator[LoadedParts]:
+    """Yield the state to load into; afterwards parts with `load_state_dict` load theirs, others are replaced.
+
+    `prefixes` has by key the beginning of the names that the checkpoint has for this part. If the body
+    raises, no part is changed.
+    """
+    names = _parameter_names(state)
+    parts = {key: _begin(key, part, stored, prefixes[key], names) for key, part in state.items()}
+    containers = (Mapping, list)
+    asked = {key: prefixes[key] for key, part in parts.items() if isinstance(part.inner, containers)}
+    loading = LoadedParts(parts, {key: prefix for key, prefix in asked.items() if prefix}, stored)
+    yield loading
+    for key, part in parts.items():
+        taken = part.take(loading.state[key])
+        if taken is not state[key] and isinstance(state, dict):
+            state[key] = taken
+
+
+def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping[int, str]) -> _Part:
+    if isinstance(part, torch.nn.Module):
+        return _Plain(part.state_dict(), part)
+    if isinstance(part, Stateful):
+        own = part.state_dict()
+        places = stored.below(prefix) if prefix else {}
+        if isinstance(part, torch.optim.Optimizer) and {"state", "param_groups"} <= own.keys():
+            return _begin_optimizer(key, part, own, places, names)
+        own = _copied(own)
+        _fit(own, places)
+        return _OwnState(part, own)
+    if isinstance(part, dict) and {"state", "param_groups"} <= part.keys() and prefix:
+        numbered = _numbered(part, stored.below(prefix))
+        if numbered is not None:
+            return _NamedState(key, part, numbered)
+    return _Plain(part)
+
+
+def _parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
+    """By identity of a parameter, its name as `get_state_dict` has it, from the modules in the state."""
+    names: dict[int, str] = {}
+    for module in state.values():
+        if isinstance(module, torch.nn.Module):
+            bare = module.module if isinstance(module, DistributedDataParallel) else module
+            for name, parameter in bare.named_parameters():
+                for wrapper in _WRAPPERS:
+                    name = name.replace(wrapper, "")  # noqa: PLW2901 - the same name, shorter
+                names.setdefault(id(parameter), name)
+    return names
+
+
+def _begin_optimizer(
+    key: str,
+    part: torch.optim.Optimizer,
+    raw: dict[str, Any],
+    places: Mapping[Path, TensorFacts | None],
+    names: Mapping[int, str],
+) -> _OptimizerState:
+    groups = [list(group["params"]) for group in raw["param_groups"]]
+    parameters = list(chain.from_iterable(group["params"] for group in part.param_groups))
+    by_number = dict(zip(chain.from_iterable(groups), parameters, strict=True))
+    by_name = {
+        names[id(parameter)]: number for number, parameter in by_number.items() if id(parameter) in names
+    }
+    by_name.update(_names_of_groups(raw["param_groups"]))
+    entries: dict[str, dict[Path, TensorFacts | None]] = {}
+    for path, facts in places.items():
+        if path[0] == "state" and len(path) > 2:
+            entries.setdefault(str(path[1]), {})[path[2:]] = facts
+    is_named = bool(entries) and not entries.keys() & set(map(str, by_number))
+    shown = {number: name for name, number in by_name.items()} if is_named else {}
+    state = {entry: slots for entry, slots in raw["state"].items() if entry not in by_number}
+    without = []
+    for number, parameter in by_number.items():
+        entry = shown.get(number, number)
+        if str(entry) in entries:
+            state[entry] = _copied(raw["state"].get(number, {}))
+            _fit(state[entry], entries[str(entry)], parameter, adds=True)
+        elif parameter.requires_grad:
+            without.append(entry)
+    if entries and without:
+        logger.warning("The checkpoint has no state of the parameters %s of %r", name_some(without), key)
+    inner = {**raw, "state": state}
+    inner["param_groups"] = [
+        {**group, "params": [shown.get(number, number) for number in group["params"]]}
+        for group in raw["param_groups"]
+    ]
+    numbers: dict[int | str, int] = {number: number for number in by_number}
+    numbers.update(by_name)
+    return _OptimizerState(key, part, inner, numbers, groups)
+
+
+def _names_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The names of optimizers that were made from named parameters."""
+    return {
+        name: number
+        for group in groups
+        for name, number in zip(group.get("param_names", ()), group["params"], strict=False)
+    }
+
+
+def _numbered(part: Any, places: Mapping[Path, TensorFacts | None]) -> dict[str, Any] | None:
+    """The dict of `get_optimizer_state_dict` with numbers, if the checkpoint numbers the parameters."""
+    names = list(chain.from_iterable(group.get("params", ()) for group in part["param_groups"]))
+    entries = {str(path[1]) for path in places if path[0] == "state" and len(path) > 2}
+    numbers = {name: number for number, name in enumerate(names)}
+    is_named = all(isinstance(name, str) for name in names)
+    if not (names and is_named and entries) or entries & numbers.keys():
+        return None
+    if not entries <= set(map(str, numbers.values())):
+        return None
+    state = {numbers[name]: slots for name, slots in part["state"].items()}
+    groups = [{**group, "params": [numbers[n] for n in group["params"]]} for group in part["param_groups"]]
+    return {**part, "state": state, "param_groups": groups}
+
+
+def _place(facts: TensorFacts | None, parameter: torch.Tensor | None) -> Any:
+    """A place to load into: for a tensor memory, like its parameter's where the shape is the same."""
+    if facts is None:
+        return None
+    dtype = getattr(torch, facts.dtype)
+    if parameter is not None and facts.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    # Optimizers keep single numbers, as the count of steps, in host memory unless they load them elsewhere.
+    device = parameter.device if parameter is not None and facts.shape else "cpu"
+    return torch.empty(facts.shape, dtype=dtype, device=device)
+
+
+def _copied(value: Any) -> Any:
+    """New dicts and lists around the same leaves: the part keeps its own until it loads."""
+    if isinstance(value, Mapping):
+        again: Any = copy(value)
+        for key, inner in value.items():
+            again[key] = _copied(inner)
+        return again
+    return [_copied(inner) for inner in value] if type(value) is list else value
+
+
+def _fit(
+    own: Any,
+    stored: Mapping[Path, TensorFacts | None],
+    parameter: torch.Tensor | None = None,
+    *,
+    adds: bool = False,
+) -> None:
+    """Let `own` have containers, tensors and other values where the checkpoint has them.
+
+    With `adds` also where it has nothing yet: else that is left until no rank has taken a name.
+    """
+    below: dict[str | int, dict[Path, TensorFacts | None]] = {}
+    for path, facts in stored.items():
+        below.setdefault(path[0], {})[path[1:]] = facts
+    for step, rests in below.items():
+        if not _has(own, (step,)):
+            if adds:
+                for rest, facts in rests.items():
+                    _put(own, (step, *rest), _place(facts, parameter))
+            continue
+        key = _own_key(own, step)
+        if () in rests:
+            if not _is_place(own[key], rests[()]):
+                own[key] = _place(rests[()], parameter)
+            continue
+        if not isinstance(own[key], Mapping | list):
+            own[key] = [] if isinstance(next(iter(rests))[0], int) else {}
+        _fit(own[key], rests, parameter, adds=adds)
+
+
+def _is_place(value: Any, facts: TensorFacts | None) -> bool:
+    """Whether what is stored can be loaded here."""
+    if facts is None:
+        return not isinstance(value, Mapping | list | torch.Tensor)
+    if type(value) is not torch.Tensor:
+        # Sharded tensors are checked against the checkpoint when they are requested, as those of modules.
+        return isinstance(value, torch.Tensor)
+    return tuple(value.shape) == facts.shape and str(value.dtype) == f"torch.{facts.dtype}"
+
+
+def _own_key(holder: Any, step: str | int) -> Any:
+    """The key of a step of a place, which is text even where the state counts with integers."""
+    if not isinstance(holder, Mapping) or step in holder:
+        return step
+    return next((key for key in holder if not isinstance(key, str) and str(key) == step), step)
+
+
+def _has(holder: Any, path: Path) -> bool:
+    for step in path:
+        if isinstance(holder, Mapping):
+            key = _own_key(holder, step)
+            if key not in holder:
+                return False
+        elif isinstance(holder, list):
+            key = step
+            if not isinstance(step, int) or step >= len(holder):
+                return False
+        else:
+            return False
+        holder = holder[key]
+    return True
+
+
+def _put(holder: Any, path: Path, value: Any) -> None:
+    """Put a value at a place; missing dicts and lists on the way are made."""
+    for step, following in zip(path, (*path[1:], None), strict=True):
+        inner = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(holder, list):
+            assert isinstance(step, int), "places inside lists are numbers"
+            holder.extend([None] * (step + 1 - len(holder)))
+            if following is None or not isinstance(holder[step], Mapping | list):
+                holder[step] = inner
+            holder = holder[step]
+            continue
+        key = _own_key(holder, step)
+        if key not in holder and isinstance(key, str) and _counts(holder) and key.isdecimal():
+            key = int(key)
+        if following is None or not isinstance(holder.get(key), Mapping | list):
+            holder[key] = inner
+        holder = holder[key]
+
+
+def _counts(holder: Mapping[Any, Any]) -> bool:
+    """Whether keys that look like integers are some; of a new dict this can only be guessed."""
+    return all(isinstance(key, int) for key in holder)

@@ -1,0 +1,261 @@
+"""Training that stops and goes on in new processes: its losses are those of training that never stopped.
+
+Raw parts and the dicts of `get_state_dict`, on 1 and 2 ranks (FSDP2), saved and loaded by Penstock and by
+stock torch in all four pairs of which Penstock is one side.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
+from torch.distributed.checkpoint import state_dict as stock_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+from torch.distributed.fsdp import fully_shard
+
+import penstock.checkpoint as pc
+from penstock.checkpoint.loading import stateful_parts
+from penstock.errors import UsageError
+from penstock.testing.child_processes import run_children
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+Engine = Literal["ours", "stock"]
+Form = Literal["raw", "dicts"]
+
+NUM_STEPS = 4
+
+
+class Batches:
+    """Shuffled samples. Between epochs it has no iterator, so its state has another structure then."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._order: list[int] | None = None
+        self._position = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            if self._order is None:
+                self._order = torch.randperm(6, generator=self._generator).tolist()
+                self._position = 0
+            sample = self._order[self._position]
+            self._position += 1
+            if self._position == len(self._order):
+                self._order = None
+            yield torch.arange(8.0).repeat(4, 1) * 0.01 * (sample + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        iterator = None if self._order is None else {"order": self._order, "position": self._position}
+        return {"generator": self._generator.get_state(), "iterator": iterator}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._generator.set_state(state_dict["generator"])
+        iterator = state_dict["iterator"]
+        self._order = None if iterator is None else iterator["order"]
+        self._position = 0 if iterator is None else iterator["position"]
+
+
+class Generators:
+    """The states of all random generators."""
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - as programs use it
+        numpy_state = [kind, np.asarray(keys).tolist(), *rest]
+        return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy_state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        torch.set_rng_state(state_dict["torch"])
+        random.setstate(state_dict["python"])
+        kind, keys, *rest = state_dict["numpy"]
+        np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))  # noqa: NPY002 - as above
+
+
+class Training:
+    """A model with dropout, and everything that its training needs to go on."""
+
+    def __init__(self, seed: int) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.4), torch.nn.Linear(16, 1)
+        )
+        if dist.is_initialized():
+            fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 5, 6], gamma=0.7)
+        self.batches = Batches(seed + rank)
+        torch.manual_seed(seed + 100 * rank)
+        random.seed(seed + rank)
+        np.random.seed(seed + rank)  # noqa: NPY002 - as programs use it
+
+    def losses(self, num_steps: int) -> list[float]:
+        found = []
+        for _, batch in zip(range(num_steps), self.batches, strict=False):
+            noise = random.random() + np.random.random()  # noqa: NPY002 - what a restart must not change
+            loss = (self.model(batch) - noise).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            found.append(loss.item())
+        return found
+
+    def state(self, form: Form, own: str) -> dict[str, Any]:
+        """Keys of what differs from rank to rank end with `own`."""
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        if form == "dicts":
+            model, optimizer = stock_state_dict.get_state_dict(self.model, self.optimizer)
+            parts = {"model": model, "optimizer": optimizer}
+        rest = {"scheduler": self.scheduler, f"batches{own}": self.batches, f"random{own}": Generators()}
+        return {**parts, **rest, "step": NUM_STEPS}
+
+    def take(self, state: dict[str, Any], form: Form) -> None:
+        if form == "dicts":
+            stock_state_dict.set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
+
+
+def own_key(engines: set[Engine]) -> str:
+    """Of one name stock torch writes one rank's value, so with it what differs gets names by rank."""
+    return f"_{dist.get_rank()}" if "stock" in engines and dist.is_initialized() else ""
+
+
+def begin(rank: int, path: Path, engine: Engine, other: Engine, form: Form) -> list[float]:
+    """Train, save, train on: the losses after the save."""
+    torch.set_num_threads(1)
+    training = Training(seed=1)
+    training.losses(NUM_STEPS)
+    state = training.state(form, own_key({engine, other}))
+    if engine == "ours":
+        pc.save(state, path)
+    else:
+        stock_save(state, checkpoint_id=path)
+    return training.losses(NUM_STEPS)
+
+
+def go_on(rank: int, path: Path, engine: Engine, other: Engine, form: Form) -> list[float]:
+    """Load in a new process whose model has other values: the losses from there on."""
+    torch.set_num_threads(1)
+    training = Training(seed=50)
+    if engine == "stock":
+        # Stock torch asks an optimizer without state for nothing, and a loader for the structure it has.
+        stock_state_dict._init_optim_state(training.optimizer)
+        training.losses(1)
+    state = training.state(form, own_key({engine, other}))
+    state["step"] = 0
+    if engine == "ours":
+        pc.load(state, path)
+    else:
+        stock_load(state, checkpoint_id=path)
+    training.take(state, form)
+    assert state["step"] == NUM_STEPS
+    return training.losses(NUM_STEPS)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("form", ["raw", "dicts"])
+@pytest.mark.parametrize(("saver", "loader_"), [("ours", "ours"), ("ours", "stock"), ("stock", "ours")])
+def test_losses_after_a_restart_are_those_without_one(
+    tmp_path: Path, num_ranks: int, form: Form, saver: Engine, loader_: Engine
+) -> None:
+    path = tmp_path / "saved"
+    if num_ranks == 1:
+        (expected,) = run_children([(begin, (0, path, saver, loader_, form))], 120)
+        (found,) = run_children([(go_on, (0, path, loader_, saver, form))], 120)
+    else:
+        expected = on_gloo_ranks(num_ranks, begin, path, saver, loader_, form)
+        found = on_gloo_ranks(num_ranks, go_on, path, loader_, saver, form)
+        assert len({tuple(losses) for losses in expected}) == num_ranks
+    assert found == expected
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("raw", "dicts"), ("dicts", "raw")])
+@pytest.mark.parametrize("saver", ["ours", "stock"])
+def test_each_form_of_an_optimizer_is_loaded_into_the_other(
+    tmp_path: Path, saved: Form, loaded: Form, saver: Engine
+) -> None:
+    path = tmp_path / "saved"
+    expected = begin(0, path, saver, "ours", saved)
+    assert go_on(0, path, "ours", saver, loaded) == expected
+
+
+def test_optimizer_that_gets_no_places_is_an_error_that_names_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(0, tmp_path / "saved", "ours", "ours", "raw")
+    begin_optimizer = stateful_parts._begin_optimizer
+
+    def begin_without_places(key: str, part: Any, raw: Any, _: Any, names: Any) -> Any:
+        return begin_optimizer(key, part, raw, {}, names)
+
+    monkeypatch.setattr(stateful_parts, "_begin_optimizer", begin_without_places)
+    with pytest.raises(UsageError, match=r"holds 'optimizer\.state\.0\.\w+', .* no part of the state takes"):
+        go_on(0, tmp_path / "saved", "ours", "ours", "raw")
+
+
+def saved_training(path: Path) -> Training:
+    training = Training(seed=1)
+    training.losses(1)
+    pc.save(training.state("raw", ""), path)
+    return training
+
+
+def test_entry_of_an_optimizer_that_the_state_lacks_is_an_error_that_names_it(tmp_path: Path) -> None:
+    training = saved_training(tmp_path / "saved")
+    state = training.state("dicts", "")
+    del state["optimizer"]["state"]["3.bias"]["exp_avg"]
+    with pytest.raises(UsageError, match=r"holds 'optimizer\.state\.3\.exp_avg', which no part"):
+        pc.load(state, tmp_path / "saved")
+
+
+def test_entry_of_an_optimizer_that_the_checkpoint_lacks_is_an_error_that_names_it(tmp_path: Path) -> None:
+    training = Training(seed=1)
+    training.losses(1)
+    state = training.state("dicts", "")
+    del state["optimizer"]["state"]["3.bias"]["exp_avg"]
+    pc.save(state, tmp_path / "saved")
+    with pytest.raises(UsageError, match=r"does not hold 'optimizer\.state\.3\.bias\.exp_avg'"):
+        pc.load(Training(seed=2).state("dicts", ""), tmp_path / "saved")
+
+
+def test_what_a_module_does_not_take_is_a_warning_that_names_it_unless_strict(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_training(tmp_path / "saved")
+    smaller = torch.nn.Sequential(torch.nn.Linear(8, 16))
+    with pytest.raises(UsageError, match=r"holds 'model\.3\.weight', 'model\.3\.bias', which no part"):
+        pc.load({"model": smaller}, tmp_path / "saved")
+    pc.load({"model": smaller}, tmp_path / "saved", exclude="model.3.*")
+    assert "Not loaded" not in caplog.text
+    pc.load({"model": smaller}, tmp_path / "saved", strict=False)
+    assert "no part of the state takes it: model.3." in caplog.text
+
+
+def load_own_layer(rank: int, path: Path) -> tuple[int, ...]:
+    layers = {f"layer{number}": torch.nn.Linear(2, 2).state_dict() for number in range(2)}
+    pc.save({"model": {f"layer{rank}": layers[f"layer{rank}"]}}, path)
+    own = {"model": {f"layer{rank}": torch.nn.Linear(2, 2).state_dict()}}
+    pc.load(own, path)
+    try:
+        pc.load({"model": {"layer0": torch.nn.Linear(2, 2).state_dict()}}, path)
+    except UsageError as error:
+        assert "layer1" in str(error)  # noqa: PT017 - in a child process
+        return (rank, 1)
+    return (rank, 0)
+
+
+def test_what_another_rank_takes_is_no_error(tmp_path: Path) -> None:
+    assert on_gloo_ranks(2, load_own_layer, tmp_path / "saved") == [(0, 1), (1, 1)]

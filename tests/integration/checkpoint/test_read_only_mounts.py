@@ -1,0 +1,106 @@
+"""Loads, and verbs that only read, work on a file system that is mounted read-only, and write nothing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+
+from penstock.checkpoint.api import load, save
+from penstock.checkpoint.manager.manager import Manager
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+MOUNTED = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && exec "$2" -c "$3" "$1"'
+
+LOADS = """
+import sys, torch
+import torch.distributed.checkpoint as dcp
+import penstock.checkpoint as pc
+root = sys.argv[1]
+expected = torch.arange(3000.0)
+for name in ("ours", "stock", "plain.pt", "plain.safetensors", "managed/step-7"):
+    state = {"w": torch.zeros(3000)}
+    pc.load(state, f"{root}/{name}")
+    assert torch.equal(state["w"], expected), name
+    print("loaded", name)
+for name in ("ours", "stock"):
+    state = {"w": torch.zeros(3000)}
+    dcp.load(state, storage_reader=pc.Reader(f"{root}/{name}"))
+    assert torch.equal(state["w"], expected), name
+    print("read", name)
+with pc.Manager(f"{root}/managed") as manager:
+    state = {"w": torch.zeros(3000)}
+    assert manager.restore(state) == 7
+    assert torch.equal(state["w"], expected)
+    print("restored")
+"""
+
+VERBS = """
+import sys, tempfile
+from penstock.cli.app import main
+root = sys.argv[1]
+with tempfile.TemporaryDirectory() as out:
+    for arguments in (
+        ["ls", f"{root}/managed"], ["show", f"{root}/ours"], ["verify", f"{root}/ours"],
+        ["verify", f"{root}/stock"], ["diff", f"{root}/ours", f"{root}/stock"],
+        ["convert", f"{root}/ours", f"{out}/ours.safetensors"],
+        ["convert", f"{root}/plain.pt", f"{out}/ours"],
+    ):
+        try:
+            main(["checkpoint", *arguments])
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        print(arguments[0], code)
+        assert code == 0, arguments
+"""
+
+
+def run_read_only(folder: Path, program: str) -> str:
+    """What `program` prints when everything below `folder` is mounted read-only for it alone."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("unshare is not installed")
+    if subprocess.run([unshare, "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("mounts need privileges that this user lacks")
+    command = [unshare, "-m", "sh", "-c", MOUNTED, "sh", str(folder), sys.executable, program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    state = {"w": torch.arange(3000.0)}
+    save(state, tmp_path / "ours")
+    stock_save(state, storage_writer=FileSystemWriter(tmp_path / "stock"))
+    torch.save(state, tmp_path / "plain.pt")
+    save_file(state, tmp_path / "plain.safetensors")
+    with Manager(tmp_path / "managed") as manager:
+        manager.save(7, state)
+    return tmp_path
+
+
+def test_every_format_is_loaded_and_restored_from_a_read_only_mount(saved: Path) -> None:
+    printed = run_read_only(saved, LOADS)
+    assert printed.split("\n")[-2] == "restored"
+
+
+def test_verbs_that_only_read_work_on_a_read_only_mount(saved: Path) -> None:
+    run_read_only(saved, VERBS)
+
+
+def test_loads_touch_no_folder(saved: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in [saved, *saved.rglob("*")] if path.is_dir()}
+    load({"w": torch.zeros(3000)}, saved / "ours")
+    with Manager(saved / "managed") as manager:
+        manager.restore({"w": torch.zeros(3000)})
+    assert {path: path.stat().st_mtime_ns for path in before} == before

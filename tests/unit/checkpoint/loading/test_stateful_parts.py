@@ -1,0 +1,193 @@
+"""Parts that load their own state: the structure that they are given, and what they take of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.checkpoint.loading.stateful_parts import StoredNames, loading_into
+from penstock.checkpoint.state.leaves import flatten_state
+from penstock.checkpoint.state.regions import (
+    CheckpointIndex,
+    Regions,
+    StoredObject,
+    StoredRegions,
+    TensorFacts,
+)
+from penstock.checkpoint.state.tensors import is_tensor
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Part:
+    """A part whose structure depends on what it has done."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+def stored(state: Mapping[str, Any]) -> StoredNames:
+    """The names that a checkpoint of this state has."""
+    leaves = flatten_state(state, is_tensor)
+    tensors = tuple(
+        TensorFacts(leaf.name, str(leaf.value.dtype)[6:], tuple(leaf.value.shape), leaf.value.itemsize)
+        for leaf in leaves
+        if is_tensor(leaf.value)
+    )
+    objects = tuple(StoredObject(leaf.name, 0, 0, 0) for leaf in leaves if not is_tensor(leaf.value))
+    none = np.zeros(0, dtype=np.int64)
+    regions = StoredRegions(Regions.from_rows(()), none, none, none, none, none.astype(np.bool_))
+    index = CheckpointIndex(tensors, regions, objects, ())
+    return StoredNames(index, {leaf.name: leaf.path for leaf in leaves})
+
+
+def load(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Load as the loader does, by names and places alone."""
+    values = {leaf.name: leaf.value for leaf in flatten_state(saved, is_tensor)}
+    with loading_into(state, stored(saved), {key: f"{key}." for key in state}) as parts:
+        asked = {leaf.name for leaf in flatten_state(parts.state, is_tensor)}
+        parts.add(values.keys() - asked)
+        for leaf in flatten_state(parts.state, is_tensor):
+            if is_tensor(leaf.value):
+                leaf.value.copy_(values[leaf.name])
+            else:
+                leaf.put(values[leaf.name])
+
+
+def test_part_and_plain_value_are_loaded() -> None:
+    part = Part({"x": 1})
+    state = {"part": part, "step": 1}
+    load(state, {"part": {"x": 5}, "step": 2})
+    assert part.state == {"x": 5}
+    assert state == {"part": part, "step": 2}
+
+
+def test_no_part_is_loaded_after_a_failure() -> None:
+    part = Part({"x": [1]})
+    saved = {"part": {"x": [1]}}
+    with pytest.raises(UsageError), loading_into({"part": part}, stored(saved), {"part": "part."}):
+        raise UsageError("no")
+    assert part.state == {"x": [1]}
+
+
+@pytest.mark.parametrize(
+    ("fresh", "saved"),
+    [
+        ({}, {"position": 4}),
+        ({"iterator": None}, {"iterator": {"position": 4, "seen": torch.ones(3)}}),
+        ({"iterator": {"position": 0}}, {"iterator": None}),
+        ({"iterator": {"order": torch.zeros(2)}}, {"iterator": {"order": torch.ones(5)}}),
+        ({"iterator": torch.zeros(2)}, {"iterator": None}),
+        ({"workers": []}, {"workers": [{"at": 1}, {"at": 2}]}),
+        ({"workers": {}}, {"workers": {0: {"at": 1}, 1: {"at": 2}}}),
+        ({"workers": {"0": {"at": 0}}}, {"workers": {"0": {"at": 1}, "1": {"at": 2}}}),
+    ],
+    ids=["new", "begun", "ended", "longer", "gone", "list", "counted", "named"],
+)
+def test_part_gets_the_structure_that_was_saved(fresh: dict[str, Any], saved: dict[str, Any]) -> None:
+    part = Part(fresh)
+    load({"part": part}, {"part": saved})
+    assert in_order(part.state) == in_order(saved)
+
+
+def in_order(value: Any) -> str:
+    """Values without the order of keys, which a checkpoint does not have."""
+    if not isinstance(value, dict):
+        return repr(value)
+    return repr(sorted((repr(key), in_order(inner)) for key, inner in value.items()))
+
+
+def trained(*, names: bool = False, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    given: Any = module.named_parameters() if names else module.parameters()
+    optimizer = torch.optim.AdamW(given, lr=0.1)
+    module(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    return module, optimizer
+
+
+def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    return module, torch.optim.AdamW(module.parameters())
+
+
+def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    found, expected = one.state_dict(), other.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for number, slots in expected["state"].items():
+        assert slots.keys() == found["state"][number].keys()
+        assert all(torch.equal(slots[slot], found["state"][number][slot]) for slot in slots)
+
+
+def test_optimizer_without_state_gets_all_of_it() -> None:
+    module, optimizer = trained()
+    again, other = fresh()
+    before = [parameter.clone() for parameter in again.parameters()]
+    saved = {"optim": optimizer.state_dict()}
+    load({"optim": other}, saved)
+    assert_same_state(other, optimizer)
+    assert all(parameter.grad is None for parameter in again.parameters())
+    assert all(torch.equal(*pair) for pair in zip(before, again.parameters(), strict=True))
+    assert module is not again
+
+
+def test_optimizer_takes_options_and_slots_that_it_was_not_made_with() -> None:
+    module, _ = trained()
+    optimizer = torch.optim.AdamW(module.parameters(), amsgrad=True)
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    module(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    _, other = fresh()
+    load({"optim": other}, {"optim": optimizer.state_dict()})
+    assert_same_state(other, optimizer)
+
+
+def test_optimizer_that_was_saved_before_its_first_step_has_no_state() -> None:
+    _, optimizer = fresh()
+    _, other = trained()
+    load({"optim": other}, {"optim": optimizer.state_dict()})
+    assert not other.state_dict()["state"]
+
+
+def test_parameter_without_saved_state_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    _, optimizer = trained()
+    saved = optimizer.state_dict()
+    del saved["state"][2]
+    _, other = fresh()
+    load({"optim": other}, {"optim": saved})
+    assert sorted(other.state_dict()["state"]) == [0, 1, 3]
+    assert "has no state of the parameters 2 of 'optim'" in caplog.text
+
+
+def test_groups_of_other_parameters_are_refused() -> None:
+    module, optimizer = trained()
+    named: dict[str, Any] = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    named["param_groups"][0]["params"] = ["0.weight", "0.bias", "1.weight", "other"]
+    with pytest.raises(UsageError, match="Group 0 of 'optim' has other parameters"):
+        load({"model": module, "optim": optimizer}, {"model": module.state_dict(), "optim": named})
+
+
+def test_optimizer_of_named_parameters_needs_no_module_to_load_names() -> None:
+    _, optimizer = trained(names=True)
+    saved = optimizer.state_dict()
+    names = saved["param_groups"][0]["param_names"]
+    named = {
+        "state": {names[number]: slots for number, slots in saved["state"].items()},
+        "param_groups": [{**saved["param_groups"][0], "params": names}],
+    }
+    _, other = trained(names=True, seed=1)
+    load({"optim": other}, {"optim": named})
+    assert_same_state(other, optimizer)
