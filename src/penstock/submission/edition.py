@@ -122,8 +122,40 @@ class CheckpointLimits(_Strict):
     parameters: ParameterLists
 
 
+class CacheOption(_Strict):
+    """One of the fixed loads of a key-value cache; users are those of each rank."""
+
+    model: str
+    num_users: int
+    duration_s: int
+    gpu_gib: int
+    cpu_gib: int
+    max_allocations: int
+    generation: str
+
+
+class KvCacheLimits(_Strict):
+    """The requirements on key-value caches. `flags` may stand in a command of CLOSED."""
+
+    options: dict[str, CacheOption]
+    seed: int
+    trials: int
+    delay_s: float
+    flags: frozenset[str]
+
+
+class VectorLimits(_Strict):
+    """The requirements on vector search."""
+
+    num_runs: int
+    engines: frozenset[str]
+    closed_indexes: frozenset[str]
+    open_indexes: frozenset[str]
+    closed_keys: frozenset[str]
+
+
 class Edition(_Strict):
-    """One edition; the last two are absent where runs are numbered.
+    """One edition; the last ones are absent where it has no such tree or benchmark.
 
     `rules` is the edition whose rules apply. `is_softened` says that its round let pass with a warning what
     these rules forbid.
@@ -145,6 +177,8 @@ class Edition(_Strict):
     for_the_reviewer: tuple[str, ...]
     timed: TimedTree | None = None
     checkpoints: CheckpointLimits | None = None
+    kv_cache: KvCacheLimits | None = None
+    vectors: VectorLimits | None = None
 
     def count_warm_ups(self, num_runs: int) -> int:
         """How many of `num_runs` are warm-ups: none if the edition allows to leave them out, and they are."""
@@ -169,6 +203,18 @@ class Edition(_Strict):
         if self.checkpoints is None:
             raise MissingFact(f"{self.edition} has no checkpointing")
         return self.checkpoints
+
+    def require_kv_cache(self) -> KvCacheLimits:
+        """The limits that only editions with key-value caches have."""
+        if self.kv_cache is None:
+            raise MissingFact(f"{self.edition} has no key-value caches")
+        return self.kv_cache
+
+    def require_vectors(self) -> VectorLimits:
+        """The limits that only editions with vector search have."""
+        if self.vectors is None:
+            raise MissingFact(f"{self.edition} has no vector search")
+        return self.vectors
 
 
 EDITIONS = ("v1.0", "v2.0", "v3.0", "v3.0-strict")

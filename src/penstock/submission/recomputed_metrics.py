@@ -178,8 +178,8 @@ CHECKPOINT_METRICS: Final[Mapping[str, Callable[[SubmittedResult], float]]] = Ma
 def recompute(result: SubmittedResult) -> dict[str, float]:
     """All figures of a result that can be recomputed."""
     metrics = {}
-    is_training = result.location.benchmark is Benchmark.TRAINING
-    for name, metric in (TRAINING_METRICS if is_training else CHECKPOINT_METRICS).items():
+    by_benchmark = {Benchmark.TRAINING: TRAINING_METRICS, Benchmark.CHECKPOINTING: CHECKPOINT_METRICS}
+    for name, metric in by_benchmark.get(result.location.benchmark, {}).items():
         try:
             value = metric(result)
         except (MissingFact, ArithmeticError):  # the rule on means names what is missing or absurd

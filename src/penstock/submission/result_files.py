@@ -6,12 +6,12 @@ reading fail; a rule that needs a missing field gets `MissingFact`.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypedDict
 
-from penstock.submission import tree_layout
+from penstock.submission import kv_cache_runs, tree_layout, vector_search_runs
 from penstock.submission.bounded_parse import MAX_YAML_BYTES, parse_lenient_json
 from penstock.submission.bounded_read import LEADS_OUT, leads_out, read_bytes, tree_of
 from penstock.submission.code_image import POINTER
@@ -40,7 +40,8 @@ class ResultDir:
 
     `pointer` is the text of its pointer to a code image, `record` our own `run.json`, `stats` what each rank
     reports of its epochs (of checkpoints alone), `log` what the run printed. v1.0 has none of these, and no
-    metadata. `files` has names in lower case, `unlisted` the reason why there are none.
+    metadata. `files` has names in lower case, `unlisted` the reason why there are none. `ranks`
+    are what each rank of a key-value cache reports; `aggregate` and `ground_truth` belong to vector search.
     """
 
     name: str
@@ -57,6 +58,9 @@ class ResultDir:
     log: ParsedFile
     stats: tuple[ParsedFile, ...] = ()
     unlisted: str = ""
+    ranks: tuple[kv_cache_runs.RankResult, ...] = ()
+    aggregate: ParsedFile = _NOT_IN_EDITION
+    ground_truth: ParsedFile = _NOT_IN_EDITION
 
     def settings(self) -> Mapping[str, str]:
         """The command line's settings by key, without `++` and `workload.`; the workload is `workload`."""
@@ -69,9 +73,9 @@ class ResultDir:
     def workload(self) -> tuple[str, str]:
         """The family and the accelerator: `workload=unet3d_h100` is (`unet3d`, `h100`).
 
-        For checkpointing both come from the metadata, because its configuration names no accelerator.
+        But for training both come from the metadata, because no configuration names an accelerator.
         """
-        if self.benchmark is Benchmark.CHECKPOINTING:
+        if self.benchmark is not Benchmark.TRAINING:
             return self.metadata.text("model").lower(), self.accelerator()
         settings = self.settings()
         if "workload" not in settings:
@@ -136,12 +140,12 @@ def read_results(
     base = root.resolve()
     if not location.model:
         return (_read_numbered(location, context, base),)
-    if location.benchmark not in tree_layout.CHECKED_BENCHMARKS:
-        return (_read_timed(location, context, base, runs=(), name=location.name),)
     runs = [
         ResultRun(name=folder.name, dirs=(_read_timed_dir(folder, location, SubmissionPhase.RUN, base),))
         for folder in location.run_folders
     ]
+    if location.benchmark is Benchmark.KV_CACHE:
+        runs = _published_run(runs)
     groups = _group_by_accelerator(runs)
     is_training = location.benchmark is Benchmark.TRAINING
     return tuple(
@@ -154,6 +158,12 @@ def read_results(
         )
         for accelerator, group in groups.items()
     )
+
+
+def _published_run(runs: list[ResultRun]) -> list[ResultRun]:
+    """Of several runs of a key-value cache the latest without errors, else the latest; a result has one."""
+    error_free = [run for run in runs if kv_cache_runs.is_error_free(run.dirs[0].summary)]
+    return (error_free or runs)[-1:]
 
 
 def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -> SubmittedResult:
@@ -279,6 +289,13 @@ def _list_files(folder: Path, config_folder: str, base: Path) -> tuple[dict[str,
     return files, ""
 
 
+def _summary_name(benchmark: Benchmark, files: Mapping[str, str]) -> str:
+    """Older tools wrote that of a key-value cache under another name."""
+    if benchmark is not Benchmark.KV_CACHE or tree_layout.SUMMARY in files:
+        return tree_layout.SUMMARY
+    return next(filter(kv_cache_runs.OLD_SUMMARY.fullmatch, files), tree_layout.SUMMARY)
+
+
 def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: str, log: str) -> ResultDir:
     name, path, tree = relative(folder, base), str(folder), str(base)
     files, unlisted = _list_files(folder, config_folder, base)
@@ -298,11 +315,10 @@ def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: 
     return ResultDir(
         name=name,
         benchmark=benchmark,
-        summary=read(tree_layout.SUMMARY),
+        summary=read(_summary_name(benchmark, files)),
         config=read(f"{config_folder}/config.yaml"),
         overrides=read(f"{config_folder}/overrides.yaml"),
         files=frozenset(files),
-        unlisted=unlisted,
         metadata=metadata,
         provenance=read(tree_layout.PROVENANCE),
         pointer=read(POINTER),
@@ -310,4 +326,24 @@ def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: 
         record=read(tree_layout.RUN_RECORD),
         log=read(log) if log else _NOT_IN_EDITION,
         stats=tuple(map(read, sorted(filter(_RANK_STATS.fullmatch, files)))) if has_stats else (),
+        unlisted=unlisted,
+        **_read_queries(folder, base, benchmark, read),
     )
+
+
+class _QueryFiles(TypedDict, total=False):
+    ranks: tuple[kv_cache_runs.RankResult, ...]
+    aggregate: ParsedFile
+    ground_truth: ParsedFile
+
+
+def _read_queries(
+    folder: Path, base: Path, benchmark: Benchmark, read: Callable[[str], ParsedFile]
+) -> _QueryFiles:
+    """The files that only key-value caches or only vector search have."""
+    if benchmark is Benchmark.KV_CACHE:
+        return {"ranks": kv_cache_runs.read_rank_results(folder, base)}
+    if benchmark is Benchmark.VECTOR_SEARCH:
+        aggregate = vector_search_runs.read_aggregate(folder, base)
+        return {"aggregate": aggregate, "ground_truth": read(vector_search_runs.VERDICT)}
+    return {}

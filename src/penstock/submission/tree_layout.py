@@ -31,7 +31,7 @@ _TIME: Final = re.compile(r"\d{8}_\d{6}")
 
 
 class Benchmark(StrEnum):
-    """The benchmark of a result, by the name of its folder. Penstock checks the first two."""
+    """The benchmark of a result, by the name of its folder."""
 
     TRAINING = "training"
     CHECKPOINTING = "checkpointing"
@@ -47,7 +47,8 @@ class SubmissionPhase(StrEnum):
     RUN = "run"
 
 
-CHECKED_BENCHMARKS: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
+RUNNABLE_BENCHMARKS: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
+"""Those that Penstock itself runs; it judges all."""
 
 
 def is_result_dir_name(name: str) -> bool:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from tests.support.submission import tree_changes as do
+from tests.support.submission.query_tree import valid_cache, valid_vectors
 from tests.support.submission.timed_tree import (
     NUM_FILES,
     PAUSE,
@@ -24,7 +26,7 @@ from tests.support.submission.timed_tree import (
 from penstock.submission.finding import Verdict
 
 if TYPE_CHECKING:
-    from penstock.submission.edition import Edition, ModelLimits
+    from penstock.submission.edition import Edition, KvCacheLimits, ModelLimits, VectorLimits
 
 _PASS, _FAIL, _WARNING = Verdict.PASS, Verdict.FAIL, Verdict.WARNING
 AT_LEAST: Final = (_FAIL, _PASS, _PASS)
@@ -95,6 +97,8 @@ def boundaries(edition: Edition) -> Iterator[Boundary]:
         verdicts=(_WARNING, _PASS, _PASS),
     )
     yield from _of_checkpoints(edition, trees)
+    if edition.kv_cache is not None and edition.vectors is not None:
+        yield from _of_queries(edition.kv_cache, edition.vectors)
 
 
 def _of_sizing(edition: Edition, trees: _Trees) -> Iterator[Boundary]:
@@ -150,6 +154,93 @@ def _of_checkpoints(edition: Edition, trees: _Trees) -> Iterator[Boundary]:
         tree=trees.size("llama3-8b", checkpoints.models["llama3-8b"].size_gib, outer=True),
         verdicts=(_PASS, _PASS, _WARNING),
     )
+
+
+FLAGS: Final = {
+    "num_users": "num-users",
+    "duration_s": "duration",
+    "gpu_gib": "gpu-mem-gb",
+    "cpu_gib": "cpu-mem-gb",
+    "max_allocations": "max-concurrent-allocs",
+}
+
+
+def _of_queries(cache: KvCacheLimits, vectors: VectorLimits) -> Iterator[Boundary]:
+    for number, option in cache.options.items():
+        for field, flag in FLAGS.items():
+            yield Boundary(
+                number=f"kv_cache.options.{number}.{field}",
+                rule="kvcache.users" if field == "num_users" else "kvcache.table",
+                tree=partial(_with_flag, int(number), flag, getattr(option, field)),
+                verdicts=EXACTLY,
+            )
+    yield Boundary(
+        number="kv_cache.seed",
+        rule="kvcache.sequence",
+        tree=lambda steps: _with_flag(1, "seed-base", cache.seed, steps),
+        verdicts=EXACTLY,
+    )
+    yield Boundary(number="kv_cache.trials", rule="kvcache.sequence", tree=_with_trials, verdicts=EXACTLY)
+    yield Boundary(
+        number="kv_cache.delay_s",
+        rule="kvcache.sequence",
+        tree=lambda steps: _with_delay(cache.delay_s + steps),
+        verdicts=EXACTLY,
+    )
+    yield Boundary(
+        number="vectors.num_runs",
+        rule="vectors.runs",
+        tree=lambda steps: _with_searches(vectors.num_runs + steps),
+        verdicts=EXACTLY,
+    )
+
+
+def _cache_commands(tree: Round) -> list[dict[str, str]]:
+    metadata = next(value for path, value in tree.files.items() if path.endswith("_metadata.json"))
+    commands: list[dict[str, str]] = metadata["command_output_files"]
+    return commands
+
+
+def _with_flag(option: int, flag: str, value: int, steps: int) -> Round:
+    tree = valid_cache()
+    for entry in _cache_commands(tree):
+        if f"/option_{option}/" in entry["command"]:
+            entry["command"] = entry["command"].replace(f"--{flag} {value}", f"--{flag} {value + steps}")
+    return tree
+
+
+def _with_trials(steps: int) -> Round:
+    tree = valid_cache()
+    entries = _cache_commands(tree)
+    if steps < 0:
+        entries[:] = [entry for entry in entries if "/trial_2 " not in entry["command"]]
+    elif steps > 0:
+        last = [entry for entry in entries if "/trial_2 " in entry["command"]]
+        for entry in last:
+            entries.insert(
+                entries.index(entry) + 1, {"command": entry["command"].replace("/trial_2 ", "/trial_3 ")}
+            )
+    return tree
+
+
+def _with_delay(delay_s: float) -> Round:
+    tree = valid_cache()
+    metadata = next(value for path, value in tree.files.items() if path.endswith("_metadata.json"))
+    metadata["args"]["inter_option_delay"] = delay_s
+    return tree
+
+
+def _with_searches(num_runs: int) -> Round:
+    tree = valid_vectors()
+    if num_runs < 5:
+        tree.drop("/run/20260701_100000/")
+    elif num_runs > 5:
+        tree.files |= {
+            path.replace("20260701_100000", "20260701_095800"): value
+            for path, value in tree.files.items()
+            if "/run/20260701_100000/" in path
+        }
+    return tree
 
 
 def _of_invocations(edition: Edition, trees: _Trees) -> Iterator[Boundary]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from tests.support.submission import tree_changes as do
 from tests.support.submission.checkpoint_rule_trees import CHECKPOINT_TREES
+from tests.support.submission.query_rule_trees import QUERY_TREES
 from tests.support.submission.timed_cases import (
     FAIL,
     NA,
@@ -43,7 +44,7 @@ DESCRIBED: Final = f"closed/acme/systems/{SYSTEM}.yaml"
 RESULTS: Final = f"{TRAINING}/run/results.json"
 
 
-TIMED_TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(
+_TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(
     {
         **CHECKPOINT_TREES,
         "structure.names": (
@@ -411,9 +412,17 @@ TIMED_TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType
             run("twice", do.sample_twice, WARNING),
         ),
         "scope.benchmark": (
-            run("vector search", do.rename("/training/", "/vector_database/"), UNKNOWN),
-            ckpt("key-value cache", do.rename("/checkpointing/", "/kv_cache/"), UNKNOWN),
+            run(
+                "vector search",
+                do.rename("/training/unet3d", "/vector_database/milvus/x"),
+                UNKNOWN,
+                ("v2.0",),
+            ),
+            ckpt("key-value cache", do.rename("/checkpointing/", "/kv_cache/"), UNKNOWN, ("v2.0",)),
         ),
     }
+)
+TIMED_TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(
+    {rule: (*_TREES.get(rule, ()), *QUERY_TREES.get(rule, ())) for rule in {**_TREES, **QUERY_TREES}}
 )
 """By rule."""

@@ -136,7 +136,7 @@ class Round:
 ACCELERATORS: Final = {"v2.0": "h100", "v3.0": "b200"}
 
 
-def _made_once(make: Callable[..., Round]) -> Callable[..., Round]:
+def made_once(make: Callable[..., Round]) -> Callable[..., Round]:
     """Build each tree once; every call gets a copy of its own."""
     build = cache(lambda *args, **options: pickle.dumps(make(*args, **options)))
 
@@ -148,12 +148,12 @@ def _made_once(make: Callable[..., Round]) -> Callable[..., Round]:
     return copy_tree
 
 
-@_made_once
+@made_once
 def valid_training(
     edition: str = "v3.0", *, workload: str = "unet3d", accelerator: str = "", num_runs: int = NUM_RUNS
 ) -> Round:
     """One warm-up and five runs on eight accelerators and two hosts, with the leaves before them."""
-    files = _shared(edition)
+    files = shared_files(edition)
     model = f"closed/acme/results/{SYSTEM}/training/{workload}"
     maker = _Training(edition=edition, workload=workload, accelerator=accelerator or ACCELERATORS[edition])
     sized, generated = BEGIN - timedelta(hours=3), BEGIN - timedelta(hours=2)
@@ -167,13 +167,13 @@ def valid_training(
         if rates
         else {}
     }
-    return _finished(files, edition)
+    return finished(files, edition)
 
 
-@_made_once
+@made_once
 def valid_checkpointing(edition: str = "v3.0", *, num_invocations: int = 2) -> Round:
     """llama3-8b on eight accelerators of one host: ten writes and ten reads, together or in turn."""
-    files = _shared(edition)
+    files = shared_files(edition)
     description = files[f"closed/acme/systems/{SYSTEM}.yaml"]["system_under_test"]
     description["clients"][0]["quantity"] = 1
     model = f"closed/acme/results/{SYSTEM}/checkpointing/llama3-8b"
@@ -186,10 +186,10 @@ def valid_checkpointing(edition: str = "v3.0", *, num_invocations: int = 2) -> R
     files[f"{model}/results.json"] = {
         "metrics": {f"{way}_checkpoint_duration_mean_seconds": mean(durations) for way in ("save", "load")}
     }
-    return _finished(files, edition)
+    return finished(files, edition)
 
 
-@_made_once
+@made_once
 def valid_round(edition: str = "v3.0") -> Round:
     """Both, on two systems of one submitter."""
     training, checkpointing = valid_training(edition), valid_checkpointing(edition)
@@ -198,7 +198,7 @@ def valid_round(edition: str = "v3.0") -> Round:
     described["system_under_test"]["solution"]["submission_name"] = "small"
     other |= {"closed/acme/systems/fast.yaml": described}
     moved = {path.replace(f"/{SYSTEM}", "/small"): value for path, value in other.items()}
-    return _finished({**moved, **training.files}, edition)
+    return finished({**moved, **training.files}, edition)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +211,14 @@ class _Training:
         time = f"{begin:%Y%m%d_%H%M%S}"
         folder = f"{model}/{phase}/{time}"
         files: dict[str, Any] = {f"{folder}/training_{time}_metadata.json": self._metadata(phase, begin)}
-        files |= _pointer(self.edition, folder)
+        files |= pointer(self.edition, folder)
         if phase == "datasize":
             return files
         files |= _printed(folder, f"training_{phase}") | self._configuration(folder, phase)
         if phase == "datagen":
             files[f"{folder}/datagen-manifest.json"] = {"num_files_train": NUM_FILES}
             return files
-        files |= _ranks(folder) | _sealed(self.edition, folder)
+        files |= _ranks(folder) | sealed(self.edition, folder)
         files[f"{folder}/summary.json"] = self._summary(begin, rate)
         files[f"{folder}/run.json"] = run_record(
             num_samples=NUM_FILES, num_ranks=NUM_ACCELERATORS, num_epochs=NUM_EPOCHS
@@ -321,10 +321,10 @@ def _checkpointing(edition: str, model: str, begin: datetime, *, writes: int, re
                 "results_dir": "/home/acme/results",
             },
         ),
-        **_pointer(edition, folder),
+        **pointer(edition, folder),
         **_printed(folder, "checkpointing_run"),
         **_ranks(folder),
-        **_sealed(edition, folder),
+        **sealed(edition, folder),
         f"{folder}/0_per_epoch_stats.json": {"1": stats},
         f"{folder}/summary.json": _summary(begin, num_hosts=1) | {"metric": metric},
         f"{folder}/dlio_config/config.yaml": {"workload": workload},
@@ -391,7 +391,7 @@ def _ranks(folder: str) -> dict[str, Any]:
     return {f"{folder}/0_output.json": {}, f"{folder}/0_per_epoch_stats.json": {}}
 
 
-def _sealed(edition: str, folder: str) -> dict[str, Any]:
+def sealed(edition: str, folder: str) -> dict[str, Any]:
     files: dict[str, Any] = {f"{folder}/fs_separation.json": {"version": 1, "same_filesystem": False}}
     if edition == "v3.0":
         files[f"{folder}/provenance.json"] = {
@@ -403,7 +403,7 @@ def _sealed(edition: str, folder: str) -> dict[str, Any]:
     return files
 
 
-def _pointer(edition: str, folder: str) -> dict[str, Any]:
+def pointer(edition: str, folder: str) -> dict[str, Any]:
     return {f"{folder}/.mlps-code-image": f"md5-tree-v2:{_code_digest()}\n"} if edition == "v3.0" else {}
 
 
@@ -415,7 +415,7 @@ def _code_digest() -> str:
     return hashlib.md5(joined.encode(), usedforsecurity=False).hexdigest()
 
 
-def _shared(edition: str) -> dict[str, Any]:
+def shared_files(edition: str) -> dict[str, Any]:
     systems = {
         f"closed/acme/systems/{SYSTEM}.yaml": {"system_under_test": _described(edition)},
         f"closed/acme/systems/{SYSTEM}.pdf": "%PDF-1.4\n",
@@ -498,7 +498,7 @@ def _storage_nodes() -> dict[str, Any]:
     }
 
 
-def _finished(files: dict[str, Any], edition: str) -> Round:
+def finished(files: dict[str, Any], edition: str) -> Round:
     """With the manifest, which names all leaves."""
     home = "closed/acme"
     if edition == "v3.0":

@@ -293,7 +293,7 @@ def _list_series(tree: OwnedTree) -> Iterator[Series]:
     for top in (tree.root, tree.root / HIDDEN / UNDER_WAY):
         for division in SubmissionDivision:
             results = top / division.value / tree.organisation / "results"
-            for benchmark in tree_layout.CHECKED_BENCHMARKS:
+            for benchmark in tree_layout.RUNNABLE_BENCHMARKS:
                 for folder in results.glob(f"*/{benchmark.value}/*"):
                     if folder.is_dir():
                         keys.add((division, folder.parts[-3], benchmark, folder.name))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
+from penstock.submission import kv_cache_runs, vector_search_runs
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import (
     deviation,
@@ -150,7 +151,12 @@ def compute_figures(result: SubmittedResult) -> ResultFigures:
     """The figures that a result of this benchmark has."""
     figures: list[ResultFigure] = []
     missing: list[str] = []
-    kinds = {Benchmark.TRAINING: _TRAINING, Benchmark.CHECKPOINTING: _CHECKPOINTING}
+    kinds = {
+        Benchmark.TRAINING: _TRAINING,
+        Benchmark.CHECKPOINTING: _CHECKPOINTING,
+        Benchmark.KV_CACHE: _KV_CACHE,
+        Benchmark.VECTOR_SEARCH: _VECTOR_SEARCH,
+    }
     for name, unit, compute in kinds.get(result.location.benchmark, ()):
         try:
             values = compute(result)
@@ -265,3 +271,47 @@ def _checkpoint_kinds() -> Iterator[_Kind]:
 
 
 _CHECKPOINTING: Final[tuple[_Kind, ...]] = tuple(_checkpoint_kinds())
+
+
+def _of_option(number: int, name: str) -> _Values:
+    """What the summary of a run states: files of ranks may be left out, and rules compare it with them."""
+
+    def read(run: ResultRun) -> float:
+        options = kv_cache_runs.options_of(run.dirs[0].summary)
+        if number not in options:
+            raise MissingFact(f"there is no option {number}", where=run.dirs[0].summary.file)
+        return options[number].number(name)
+
+    return _per_run(read)
+
+
+_CACHE_FIGURES: Final = (
+    ("read bandwidth", "GiB/s", "aggregated_read_bandwidth_gbps"),
+    ("write bandwidth", "GiB/s", "aggregated_write_bandwidth_gbps"),
+    ("throughput", "tokens/s", "aggregated_avg_throughput_tokens_per_sec"),
+    ("storage throughput", "tokens/s", "aggregated_storage_throughput_tokens_per_sec"),
+    ("largest p95 latency", "ms", kv_cache_runs.LATENCY),
+)
+_KV_CACHE: Final[tuple[_Kind, ...]] = tuple(
+    (f"option {number}: {figure}", unit, _of_option(number, name))
+    for number in (1, 2, 3)
+    for figure, unit, name in _CACHE_FIGURES
+)
+
+
+def _stated(name: str) -> _Values:
+    return _per_run(lambda run: run.dirs[0].summary.number(name))
+
+
+def _recomputed_rate(run: ResultRun) -> float:
+    return vector_search_runs.recompute_run(run.dirs[0].aggregate)["throughput_qps"]
+
+
+_VECTOR_SEARCH: Final[tuple[_Kind, ...]] = (
+    ("throughput", "queries/s", _per_run(_recomputed_rate)),
+    ("mean latency", "ms", _stated("mean_latency_ms")),
+    ("p95 latency", "ms", _stated("p95_latency_ms")),
+    ("p99 latency", "ms", _stated("p99_latency_ms")),
+    ("p99.9 latency", "ms", _stated("p999_latency_ms")),
+    ("recall", "", _stated("recall")),
+)

@@ -29,7 +29,7 @@ from penstock.submission.reports import findings_export, submission_pages
 from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigures, compute_figures
 from penstock.submission.result_files import ResultRun, SubmittedResult
 from penstock.submission.system_description import provisioned_watts
-from penstock.submission.tree_layout import CHECKED_BENCHMARKS, RESULTS_FILE, Benchmark
+from penstock.submission.tree_layout import RESULTS_FILE, Benchmark
 
 _COMMON: Final = (
     "Public ID", "Organization", "Division", "Benchmark Type", "Model", "Name", "Description", "Type",
@@ -42,7 +42,18 @@ _CHECKPOINTING: Final = (
     "Checkpoint Read B/W (GiB/s)", "Checkpoint Read Duration (s)",
 )  # fmt: skip
 _LAST: Final = ("Verdict", "Issues", "Rules Edition", "Comparability Class")
-RESULT_COLUMNS: Final = (*_COMMON, *_TRAINING, *_CHECKPOINTING, *_LAST)
+_VECTORS: Final = (
+    "Vector Count", "Dimension", "Index Type", "Queries per Sec", "Query Latency (ms)", "Recall Percentage",
+)  # fmt: skip
+_CACHE_OPTIONS: Final = (
+    (1, "llama3.1-8b Storage Only"), (2, "llama3.1-8b Storage + Mem"), (3, "llama3.1-70b Storage Only"),
+)  # fmt: skip
+_CACHE_FIGURES: Final = (
+    ("Throughput (tok/s)", "throughput"), ("Read B/W (GiB/s)", "read bandwidth"),
+    ("Write B/W (GiB/s)", "write bandwidth"), ("P95 Read Latency (ms)", "largest p95 latency"),
+)  # fmt: skip
+_KV_CACHE: Final = tuple(f"{load} - {title}" for _, load in _CACHE_OPTIONS for title, _ in _CACHE_FIGURES)
+RESULT_COLUMNS: Final = (*_COMMON, *_TRAINING, *_CHECKPOINTING, *_LAST, *_VECTORS, *_KV_CACHE)
 
 Cell = str | int | float | None
 
@@ -167,12 +178,41 @@ def _of_benchmark(result: SubmittedResult, figures: ResultFigures) -> dict[str, 
             "Checkpoint Read B/W (GiB/s)": figures.mean("read bandwidth"),
             "Checkpoint Read Duration (s)": figures.mean("read duration"),
         }
+    if result.location.benchmark is Benchmark.KV_CACHE:
+        return {
+            f"{load} - {title}": figures.mean(f"option {number}: {name}")
+            for number, load in _CACHE_OPTIONS
+            for title, name in _CACHE_FIGURES
+        }
+    if result.location.benchmark is Benchmark.VECTOR_SEARCH:
+        return _of_vectors(result, figures)
     bandwidth = figures.mean("read bandwidth")
     return {"Read B/W (GiB/s)": None if bandwidth is None else bandwidth / 1024}
 
 
+def _of_vectors(result: SubmittedResult, figures: ResultFigures) -> dict[str, Cell]:
+    def shared(name: str) -> Cell:
+        return _value_or_empty(
+            lambda: _get_common({str(run_dir.summary.value(name)) for run_dir in result.run_dirs()})
+        )
+
+    recall = figures.mean("recall")
+    return {
+        "Vector Count": shared("num_vectors"),
+        "Dimension": shared("dimension"),
+        "Index Type": shared("index_type"),
+        "Queries per Sec": figures.mean("throughput"),
+        "Query Latency (ms)": figures.mean("p99 latency"),
+        "Recall Percentage": None if recall is None else 100 * recall,
+    }
+
+
 def _num_clients(result: SubmittedResult) -> int | None:
-    counts = {sum(run_dir.summary.integer("num_hosts") for run_dir in run.dirs) for run in result.runs}
+    if result.location.benchmark is Benchmark.VECTOR_SEARCH:
+        counts = {run_dir.metadata.integer("args", "num_client_hosts") for run_dir in result.run_dirs()}
+    else:
+        name = "host_count" if result.location.benchmark is Benchmark.KV_CACHE else "num_hosts"
+        counts = {sum(run_dir.summary.integer(name) for run_dir in run.dirs) for run in result.runs}
     return counts.pop() if len(counts) == 1 else None
 
 
@@ -369,8 +409,6 @@ def _build_content(here: Sequence[ResultReport]) -> Mapping[str, Any] | None:
 
 
 def _list_missing(here: Sequence[ResultReport]) -> list[str]:
-    if here[0].benchmark not in CHECKED_BENCHMARKS:
-        return [f"results of {here[0].benchmark.value} are not judged here"]
     return [text for report in here for text in report.figures.missing] or ["a field of a summary is missing"]
 
 

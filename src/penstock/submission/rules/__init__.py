@@ -16,6 +16,8 @@ MODULES: Final = (
     "metric_rules",
     "parameter_rules",
     "checkpoint_rules",
+    "kv_cache_rules",
+    "vector_rules",
     "sample_order_rules",
 )
 """In the order in which findings are listed, which import statements lose to a sorter."""

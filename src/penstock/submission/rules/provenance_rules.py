@@ -8,6 +8,7 @@ from penstock.submission.finding import Finding, Verdict, not_applicable, not_ch
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.result_files import ResultDir
 from penstock.submission.rules import rule
+from penstock.submission.tree_layout import Benchmark
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 
@@ -28,7 +29,7 @@ def _stated_edition(file: ParsedFile) -> str:
     id="code.pointer",
     title="Each result directory points to a code image that is there",
     editions=rule.NEWEST,
-    benchmarks=rule.BOTH,
+    benchmarks=rule.EVERY,
     source="2.1.6, CHECK-01",
     formula=".mlps-code-image names a digest whose image is in the pool",
     passes="md5-tree-v2:0123..., code-images/code-01234567/",
@@ -63,7 +64,7 @@ def _check_pointers(case: rule.ResultCase) -> Iterator[Finding]:
     id="code.image",
     title="A code image is what its digest says",
     editions=rule.NEWEST,
-    benchmarks=rule.BOTH,
+    benchmarks=rule.EVERY,
     source="2.1.6, CHECK-02",
     formula=(
         "digest of its files == .code-hash.json's hash; the folder is named by its first eight digits; "
@@ -105,7 +106,7 @@ def _check_images(case: rule.ResultCase) -> Iterator[Finding]:
     id="code.pool",
     title="Every code image is used",
     editions=rule.NEWEST,
-    benchmarks=rule.BOTH,
+    benchmarks=rule.EVERY,
     source="CHECK-03; a warning here, since no result depends on it",
     formula="a result directory of the tree points to each image of the pool",
     passes="one image, and result directories that point to it",
@@ -130,7 +131,7 @@ def _check_pool(case: rule.ResultCase) -> Iterator[Finding]:
     id="provenance.run",
     title="A run's provenance names the code image that the run points to",
     editions=rule.NEWEST,
-    benchmarks=rule.BOTH,
+    benchmarks=rule.EVERY,
     source="PROV-01",
     formula="provenance.json is there if the metadata declare it; tool.code_image == .mlps-code-image",
     passes="both say md5-tree-v2:0123...",
@@ -164,7 +165,7 @@ rule.limit_rule(
     id="provenance.edition",
     title="A run was made by the rules it is judged by",
     editions=rule.NEWEST,
-    benchmarks=rule.BOTH,
+    benchmarks=rule.EVERY,
     source="EDN-01",
     formula="provenance.json's rules_edition == the edition; older trees without provenance state nothing",
     passes='rules_edition "3.0", judged by v3.0',
@@ -183,7 +184,7 @@ rule.limit_rule(
     id="provenance.manifest",
     title="submission.yaml lists exactly the result directories that are there",
     editions=rule.NEWEST,
-    benchmarks=rule.BOTH,
+    benchmarks=rule.EVERY,
     source="PROV-02",
     formula=(
         "runs[].leaf == the tree's result directories, rules_edition == the edition; not "
@@ -227,7 +228,7 @@ def _check_manifest(case: rule.ResultCase) -> Iterator[Finding]:
     id="runs.metadata",
     title="The metadata of a result directory agree with its path",
     editions=rule.LATER,
-    benchmarks=rule.BOTH,
+    benchmarks=rule.EVERY,
     source="3.1.1, structure of *_metadata.json",
     formula="benchmark_type, model and command are those of the path, run_datetime is the directory's name",
     passes="training/unet3d/run/20260701_100000/ with command run",
@@ -245,9 +246,13 @@ def _check_metadata(case: rule.ResultCase) -> Iterator[Finding]:
 
 
 def _judge_metadata_of(directory: ResultDir, case: rule.ResultCase, command: str) -> Finding:
+    location = case.result.location
+    model = location.model.lower()
+    if location.benchmark is Benchmark.VECTOR_SEARCH:  # its folder is an engine's, and then an index's
+        model = f"{location.folder.parent.name.lower()}_{model}"
     expected = {
-        "benchmark_type": case.result.location.benchmark.value,
-        "model": case.result.location.model.lower(),
+        "benchmark_type": location.benchmark.value,
+        "model": model,
         "command": command,
         "run_datetime": directory.name.rpartition("/")[2],
     }
@@ -270,7 +275,7 @@ rule.limit_rule(
     id="runs.exit",
     title="Each run succeeded",
     editions=rule.NEWEST,
-    benchmarks=rule.BOTH,
+    benchmarks=rule.EVERY,
     source="structure of *_metadata.json; the tools of the published round wrote no exit_status",
     formula="metadata.exit_status == 0; not applicable to metadata without it",
     not_applicable_if=lambda case: (
@@ -293,13 +298,16 @@ rule.limit_rule(
     id="runs.division",
     title="A run in CLOSED was made for CLOSED",
     editions=rule.LATER,
-    benchmarks=rule.BOTH,
+    benchmarks=rule.EVERY,
     source="verdict of the tool in *_metadata.json; case does not matter",
     formula="verification is closed, or the result is in OPEN; another verdict of the tool is a warning",
     passes="closed/, verification CLOSED",
     fails="closed/, verification OPEN",
 )
 def _check_division(case: rule.RunCase) -> Iterator[Finding]:
+    if case.is_query and not case.run.metadata.problem and not case.run.metadata.has("verification"):
+        yield not_applicable(case.run.metadata.file, "its tool gives no verdict on this benchmark")
+        return
     stated, division = case.run.metadata.text("verification"), case.division
     is_division = stated.lower() in set(SubmissionDivision)
     yield pass_if(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, NotRequired, TypedDict, TypeVar, Unpack
 
-from penstock.submission.edition import CheckpointLimits, Edition, TimedTree
+from penstock.submission.edition import CheckpointLimits, Edition, KvCacheLimits, TimedTree, VectorLimits
 from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.result_files import ResultDir, SubmittedResult
@@ -27,6 +27,7 @@ NEWEST: Final = ("v3.0",)
 FIRST: Final = ("v1.0",)
 BOTH: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
 CHECKPOINTING: Final = (Benchmark.CHECKPOINTING,)
+EVERY: Final = tuple(Benchmark)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,16 @@ class ResultCase:
         return self.edition.require_checkpoints()
 
     @property
+    def kv_cache(self) -> KvCacheLimits:
+        """The edition's limits for key-value caches."""
+        return self.edition.require_kv_cache()
+
+    @property
+    def vectors(self) -> VectorLimits:
+        """The edition's limits for vector search."""
+        return self.edition.require_vectors()
+
+    @property
     def division(self) -> SubmissionDivision:
         """The result's division; `MissingFact` where the path does not name one."""
         division = self.result.location.submitter.division
@@ -120,6 +131,11 @@ class RunCase(ResultCase):
     def is_warm_up(self) -> bool:
         """Whether the run counts in no mean."""
         return any(run.is_warm_up and self.run in run.dirs for run in self.result.runs)
+
+    @property
+    def is_query(self) -> bool:
+        """Whether the run is one of vector search or of a key-value cache."""
+        return self.run.benchmark not in BOTH
 
     @property
     def is_checkpointing(self) -> bool:

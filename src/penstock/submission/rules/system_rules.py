@@ -27,7 +27,7 @@ def require_description(case: rule.ResultCase) -> ParsedFile:
     id="system.schema",
     title="The description of the system follows its schema",
     editions=rule.NEWEST,
-    benchmarks=rule.BOTH,
+    benchmarks=rule.EVERY,
     source="schema of the system's description",
     formula=(
         "every key is known and has a value of its type, and keys that belong together agree; each problem "
@@ -59,7 +59,7 @@ rule.limit_rule(
     id="system.name",
     title="The description names the system as its results do",
     editions=rule.NEWEST,
-    benchmarks=rule.BOTH,
+    benchmarks=rule.EVERY,
     source="2.1.8",
     formula="solution.submission_name == the folder in results/",
     passes="results/fast/, submission_name: fast",

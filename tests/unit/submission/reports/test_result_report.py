@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.submission.numbered_tree import Submission, valid_submission
+from tests.support.submission.query_tree import valid_cache, valid_vectors
 from tests.support.submission.timed_tree import valid_checkpointing, valid_round, valid_training
 
 from penstock.submission.edition import load_edition
@@ -21,7 +22,6 @@ from penstock.submission.reports.result_report import (
     report_document,
     write_files,
 )
-from penstock.submission.tree_layout import CHECKED_BENCHMARKS
 
 V1, V3 = load_edition("v1.0"), load_edition("v3.0")
 RATES = [20.0, 20.1, 20.2, 20.3, 20.4]
@@ -204,19 +204,22 @@ def test_a_v1_tree_without_a_report_gets_one_that_the_check_accepts(tmp_path: Pa
     assert found.checked.verdict.value == "valid"
 
 
-def test_unchecked_benchmark_is_reported_without_figures_or_files(tmp_path: Path) -> None:
-    tree = valid_round()
-    tree.drop("results.json")
-    leaf = "closed/acme/results/fast/vector_database/milvus/DISKANN/run/20260701_100000"
-    tree.files[f"{leaf}/summary.json"] = {"recall": 1.0}
-    all_reported = list(report_all(tree.write(tmp_path), V3))
-    (other,) = (each for each in all_reported if each.benchmark not in CHECKED_BENCHMARKS)
-    assert (other.figures.computed, other.row["Benchmark Type"]) == ((), "vector_database")
-    planned, kept = plan_tree(all_reported)
-    assert len(planned) == 4
-    assert [sentence.rpartition(": ")[2] for sentence in kept] == [
-        "results of vector_database are not judged here"
-    ]
+def test_cache_is_reported_by_option(tmp_path: Path) -> None:
+    (found,) = report_all(valid_cache().write(tmp_path), V3)
+    assert (found.row["Benchmark Type"], found.row["Model"]) == ("kv_cache", "llama3.1-8b")
+    assert found.row["# Client Nodes"] == 2
+    assert found.row["llama3.1-8b Storage + Mem - Read B/W (GiB/s)"] == pytest.approx(8.46)
+    assert found.row["llama3.1-70b Storage Only - P95 Read Latency (ms)"] == pytest.approx(3230)
+    assert len(found.figures.computed) == 15
+
+
+def test_vector_search_is_reported_by_its_runs(tmp_path: Path) -> None:
+    (found,) = report_all(valid_vectors().write(tmp_path), V3)
+    assert (found.row["Model"], found.row["Index Type"]) == ("milvus/DISKANN", "DISKANN")
+    assert (found.row["Vector Count"], found.row["Dimension"]) == ("1000000", "1536")
+    assert found.row["Queries per Sec"] == pytest.approx(3_600_006 / 60.03)
+    assert found.row["Recall Percentage"] == pytest.approx(95.0)
+    assert len(values(found, "throughput")) == 5
 
 
 def test_a_result_without_runs_gets_no_file(tmp_path: Path) -> None:

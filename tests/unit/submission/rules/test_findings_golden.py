@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.submission.numbered_rule_trees import NUMBERED_TREES
 from tests.support.submission.numbered_tree import valid_submission
+from tests.support.submission.query_tree import valid_cache, valid_vectors
 from tests.support.submission.timed_rule_trees import TIMED_TREES
 from tests.support.submission.timed_tree import valid_checkpointing, valid_training
 
@@ -47,7 +48,12 @@ def findings_of(
 def valid_trees(family: str) -> Mapping[str, Tree]:
     if family == "numbered":
         return {"valid": valid_submission()}
-    return {"valid training": valid_training(num_runs=2), "valid checkpointing": valid_checkpointing()}
+    return {
+        "valid training": valid_training(num_runs=2),
+        "valid checkpointing": valid_checkpointing(),
+        "valid cache": valid_cache(),
+        "valid vectors": valid_vectors(),
+    }
 
 
 def lines(store: TreeStore, family: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.submission.numbered_rule_trees import NUMBERED_TREES
 from tests.support.submission.numbered_tree import valid_submission
+from tests.support.submission.query_tree import valid_cache, valid_vectors
 from tests.support.submission.timed_rule_trees import TIMED_TREES
 from tests.support.submission.timed_tree import valid_round
 from tests.support.submission.tree_store import worst
@@ -39,7 +40,9 @@ def trees_of(rule: str, edition: str) -> list[RuleTree[Any]]:
 def valid(request: pytest.FixtureRequest, store: TreeStore) -> tuple[str, list[CheckedResult]]:
     """An edition, and a valid submission of it: in v2.0 and v3.0 a training and a checkpointing."""
     edition: str = request.param
-    return edition, store.check(valid_submission() if edition == "v1.0" else valid_round(edition))
+    trees = [valid_submission() if edition == "v1.0" else valid_round(edition)]
+    trees += [valid_cache(), valid_vectors()] if edition == "v3.0" else []
+    return edition, [result for tree in trees for result in store.check(tree)]
 
 
 def test_every_rule_passes_on_a_valid_tree_and_proves_it(valid: tuple[str, list[CheckedResult]]) -> None:

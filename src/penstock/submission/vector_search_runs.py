@@ -1,0 +1,52 @@
+"""What a run of the vector search benchmark measured, recomputed from what each of its ranks reports.
+
+    summary.json
+    vectordb/simple/vdb_multi_node_summary.json or statistics.json     with the ranks' own figures
+    result_verdict.json                                                whether the ground truth is whole
+
+Invariant: a stated rate is never used; it is the sum of the ranks' queries over the time from the first
+rank's start to the last one's end.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from penstock.submission.parsed_file import NO_FILE, MissingFact, ParsedFile, read_file
+
+VERDICT: Final = "result_verdict.json"
+AGGREGATES: Final = ("vdb_multi_node_summary.json", "statistics.json")
+_FOLDERS: Final = ("vectordb/simple", ".")
+
+
+def read_aggregate(folder: Path, base: Path) -> ParsedFile:
+    """The figures over all ranks, under either of the names that tools give to them."""
+    for place in _FOLDERS:
+        for name in AGGREGATES:
+            if (path := folder / place / name).exists():
+                return read_file(path, base)
+    return ParsedFile(file=f"{folder.name}/{_FOLDERS[0]}/{AGGREGATES[0]}", problem=NO_FILE)
+
+
+def ranks_of(aggregate: ParsedFile) -> list[ParsedFile]:
+    """Each rank's own figures."""
+    ranks = aggregate.value("rank_summaries")
+    if not isinstance(ranks, list) or not ranks:
+        raise MissingFact("rank_summaries has no rank", where=aggregate.file)
+    return [ParsedFile(file=aggregate.file, content=rank) for rank in ranks]
+
+
+def recompute_run(aggregate: ParsedFile) -> dict[str, float]:
+    """Queries, seconds and queries per second over all ranks."""
+    ranks = ranks_of(aggregate)
+    queries = sum(rank.number("total_queries") for rank in ranks)
+    begin, end = (
+        min(rank.number("start_time") for rank in ranks),
+        max(rank.number("end_time") for rank in ranks),
+    )
+    if end <= begin:
+        raise MissingFact("its ranks took no time", where=aggregate.file)
+    return {
+        "query_count": queries,
+        "total_time_seconds": end - begin,
+        "throughput_qps": queries / (end - begin),
+    }
