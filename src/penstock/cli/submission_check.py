@@ -11,9 +11,9 @@ from penstock.cli.options import argument, flag, option, optional_argument, verb
 from penstock.cli.parsers import EDITION, FILE, FOLDER, TEXT
 from penstock.cli.terminal import Terminal, TextTable, View, bold, printable
 from penstock.errors import name_some
-from penstock.submission.check import CheckedResult
+from penstock.submission.check import CheckedResult, check_lone_descriptions
 from penstock.submission.check import check as check_tree
-from penstock.submission.edition import Edition
+from penstock.submission.edition import Edition, load_edition
 from penstock.submission.edition_choice import EditionChoice, choose_edition
 from penstock.submission.find_results import FoundTree, search_tree
 from penstock.submission.finding import Verdict
@@ -61,8 +61,17 @@ def check(options: _CheckOptions, terminal: Terminal) -> int:
     terminal.notes(f"{name}: no results are here" for name in found.without_results)
     terminal.notes(f"{name}: belongs to no result" for name in found.leftovers)
     terminal.notes(f"not checked: {reason}" for reason in found.unreadable)
+    alone = list(check_lone_descriptions(found, edition, options.folder))
+    terminal.notes(
+        f"{description.name}: {finding.verdict.value}: {finding.proof}"
+        for description in alone
+        for finding in description.findings
+        if finding.verdict is not Verdict.PASS
+    )
     _write_findings(options, results, edition, found)
-    terminal.result(findings_export.check_document(results, edition, found), _view_verdicts(results, edition))
+    terminal.result(
+        findings_export.check_document(results, edition, found, alone), _view_verdicts(results, edition)
+    )
     return findings_export.exit_code(results)
 
 
@@ -76,7 +85,7 @@ def _write_findings(
     from penstock.submission.reports.submission_pages import verdicts_page
 
     if (path := options.sarif) is not None:
-        editions = {result.edition for result in results}
+        editions = {load_edition(result.edition).rules for result in results}
         rules_of_edition = [rule for rule in RULES if editions.intersection(rule.editions)]
         write_json(path.parent, path.name, sarif(results, rules_of_edition, options.folder))
     if (path := options.csv) is not None:

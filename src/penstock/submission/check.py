@@ -18,13 +18,15 @@ from penstock.progress import Progress, Silent
 from penstock.submission import tree_context
 from penstock.submission.edition import Edition
 from penstock.submission.edition_choice import EditionChoice
-from penstock.submission.find_results import Submitter, require_results, search_tree
+from penstock.submission.find_results import FoundTree, Submitter, require_results, search_tree
 from penstock.submission.finding import Finding, Validity, Verdict, combine, not_checked
-from penstock.submission.parsed_file import MissingFact
+from penstock.submission.folder_listing import find_folder, list_folder
+from penstock.submission.parsed_file import MissingFact, read_description, relative
 from penstock.submission.recomputed_metrics import num_accelerators, recompute
 from penstock.submission.result_files import SubmittedResult, read_results
 from penstock.submission.rules import RULES
 from penstock.submission.rules.rule import Rule
+from penstock.submission.rules.system_rules import judge_schema
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +133,36 @@ def apply_rule(rule: Rule, result: SubmittedResult, edition: Edition) -> list[Fi
             )
         )
     return [replace(finding, rule=rule.id) for finding in findings]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoneDescription:
+    """The description of a system without results, of which no result's findings speak."""
+
+    name: str
+    findings: tuple[Finding, ...]
+
+
+def check_lone_descriptions(
+    found: FoundTree, edition: Edition | EditionChoice, root: Path
+) -> Iterator[LoneDescription]:
+    """Judge descriptions whose system has no results by their schema; only v3.0 has one."""
+    base = root.resolve()
+    for submitter in found.submitters:
+        if edition.of(submitter.folder).rules != "v3.0":
+            continue
+        described = {location.system for location in found.results if location.submitter == submitter}
+        for path in list_folder(find_folder(submitter.folder, "systems")):
+            if path.suffix.lower() == ".yaml" and path.stem not in described:
+                yield LoneDescription(name=relative(path, base), findings=tuple(_judge_alone(path, base)))
+
+
+def _judge_alone(path: Path, base: Path) -> Iterator[Finding]:
+    try:
+        for finding in judge_schema(read_description(path, base)):
+            yield replace(finding, rule="system.schema")
+    except MissingFact as reason:
+        yield replace(not_checked(reason), rule="system.schema")
 
 
 class _ContextReader:

@@ -113,6 +113,9 @@ NUMBERED_TREES: Final[Mapping[str, tuple[RuleTree[Submission], ...]]] = MappingP
         "sizing.memory": (
             _tree("smaller memory", _set_memory(1.0), Verdict.PASS),
             _tree("larger memory", _set_memory(256.0), Verdict.FAIL),
+            # 7,000 files of 146,600,628 bytes are 5 x 191.14 GiB.
+            _tree("typed in whole GiB", _set_memory(191.55), Verdict.WARNING),
+            _tree("beyond whole GiB", _set_memory(192.1), Verdict.FAIL),
             _tree("an empty entry", _set_memory(0.0), Verdict.NOT_CHECKED),
         ),
         "utilization.minimum": (

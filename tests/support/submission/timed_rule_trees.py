@@ -317,6 +317,8 @@ _TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(
             run("memory", do.summary(host_memory_GB=[256.0, 512.0]), WARNING),
             run("cores", do.summary(host_cpu_count=[32, 64]), WARNING),
             run("doubled entries", do.summary(host_memory_GB=[256.0] * 4), WARNING),
+            run("doubled, alike in the metadata", do.doubled_memory(256, 256), PASS),
+            run("doubled, unlike in the metadata", do.doubled_memory(256, 512), WARNING),
         ),
         "utilization.minimum": (
             run("a little less", do.metric(train_au_percentage=[90.0] * 4 + [89.9])),

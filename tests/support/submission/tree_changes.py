@@ -41,6 +41,12 @@ def typed_memory(each_gib: float) -> Change:
     )
 
 
+def doubled_memory(*gib: int) -> Change:
+    """A list of memory as DLIO fills it on clusters, and the hosts' own facts in the metadata."""
+    hosts = [{"memory": {"total": each * 2**30}} for each in gib]
+    return together(summary(host_memory_GB=[256.0] * 2 * len(gib)), metadata(system_info={"hosts": hosts}))
+
+
 def metric(phase: str = "run", number: int = 2, **values: Any) -> Change:
     """Set figures of a leaf's summary."""
     return lambda tree: tree.summary(phase, number)["metric"].update(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import pytest
 from tests.support.submission.numbered_tree import RESULT, Submission, valid_submission
 from tests.support.submission.timed_tree import valid_round
 
-from penstock.submission.check import check
+from penstock.submission.check import check, check_lone_descriptions
 from penstock.submission.edition import load_edition
 from penstock.submission.edition_choice import choose_edition
 from penstock.submission.find_results import search_tree
@@ -199,3 +200,19 @@ def test_link_to_a_folder_is_not_entered(store: TreeStore) -> None:
     system = root / "closed" / "acme" / "results" / "fast"
     (system / "loop").symlink_to(system)
     assert [location.name for location in search_tree(root).results] == [f"closed/acme/{RESULT}"]
+
+
+def test_descriptions_without_results_are_judged_by_themselves(store: TreeStore) -> None:
+    tree = valid_round("v3.0")
+    described = copy.deepcopy(tree.files["closed/acme/systems/fast.yaml"])
+    del described["system_under_test"]["solution"]["availability"]
+    tree.files |= {"closed/idle/systems/slow.yaml": described, "closed/idle/systems/odd.yaml": "a: [1"}
+    root = store.write(tree)
+    found = search_tree(root)
+    alone = list(check_lone_descriptions(found, load_edition("v3.0"), root))
+    assert [(each.name, [f.verdict for f in each.findings]) for each in alone] == [
+        ("closed/idle/systems/odd.yaml", [Verdict.NOT_CHECKED]),
+        ("closed/idle/systems/slow.yaml", [Verdict.FAIL]),
+    ]
+    assert "solution.availability: Field required" in alone[1].findings[0].proof
+    assert list(check_lone_descriptions(found, load_edition("v2.0"), root)) == []

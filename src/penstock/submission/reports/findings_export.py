@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from penstock.submission.check import CheckedResult
+from penstock.submission.check import CheckedResult, LoneDescription
 from penstock.submission.edition import Edition
 from penstock.submission.edition_choice import EditionChoice
 from penstock.submission.find_results import FoundTree
@@ -18,9 +18,12 @@ from penstock.submission.finding import Validity
 
 
 def check_document(
-    checked: Sequence[CheckedResult], edition: Edition | EditionChoice, found: FoundTree
+    checked: Sequence[CheckedResult],
+    edition: Edition | EditionChoice,
+    found: FoundTree,
+    alone: Sequence[LoneDescription] = (),
 ) -> dict[str, Any]:
-    """What `--json` prints; `found` names what is no result."""
+    """What `--json` prints; `found` names what is no result, `alone` judges descriptions without results."""
     return {
         "edition": edition.edition,
         "results": [
@@ -38,6 +41,7 @@ def check_document(
             "without_results": list(found.without_results),
             "leftovers": list(found.leftovers),
             "unreadable": list(found.unreadable),
+            "descriptions": [asdict(description) for description in alone],
             "for_the_reviewer": list(edition.for_the_reviewer),
         },
     }

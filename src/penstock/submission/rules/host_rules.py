@@ -1,8 +1,11 @@
 """Rules about the hosts of a run: as many as were named, alike, with the same accelerators on each."""
 
 from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Final
 
 from penstock.submission.finding import Finding, Verdict, pass_if
+from penstock.submission.parsed_file import ParsedFile
 from penstock.submission.rules import rule
 
 
@@ -77,6 +80,22 @@ rule.limit_rule(
 )
 
 
+_OF_HOST: Final = MappingProxyType(
+    {"host_memory_GB": ("memory", "total"), "host_cpu_count": ("cpu", "num_logical_cores")}
+)
+
+
+def _numbers_of_hosts(case: rule.RunCase, name: str, num_hosts: int) -> tuple[float, ...]:
+    """A list of the summary, which DLIO fills wrongly on clusters; else the same facts in the metadata."""
+    summary, metadata = case.run.summary, case.run.metadata
+    numbers = summary.numbers(name)
+    path = ("system_info", "hosts")
+    hosts = metadata.value(*path) if metadata.has(*path) else []
+    if (len(numbers) == num_hosts and min(numbers) > 0) or not isinstance(hosts, list) or not hosts:
+        return numbers
+    return tuple(ParsedFile(file=metadata.file, content=host).number(*_OF_HOST[name]) for host in hosts)
+
+
 @rule.run_rule(
     id="hosts.alike",
     title="Hosts are alike in memory and cores",
@@ -84,7 +103,7 @@ rule.limit_rule(
     source="3.3.7, a recommendation",
     formula=(
         "largest / smallest of host_memory_GB and of host_cpu_count <= the edition's ratio (else warning); "
-        "lists without one entry a host cannot be compared, and are a warning"
+        "without one entry a host the metadata's hosts are compared, and without these nothing (a warning)"
     ),
     passes="hosts of 256 and 256 GiB",
     fails="hosts of 256 and 512 GiB (a warning)",
@@ -94,7 +113,7 @@ def _check_alike_hosts(case: rule.RunCase) -> Iterator[Finding]:
     rule.require_all_hosts(case.run)
     hosts, max_ratio = rule.num_hosts(case.run), case.timed.max_ratio_of_hosts
     for name in ("host_memory_GB", "host_cpu_count"):
-        numbers = summary.numbers(name)
+        numbers = _numbers_of_hosts(case, name, hosts)
         is_comparable = len(numbers) == hosts and min(numbers) > 0
         ratio = max(numbers) / min(numbers) if is_comparable else 0.0
         yield pass_if(

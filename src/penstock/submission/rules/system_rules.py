@@ -38,7 +38,11 @@ def require_description(case: rule.ResultCase) -> ParsedFile:
     fails="deployment: basement",
 )
 def _check_schema(case: rule.ResultCase) -> Iterator[Finding]:
-    description = require_description(case)
+    yield from judge_schema(require_description(case))
+
+
+def judge_schema(description: ParsedFile) -> Iterator[Finding]:
+    """A finding for each problem of a description, else a pass."""
     problems = find_schema_problems(description)
     for problem in problems:
         yield violation(
