@@ -20,6 +20,7 @@ from tests.support.command_line import run_command
 from tests.support.reference_trace_parser import READERS, Event
 
 from penstock.environment import process_environment
+from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 
 
 def asked(*words: object) -> Mapping[str, Any]:
@@ -173,3 +174,8 @@ def test_real_traces_have_the_answers_of_the_reference(glob: str) -> None:
         pytest.skip("no real traces here: PENSTOCK_TRACE_FIXTURES")
     files = sorted(Path(folder).glob(glob))
     compare(files, READERS[REAL[glob]](files))
+    for file in files:
+        reading = read_trace_file(TraceFile(path=file))
+        for _ in reading.batches:
+            pass
+        assert reading.account.losses() == []

@@ -227,6 +227,27 @@ def test_an_announced_number_that_was_not_reached_is_a_fault(tmp_path: Path) -> 
     assert account.missing == 1
 
 
+@pytest.mark.parametrize("query_lines", [0, sys.maxsize])
+@pytest.mark.parametrize("num_lost", [0, 2])
+def test_writers_that_number_lines_of_metadata_count_them_among_the_events(
+    num_lost: int, query_lines: int, tmp_path: Path
+) -> None:
+    head = '"pid":1,"tid":1'
+    lines = [
+        *(f'{{"id":{n},"name":"FH","cat":"dftracer",{head},"ph":"M","args":{{"name":"/{n}","value":{n}}}}}'
+          for n in range(1, 4)),
+        *(f'{{"id":{n},"name":"read","cat":"POSIX",{head},"ts":{n},"dur":1,"ph":"X","args":{{"fhash":1}}}}'
+          for n in range(4, 10)),
+        f'{{"id":10,"name":"end","cat":"dftracer",{head},"ts":20,"dur":0,"ph":"X","args":{{"num_events":9}}}}',
+    ]  # fmt: skip
+    del lines[5 : 5 + num_lost]
+    (tmp_path / "a.pfw").write_text("\n".join(lines))
+    reading = read_trace_file(TraceFile(path=tmp_path / "a.pfw"), query_lines=query_lines)
+    list(reading.batches)
+    assert reading.account.missing == num_lost
+    assert reading.account.is_whole is (num_lost == 0)
+
+
 def test_hashes_mean_something_only_in_their_own_file(tmp_path: Path) -> None:
     for rank in (0, 1):
         write_trace(tmp_path, Writing(generation=2, events=NUM_EVENTS, rank=rank))

@@ -77,6 +77,7 @@ class JsonLines:
         self._num_named: Counter[tuple[HashKind, str]] = Counter()
         self._unexplained: Counter[tuple[HashKind, str]] = Counter()
         self._num_endings = self._num_announced = 0
+        self._counts_metadata: bool | None = None
 
     def read(self, chunks: Iterator[Chunk]) -> Iterator[pa.RecordBatch]:
         """The file's events, roughly in the order of its lines."""
@@ -132,6 +133,8 @@ class JsonLines:
             if self._learn(parsed):
                 taken = number + 1
                 break
+        for _, line in block.find_lines(line_of[rows.metadata[:1]]):
+            self._note_metadata(has_id=b'"id":' in line)
         rows = rows.first(int(np.searchsorted(line_of, taken)))
         account.lines = lines_before + taken
         account.events += rows.num_events
@@ -169,6 +172,7 @@ class JsonLines:
         document = parsed.document if parsed.row is None else None
         if document is None:
             return False
+        self._note_metadata(has_id="id" in document)
         name, value = _argument(document, "name"), _argument(document, "value")
         kind = HASH_KINDS.get(str(document.get("name")))
         if kind is not None and isinstance(name, str):
@@ -179,6 +183,11 @@ class JsonLines:
         if rank and pid is not None:
             self._context.ranks[pid] = int(rank[1])
         return name == "time_metric" and self._set_unit(str(value))
+
+    def _note_metadata(self, *, has_id: bool) -> None:
+        """Versions of DFTracer that give lines of metadata an id count them among the events."""
+        if self._counts_metadata is None:
+            self._counts_metadata = has_id
 
     def _bind(self, kind: HashKind, value: str, text: str) -> None:
         value, text = clean_text(value), clean_text(text)
@@ -257,6 +266,7 @@ class JsonLines:
         if account.announced_events is None:
             return
         num_events = account.events + account.salvaged - self._num_endings
+        num_events += account.metadata if self._counts_metadata and self._num_endings else 0
         account.missing = max(account.announced_events - num_events, 0)
         if account.missing:
             yield (
