@@ -209,13 +209,14 @@ def read_interval(run_dir: ResultDir) -> Interval:
         file, (begin, end) = run_dir.metadata, marks
     else:
         file, (begin, end) = run_dir.summary, ("start", "end")
-    interval = Interval(begin=_read_time(file, begin), end=_read_time(file, end))
+    interval = Interval(begin=read_time(file, begin), end=read_time(file, end))
     if interval.duration_s < 0:
         raise MissingFact(f"{end} is before {begin}", where=file.file)
     return interval
 
 
-def _read_time(file: ParsedFile, key: str) -> datetime:
+def read_time(file: ParsedFile, key: str) -> datetime:
+    """The time of a field; one without a zone is taken for UTC."""
     text = file.text(key)
     try:
         moment = datetime.fromisoformat(text)

@@ -30,6 +30,7 @@ from penstock.submission.parsed_file import (
 from penstock.submission.tree_context import TreeContext
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
+_V1_STATS: Final = "per_epoch_stats.json"
 _RANK_STATS: Final = re.compile(r"\d+_per_epoch_stats\.json")
 _NOT_IN_EDITION: Final = ParsedFile(file="", problem="this edition has no such file")
 
@@ -38,10 +39,11 @@ _NOT_IN_EDITION: Final = ParsedFile(file="", problem="this edition has no such f
 class ResultDir:
     """One result directory: what one launcher wrote, which in v1.0 may be one client's share of a run.
 
-    `pointer` is the text of its pointer to a code image, `record` our own `run.json`, `stats` what each rank
-    reports of its epochs (of checkpoints alone), `log` what the run printed. v1.0 has none of these, and no
-    metadata. `files` has names in lower case, `unlisted` the reason why there are none. `ranks`
-    are what each rank of a key-value cache reports; `aggregate` and `ground_truth` belong to vector search.
+    `pointer` is the text of its pointer to a code image, `record` our own `run.json`, `epochs` what the first
+    rank reports of its epochs, `stats` what each reports of them (of checkpoints alone), `log` what the run
+    printed. v1.0 has only `epochs` of these, and no metadata. `files` has names in lower case, `unlisted` the
+    reason why there are none. `ranks` are what each rank of a key-value cache reports; `aggregate` and
+    `ground_truth` belong to vector search.
     """
 
     name: str
@@ -56,6 +58,7 @@ class ResultDir:
     separation: ParsedFile
     record: ParsedFile
     log: ParsedFile
+    epochs: ParsedFile
     stats: tuple[ParsedFile, ...] = ()
     unlisted: str = ""
     ranks: tuple[kv_cache_runs.RankResult, ...] = ()
@@ -311,7 +314,7 @@ def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: 
     else:
         problem = f"it has {len(metadata_files)} files *{tree_layout.METADATA_SUFFIX}, not one"
         metadata = ParsedFile(file=name, problem=problem)
-    has_stats = benchmark is Benchmark.CHECKPOINTING
+    stats = sorted(filter(_RANK_STATS.fullmatch, files))
     return ResultDir(
         name=name,
         benchmark=benchmark,
@@ -325,7 +328,8 @@ def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: 
         separation=read(tree_layout.SEPARATION),
         record=read(tree_layout.RUN_RECORD),
         log=read(log) if log else _NOT_IN_EDITION,
-        stats=tuple(map(read, sorted(filter(_RANK_STATS.fullmatch, files)))) if has_stats else (),
+        epochs=read(next((name for name in (_V1_STATS, *stats[:1]) if name in files), _V1_STATS)),
+        stats=tuple(map(read, stats)) if benchmark is Benchmark.CHECKPOINTING else (),
         unlisted=unlisted,
         **_read_queries(folder, base, benchmark, read),
     )

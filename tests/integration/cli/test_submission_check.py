@@ -36,7 +36,7 @@ def test_verdicts_are_printed_as_a_table_with_counts(
     assert names.split() == [
         "organisation", "division", "system", "workload", "accelerators", "samples/s", "verdict",
     ]  # fmt: skip
-    assert row.split() == ["acme", "closed", "fast", "unet3d", "2", "h100", "20.2", "valid"]
+    assert row.split() == ["acme", "closed", "fast", "unet3d", "2", "h100", "41.7", "valid"]
     assert count == "1 results, 1 valid, 0 invalid, 0 not checked"
     assert points[0] == "For the reviewer, because files cannot show it:"
     assert "caches were cleared between runs" in points

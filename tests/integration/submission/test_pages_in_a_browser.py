@@ -103,4 +103,4 @@ def test_the_page_of_figures_fits_its_screen_and_draws_every_value(
     assert seen.answers["wide"] <= 0
     assert (seen.answers["paper"], seen.answers["requests"]) == (paper, 0)
     assert (seen.answers["plots"], seen.answers["dots"]) == (7, 3 * 5 + 4 * 10)
-    assert "28.3 samples/s" in seen.answers["outliers"]
+    assert "336.7 samples/s" in seen.answers["outliers"]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from tests.support.submission import tree_changes as do
 from tests.support.submission.checkpoint_rule_trees import CHECKPOINT_TREES
+from tests.support.submission.cross_check_trees import TIMED_CROSS_CHECKS
 from tests.support.submission.query_rule_trees import QUERY_TREES
 from tests.support.submission.timed_cases import (
     FAIL,
@@ -47,6 +48,7 @@ RESULTS: Final = f"{TRAINING}/run/results.json"
 _TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(
     {
         **CHECKPOINT_TREES,
+        **TIMED_CROSS_CHECKS,
         "structure.names": (
             run("dot, minus and underscore", do.rename(f"/{SYSTEM}", "/fast_1.0-b"), PASS),
             run("organisation", lambda tree: setattr(tree, "organisation", "acme & sons")),
@@ -342,7 +344,7 @@ _TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(
         "means.checkpoint": (
             ckpt("rate", do.metric("checkpointing", 0, save_checkpoint_io_mean_GB_per_second=26.2)),
             ckpt("duration", do.metric("checkpointing", 1, load_checkpoint_duration_mean_seconds=1.0)),
-            once("no statistics", lambda tree: tree.drop("0_per_epoch_stats.json"), UNKNOWN),
+            once("no statistics", lambda tree: tree.drop("_per_epoch_stats.json"), UNKNOWN),
         ),
         "means.results": (
             run(
@@ -350,7 +352,7 @@ _TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(
             ),
             run("at the top", lambda tree: tree.files[RESULTS].update(train_au_mean_percentage=1.0)),
             run("nothing known", do.add(RESULTS, {"metrics": {}}), NA),
-            run("with the warm-up", do.results(train_throughput_mean_samples_per_second=20.25)),
+            run("with the warm-up", do.results(train_throughput_mean_samples_per_second=328.65)),
             ckpt("made up", do.results("llama3-8b", save_checkpoint_duration_mean_seconds=1.0)),
         ),
         "parameters.allowed": (

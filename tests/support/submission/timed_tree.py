@@ -16,6 +16,7 @@ from datetime import datetime, timedelta
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.support.submission.numbered_tree import epoch_rates, epoch_statistics
 from tests.support.submission.run_records import run_record
 
 from penstock.submission.recomputed_metrics import MIB, mean
@@ -160,8 +161,10 @@ def valid_training(
     files |= maker.leaf(model, "datasize", sized)
     files |= maker.leaf(model, "datagen", generated)
     for number in range(num_runs):
-        files |= maker.leaf(model, "run", BEGIN + number * (RUN_TIME + PAUSE), rate=20.0 + number / 10)
-    rates = tuple(20.0 + number / 10 for number in range(1, num_runs))
+        files |= maker.leaf(
+            model, "run", BEGIN + number * (RUN_TIME + PAUSE), rate=maker.rate() + number / 10
+        )
+    rates = tuple(maker.rate() + number / 10 for number in range(1, num_runs))
     files[f"{model}/run/results.json"] = {
         "metrics": {"train_throughput_mean_samples_per_second": mean(rates), "train_au_mean_percentage": 97.0}
         if rates
@@ -219,11 +222,19 @@ class _Training:
             files[f"{folder}/datagen-manifest.json"] = {"num_files_train": NUM_FILES}
             return files
         files |= _ranks(folder) | sealed(self.edition, folder)
+        files[f"{folder}/0_per_epoch_stats.json"] = epoch_statistics(begin, epoch_rates(rate), NUM_FILES)
         files[f"{folder}/summary.json"] = self._summary(begin, rate)
         files[f"{folder}/run.json"] = run_record(
             num_samples=NUM_FILES, num_ranks=NUM_ACCELERATORS, num_epochs=NUM_EPOCHS
         )
         return files
+
+    def rate(self) -> float:
+        """Samples a second: 95 % of what the accelerators can compute."""
+        values = self._values()
+        step_s: float = values["train"]["computation_time"]
+        batch: int = values["reader"]["batch_size"]
+        return round(0.95 * batch * NUM_ACCELERATORS / step_s, 1)
 
     def _values(self) -> dict[str, Any]:
         family = families()[self.workload]
@@ -284,7 +295,7 @@ class _Training:
                 "train_au_percentage": [96.0, 98.0, 97.0, 97.0, 97.0],
                 "train_au_mean_percentage": 97.0,
                 "train_au_meet_expectation": "success",
-                "train_throughput_samples_per_second": [rate - 1, rate + 1, rate, rate, rate],
+                "train_throughput_samples_per_second": epoch_rates(rate),
                 "train_throughput_mean_samples_per_second": rate,
                 "train_io_mean_MB_per_second": rate * RECORD_BYTES / MIB,
             },
@@ -325,7 +336,7 @@ def _checkpointing(edition: str, model: str, begin: datetime, *, writes: int, re
         **_printed(folder, "checkpointing_run"),
         **_ranks(folder),
         **sealed(edition, folder),
-        f"{folder}/0_per_epoch_stats.json": {"1": stats},
+        **{f"{folder}/{rank}_per_epoch_stats.json": {"1": stats} for rank in range(NUM_ACCELERATORS)},
         f"{folder}/summary.json": _summary(begin, num_hosts=1) | {"metric": metric},
         f"{folder}/dlio_config/config.yaml": {"workload": workload},
         f"{folder}/dlio_config/hydra.yaml": {"hydra": {}},
@@ -340,12 +351,16 @@ def _checkpointing(edition: str, model: str, begin: datetime, *, writes: int, re
 
 def _checkpoint_figures(begin: datetime, *, writes: int, reads: int) -> tuple[dict[str, Any], dict[str, Any]]:
     metric: dict[str, Any] = {"checkpoint_size_GB": CHECKPOINT_GIB}
+    now = begin + timedelta(seconds=1)
     stats: dict[str, Any] = {"start": begin.isoformat(), "end": (begin + RUN_TIME).isoformat()}
     for prefix, count in (("save", writes), ("load", reads)):
         durations = [4.0 + number / 4 for number in range(count)]
         rates = [CHECKPOINT_GIB / duration for duration in durations]
         for number, (duration, rate) in enumerate(zip(durations, rates, strict=True), start=1):
-            stats[f"{prefix}_ckpt{number}"] = {"duration": duration, "throughput": rate}
+            end = now + timedelta(seconds=duration)
+            times = {"start": now.isoformat(), "end": end.isoformat()}
+            stats[f"{prefix}_ckpt{number}"] = {**times, "duration": duration, "throughput": rate}
+            now = end
         if count:
             metric[f"{prefix}_checkpoint_io_mean_GB_per_second"] = mean(tuple(rates))
             metric[f"{prefix}_checkpoint_duration_mean_seconds"] = mean(tuple(durations))
@@ -359,6 +374,7 @@ def _summary(begin: datetime, *, num_hosts: int) -> dict[str, Any]:
         "num_accelerators": NUM_ACCELERATORS,
         "num_hosts": num_hosts,
         "host_memory_GB": [HOST_GIB] * num_hosts,
+        "host_meminfo": {"MemTotal": f"{int(HOST_GIB) << 20} kB"},
         "host_cpu_count": [64] * num_hosts,
     }
 
@@ -388,7 +404,7 @@ def _printed(folder: str, name: str) -> dict[str, Any]:
 
 
 def _ranks(folder: str) -> dict[str, Any]:
-    return {f"{folder}/0_output.json": {}, f"{folder}/0_per_epoch_stats.json": {}}
+    return {f"{folder}/0_output.json": {}}
 
 
 def sealed(edition: str, folder: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_clients_of_a_run_add_up(tmp_path: Path) -> None:
             submission.files[f"{RESULT}/{run}/{client}/{rest}"] = value
     (judged,) = check(submission.write(tmp_path), EDITION)
     assert judged.num_accelerators == 4
-    assert judged.metrics["train_throughput_mean_samples_per_second"] == pytest.approx(40.4, rel=1e-12)
+    assert judged.metrics["train_throughput_mean_samples_per_second"] == pytest.approx(83.4, rel=1e-12)
 
 
 def test_folder_without_results_is_refused(tmp_path: Path) -> None:

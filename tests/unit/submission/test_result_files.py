@@ -58,7 +58,7 @@ def test_phases_are_read_in_their_order(store: TreeStore) -> None:
     assert result.systems[0].lines["system_under_test",] >= 1
     assert result.run_dirs()[0].stats == ()
     (checkpointing,) = read(valid_checkpointing(), store)
-    assert [len(run_dir.stats) for run_dir in checkpointing.run_dirs()] == [1, 1]
+    assert [len(run_dir.stats) for run_dir in checkpointing.run_dirs()] == [8, 8]
 
 
 def test_a_run_whose_accelerator_is_unknown_joins_the_others_on_one(store: TreeStore) -> None:

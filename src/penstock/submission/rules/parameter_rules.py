@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Final
 
-from penstock.submission.edition import ParameterLists
 from penstock.submission.finding import Finding, pass_if
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.rules import rule
@@ -13,10 +12,6 @@ from penstock.workload.layered_settings import KeyPath
 from penstock.workload.shipped_catalog import families, shipped_card
 
 _ABSENT: Final = object()
-
-
-def _parameters(case: rule.RunCase) -> ParameterLists:
-    return case.checkpoints.parameters if case.is_checkpointing else case.edition.parameters
 
 
 @rule.run_rule(
@@ -32,7 +27,7 @@ def _parameters(case: rule.RunCase) -> ParameterLists:
 def _check_allowed_parameters(case: rule.RunCase) -> Iterator[Finding]:
     division = case.division
     changed = case.run.settings().keys() - {"workload"}
-    forbidden = ", ".join(sorted(changed - _parameters(case).allowed(division)))
+    forbidden = ", ".join(sorted(changed - case.parameters.allowed(division)))
     yield pass_if(
         not forbidden,
         evidence=case.run.overrides.file,
@@ -81,7 +76,7 @@ def _check_odirect(case: rule.RunCase) -> Iterator[Finding]:
     fails="closed, unet3d, config.yaml with batch_size 1, whatever overrides.yaml says",
 )
 def _check_configuration(case: rule.RunCase) -> Iterator[Finding]:
-    run, parameters = case.run, _parameters(case)
+    run, parameters = case.run, case.parameters
     free = parameters.allowed(case.division)
     family, accelerator = run.workload()
     reference = _require_reference(case, family, accelerator)

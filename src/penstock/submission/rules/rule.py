@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, NotRequired, TypedDict, TypeVar, Unpack
 
-from penstock.submission.edition import CheckpointLimits, Edition, KvCacheLimits, TimedTree, VectorLimits
+from penstock.submission.edition import (
+    CheckpointLimits,
+    Edition,
+    KvCacheLimits,
+    ParameterLists,
+    TimedTree,
+    VectorLimits,
+)
 from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.result_files import ResultDir, SubmittedResult
@@ -141,6 +148,11 @@ class RunCase(ResultCase):
     def is_checkpointing(self) -> bool:
         """Whether the run is one of checkpointing."""
         return self.run.benchmark is Benchmark.CHECKPOINTING
+
+    @property
+    def parameters(self) -> ParameterLists:
+        """The keys that the run may set."""
+        return self.checkpoints.parameters if self.is_checkpointing else self.edition.parameters
 
 
 _registry: dict[str, Rule] = {}
