@@ -174,11 +174,20 @@ def _search_submitter(submitter: Submitter, top: Path) -> tuple[list[ResultLocat
         if (linked := find_file(submitter.folder, "results")) and linked.is_symlink():
             raise Unavailable("This is a link, and links are not searched", where=str(linked))
         return [], []
+    list_folder(find_folder(submitter.folder, "systems"))  # which is read for every result
     if list_benchmarks(results):
-        return _search_timed(submitter, results, top)
-    numbered = find_numbered_results(results)
-    locations = [_numbered_location(submitter, results, found, top) for found in numbered.results]
-    return locations, list(numbered.leftovers)
+        locations, leftovers = _search_timed(submitter, results, top)
+    else:
+        numbered = find_numbered_results(results)
+        locations = [_numbered_location(submitter, results, found, top) for found in numbered.results]
+        leftovers = list(numbered.leftovers)
+    links = (
+        entry
+        for folder in (results, *list_subfolders(results))
+        for entry in list_folder(folder)
+        if entry.is_symlink() and entry.is_dir()
+    )
+    return locations, [*leftovers, *links]
 
 
 def _search_timed(submitter: Submitter, results: Path, top: Path) -> tuple[list[ResultLocation], list[Path]]:

@@ -23,6 +23,8 @@ OLD_SUMMARY: Final = re.compile(r"kvcache_run_summary_\d{8}_\d{6}\.json")
 _PLACE: Final = re.compile(r"option_(\d+)/trial_(\d+)")
 _RANK_FILE: Final = re.compile(r"kvcache_results_.*\.json", re.IGNORECASE)
 
+_NUM_PROCESSES: Final = ("-n", "-np", "--np", "--ntasks")
+
 SUMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "aggregated_read_bandwidth_gbps": ("cache_stats", "tier_storage_read_bandwidth_gbps"),
@@ -49,7 +51,10 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True)
 class CacheCommand:
-    """A command that the tool executed for one trial of one option; flags without values are empty texts."""
+    """A command that the tool executed for one trial of one option; flags without values are empty texts.
+
+    `num_processes` is 0 where the launcher is not told.
+    """
 
     option: int
     trial: int
@@ -101,11 +106,11 @@ def _parse_command(text: str) -> CacheCommand | None:
         words = shlex.split(text)
     except ValueError:  # its quotes are cut off: it is no command of a trial
         return None
-    if place is None or "--rank-output-base" not in text:
+    if place is None or "--num-users" not in text:
         return None
     program = next((index for index, word in enumerate(words) if word.endswith(".py")), 0)
     launcher = _flags(words[:program])
-    number = launcher.get("-n", launcher.get("-np", "1"))
+    number = next((launcher[name] for name in _NUM_PROCESSES if name in launcher), "")
     return CacheCommand(
         option=int(place[1]),
         trial=int(place[2]),

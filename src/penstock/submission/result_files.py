@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypedDict
 
+from penstock.errors import Unavailable
 from penstock.submission import kv_cache_runs, tree_layout, vector_search_runs
 from penstock.submission.bounded_parse import MAX_YAML_BYTES, parse_lenient_json
 from penstock.submission.bounded_read import LEADS_OUT, leads_out, read_bytes, tree_of
@@ -346,8 +347,14 @@ def _read_queries(
 ) -> _QueryFiles:
     """The files that only key-value caches or only vector search have."""
     if benchmark is Benchmark.KV_CACHE:
-        return {"ranks": kv_cache_runs.read_rank_results(folder, base)}
+        try:
+            return {"ranks": kv_cache_runs.read_rank_results(folder, base)}
+        except Unavailable:  # rules on figures say that files of ranks are missing
+            return {}
     if benchmark is Benchmark.VECTOR_SEARCH:
-        aggregate = vector_search_runs.read_aggregate(folder, base)
+        try:
+            aggregate = vector_search_runs.read_aggregate(folder, base)
+        except Unavailable as error:
+            aggregate = ParsedFile(file=relative(folder, base), problem=str(error))
         return {"aggregate": aggregate, "ground_truth": read(vector_search_runs.VERDICT)}
     return {}

@@ -4,8 +4,10 @@ Read once per submitter, and once per pool; rules about the tree and about prove
 Invariant: each image of a pool is hashed once, however many results point to it.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from penstock.errors import DataDamaged
 from penstock.submission import tree_layout
@@ -13,6 +15,8 @@ from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK
 from penstock.submission.find_results import Submitter, find_result_dirs, find_submitters
 from penstock.submission.folder_listing import find_folder, list_names, list_subfolders
 from penstock.submission.parsed_file import NO_FILE, MissingFact, ParsedFile, read_file, relative
+
+_IMAGE: Final = re.compile(r"code-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,7 @@ def _list_beside_divisions(submitter: Submitter) -> tuple[str, ...]:
     """What lies beside the divisions and is no pool of code images; each organisation may have one."""
     if submitter.division is None:
         return ()
-    pools = {f"{folder.name}/" for folder in list_subfolders(submitter.top) if (folder / POOL_MARK).exists()}
+    pools = {f"{folder.name}/" for folder in list_subfolders(submitter.top) if _is_pool(folder)}
     return tuple(name for name in list_names(submitter.top) if name not in pools)
 
 
@@ -89,9 +93,17 @@ def find_pool(submitter: Submitter) -> Path | None:
     """The folder of the submitter's code images: tools keep one for a tree, or one for an organisation."""
     top = submitter.top
     own = find_folder(top, submitter.organisation)
-    candidates = [own] if own and (own / POOL_MARK).exists() else []
+    candidates = [own] if own and _is_pool(own) else []
     candidates += [top / POOL, submitter.folder / POOL]
     return next((folder for folder in candidates if folder.is_dir()), None)
+
+
+def _is_pool(folder: Path) -> bool:
+    """Whether an organisation keeps its code images here: by the tool's mark, or by their names alone."""
+    inner = list_subfolders(folder)
+    return (folder / POOL_MARK).exists() or (
+        bool(inner) and all(_IMAGE.fullmatch(entry.name) for entry in inner)
+    )
 
 
 def read_pool(folder: Path, submitter: Submitter, root: Path) -> CodeImagePool:

@@ -65,6 +65,15 @@ def _aggregate(number: int = 0, **values: Any) -> Change:
     return lambda tree: _run_file(tree, "vdb_multi_node_summary.json", number).update(values)
 
 
+def _totals(queries: float, seconds: float) -> Change:
+    def change(tree: Round) -> None:
+        aggregate = _run_file(tree, "vdb_multi_node_summary.json")
+        del aggregate["rank_summaries"]
+        aggregate.update(total_queries=queries, total_time_seconds=seconds)
+
+    return change
+
+
 def _loading(**values: Any) -> Change:
     def change(tree: Round) -> None:
         path = next(path for path in tree.files if "/datagen/" in path and path.endswith("/summary.json"))
@@ -131,6 +140,8 @@ QUERY_TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType
         "kvcache.sequence": (
             _cache("another seed", _commands("--seed-base 42", "--seed-base 43")),
             _cache("no delay", _args(inter_option_delay=0)),
+            _cache("an unstated delay", _args(inter_option_delay=None), PASS),
+            _cache("started directly", _commands("--seed-base 42", "--seed 42"), PASS),
             _cache("a configuration", _args(config="mine.yaml")),
             _cache(
                 "a trial less",
@@ -146,6 +157,7 @@ QUERY_TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType
             _cache("uneven", _summary(npernode=3)),
             _cache("fewer launched", _commands("-n 4", "-n 2")),
             _cache("with an equals sign", _commands("-n 4", "-n=4"), PASS),
+            _cache("by a launcher that is not told", _commands("-n 4 ", ""), PASS),
         ),
         "kvcache.users": (
             _cache("divided", _commands("--num-users 200", "--num-users 50")),
@@ -282,6 +294,13 @@ QUERY_TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType
         "vectors.means": (
             _vectors("faster", _summary(throughput_qps=99_999.0)),
             _vectors("no ranks", _aggregate(rank_summaries=[]), UNKNOWN),
+            _vectors("totals alone", _totals(1000.0, 10.0)),
+            _vectors("totals without time", _totals(1000.0, 0.0), UNKNOWN),
+            _vectors(
+                "under the other name, deeper",
+                do.rename("simple/vdb_multi_node_summary.json", "a/statistics.json"),
+                PASS,
+            ),
             _vectors("no time", _aggregate(rank_summaries=[_NO_TIME]), UNKNOWN),
         ),
         "vectors.traffic": (

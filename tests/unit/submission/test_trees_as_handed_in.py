@@ -199,7 +199,9 @@ def test_link_to_a_folder_is_not_entered(store: TreeStore) -> None:
     root = store.write(valid_submission())
     system = root / "closed" / "acme" / "results" / "fast"
     (system / "loop").symlink_to(system)
-    assert [location.name for location in search_tree(root).results] == [f"closed/acme/{RESULT}"]
+    found = search_tree(root)
+    assert [location.name for location in found.results] == [f"closed/acme/{RESULT}"]
+    assert found.leftovers == ("closed/acme/results/fast/loop",)
 
 
 def test_descriptions_without_results_are_judged_by_themselves(store: TreeStore) -> None:
@@ -216,3 +218,11 @@ def test_descriptions_without_results_are_judged_by_themselves(store: TreeStore)
     ]
     assert "solution.availability: Field required" in alone[1].findings[0].proof
     assert list(check_lone_descriptions(found, load_edition("v2.0"), root)) == []
+
+
+def test_pool_of_an_organisation_is_known_by_its_images_alone(store: TreeStore) -> None:
+    tree = valid_round("v3.0")
+    tree.organisation = "AcmeCo"
+    tree.rename("code-images/", "AcmeCo/")
+    tree.drop(".mlps-image-pool")
+    assert [result.verdict for result in store.check(tree)] == [Validity.VALID] * 2

@@ -300,7 +300,16 @@ _KV_CACHE: Final[tuple[_Kind, ...]] = tuple(
 
 
 def _stated(name: str) -> _Values:
-    return _per_run(lambda run: run.dirs[0].summary.number(name))
+    """By the summary; tables are made of the figures over all ranks where there is none."""
+
+    def read(run: ResultRun) -> float:
+        first = run.dirs[0]
+        if not first.summary.is_missing:
+            return first.summary.number(name)
+        nested = ("recall", "mean_recall") if name == "recall" else (name,)
+        return first.aggregate.number(*nested)
+
+    return _per_run(read)
 
 
 def _recomputed_rate(run: ResultRun) -> float:

@@ -187,10 +187,11 @@ def _check_sequence(case: rule.RunCase) -> Iterator[Finding]:
         (option, trial) for option in sorted(map(int, limits.options)) for trial in range(limits.trials)
     ]
     problems = [] if ran == wanted else [f"options and trials ran as {ran}"]
-    seeds = {command.options.get("seed-base", "") for command in commands}
+    seeds = {c.options.get("seed-base", c.options.get("seed", "")) for c in commands}
     if seeds != {str(limits.seed)}:
         problems.append(f"--seed-base is {', '.join(sorted(seeds))}, not {limits.seed}")
-    if (delay_s := metadata.number("args", "inter_option_delay")) != limits.delay_s:
+    delay = ("args", "inter_option_delay")  # where it is not stated, the tool takes the edition's
+    if metadata.has(*delay) and (delay_s := metadata.number(*delay)) != limits.delay_s:
         problems.append(f"inter_option_delay is {delay_s:g}, not {limits.delay_s:g}")
     if metadata.has("args", "config"):
         problems.append("args.config names a configuration")
@@ -245,10 +246,10 @@ def _check_ranks(case: rule.RunCase) -> Iterator[Finding]:
     summary, metadata = case.run.summary, case.run.metadata
     ranks, each, hosts = (summary.integer(name) for name in ("total_ranks", "npernode", "host_count"))
     problems = [] if ranks == each * hosts else [f"{each} a host x {hosts} hosts != {ranks} ranks"]
-    launched = {command.num_processes for command in read_commands(metadata)}
+    launched = {command.num_processes for command in read_commands(metadata)} - {0}
     if metadata.has("num_processes"):
         launched.add(metadata.integer("num_processes"))
-    if launched != {ranks}:
+    if launched - {ranks}:
         problems.append(f"{', '.join(map(str, sorted(launched)))} processes were launched for {ranks} ranks")
     yield pass_if(
         not problems,
@@ -301,8 +302,8 @@ def _check_users(case: rule.RunCase) -> Iterator[Finding]:
 )
 def _check_isolation(case: rule.RunCase) -> Iterator[Finding]:
     commands = read_commands(case.run.metadata)
-    outputs = [command.options.get("rank-output-base", "") for command in commands]
-    caches = {command.options.get("rank-cache-base", "") for command in commands}
+    outputs = [c.options.get("rank-output-base", c.options.get("output", "")) for c in commands]
+    caches = {c.options.get("rank-cache-base", c.options.get("cache-dir", "")) for c in commands}
     problems = [] if len(set(outputs)) == len(outputs) else ["trials share a folder"]
     if "" in caches:
         problems.append("--rank-cache-base is not set")

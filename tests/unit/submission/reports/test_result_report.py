@@ -222,6 +222,18 @@ def test_vector_search_is_reported_by_its_runs(tmp_path: Path) -> None:
     assert len(values(found, "throughput")) == 5
 
 
+def test_vector_search_without_summaries_is_reported_by_the_figures_over_all_ranks(tmp_path: Path) -> None:
+    tree = valid_vectors()
+    for path, value in tree.files.items():
+        if path.endswith("vdb_multi_node_summary.json"):
+            value.update(p99_latency_ms=107.4)
+    is_summary = {path: "/run/" in path and path.endswith("/summary.json") for path in tree.files}
+    tree.files = {path: value for path, value in tree.files.items() if not is_summary[path]}
+    (found,) = report_all(tree.write(tmp_path), V3)
+    assert found.row["Query Latency (ms)"] == pytest.approx(107.4)
+    assert found.row["Recall Percentage"] == pytest.approx(95.0)
+
+
 def test_a_result_without_runs_gets_no_file(tmp_path: Path) -> None:
     tree = valid_training()
     tree.drop("/run/")
