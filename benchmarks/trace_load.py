@@ -3,11 +3,13 @@
 2,000,000 events in four files of DFTracer's newest generation. Theirs are the same columns by `read_json`,
 and SQL that makes the same table: texts of hashes joined, in order of time, as Parquet. Every measurement is
 a fresh process, its start included. Printed besides: each verb on a table of as many events as
-PENSTOCK_BENCH_ROWS says (default 10,000,000), in seconds of wall time, of CPU and MiB.
+PENSTOCK_BENCH_ROWS says (default 10,000,000), in seconds of wall time, of CPU and MiB, beside what DuckDB
+takes for the same groups and unions of the same table by window functions.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -29,7 +31,19 @@ NUM_FILES = 4
 EVENTS_PER_FILE = int(os.environ.get("PENSTOCK_BENCH_EVENTS", "2000000")) // NUM_FILES
 TABLE_ROWS = int(os.environ.get("PENSTOCK_BENCH_ROWS", "10000000"))
 QUERY = "SELECT name, count(*), sum({dur}) FROM {events} GROUP BY name ORDER BY name"
-VERBS = ("summary", "ops", "files", "classes", "ranks", "overlap", "sizes", "timeline")
+_IO, _COMPUTE = "cat IN ('POSIX', 'STDIO')", "name LIKE '%compute%'"
+_CLASS = "regexp_replace(parse_filename(path), '[0-9-]+', '', 'g')"
+VERBS = {
+    "summary": [("1", _IO), ("1", _COMPUTE), ("1", f"{_IO} OR {_COMPUTE}"), ("1", "cat = 'reader'")],
+    "ops": [("op", _IO)],
+    "files": [("path", "path IS NOT NULL")],
+    "classes": [(f"{_CLASS}, op", "path IS NOT NULL")],
+    "ranks": [("rank, pid, host", _IO)],
+    "overlap": [("pid, host", where) for where in (_IO, _COMPUTE, f"{_IO} OR {_COMPUTE}")],
+    "sizes": [],
+    "timeline": [("ts_us // 10000000", _IO)],
+}
+"""The groups and conditions of each verb's unions."""
 
 _THEIR_QUESTION = """
 import sys, duckdb
@@ -67,6 +81,25 @@ duckdb.execute(f'''
         LEFT JOIN names h ON h.kind = 'HH' AND h.pid = e.pid AND h.value = args.hhash
         WHERE ph = 1 ORDER BY ts
     ) TO '{target}' (COMPRESSION zstd)''')
+"""
+
+
+_THEIR_ANSWERS = """
+import sys, json, duckdb
+table, *unions = sys.argv[1:]
+for by, where in map(json.loads, unions):
+    duckdb.sql(f'''
+        SELECT {by}, count(*), sum(dur_us), sum(size_bytes), max(dur_us),
+               sum(greatest(0, end_us - greatest(ts_us, coalesce(reach, ts_us))))
+        FROM (
+            SELECT *, max(end_us) OVER (
+                PARTITION BY {by} ORDER BY ts_us ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS reach
+            FROM read_parquet('{table}') WHERE {where})
+        GROUP BY {by}''').fetchall()
+if not unions:
+    quantiles = ", ".join(f"quantile_cont(size_bytes, {share})" for share in (0.25, 0.5, 0.75, 0.99))
+    duckdb.sql(f"SELECT op, count(*), avg(size_bytes), stddev(size_bytes), {quantiles}"
+               f" FROM read_parquet('{table}') WHERE size_bytes IS NOT NULL GROUP BY op").fetchall()
 """
 
 
@@ -129,18 +162,27 @@ def _run(command: list[str]) -> tuple[float, float, float]:
 
 def _print_questions(folder: Path) -> None:
     """Each verb on a large table: copies of one trace with other processes, in order of time."""
-    traces = folder / "small"
-    traces.mkdir()
-    rows = TABLE_ROWS // 20
-    write_trace(traces, Writing(events=rows, rank=0, files=5000))
-    table, large = folder / "small.events", folder / "large.events"
-    convert(name_trace_files(find_trace_files([str(traces)]), run=""), table, progress=Silent())
+    rows, large = TABLE_ROWS // 20, folder / "large.events"
     # Not in this process: what it has used at most would count as the memory of the processes that it starts.
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        pool.submit(_multiply, table, large).result()
-    for verb in VERBS:
-        took_s, cpu_s, mib = _run([sys.executable, "-m", "penstock", "trace", verb, str(large), "--json"])
-        print(f"  {verb} on {rows * 20:,} events: {took_s:.2f} s, {cpu_s:.2f} CPU s, {mib:.0f} MiB")
+        pool.submit(_make_table, folder, rows, large).result()
+    print(f"  {rows * 20:,} events:  ours: s, CPU s, MiB   DuckDB: s, CPU s, MiB")
+    for verb, unions in VERBS.items():
+        ours = _run([sys.executable, "-m", "penstock", "trace", verb, str(large), "--json"])
+        asked = [json.dumps(union) for union in unions]
+        theirs = _run([sys.executable, "-c", _THEIR_ANSWERS, str(large), *asked])
+        figures = "   ".join(
+            f"{took_s:5.2f} {cpu_s:5.2f} {mib:5.0f}" for took_s, cpu_s, mib in (ours, theirs)
+        )
+        print(f"  {verb:9}  {figures}")
+
+
+def _make_table(folder: Path, rows: int, large: Path) -> None:
+    traces, table = folder / "small", folder / "small.events"
+    traces.mkdir()
+    write_trace(traces, Writing(events=rows, rank=0, files=5000))
+    convert(name_trace_files(find_trace_files([str(traces)]), run=""), table, progress=Silent())
+    _multiply(table, large)
 
 
 def _multiply(table: Path, large: Path) -> None:
