@@ -100,6 +100,7 @@ SUBMISSION = Group(
     {
         "init": "penstock.cli.submission_tree:init",
         "describe": "penstock.cli.submission_tree:describe",
+        "rehearse": "penstock.cli.submission_rehearse:rehearse",
         "run": Group(
             "Run a whole benchmark result; run the same command again to continue after an interruption.",
             {

@@ -159,7 +159,7 @@ def _find_submitted(options: CheckpointRunOptions, request: CheckpointRequest) -
     if series is None:
         return None
     located = locate_checkpoints(request.model.workload, options.destination)
-    return SubmissionEntry(series=series, located=located)
+    return SubmissionEntry(series=series, located=located, rehearsed_at=options.results.rehearsed_at)
 
 
 def _require_allowed(
@@ -183,7 +183,8 @@ def _require_allowed(
             num_writes=checkpoint.num_checkpoints_write,
             num_reads=checkpoint.num_checkpoints_read,
             is_subset=layout.is_subset,
-            scale=request.scale,
+            # A rehearsal does everything but sizes as in earnest.
+            scale=Fraction(1) if options.results.rehearsed_at else request.scale,
             changed=changed,
             size_gib=layout.total_bytes / float(request.scale) / 2**30,
         ),
@@ -203,6 +204,7 @@ def _inspect(
             open_storage, options.destination, environment, options=options.storage.values, rank=comm.rank
         ),
         results=request.results,
+        results_option=options.results.folder_option,
         written_bytes=int(request.layout.bytes_of_processes()[comm.rank]) * num_writes,
     )
     is_strict = options.results.rules.division is not None

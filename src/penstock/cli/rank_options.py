@@ -6,9 +6,11 @@ on every rank and supervise it; inside one (mpirun, srun, torchrun) the command 
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +21,8 @@ from penstock.cli.parsers import FOLDER_URI, LAUNCHER, NAME, TEXT, TIME, whole
 from penstock.cli.terminal import Terminal, progress_columns
 from penstock.cluster import launcher_command, launcher_env
 from penstock.cluster.comm import Comm
+
+DefaultRanks = int | None | Callable[[Mapping[str, Any]], int | None]
 
 O = TypeVar("O")  # noqa: E741 - the options of one command
 
@@ -57,18 +61,19 @@ class _RankPanel:
 
 
 def ranked(
-    options: type[O], *, default_ranks: int | None = None
+    options: type[O], *, default_ranks: DefaultRanks = None
 ) -> Callable[[Callable[[O, Comm, Terminal], int | None]], Verb]:
     """Make a command that runs on several ranks of a function of its options, its ranks and the terminal.
 
     What the function returns is its exit code: a verdict on which all ranks agree. `default_ranks` is for a
-    command that makes sense on several ranks only.
+    command that makes sense on several ranks only, or depends on its arguments.
     """
 
     def decorate(function: Callable[[O, Comm, Terminal], int | None]) -> Verb:
         def call(values: Mapping[str, Any]) -> int | None:
             environment = env.process_environment()
-            ranks = fill(_RankPanel, values).ranks.with_ranks(default_ranks, environment)
+            usual = default_ranks(values) if callable(default_ranks) else default_ranks
+            ranks = fill(_RankPanel, values).ranks.with_ranks(usual, environment)
             if ranks.starts_ranks(environment):
                 return _launch(ranks, environment)
 
@@ -113,8 +118,30 @@ def _join(
     from penstock.cluster.supervision import join_job
 
     job = join_job(environment, ranks=ranks.ranks, timeout_s=ranks.timeout_s)
-    with job as comm, _traced(ranks.trace or environment.get(env.TRACE), comm):
+    # The supervisor of a launched rank has its own way to end it.
+    termination = nullcontext() if launcher_env.detect_rank(environment) else _terminated_as_interrupted()
+    with termination, job as comm, _traced(ranks.trace or environment.get(env.TRACE), comm):
         return function(comm)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM end the body as Ctrl-C does, so that workers end and records say why."""
+
+    def interrupt(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(f"Stopped by {signal.Signals(number).name}.")
+
+    # Shells make background commands ignore SIGINT, and other owners of a signal keep it.
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [number for number, handler in usual.items() if is_main and signal.getsignal(number) == handler]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, usual[number])
 
 
 @contextmanager

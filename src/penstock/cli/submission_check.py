@@ -20,6 +20,7 @@ from penstock.submission.finding import Verdict
 from penstock.submission.reports import findings_export
 from penstock.submission.reports.sarif import sarif
 from penstock.submission.rules import RULES, rule_by_id
+from penstock.submission.rules.rehearsal_rules import assess_rehearsal
 from penstock.submission.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ def _view_findings(result: CheckedResult) -> View:
                 rules.setdefault((verdict, cause, finding.proof, finding.fix), []).append(finding.rule)
     if rules:
         yield printable(result.name, keep="")
+    if (assessment := assess_rehearsal(result.findings)) is not None:
+        yield f"  a rehearsal: {assessment.summary}"
     for (verdict, cause, proof, fix), found in rules.items():
         note = f" ({len(found)} times)" if len(found) > 1 else ""
         if verdict is Verdict.NOT_CHECKED:

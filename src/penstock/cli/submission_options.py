@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,18 +56,25 @@ class DivisionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeOptions:
-    """The submission tree that a result belongs to, and the system under test."""
+    """The submission tree that a result belongs to, and the system under test.
+
+    `rehearsed_at` is no option: the scale of a rehearsal, None in earnest.
+    """
 
     tree: str = required(
         "--submission", FOLDER_URI, "Use this submission tree, made by `penstock submission init`."
     )
     system: str = required("--system", NAME, "Name the system under test, described in systems/NAME.yaml.")
     rules: DivisionOptions = group(DivisionOptions)
+    rehearsed_at: Fraction | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions:
-    """Where a run's results go: into a directory of their own, or into a submission tree."""
+    """Where a run's results go: into a directory of their own, or into a submission tree.
+
+    `rehearsed_at` is no option: the scale of a rehearsal, None in earnest.
+    """
 
     parent: str | None = option("--results", FOLDER_URI, "Create a directory for this run below DIR.")
     rules: DivisionOptions = group(DivisionOptions)
@@ -74,11 +82,17 @@ class ResultOptions:
         "--submission", FOLDER_URI, "Add the run to this submission tree (see `penstock submission init`)."
     )
     system: str | None = option("--system", NAME, "Name the system under test; needed with --submission.")
+    rehearsed_at: Fraction | None = None
 
     @classmethod
     def in_tree(cls, options: TreeOptions) -> ResultOptions:
         """Results that go into a submission tree."""
-        return cls(rules=options.rules, tree=options.tree, system=options.system)
+        return cls(
+            rules=options.rules,
+            tree=options.tree,
+            system=options.system,
+            rehearsed_at=options.rehearsed_at,
+        )
 
     @property
     def folder(self) -> Path:
@@ -94,6 +108,11 @@ class ResultOptions:
             )
         return Path(folder)
 
+    @property
+    def folder_option(self) -> str:
+        """The option that names the directory."""
+        return "--results" if self.tree is None else "--submission"
+
     def find_series(self, *, benchmark: Benchmark, model: str) -> Series | None:
         """The series of results that the run belongs to; None for a run that is not submitted."""
         from penstock.submission.authoring.result_dir import Series
@@ -106,8 +125,10 @@ class ResultOptions:
             raise UsageError(
                 "A submission needs a system under test", where="--submission", fix="Add --system NAME."
             )
+        tree = require_owned_tree(Path(self.tree))
+        tree.require_purpose(is_rehearsal=self.rehearsed_at is not None)
         return Series(
-            tree=require_owned_tree(Path(self.tree)),
+            tree=tree,
             division=division,
             system=self.system,
             benchmark=benchmark,
@@ -121,6 +142,7 @@ class SubmissionEntry:
 
     series: Series
     located: DataLocation
+    rehearsed_at: Fraction | None = None
 
 
 def locate(series: Series, workload: Workload, uri: str) -> DataLocation:
@@ -144,6 +166,7 @@ def open_session(submitted: SubmissionEntry, settings: Sequence[str], *, comm: C
         data_path=submitted.located.data_path,
         changed={**parse_changes(settings), **submitted.located.changes},
         command=command_line(),
+        rehearsed_at=submitted.rehearsed_at,
         clock=clock,
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli import option_groups
@@ -18,20 +20,27 @@ from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.cli.training_request import PlannedTraining, TrainingRunOptions, plan_training
 from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
+from penstock.submission.authoring import training_preflight
+from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
 if TYPE_CHECKING:
+    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.results.provenance import HostFacts
     from penstock.submission.authoring.result_dir import Series
     from penstock.submission.authoring.run_sequence import RunSequence
-    from penstock.workflows.submission.result_draft import ResultWriter
     from penstock.workload.dataset_size import DatasetSizing
+    from penstock.workload.spec import Workload
 
 WRONG_BYTES = 1
+REHEARSED_STEPS = 2
+"""Steps of each accelerator in an epoch of a rehearsal, at least: the first one counts in no figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CheckpointingOptions:
+class CheckpointingOptions:
+    """All options of a checkpointing result."""
+
     model: str = argument("MODEL", TEXT, "Shipped model (see `penstock checkpoint models`) or a YAML file.")
     destination: str = required(
         "--to", URI, "Save checkpoints here: a directory, direct:///directory or s3://bucket/prefix."
@@ -47,8 +56,8 @@ class _CheckpointingOptions:
     gates: option_groups.GateOptions = group(option_groups.GateOptions)
 
 
-@ranked(_CheckpointingOptions)
-def checkpointing(options: _CheckpointingOptions, comm: Comm, terminal: Terminal) -> int:
+@ranked(CheckpointingOptions)
+def checkpointing(options: CheckpointingOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Run a whole checkpointing result: write ten checkpoints and read ten back.
 
     Caches are evicted, and verified to be cold, before each read. If the storage is mounted by other hosts
@@ -60,7 +69,36 @@ def checkpointing(options: _CheckpointingOptions, comm: Comm, terminal: Terminal
       penstock submission run checkpointing llama3-8b --accelerator b200 --to /mnt/ckpt --ranks 8 --closed \
         --submission ~/results --system fast
     """
-    result = run_checkpoint_benchmark(
+    missing = find_missing_checkpoints(options, comm=comm)
+    if not missing["writes"] and not missing["reads"]:
+        terminal.note("All checkpoints were written and read already.")
+        return 0
+    result = run_checkpointing_result(options, comm=comm, terminal=terminal)
+    if result is None:
+        return option_groups.CLOSED_GATES
+    terminal.result(result.document(), view_checkpoints(result))
+    return 0 if result.is_right else WRONG_BYTES
+
+
+def find_missing_checkpoints(options: CheckpointingOptions, *, comm: Comm) -> Mapping[str, int]:
+    """How many writes and reads the result lacks; the same on all ranks. Collective."""
+    from penstock.submission.authoring.run_sequence import missing_checkpoints, read_series_state
+
+    series = ResultOptions.in_tree(options.target).find_series(
+        benchmark=Benchmark.CHECKPOINTING, model=options.model
+    )
+    assert series is not None
+    missing = None if comm.rank else missing_checkpoints(read_series_state(series), load_edition("v3.0"))
+    shared = comm.broadcast(missing, awaiting="rank 0 to read the tree")
+    assert shared is not None
+    return shared
+
+
+def run_checkpointing_result(
+    options: CheckpointingOptions, *, comm: Comm, terminal: Terminal
+) -> CheckpointResult | None:
+    """Write and read the checkpoints of a result; None if a closed gate stopped it."""
+    return run_checkpoint_benchmark(
         CheckpointRunOptions(
             model=option_groups.ModelOptions(name=options.model),
             destination=options.destination,
@@ -71,18 +109,17 @@ def checkpointing(options: _CheckpointingOptions, comm: Comm, terminal: Terminal
             is_subset=options.is_subset,
             gates=options.gates,
             accelerator=options.accelerator,
+            scale=options.target.rehearsed_at or Fraction(1),
         ),
         comm=comm,
         terminal=terminal,
     )
-    if result is None:
-        return option_groups.CLOSED_GATES
-    terminal.result(result.document(), view_checkpoints(result))
-    return 0 if result.is_right else WRONG_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainingOptions:
+class TrainingOptions:
+    """All options of a training result."""
+
     workload: option_groups.WorkloadOptions = group(option_groups.WorkloadOptions)
     data: option_groups.DataOptions = group(option_groups.DataOptions)
     target: TreeOptions = group(TreeOptions)
@@ -105,8 +142,8 @@ class _TrainingOptions:
     gates: option_groups.GateOptions = group(option_groups.GateOptions)
 
 
-@ranked(_TrainingOptions)
-def training(options: _TrainingOptions, comm: Comm, terminal: Terminal) -> int:
+@ranked(TrainingOptions)
+def training(options: TrainingOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Run a whole training result: size and generate the data set, then a warm-up and five runs.
 
     One rank is one accelerator. The data set is as large as the memory of all hosts requires. Runs follow one
@@ -118,22 +155,67 @@ def training(options: _TrainingOptions, comm: Comm, terminal: Terminal) -> int:
       penstock submission run training unet3d --accelerator b200 --data /mnt/data --ranks 8 --hosts a:4,b:4 \
         --closed --submission ~/results --system fast
     """
+    made = make_training_result(options, comm=comm, terminal=terminal)
+    if made is None:
+        return option_groups.CLOSED_GATES
+    terminal.result(_document(made), _view(made))
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeTraining:
+    """What is there of a training result, and how large its data set has to be."""
+
+    workload: Workload
+    series: Series
+    sequence: RunSequence
+    required_size: DatasetSizing
+
+
+def make_training_result(options: TrainingOptions, *, comm: Comm, terminal: Terminal) -> MadeTraining | None:
+    """Make what a training result lacks; None if a closed gate stopped it. Collective."""
     hosts = _gather_hosts(comm)
-    workload = options.workload
+    requested = _load_workload(options.workload)
+    series = ResultOptions.in_tree(options.target).find_series(
+        benchmark=Benchmark.TRAINING, model=requested.name
+    )
+    assert series is not None
+    # Data may be generated on any number of ranks.
+    num_accelerators = comm.size if options.only != "datagen" else len(hosts)
+    training_preflight.require_allowed(
+        load_edition("v3.0"),
+        training_preflight.TrainingPreflight(
+            series=series,
+            accelerator=requested.accelerator,
+            num_accelerators=num_accelerators,
+            num_hosts=len(hosts),
+            data=options.data.uri,
+        ),
+    )
+    required_size = _size_dataset(requested, hosts, num_accelerators=comm.size)
+    sized = options.workload
     if options.only != "datagen":
-        workload = _sized_workload(options, hosts, num_accelerators=comm.size)
+        sized = _sized_workload(options, series, requested, required_size)
     run_options = TrainingRunOptions(
-        workload=workload,
+        workload=sized,
         data=options.data,
         results=ResultOptions.in_tree(options.target),
         threads=options.threads,
         gates=options.gates,
     )
-    plan = plan_training(run_options, comm=comm, terminal=terminal)
+    workload = _load_workload(sized)
+    missing_bytes = comm.broadcast(
+        None if comm.rank else _count_missing_bytes(workload, series, options.data),
+        awaiting="rank 0 to look at the data set",
+    )
+    assert missing_bytes is not None
+    plan = plan_training(
+        run_options, comm=comm, terminal=terminal, written_bytes=0 if comm.rank else missing_bytes
+    )
     if plan.is_stopped:
-        return option_groups.CLOSED_GATES
-    _make_result(plan, options, hosts, comm=comm, terminal=terminal)
-    return 0
+        return None
+    sequence = _make_sequence(plan, options, hosts, comm=comm, terminal=terminal)
+    return MadeTraining(workload=workload, series=series, sequence=sequence, required_size=required_size)
 
 
 def _gather_hosts(comm: Comm) -> Sequence[HostFacts]:
@@ -142,35 +224,65 @@ def _gather_hosts(comm: Comm) -> Sequence[HostFacts]:
     return unique_hosts(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
 
 
-def _sized_workload(
-    options: _TrainingOptions, hosts: Sequence[HostFacts], *, num_accelerators: int
-) -> option_groups.WorkloadOptions:
-    """The workload with a data set that is large enough; an existing one that is large enough is kept."""
-    from penstock.workload import dataset_size
+def _load_workload(options: option_groups.WorkloadOptions) -> Workload:
+    """The workload without its remarks, which `plan_training` prints."""
     from penstock.workload.load_workload import load
 
-    overrides = option_groups.parse_overrides(options.workload.settings)
-    workload = load(
-        options.workload.name, accelerator=options.workload.accelerator, overrides=overrides
-    ).workload
-    series = ResultOptions.in_tree(options.target).find_series(
-        benchmark=Benchmark.TRAINING, model=workload.name
-    )
-    assert series is not None
+    overrides = option_groups.parse_overrides(options.settings)
+    return load(options.name, accelerator=options.accelerator, overrides=overrides).workload
+
+
+def _count_missing_bytes(workload: Workload, series: Series, data: option_groups.DataOptions) -> int:
+    """What is still to be generated into a local folder; object services do not report their free space."""
+    from penstock.dataset.generate import missing_bytes
+    from penstock.storage.capabilities import find_local_root
+    from penstock.submission.authoring.run_sequence import read_series_state
+    from penstock.workflows.submission.draft_training_result import dataset_recipe
+
+    storage = data.opener(rank=0, is_traced=False)()
+    if read_series_state(series).datagens or find_local_root(storage) is None:
+        return 0
+    return missing_bytes(dataset_recipe(workload), storage)
+
+
+def _size_dataset(workload: Workload, hosts: Sequence[HostFacts], *, num_accelerators: int) -> DatasetSizing:
+    from penstock.workload import dataset_size
+
     request = dataset_size.make_sizing_request(
         workload,
         num_accelerators=num_accelerators,
         host_memory_bytes=[host.memory_bytes for host in hosts],
     )
-    required_size = dataset_size.size_dataset(request)
+    return dataset_size.size_dataset(request)
+
+
+def _sized_workload(
+    options: TrainingOptions, series: Series, workload: Workload, required_size: DatasetSizing
+) -> option_groups.WorkloadOptions:
+    """The workload with a data set that is large enough; an existing one that is large enough is kept."""
+    overrides = option_groups.parse_overrides(options.workload.settings)
     # A number that the user gives is checked, and never replaced.
     is_given = any(override.path == ("dataset", "num_files_train") for override in overrides)
-    num_files = workload.dataset.num_files_train if is_given else _choose_num_files(series, required_size)
-    _require_enough(required_size, num_files)
+    scale = options.target.rehearsed_at
+    if is_given:
+        num_files = workload.dataset.num_files_train
+    elif scale is not None:
+        num_files = _scale_num_files(required_size, scale)
+    else:
+        num_files = _choose_num_files(series, required_size)
+    if scale is None:
+        _require_enough(required_size, num_files)
     settings = [*options.workload.settings, f"dataset.num_files_train={num_files}"]
     if required_size.num_subfolders and not workload.dataset.num_subfolders_train:
         settings.append(f"dataset.num_subfolders_train={required_size.num_subfolders}")
     return replace(options.workload, settings=tuple(settings))
+
+
+def _scale_num_files(required_size: DatasetSizing, scale: Fraction) -> int:
+    """A share of the required files, but enough for some steps of all accelerators."""
+    request = required_size.request
+    least = REHEARSED_STEPS * request.batch_size * request.num_accelerators
+    return max(ceil(scale * required_size.min_files), ceil(Fraction(least, request.num_samples_per_file)))
 
 
 def _choose_num_files(series: Series, required_size: DatasetSizing) -> int:
@@ -192,15 +304,14 @@ def _require_enough(required_size: DatasetSizing, num_files: int) -> None:
         )
 
 
-def _make_result(
+def _make_sequence(
     plan: PlannedTraining,
-    options: _TrainingOptions,
+    options: TrainingOptions,
     hosts: Sequence[HostFacts],
     *,
     comm: Comm,
     terminal: Terminal,
-) -> None:
-    from penstock.submission.edition import load_edition
+) -> RunSequence:
     from penstock.workflows.submission.draft_training_result import (
         TrainingResultPlan,
         make_part,
@@ -216,6 +327,8 @@ def _make_result(
         num_accelerators=comm.size,
         hosts=hosts,
         generator_threads=options.write_threads,
+        # At a small scale the start of an epoch counts more than it would in earnest.
+        stops_below_minimum=options.target.rehearsed_at is None,
     )
     with terminal.progress() as progress:
         observer = RunObserver(
@@ -225,16 +338,15 @@ def _make_result(
         )
         storage = plan.open_storage()
         if options.only is None:
-            sequence = make_training(session, result_plan, storage, comm=comm, observer=observer)
-        else:
-            phase = SubmissionPhase(options.only)
-            sequence = make_part(session, result_plan, storage, phase=phase, comm=comm, observer=observer)
-    terminal.result(_document(session, sequence), _view(session, sequence))
+            return make_training(session, result_plan, storage, comm=comm, observer=observer)
+        phase = SubmissionPhase(options.only)
+        return make_part(session, result_plan, storage, phase=phase, comm=comm, observer=observer)
 
 
-def _document(session: ResultWriter, sequence: RunSequence) -> dict[str, Any]:
+def _document(made: MadeTraining) -> dict[str, Any]:
+    series, sequence = made.series, made.sequence
     return {
-        "folder": str(session.series.tree.root / session.series.folder),
+        "folder": str(series.tree.root / series.folder),
         "is_complete": sequence.is_complete,
         "runs": [
             {"folder": str(result_dir.folder), "duration_s": result_dir.duration.total_seconds()}
@@ -243,11 +355,11 @@ def _document(session: ResultWriter, sequence: RunSequence) -> dict[str, Any]:
     }
 
 
-def _view(session: ResultWriter, sequence: RunSequence) -> View:
+def _view(made: MadeTraining) -> View:
+    series, sequence = made.series, made.sequence
     rows = [
         {"run": run.folder.name, "took": f"{run.duration.total_seconds():,.0f} s"} for run in sequence.counted
     ]
-    series = session.series
     state = "complete" if sequence.is_complete else f"{len(sequence.phases)} runs are missing"
     yield TextTable(f"{series.model} on {series.system}: {state}", rows)
     next_verb = "check" if sequence.is_complete else "status"

@@ -173,9 +173,10 @@ def status(options: _StatusOptions, terminal: Terminal) -> None:
     results = list_progress(tree, load_edition("v3.0"), now=datetime.now(UTC))
     document = {
         "organisation": tree.organisation,
+        "is_rehearsal": tree.is_rehearsal,
         "results": [_progress_document(result) for result in results],
     }
-    terminal.result(document, _view_progress(results))
+    terminal.result(document, _view_progress(results, is_rehearsal=tree.is_rehearsal))
 
 
 def _progress_document(result: SeriesProgress) -> dict[str, Any]:
@@ -198,8 +199,10 @@ def _progress_document(result: SeriesProgress) -> dict[str, Any]:
     }
 
 
-def _view_progress(results: Sequence[SeriesProgress]) -> View:
-    yield TextTable("Results", [_progress_row(result) for result in results])
+def _view_progress(results: Sequence[SeriesProgress], *, is_rehearsal: bool) -> View:
+    yield TextTable(
+        "Results of a rehearsal" if is_rehearsal else "Results", [_progress_row(result) for result in results]
+    )
     for result in results:
         for lack in result.missing:
             yield f"{result.series.system} {result.series.model} lacks {lack}"

@@ -100,8 +100,13 @@ class PlannedTraining:
         return inspection is not None and inspection.preflight.is_stopped
 
 
-def plan_training(options: TrainingRunOptions, *, comm: Comm, terminal: Terminal) -> PlannedTraining:
-    """The run that the options ask for, with its gates inspected; prints what people should know of it."""
+def plan_training(
+    options: TrainingRunOptions, *, comm: Comm, terminal: Terminal, written_bytes: int = 0
+) -> PlannedTraining:
+    """The run that the options ask for, with its gates inspected; prints what people should know of it.
+
+    `written_bytes` is what this rank will write to the data set's storage.
+    """
     from penstock.bench.training.training_run import TrainingRequest
 
     folder = options.results.folder
@@ -129,9 +134,11 @@ def plan_training(options: TrainingRunOptions, *, comm: Comm, terminal: Terminal
         remarks=(*map(str, loaded.remarks), *unsupported),
         checkpoints=plan_checkpoints(workload, options.checkpoints, comm=comm, environment=environment),
     )
-    session = open_session(submitted, options.workload.settings, comm=comm) if submitted else None
-    request = _inspect(request, options, comm=comm, terminal=terminal)
-    return PlannedTraining(request=request, open_storage=opener, session=session)
+    request = _inspect(request, options, written_bytes, comm=comm, terminal=terminal)
+    plan = PlannedTraining(request=request, open_storage=opener, session=None)
+    if plan.is_stopped or submitted is None:
+        return plan
+    return replace(plan, session=open_session(submitted, options.workload.settings, comm=comm))
 
 
 def run_training(plan: PlannedTraining, *, comm: Comm, terminal: Terminal) -> TrainingResult:
@@ -159,17 +166,25 @@ def _find_submitted(options: TrainingRunOptions, workload: Workload) -> Submissi
     series = options.results.find_series(benchmark=Benchmark.TRAINING, model=workload.name)
     if series is None:
         return None
-    return SubmissionEntry(series=series, located=locate(series, workload, options.data.uri))
+    located = locate(series, workload, options.data.uri)
+    return SubmissionEntry(series=series, located=located, rehearsed_at=options.results.rehearsed_at)
 
 
 def _inspect(
-    request: TrainingRequest, options: TrainingRunOptions, *, comm: Comm, terminal: Terminal
+    request: TrainingRequest,
+    options: TrainingRunOptions,
+    written_bytes: int,
+    *,
+    comm: Comm,
+    terminal: Terminal,
 ) -> TrainingRequest:
     preflight = PreflightRequest(
         environment=request.environment,
         uri=options.data.uri,
         reopen=options.data.opener(rank=comm.rank, is_traced=False),
         results=options.results.folder,
+        results_option=options.results.folder_option,
+        written_bytes=written_bytes,
     )
     is_strict = options.results.rules.division is not None
     inspection = inspect_gates(preflight, options.gates, is_strict=is_strict, comm=comm, terminal=terminal)

@@ -70,11 +70,10 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
 
 
-def claim_folder(storage: Storage, recipe: DatasetRecipe) -> bool:
-    """Claim the folder for this data set; whether it already was. `UsageError` if it is another one's."""
+def is_claimed(storage: Storage, recipe: DatasetRecipe) -> bool:
+    """Whether the folder was claimed for this data set before; `UsageError` if it is another one's."""
     manifest = read_manifest(storage)
     if manifest is None:
-        write_manifest(storage, recipe, complete=False)
         return False
     _refuse_other(storage, recipe, manifest)
     return True

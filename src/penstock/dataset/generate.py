@@ -11,7 +11,7 @@ from math import ceil
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
 from penstock.dataset.data_files import DataFiles, evaluation_files, for_each_file, training_files
-from penstock.dataset.dataset_manifest import DatasetRecipe, claim_folder, write_manifest
+from penstock.dataset.dataset_manifest import DatasetRecipe, is_claimed, write_manifest
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file_io import buffer_pool, write_file
 from penstock.dataset.formats.format_protocol import FilePlan
@@ -51,6 +51,14 @@ def expected_bytes(dataset: Dataset) -> int:
     """The approximate size of a data set: its samples at their mean size, without what formats add."""
     num_files = dataset.num_files_train + dataset.num_files_eval
     return ceil(num_files * dataset.num_samples_per_file * dataset.record_length_bytes)
+
+
+def missing_bytes(recipe: DatasetRecipe, storage: Storage) -> int:
+    """What generating would still write; `UsageError` if another data set is there."""
+    size_bytes = expected_bytes(recipe.dataset)
+    if not is_claimed(storage, recipe):
+        return size_bytes
+    return max(0, size_bytes - sum(stored.size_bytes for stored in storage.list()))
 
 
 def generate(
@@ -93,16 +101,18 @@ def generate(
 
 
 def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:
-    is_resumed = claim_folder(storage, recipe)
     # A resumed data set occupies part of its space already; how much is not known yet.
-    if not is_resumed:
-        volumes.require_free_space(
-            capabilities.find_local_root(storage),
-            size_bytes,
-            what="This data set",
-            fix="ask for fewer files or smaller samples",
-        )
-    return is_resumed
+    if is_claimed(storage, recipe):
+        return True
+    # Before the claim: a refused data set must not keep another one from this place.
+    volumes.require_free_space(
+        capabilities.find_local_root(storage),
+        size_bytes,
+        what="This data set",
+        fix="ask for fewer files or smaller samples",
+    )
+    write_manifest(storage, recipe, complete=False)
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,9 +99,8 @@ class ActiveRun:
         if self.record.outcome is not run_record.RunOutcome.RUNNING:
             return
         if isinstance(error, KeyboardInterrupt):
-            self._end(
-                run_record.RunOutcome.INTERRUPTED, "Stopped by its user, or because another rank failed."
-            )
+            why = str(error) or "Stopped by its user, or because another rank failed."
+            self._end(run_record.RunOutcome.INTERRUPTED, why)
         elif kind is not None:
             self._end(run_record.RunOutcome.FAILED, f"{kind.__name__}: {error}")
         else:

@@ -151,7 +151,7 @@ def gather_events(run_folder: Path, num_ranks: int) -> None:
         raise ObjectNotFound(
             f"The step events of {len(missing)} of {num_ranks} ranks are not here, first rank {missing[0]}",
             uri=str(run_folder),
-            fix="Put --results on a file system that all hosts share.",
+            fix="Put the results on a file system that all hosts share.",
         )
     write_tables(run_folder, [read_clock(path) for path in paths], map(read_spool, paths))
     for path in paths:

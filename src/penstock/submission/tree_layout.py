@@ -25,6 +25,8 @@ SEPARATION: Final = "fs_separation.json"
 DATAGEN_MANIFEST: Final = "datagen-manifest.json"
 RUN_RECORD: Final = "run.json"
 METADATA_SUFFIX: Final = "_metadata.json"
+REHEARSAL: Final = "rehearsal"
+"""The key in metadata that marks a rehearsal, whose sizes are scaled down."""
 TIME_FORMAT: Final = "%Y%m%d_%H%M%S"
 
 _TIME: Final = re.compile(r"\d{8}_\d{6}")

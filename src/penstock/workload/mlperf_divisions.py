@@ -112,5 +112,5 @@ def require_allowed(division: SubmissionDivision, changed: Iterable[KeyPath], *,
         raise UsageError(
             "; ".join(map(str, breaches)),
             where=f"--{division.value}",
-            fix=f"Leave these out, or run without --{division.value}. Free to choose are: {free}.",
+            fix=f"Leave these out. Free to choose are: {free}.",
         )

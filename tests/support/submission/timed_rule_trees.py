@@ -424,6 +424,13 @@ _TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(
             ),
             ckpt("key-value cache", do.rename("/checkpointing/", "/kv_cache/"), UNKNOWN, ("v2.0",)),
         ),
+        "runs.rehearsal": (
+            run("a run", do.metadata(rehearsal={"scale": 0.001})),
+            run("a data set", do.metadata("datagen", 0, rehearsal={"scale": 0.5})),
+            run("of unknown scale", do.metadata(rehearsal={})),
+            run("null", do.metadata(rehearsal=None), PASS),
+            once("checkpoints", do.metadata("checkpointing", 0, rehearsal={"scale": 0.001})),
+        ),
     }
 )
 TIMED_TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(

@@ -123,7 +123,8 @@ def run_checkpoints(
     if workload.checkpoint.recovery_rank_shift and not shift:
         tell("checkpoint.recovery_rank_shift: all ranks are on one host, so each reads what it wrote")
     with ExitStack() as resources:
-        resources.enter_context(_hint_at_resuming(tell))
+        if request.run_folder is None:  # commands that name the folder have no --resume
+            resources.enter_context(_hint_at_resuming(tell))
         run = None
         if comm.rank == 0:
             run = resources.enter_context(

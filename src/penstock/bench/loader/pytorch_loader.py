@@ -14,10 +14,13 @@ import signal
 import stat
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -90,7 +93,8 @@ class PytorchLoader:
     ) -> None:
         self._requests = _Requests()
         self._reads = _Reads(open_storage, options, decoder)
-        self._torch = _torch_loader(self._reads, self._requests, options)
+        with _advice_withheld():
+            self._torch = _torch_loader(self._reads, self._requests, options)
         self._workers: list[BaseProcess] = []
         self._arrivals: Any = None
         self._counted: dict[int, Counters] = {}
@@ -121,15 +125,20 @@ class PytorchLoader:
         self._workers = []
         self._reads.close()
 
+    def _kill_workers(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
     def _start_workers(self, num_workers: int) -> None:
         """Start all of them and wait until each has opened its storage; no sample is read."""
         others = set(multiprocessing.active_children())
         self._requests.of_epoch = [_NOTHING] * num_workers
-        with _deaths_awaited():
+        with _deaths_awaited(), _interrupts_blocked(), _advice_withheld():
             self._arrivals = iter(self._torch)
         self._workers = [child for child in multiprocessing.active_children() if child not in others]
         with ExitStack() as undo:
             undo.callback(self.close)
+            undo.callback(self._kill_workers)  # they are still starting, and hold nothing
             deque(self._batches(self._arrivals), maxlen=0)
             undo.pop_all()
 
@@ -250,7 +259,7 @@ def _torch_loader(reads: _Reads, requests: _Requests, options: PytorchOptions) -
         prefetch_factor=options.prefetch_factor,
         persistent_workers=options.workers > 0,
         multiprocessing_context=context,
-        worker_init_fn=_leave_the_rank if options.context is ProcessStart.FORK else None,
+        worker_init_fn=partial(_start_worker, options.context, os.getpid()),
         pin_memory=options.pin_memory and torch.cuda.is_available(),
     )
 
@@ -284,7 +293,28 @@ def _as_it_is(arrival: Any) -> Any:
     return arrival
 
 
-def _leave_the_rank(_worker: int) -> None:
+def _start_worker(start: ProcessStart, rank_pid: int, _worker: int) -> None:
+    """In a worker, before it reads."""
+    if start is ProcessStart.FORK:
+        _leave_the_rank()
+    threading.Thread(target=_end_with_the_rank, args=(rank_pid,), daemon=True).start()
+
+
+def _end_with_the_rank(rank_pid: int) -> None:
+    """Wait for the end of the rank, and end.
+
+    Torch watches the parent, which is the fork server for some, and is init for one that started too late.
+    """
+    try:
+        rank = os.pidfd_open(rank_pid)
+    except ProcessLookupError:
+        pass
+    else:
+        wait([rank])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_the_rank() -> None:
     """In a forked worker: give up the rank's sockets and its way to end.
 
     Other ranks and the supervisor see a rank's end by its sockets, so a worker must not hold them open. Their
@@ -298,6 +328,26 @@ def _leave_the_rank(_worker: int) -> None:
                 os.dup2(nowhere, number, inheritable=False)
     os.close(nowhere)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def _advice_withheld() -> Iterator[None]:
+    """Undo that torch warns of more workers than cores, for each loader: the harness limit measures that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Let workers inherit that Ctrl-C is blocked: a terminal sends it to them, but the rank ends them."""
+    # Started here, because its start unblocks the signal.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _require_forkable(storage: Storage) -> None:

@@ -190,7 +190,7 @@ def check_apart(reports: Sequence[RankReport]) -> GateFinding:
             Gate.APART,
             GateVerdict.FAIL,
             f"results are on the measured file system, that of {volume.folder}, on {hosts}",
-            "Put --results on another file system.",
+            f"Put {shared[0][0].results_option} on another file system.",
         )
     return _finding(Gate.APART, GateVerdict.PASS, "data and results are on different file systems")
 

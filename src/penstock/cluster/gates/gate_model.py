@@ -97,13 +97,15 @@ class PreflightRequest:
     """What one rank is about to do, as far as gates need to know.
 
     `reopen` opens the storage at `uri` once more, for a probe of a few bytes. `written_bytes` is what this
-    rank will write there. None where the run has no such thing. Tests replace `root`.
+    rank will write there; `results_option` names `results` in messages. None where the run has no such thing.
+    Tests replace `root`.
     """
 
     environment: Environment
     uri: str | None = None
     reopen: Callable[[], Storage] | None = None
     results: Path | None = None
+    results_option: str = "--results"
     written_bytes: int = 0
     root: Path = Path("/")
 
@@ -145,6 +147,7 @@ class RankReport:
     login: LoginSettings
     target: Volume | None
     results: Volume | None
+    results_option: str = "--results"
     written_bytes: int = 0
 
 

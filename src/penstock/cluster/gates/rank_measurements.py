@@ -41,6 +41,7 @@ def read_rank_report(request: PreflightRequest, comm: Comm) -> RankReport:
         login=read_login(root),
         target=_target_volume(request, comm.host),
         results=None if request.results is None else read_volume(request.results, comm.host),
+        results_option=request.results_option,
         written_bytes=request.written_bytes,
     )
 

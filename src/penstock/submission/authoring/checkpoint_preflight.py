@@ -59,7 +59,7 @@ def require_allowed(edition: Edition, division: SubmissionDivision, request: Che
         raise UsageError(
             "; ".join(map(str, breaches)),
             where=f"--{division.value}",
-            fix=f"Change these, or run without --{division.value}.",
+            fix="Change these: nothing was made yet.",
         )
 
 

@@ -7,6 +7,7 @@ shows where it differs from the machines.
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -18,36 +19,49 @@ _GIB: Final = 2**30
 _GB: Final = 10**9
 _SIGNIFICANT_DIGITS: Final = 4
 
-HINTS: Final[Mapping[str, str]] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    """A value that only the submitter knows: what to fill in, and what a rehearsal writes instead."""
+
+    hint: str
+    placeholder: str
+
+
+BLANKS: Final[Mapping[str, _Blank]] = MappingProxyType(
     {
-        "friendly_description": "in a few words",
-        "usable_capacity_tib": "TiB, 1 or more; fractions are welcome",
-        "availability": "available, preview or RDI",
-        "storage_location": "remote, local or remote_and_local",
-        "benchmark_API": "file or object: what the benchmark spoke",
-        "product_API": "file, object or block",
-        "client_footprint": "open_source, closed_source or n/a",
-        "client_installation": "in_box, installable or n/a",
-        "multi_host": "true or false",
-        "simultaneous_write": "true or false: several hosts at once",
-        "simultaneous_read": "true or false: several hosts at once",
-        "remap_time_in_seconds": "0, or how long a change of hosts takes",
-        "deployment": "onprem or cloud",
-        "traffic": "a list of: management, data, metadata, backend",
-        "speed": "Gb/s",
-        "vendor_name": "the drive's vendor",
-        "media_type": "HDD, TLC, QLC or other",
-        "model_name": "as it is sold",
-        "cpu_model": "as it is sold",
-        "cpu_qty": "processors in a node",
-        "cpu_cores": "cores in a node",
-        "memory_capacity": "GiB",
+        "friendly_description": _Blank("in a few words", '"a rehearsal"'),
+        "usable_capacity_tib": _Blank("TiB, 1 or more; fractions are welcome", "1"),
+        "availability": _Blank("available, preview or RDI", "available"),
+        "storage_location": _Blank("remote, local or remote_and_local", "local"),
+        "benchmark_API": _Blank("file or object: what the benchmark spoke", "file"),
+        "product_API": _Blank("file, object or block", "file"),
+        "client_footprint": _Blank("open_source, closed_source or n/a", "n/a"),
+        "client_installation": _Blank("in_box, installable or n/a", "n/a"),
+        "multi_host": _Blank("true or false", "false"),
+        "simultaneous_write": _Blank("true or false: several hosts at once", "true"),
+        "simultaneous_read": _Blank("true or false: several hosts at once", "true"),
+        "remap_time_in_seconds": _Blank("0, or how long a change of hosts takes", "0"),
+        "deployment": _Blank("onprem or cloud", "onprem"),
+        "traffic": _Blank("a list of: management, data, metadata, backend", "[data]"),
+        "speed": _Blank("Gb/s", "1"),
+        "vendor_name": _Blank("the drive's vendor", '"a rehearsal"'),
+        "media_type": _Blank("HDD, TLC, QLC or other", "other"),
+        "model_name": _Blank("as it is sold", '"a rehearsal"'),
+        "cpu_model": _Blank("as it is sold", '"a rehearsal"'),
+        "cpu_qty": _Blank("processors in a node", "1"),
+        "cpu_cores": _Blank("cores in a node", "1"),
+        "memory_capacity": _Blank("GiB", "1"),
     }
 )
+_PLACEHOLDER: Final = "# placeholder: "
 _HEAD: Final = (
     "# The system under test. What is null is yours to fill in; nodes, switches, rack units and power\n"
     "# supplies of the product are yours to add: product_nodes is required on premises with remote storage.\n"
     "# `penstock submission describe` checks it, by line.\n"
+)
+_REHEARSED_HEAD: Final = (
+    "# The system under test, for a rehearsal. Values that could not be collected are placeholders.\n"
 )
 
 
@@ -88,6 +102,41 @@ def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
 def initial_text(tree: Mapping[str, Any]) -> str:
     """The first text of the file, with a hint for each value that is to be filled in."""
     return _HEAD + "".join(_add_hint(line) for line in _dump(tree).splitlines(keepends=True))
+
+
+def rehearsed_text(tree: Mapping[str, Any]) -> str:
+    """The text for a rehearsal: a marked placeholder for each value that is to be filled in."""
+    return _REHEARSED_HEAD + "".join(_add_placeholder(line) for line in _dump(tree).splitlines(keepends=True))
+
+
+def find_placeholders(text: str) -> tuple[str, ...]:
+    """The placeholders that are left in the text, each with its line and key."""
+    return tuple(
+        f"line {number}: {line.split(':')[0].strip().removeprefix('- ')}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if _PLACEHOLDER in line
+    )
+
+
+def rehearsed_picture() -> bytes:
+    """A PDF of one page that stands for the picture of the system."""
+    drawing = b"BT /F1 24 Tf 72 720 Td (A rehearsal: no picture of a system) Tj ET"
+    objects = (
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources 6 0 R >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(drawing), drawing),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+        b"<< /Font << /F1 5 0 R >> >>",
+    )
+    content, offsets = b"%PDF-1.4\n", []
+    for number, body in enumerate(objects, 1):
+        offsets.append(len(content))
+        content += b"%d 0 obj\n%s\nendobj\n" % (number, body)
+    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
+    size, start = len(objects) + 1, len(content)
+    content += b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, table)
+    return content + b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (size, start)
 
 
 def diff_description(
@@ -181,10 +230,21 @@ def _overlay(written: Any, collected: Any) -> Any:
 
 
 def _add_hint(line: str) -> str:
-    key, colon, value = line.strip().lstrip("- ").partition(": ")
-    if not colon or value.strip() != "null":
+    blank = _find_blank(line)
+    return line if blank is None else f"{line.rstrip()}  # {blank.hint}\n"
+
+
+def _add_placeholder(line: str) -> str:
+    blank = _find_blank(line)
+    if blank is None or not blank.placeholder:
         return line
-    return f"{line.rstrip()}  # {HINTS.get(key, 'fill in')}\n"
+    return f"{line.rstrip().removesuffix('null')}{blank.placeholder}  {_PLACEHOLDER}{blank.hint}\n"
+
+
+def _find_blank(line: str) -> _Blank | None:
+    """What is to be filled in on a line; None if nothing is."""
+    key, colon, value = line.strip().lstrip("- ").partition(": ")
+    return BLANKS.get(key, _Blank("fill in", "")) if colon and value.strip() == "null" else None
 
 
 def _round(value: float) -> float | int:

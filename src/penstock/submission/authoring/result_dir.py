@@ -90,8 +90,11 @@ class ResultDirAddress:
 
 
 def reserve_address(series: Series, phase: SubmissionPhase, *, now: datetime) -> ResultDirAddress:
-    """The address of a run that begins now, with its draft created; a taken name moves to the next second."""
-    address = ResultDirAddress(series=series, phase=phase, started_at=now.replace(microsecond=0))
+    """The address of a run that begins now, with its draft created; a taken name moves to the next second.
+
+    Only the name is in whole seconds: a start that is rounded down would precede the end of the run before.
+    """
+    address = ResultDirAddress(series=series, phase=phase, started_at=now)
     while address.folder.exists() or not _create_draft(address.draft):
         address = replace(address, started_at=address.started_at + timedelta(seconds=1))
     return address
@@ -115,7 +118,7 @@ def publish(address: ResultDirAddress) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         durable.sync_folder(address.draft)
         durable.rename_durably(address.draft, folder)
-        _remove_empty_parents(address.draft.parent, until=address.series.tree.root / HIDDEN)
+        remove_empty_parents(address.draft.parent, until=address.series.tree.root / HIDDEN)
     HistoryFile(address.series.tree.root).publish(address.draft, folder)
     return folder
 
@@ -136,7 +139,7 @@ def list_drafts(series: Series) -> list[Path]:
     return sorted(path for path in below.glob(depth) if path.is_dir())
 
 
-def _remove_empty_parents(folder: Path, *, until: Path) -> None:
+def remove_empty_parents(folder: Path, *, until: Path) -> None:
     """Remove empty folders from here up."""
     while folder != until:
         try:

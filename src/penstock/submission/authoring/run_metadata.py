@@ -10,13 +10,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, Final
 
 from penstock.results import provenance, run_record
 from penstock.submission.authoring.result_dir import ResultDirAddress
 from penstock.submission.code_image import UNKNOWN, Program, pointer_text
-from penstock.submission.tree_layout import DATAGEN_MANIFEST, PROVENANCE, Benchmark, SubmissionPhase
+from penstock.submission.tree_layout import (
+    DATAGEN_MANIFEST,
+    PROVENANCE,
+    REHEARSAL,
+    Benchmark,
+    SubmissionPhase,
+)
 from penstock.workload.enums import StorageKind
 from penstock.workload.layered_settings import dotted, flatten
 from penstock.workload.spec import Workload
@@ -37,8 +44,9 @@ class DatasetSize:
 class RunFacts:
     """Everything that a result directory states.
 
-    `workload` is as it ran, with its locations; `changed` what was set, by dotted key; `place` the path of
-    the data or of the checkpoints, or their URI in an object store.
+    `workload` is as it ran, with its locations; `changed` what was set, by dotted key; `data_path` the path
+    of the data or of the checkpoints, or their URI in an object store; `rehearsed_at` the scale of a
+    rehearsal.
     """
 
     address: ResultDirAddress
@@ -52,6 +60,7 @@ class RunFacts:
     ended_at: datetime
     exit_status: int
     data_size: DatasetSize | None = None
+    rehearsed_at: Fraction | None = None
     has_datagen_manifest: bool = False
 
 
@@ -89,6 +98,8 @@ def build_metadata(facts: RunFacts) -> dict[str, Any]:
         "invocation_end_time": facts.ended_at.isoformat(),
         "provenance_file": PROVENANCE,
     }
+    if facts.rehearsed_at is not None:
+        document[REHEARSAL] = {"scale": float(facts.rehearsed_at)}
     if facts.data_size is not None:
         size = facts.data_size
         document["dataset"] = {

@@ -10,7 +10,7 @@ reason, so that it can be set aside; a folder that cannot be read is named, too.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.errors import StorageError, UsageError, name_some
-from penstock.results import run_folder, run_record
+from penstock.errors import UsageError, name_some
 from penstock.submission import parsed_file, system_description, tree_layout
+from penstock.submission.authoring.attempt import Attempt, read_attempt
 from penstock.submission.authoring.result_dir import HIDDEN, UNDER_WAY, Series, list_drafts
 from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.edition import Edition
@@ -43,7 +43,10 @@ class _Metadata(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedDir:
-    """One published result directory; `place` is that of its data or checkpoints."""
+    """One published result directory; `data_path` is the place of its data or checkpoints.
+
+    The numbers of checkpoints are 0 in training.
+    """
 
     folder: Path
     started_at: datetime
@@ -53,20 +56,13 @@ class PublishedDir:
     num_files: int
     data_path: str
     is_success: bool
+    num_writes: int = 0
+    num_reads: int = 0
 
     @property
     def duration(self) -> timedelta:
         """How long it took, by the clock of its own host."""
         return self.ended_at - self.started_at
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A draft whose run failed, was stopped, or is still running; never part of the result."""
-
-    folder: Path
-    outcome: str
-    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +84,7 @@ def read_series_state(series: Series) -> SeriesState:
         datasizes=dirs.get(tree_layout.SubmissionPhase.DATASIZE, ()),
         datagens=dirs.get(tree_layout.SubmissionPhase.DATAGEN, ()),
         runs=dirs[tree_layout.SubmissionPhase.RUN],
-        attempts=tuple(map(_read_attempt, list_drafts(series))),
+        attempts=tuple(map(read_attempt, list_drafts(series))),
         unreadable=tuple(unreadable),
     )
 
@@ -135,17 +131,9 @@ def _read(folder: Path) -> PublishedDir:
         num_files=int(stated.parameters.get("dataset", {}).get("num_files_train", 0)),
         data_path=str(data_path),
         is_success=stated.exit_status == 0,
+        num_writes=int(stated.args.get("num_checkpoints_write", 0)),
+        num_reads=int(stated.args.get("num_checkpoints_read", 0)),
     )
-
-
-def _read_attempt(folder: Path) -> Attempt:
-    if not (folder / run_folder.RUN_FILE).exists():
-        return Attempt(folder=folder, outcome="interrupted", why="It left no run.json.")
-    try:
-        record = run_record.read_record(folder)
-    except StorageError as error:
-        return Attempt(folder=folder, outcome="unreadable", why=str(error))
-    return Attempt(folder=folder, outcome=record.outcome.value, why=record.why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,13 +163,24 @@ class RunSequence:
 
 
 def plan_run_sequence(state: SeriesState, request: RequestedResult, *, now: datetime) -> RunSequence:
-    """What is left to do at this time; `UsageError` where the series is of another result."""
+    """What is left to do at this time; `UsageError` where the series is of another result.
+
+    A size alone is no result yet: one of another request is excluded.
+    """
+    resized = () if state.datagens or state.runs else _find_resized(state.datasizes, request)
     for run_dir in (*state.datasizes, *state.datagens, *state.runs):
-        _require_same(run_dir, request)
-    phases = _missing_preparations(state)
+        if run_dir not in resized:
+            _require_same(run_dir, request)
+    kept = tuple(run_dir for run_dir in state.datasizes if run_dir not in resized)
+    phases = _missing_preparations(replace(state, datasizes=kept))
     counted, excluded = select_runs(state.runs, request, now=now)
     phases += [tree_layout.SubmissionPhase.RUN] * (request.num_runs - len(counted))
+    excluded += tuple((run_dir, "nothing was generated or run for this size") for run_dir in resized)
     return RunSequence(phases=tuple(phases), counted=counted, excluded=excluded)
+
+
+def _find_resized(datasizes: Sequence[PublishedDir], request: RequestedResult) -> tuple[PublishedDir, ...]:
+    return tuple(run_dir for run_dir in datasizes if any(_differences(run_dir, request)))
 
 
 def _missing_preparations(state: SeriesState) -> list[tree_layout.SubmissionPhase]:
@@ -248,8 +247,18 @@ def _split_runs(runs: Sequence[PublishedDir], counted: Sequence[PublishedDir], w
 
 def _require_same(run_dir: PublishedDir, request: RequestedResult) -> None:
     """A series holds one result: another accelerator, number or data set needs another series."""
+    for what, present, requested in _differences(run_dir, request):
+        raise UsageError(
+            f"Another result is under way here: its {what}: {present}, requested: {requested}",
+            where=str(run_dir.folder),
+            fix="Request the same, name another --system, or move that result's folder away.",
+        )
+
+
+def _differences(run_dir: PublishedDir, request: RequestedResult) -> Iterator[tuple[str, object, object]]:
+    """What a result directory has otherwise than the request: the name, its value, the requested one."""
     if run_dir.folder.parent.name == tree_layout.SubmissionPhase.DATAGEN:
-        pairs = [
+        pairs: list[tuple[str, object, object]] = [
             ("files", run_dir.num_files, request.num_files),
             ("data", run_dir.data_path, request.data_path),
         ]
@@ -260,13 +269,7 @@ def _require_same(run_dir: PublishedDir, request: RequestedResult) -> None:
             ("files", run_dir.num_files, request.num_files),
             ("data", run_dir.data_path, request.data_path),
         ]
-    for what, present, requested in pairs:
-        if present != requested:
-            raise UsageError(
-                f"Another result is under way here: its {what}: {present}, requested: {requested}",
-                where=str(run_dir.folder),
-                fix="Request the same, name another --system, or move that result's folder away.",
-            )
+    yield from (pair for pair in pairs if pair[1] != pair[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +320,7 @@ def _measure_progress(series: Series, edition: Edition, now: datetime) -> Series
         accelerator=run_dir.accelerator if run_dir else "",
         num_runs=len(counted),
         num_required=num_required,
-        missing=tuple(_list_missing(series, state, num_missing=max(0, num_required - len(counted)))),
+        missing=tuple(_list_missing(series, state, edition, num_missing=max(0, num_required - len(counted)))),
         attempts=state.attempts,
         unreadable=state.unreadable,
     )
@@ -334,12 +337,25 @@ def _request_like(run_dir: PublishedDir, edition: Edition) -> RequestedResult:
     )
 
 
-def _list_missing(series: Series, state: SeriesState, *, num_missing: int) -> Iterator[str]:
+def _list_missing(series: Series, state: SeriesState, edition: Edition, *, num_missing: int) -> Iterator[str]:
     if series.benchmark is tree_layout.Benchmark.TRAINING:
         yield from (phase.value for phase in _missing_preparations(state))
     if num_missing:
         yield f"{num_missing} run{'s' * (num_missing > 1)}"
+    if series.benchmark is tree_layout.Benchmark.CHECKPOINTING and state.runs:
+        for what, missing in missing_checkpoints(state, edition).items():
+            if missing:
+                yield f"{missing} {what}"
     yield from missing_system_files(series)
+
+
+def missing_checkpoints(state: SeriesState, edition: Edition) -> dict[str, int]:
+    """How many writes and reads of checkpoints the result lacks."""
+    required, runs = edition.require_checkpoints().num_checkpoints, state.runs
+    return {
+        "writes": max(0, required - sum(run_dir.num_writes for run_dir in runs)),
+        "reads": max(0, required - sum(run_dir.num_reads for run_dir in runs)),
+    }
 
 
 def missing_system_files(series: Series) -> Iterator[str]:

@@ -31,24 +31,43 @@ class _Sentinel(BaseModel):
     orgname: str
     initialized_at: str
     initialized_by: str
+    rehearsal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedTree:
-    """A tree of an organisation; `is_new` if this call claimed it."""
+    """A tree of an organisation; `is_new` if this call claimed it. A rehearsal's holds no real result."""
 
     root: Path
     organisation: str
     is_new: bool = False
+    is_rehearsal: bool = False
+
+    def require_purpose(self, *, is_rehearsal: bool) -> None:
+        """Raise `UsageError` where rehearsed and real results would be mixed."""
+        if self.is_rehearsal and not is_rehearsal:
+            raise UsageError(
+                "This tree is a rehearsal's, which real results must not be added to",
+                where=str(self.root),
+                fix="Make another one: penstock submission init ORGANISATION DIR",
+            )
+        if is_rehearsal and not self.is_rehearsal:
+            raise UsageError(
+                "This tree is for real results, which a rehearsal must not be mixed with",
+                where=str(self.root),
+                fix="Rehearse in a new or an empty folder.",
+            )
 
 
-def claim_tree(root: Path, organisation: str, *, now: datetime, by: str) -> OwnedTree:
-    """Make `root` the organisation's; `UsageError` if it belongs to another one."""
+def claim_tree(
+    root: Path, organisation: str, *, now: datetime, by: str, is_rehearsal: bool = False
+) -> OwnedTree:
+    """Make `root` the organisation's; `UsageError` if it belongs to another one, or has another purpose."""
     require_plain_name(organisation, what="organisation's name")
     sentinel, is_new = _read(root), False
     if sentinel is None:
         _require_empty(root)
-        is_new = _write_sentinel(root, organisation, now=now, by=by)
+        is_new = _write_sentinel(root, organisation, now=now, by=by, is_rehearsal=is_rehearsal)
         sentinel = _read(root)
         assert sentinel is not None
     if sentinel.orgname != organisation:
@@ -58,7 +77,9 @@ def claim_tree(root: Path, organisation: str, *, now: datetime, by: str) -> Owne
             where=str(root),
             fix=f"Name another folder for {organisation}.",
         )
-    return OwnedTree(root=root.absolute(), organisation=organisation, is_new=is_new)
+    tree = _own(root, sentinel, is_new=is_new)
+    tree.require_purpose(is_rehearsal=is_rehearsal)
+    return tree
 
 
 def require_owned_tree(root: Path) -> OwnedTree:
@@ -70,7 +91,16 @@ def require_owned_tree(root: Path) -> OwnedTree:
             where=str(root),
             fix=f"Initialize it: penstock submission init ORGANISATION {root}",
         )
-    return OwnedTree(root=root.absolute(), organisation=sentinel.orgname)
+    return _own(root, sentinel, is_new=False)
+
+
+def _own(root: Path, sentinel: _Sentinel, *, is_new: bool) -> OwnedTree:
+    return OwnedTree(
+        root=root.absolute(),
+        organisation=sentinel.orgname,
+        is_new=is_new,
+        is_rehearsal=sentinel.rehearsal,
+    )
 
 
 def require_plain_name(name: str, *, what: str) -> str:
@@ -114,16 +144,17 @@ def _require_empty(root: Path) -> None:
         )
 
 
-def _write_sentinel(root: Path, organisation: str, *, now: datetime, by: str) -> bool:
+def _write_sentinel(root: Path, organisation: str, *, now: datetime, by: str, is_rehearsal: bool) -> bool:
     """Write the sentinel; False if another process was faster. Unlike a rename, a link never replaces."""
     document = _Sentinel(
         mlperf_results_version=VERSION,
         orgname=organisation,
         initialized_at=f"{now:%Y-%m-%dT%H:%M:%SZ}",
         initialized_by=by,
+        rehearsal=is_rehearsal,
     )
     draft = f".{SENTINEL}-{secrets.token_hex(4)}"
-    write_text(root, draft, yaml.safe_dump(document.model_dump(), sort_keys=False))
+    write_text(root, draft, yaml.safe_dump(document.model_dump(exclude_defaults=True), sort_keys=False))
     with system_calls.translate_os_errors("Claiming the folder", str(root)):
         try:
             (root / SENTINEL).hardlink_to(root / draft)

@@ -18,8 +18,7 @@ MODULES: Final = (
     "checkpoint_rules",
     "kv_cache_rules",
     "vector_rules",
-    "agreement_rules",
-    "plausibility_rules",
+    "rehearsal_rules",
     "sample_order_rules",
 )
 """In the order in which findings are listed, which import statements lose to a sorter."""

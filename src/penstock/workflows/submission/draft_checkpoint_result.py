@@ -8,7 +8,6 @@ from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, run_chec
 from penstock.bench.loader.loader_protocol import OpenStorage
 from penstock.cluster.comm import Comm
 from penstock.errors import DataDamaged
-from penstock.submission.authoring.write_result_dir import write_report
 from penstock.submission.edition import Edition
 from penstock.submission.tree_layout import SubmissionPhase
 from penstock.workflows.submission.result_draft import ResultWriter, RunObserver
@@ -25,25 +24,25 @@ def add_checkpoints(
     observer: RunObserver[CheckpointResult],
 ) -> CheckpointResult:
     """Run once, and publish the run as a result directory; `DataDamaged` if wrong bytes were read back."""
-    address = writer.reserve(SubmissionPhase.RUN, comm)
-    separation = writer.probe_separation(reopen().uri, comm)
-    drafted = writer.redirect(request, address)
-    result = run_checkpoints(drafted, reopen, comm=comm, progress=observer.progress, tell=observer.note)
-    if not result.is_right:
-        raise DataDamaged(
-            "The checkpoints read back differ from those written, so no result directory is made",
-            where=result.target,
-            fix=f"{address.draft}/checkpoints.json lists where.",
+    with writer.attempt(SubmissionPhase.RUN, comm) as address:
+        separation = writer.probe_separation(reopen().uri, comm)
+        drafted = writer.redirect(request, address)
+        result = run_checkpoints(drafted, reopen, comm=comm, progress=observer.progress, tell=observer.note)
+        if not result.is_right:
+            raise DataDamaged(
+                "The checkpoints read back differ from those written, so no result directory is made",
+                where=result.target,
+                fix=f"{address.draft}/checkpoints.json lists where.",
+            )
+        published = writer.publish_run(
+            address,
+            request.model.workload,
+            result,
+            observer.format_logs,
+            comm=comm,
+            separation=separation,
+            accelerator=accelerator,
         )
-    published = writer.publish_run(
-        address,
-        request.model.workload,
-        result,
-        observer.format_logs,
-        comm=comm,
-        separation=separation,
-        accelerator=accelerator,
-    )
     if comm.rank == 0:
-        write_report(writer.series, edition)
+        writer.complete(edition)
     return published

@@ -8,7 +8,7 @@ leaves its draft there for inspection, and nothing in the tree.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -43,13 +43,17 @@ TRIES_PER_RUN: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResultPlan:
-    """The result to make: one run's request, repeated as often as the edition requires, on these hosts."""
+    """The result to make: one run's request, repeated as often as the edition requires, on these hosts.
+
+    With `stops_below_minimum`, a run whose AU is below the workload's minimum ends the sequence.
+    """
 
     request: TrainingRequest
     edition: Edition
     num_accelerators: int
     hosts: Sequence[HostFacts]
     generator_threads: int = 4
+    stops_below_minimum: bool = True
 
     @property
     def workload(self) -> Workload:
@@ -72,16 +76,12 @@ def make_training(
         sequence = _plan_next(writer, requested, comm=comm, observer=observer)
         if sequence.is_complete:
             if comm.rank == 0:
-                write_result_dir.write_report(writer.series, plan.edition)
+                writer.complete(plan.edition)
             return sequence
-        phase = sequence.phases[0]
-        if phase is SubmissionPhase.RUN:
+        if sequence.phases[0] is SubmissionPhase.RUN:
             num_tries += 1
             _require_tries_left(num_tries, requested.num_runs, writer)
-            observer.note(f"run {len(sequence.counted) + 1} of {requested.num_runs}")
-        else:
-            observer.note(f"{phase.value}: {requested.num_files:,} files")
-        _add(writer, plan, phase, storage, comm=comm, observer=observer)
+        _add(writer, plan, sequence, sequence.phases[0], storage, comm=comm, observer=observer)
 
 
 def make_part(
@@ -100,15 +100,14 @@ def make_part(
         requested = replace(requested, num_processes=num_used or requested.num_processes)
     sequence = _plan_next(writer, requested, comm=comm, observer=observer)
     if phase is SubmissionPhase.RUN and SubmissionPhase.DATASIZE in sequence.phases:
-        _add(writer, plan, SubmissionPhase.DATASIZE, storage, comm=comm, observer=observer)
+        _add(writer, plan, sequence, SubmissionPhase.DATASIZE, storage, comm=comm, observer=observer)
     if phase in sequence.phases:
-        observer.note(f"{phase.value}: {requested.num_files:,} files")
-        _add(writer, plan, phase, storage, comm=comm, observer=observer)
+        _add(writer, plan, sequence, phase, storage, comm=comm, observer=observer)
         sequence = _plan_next(writer, requested, comm=comm, observer=observer)
     else:
         observer.note(f"{phase.value}: exists already")
     if sequence.is_complete and comm.rank == 0:
-        write_result_dir.write_report(writer.series, plan.edition)
+        writer.complete(plan.edition)
     return sequence
 
 
@@ -153,12 +152,17 @@ def _plan_next(
 def _add(
     writer: ResultWriter,
     plan: TrainingResultPlan,
+    sequence: RunSequence,
     phase: SubmissionPhase,
     storage: Storage,
     *,
     comm: Comm,
     observer: RunObserver[TrainingResult],
 ) -> None:
+    if phase is not SubmissionPhase.RUN:
+        dataset = plan.workload.dataset
+        size = format_bytes(expected_bytes(dataset))
+        observer.note(f"{phase.value}: {dataset.num_files_train:,} files, {size}")
     if phase is SubmissionPhase.DATASIZE:
         add_datasize(
             writer, plan.workload, hosts=plan.hosts, num_accelerators=plan.num_accelerators, comm=comm
@@ -166,7 +170,45 @@ def _add(
     elif phase is SubmissionPhase.DATAGEN:
         add_datagen(writer, plan, storage, comm=comm, progress=observer.progress)
     else:
-        add_run(writer, plan.request, storage, comm=comm, observer=observer)
+        _add_run_of(writer, plan, sequence, storage, comm=comm, observer=observer)
+
+
+def _add_run_of(
+    writer: ResultWriter,
+    plan: TrainingResultPlan,
+    sequence: RunSequence,
+    storage: Storage,
+    *,
+    comm: Comm,
+    observer: RunObserver[TrainingResult],
+) -> None:
+    """The next run of the sequence, and what it came to; one that cannot count is not published."""
+    num_done, num_runs = len(sequence.counted), plan.edition.num_runs
+    name = f"run {num_done + 1} of {num_runs}"
+    is_warm_up = num_done < plan.edition.num_warm_ups
+    observer.note(f"{name}, the warm-up" if is_warm_up else name)
+    began_at = writer.clock()
+
+    def require_utilization(result: TrainingResult, draft: Path) -> None:
+        # The warm-up counts in no mean, and may be slow.
+        if plan.stops_below_minimum and not is_warm_up and not result.train.meets_threshold:
+            raise StorageError(
+                f"{name} does not count, and no other was started: {_describe_utilization(result, plan)}",
+                uri=str(draft),
+                fix=f"See what limits it with `penstock results show {draft}`. Fewer accelerators need less.",
+            )
+
+    result = add_run(writer, plan.request, storage, comm=comm, observer=observer, require=require_utilization)
+    elapsed_s = (writer.clock() - began_at).total_seconds()
+    num_left = num_runs - num_done - 1
+    left = f", about {format_seconds(num_left * elapsed_s)} left" if num_left else ""
+    observer.note(f"{name}: {_describe_utilization(result, plan)}, {format_seconds(elapsed_s)}{left}")
+
+
+def _describe_utilization(result: TrainingResult, plan: TrainingResultPlan) -> str:
+    au, minimum = result.train.au_compat_percent.mean, plan.workload.metric.au * 100
+    is_enough = result.train.meets_threshold
+    return f"AU {au:.2f} % {'>=' if is_enough else '<'} {minimum:g} %, {plan.workload.name}'s minimum"
 
 
 def _require_tries_left(num_tries: int, num_runs: int, writer: ResultWriter) -> None:
@@ -182,47 +224,52 @@ def add_datasize(
     writer: ResultWriter, workload: Workload, *, hosts: Sequence[HostFacts], num_accelerators: int, comm: Comm
 ) -> Path:
     """Record how large the data set is to be; `workload` has the number of files."""
-    address = writer.reserve(SubmissionPhase.DATASIZE, comm)
-    folder = None
-    if comm.rank == 0:
-        size = _dataset_size(workload)
-        folder = writer.publish(
-            address, workload, num_processes=num_accelerators, hosts=hosts, data_size=size
-        )
-    return share_folder(folder, comm)
+    with writer.attempt(SubmissionPhase.DATASIZE, comm) as address:
+        folder = None
+        if comm.rank == 0:
+            size = _dataset_size(workload)
+            folder = writer.publish(
+                address, workload, num_processes=num_accelerators, hosts=hosts, data_size=size
+            )
+        return share_folder(folder, comm)
+
+
+def dataset_recipe(workload: Workload) -> DatasetRecipe:
+    """What the bytes of a submitted data set follow from."""
+    return DatasetRecipe(dataset=workload.dataset, seed=workload.train.seed, reduction=IRREDUCIBLE)
 
 
 def add_datagen(
     writer: ResultWriter, plan: TrainingResultPlan, storage: Storage, *, comm: Comm, progress: Progress
 ) -> Path:
     """Generate the data set, or find it complete; publish that with the manifest, also beside the data."""
-    address = writer.reserve(SubmissionPhase.DATAGEN, comm)
-    stages = replace(plan.workload.workflow, generate_data=True, train=False)
-    workload = replace(plan.workload, workflow=stages)
-    recipe = DatasetRecipe(dataset=workload.dataset, seed=workload.train.seed, reduction=IRREDUCIBLE)
-    started_at = writer.clock()
-    generated = generate(recipe, storage, comm=comm, threads=plan.generator_threads, progress=progress)
-    folder = None
-    if comm.rank == 0:
-        summary = (
-            f"{generated.num_files:,} files: {generated.written_files:,} written "
-            f"({format_bytes(generated.written_bytes)} in {format_seconds(generated.elapsed_s)}), "
-            f"{generated.kept_files:,} existed"
-        )
-        lines = [log_line(started_at, "Starting data generation"), log_line(writer.clock(), summary)]
-        write_log(address.draft, workload, lines)
-        manifest = _datagen_manifest(workload, address, writer)
-        write_object(storage, MANIFEST_KEY, [json.dumps(manifest, indent=2).encode()])
-        write_json(address.draft, DATAGEN_MANIFEST, manifest)
-        folder = writer.publish(
-            address,
-            workload,
-            num_processes=comm.size,
-            hosts=plan.hosts,
-            logs=write_result_dir.RunLogs(stdout="\n".join(lines) + "\n"),
-            data_size=_dataset_size(workload),
-        )
-    return share_folder(folder, comm)
+    with writer.attempt(SubmissionPhase.DATAGEN, comm) as address:
+        stages = replace(plan.workload.workflow, generate_data=True, train=False)
+        workload = replace(plan.workload, workflow=stages)
+        recipe = dataset_recipe(workload)
+        started_at = writer.clock()
+        generated = generate(recipe, storage, comm=comm, threads=plan.generator_threads, progress=progress)
+        folder = None
+        if comm.rank == 0:
+            summary = (
+                f"{generated.num_files:,} files: {generated.written_files:,} written "
+                f"({format_bytes(generated.written_bytes)} in {format_seconds(generated.elapsed_s)}), "
+                f"{generated.kept_files:,} existed"
+            )
+            lines = [log_line(started_at, "Starting data generation"), log_line(writer.clock(), summary)]
+            write_log(address.draft, workload, lines)
+            manifest = _datagen_manifest(workload, address, writer)
+            write_object(storage, MANIFEST_KEY, [json.dumps(manifest, indent=2).encode()])
+            write_json(address.draft, DATAGEN_MANIFEST, manifest)
+            folder = writer.publish(
+                address,
+                workload,
+                num_processes=comm.size,
+                hosts=plan.hosts,
+                logs=write_result_dir.RunLogs(stdout="\n".join(lines) + "\n"),
+                data_size=_dataset_size(workload),
+            )
+        return share_folder(folder, comm)
 
 
 def add_run(
@@ -232,16 +279,19 @@ def add_run(
     *,
     comm: Comm,
     observer: RunObserver[TrainingResult],
+    require: Callable[[TrainingResult, Path], None] | None = None,
 ) -> TrainingResult:
-    """Train once, and publish the run as a result directory."""
-    address = writer.reserve(SubmissionPhase.RUN, comm)
-    separation = writer.probe_separation(storage.uri, comm)
-    result = train(writer.redirect(request, address), storage, comm=comm, progress=observer.progress)
-    if comm.rank == 0 and (manifest := _read_datagen_manifest(storage)) is not None:
-        write_json(address.draft, DATAGEN_MANIFEST, manifest)
-    return writer.publish_run(
-        address, request.workload, result, observer.format_logs, comm=comm, separation=separation
-    )
+    """Train once, and publish the run as a result directory, unless `require` raises."""
+    with writer.attempt(SubmissionPhase.RUN, comm) as address:
+        separation = writer.probe_separation(storage.uri, comm)
+        result = train(writer.redirect(request, address), storage, comm=comm, progress=observer.progress)
+        if require is not None:
+            require(result, address.draft)
+        if comm.rank == 0 and (manifest := _read_datagen_manifest(storage)) is not None:
+            write_json(address.draft, DATAGEN_MANIFEST, manifest)
+        return writer.publish_run(
+            address, request.workload, result, observer.format_logs, comm=comm, separation=separation
+        )
 
 
 def _dataset_size(workload: Workload) -> DatasetSize:

@@ -6,9 +6,11 @@ is written, so a failed run leaves nothing in the tree. Methods that take a `com
 alone writes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,10 +24,12 @@ from penstock.cluster.comm import Comm
 from penstock.progress import Progress
 from penstock.results import provenance, run_record
 from penstock.submission.authoring import result_dir, write_result_dir
+from penstock.submission.authoring.attempt import RecordedAttempt
 from penstock.submission.authoring.run_metadata import RunFacts
 from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.authoring.write_result_dir import ProgramImage, RunLogs
 from penstock.submission.code_image import UNKNOWN, Program, capture
+from penstock.submission.edition import Edition
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, SubmissionPhase
 from penstock.workload.spec import Workload
 
@@ -48,7 +52,8 @@ class ResultWriter:
     """Adds result directories to one series, for one command.
 
     `data_path` is where the data or checkpoints are; `changed` are the workload's values that differ from the
-    shipped ones, by dotted key, locations included; `command` is the command line.
+    shipped ones, by dotted key, locations included; `command` is the command line; `rehearsed_at` is the
+    scale of a rehearsal, None in earnest.
     """
 
     series: result_dir.Series
@@ -56,14 +61,17 @@ class ResultWriter:
     data_path: str
     changed: Mapping[str, Any]
     command: Sequence[str]
+    rehearsed_at: Fraction | None = None
     clock: Clock = lambda: datetime.now(UTC)
 
-    def reserve(self, phase: SubmissionPhase, comm: Comm) -> result_dir.ResultDirAddress:
-        """Reserve the next result directory; the same on all ranks. Collective."""
+    @contextmanager
+    def attempt(self, phase: SubmissionPhase, comm: Comm) -> Iterator[result_dir.ResultDirAddress]:
+        """Reserve the next result directory, the same on all ranks, and record a failure. Collective."""
         address = result_dir.reserve_address(self.series, phase, now=self.clock()) if comm.rank == 0 else None
-        reserved = comm.broadcast(address, awaiting="rank 0 to reserve the next result directory")
-        assert reserved is not None
-        return reserved
+        with RecordedAttempt(address) if address else nullcontext():
+            reserved = comm.broadcast(address, awaiting="rank 0 to reserve the next result directory")
+            assert reserved is not None
+            yield reserved
 
     def probe_separation(self, uri: str, comm: Comm) -> dict[str, Any] | None:
         """Find out before a run whether data and results share a file system; None on all ranks but 0."""
@@ -102,6 +110,7 @@ class ResultWriter:
             command=self.command,
             ended_at=self.clock(),
             exit_status=0,
+            rehearsed_at=self.rehearsed_at,
             has_datagen_manifest=(address.draft / DATAGEN_MANIFEST).exists(),
             **{"accelerator": workload.accelerator, **optional},
         )
@@ -133,6 +142,12 @@ class ResultWriter:
                 **optional,
             )
         return replace(result, results_dir=str(share_folder(folder, comm)))
+
+    def complete(self, edition: Edition) -> None:
+        """Write the manifest, which an interruption may have left behind, and the report. Rank 0 only."""
+        by = f"penstock {self.image.program.version}"
+        write_result_dir.write_manifest(self.series, by=by, now=self.clock())
+        write_result_dir.write_report(self.series, edition)
 
 
 def share_folder(folder: Path | None, comm: Comm) -> Path:

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -333,3 +335,65 @@ def test_forked_workers_refuse_a_client_whose_threads_stay_in_the_rank(moto: S3S
     with pytest.raises(UsageError, match=r"obstore.*forkserver"):
         PytorchLoader(open_there, PytorchOptions(workers=1, sample_bytes=1, context=FORK))
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("start", list(ProcessStart))
+def test_ctrl_c_is_blocked_in_workers_and_not_in_the_rank(files: Path, start: ProcessStart) -> None:
+    loader = _loader(files, 2, start)
+    try:
+        blocked = [
+            int(line.split()[1], 16)
+            for worker in loader._workers
+            for line in Path(f"/proc/{worker.pid}/status").read_text().splitlines()
+            if line.startswith("SigBlk:")
+        ]
+        assert [bool(mask & (1 << (signal.SIGINT - 1))) for mask in blocked] == [True, True]
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    finally:
+        loader.close()
+
+
+KILLED_RANK = """
+import os, signal, sys, threading
+from functools import partial
+from penstock.bench.loader.pytorch_loader import PytorchLoader, PytorchOptions
+from penstock.storage import open_storage
+from penstock.workload.enums import ProcessStart
+
+folder, start, delay_s = sys.argv[1:]
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+options = PytorchOptions(workers=2, sample_bytes=64, context=ProcessStart(start))
+if float(delay_s):
+    threading.Timer(float(delay_s), kill).start()
+loader = PytorchLoader(partial(open_storage, f"file://{folder}", {}), options)
+kill()
+"""
+
+
+@pytest.mark.parametrize("start", list(ProcessStart))
+@pytest.mark.parametrize("delay_s", ["0", "0.3"], ids=["when they have started", "while they start"])
+def test_workers_of_a_killed_rank_end(files: Path, start: ProcessStart, delay_s: str) -> None:
+    mark = f"{files}-{start.value}-{delay_s}"
+    rank = subprocess.run(
+        [sys.executable, "-c", KILLED_RANK, str(files), start.value, delay_s],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PENSTOCK_TEST_MARK": mark},
+    )
+    assert rank.returncode == -signal.SIGKILL
+    assert "Traceback" not in rank.stderr
+    # What is left holds the rank's output open, so `run` has waited for it; trackers close it as they start.
+    deadline_s = time.monotonic() + 20
+    while left := [process for process in psutil.process_iter() if _environ(process) == mark]:
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.1)
+
+
+def _environ(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("PENSTOCK_TEST_MARK")
+    except psutil.Error:
+        return None

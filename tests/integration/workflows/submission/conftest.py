@@ -25,5 +25,6 @@ def made(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> SmallResult:
     small.describe()
     sequence, said = small.whole()
     assert len(sequence.counted) == 6
-    assert said[-1] == "run 6 of 6"
+    assert said[-2] == "run 6 of 6"
+    assert said[-1].startswith("run 6 of 6: AU ")
     return small

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 from tests.integration.workflows.submission.small_result import SCALE, SmallResult
 
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.submission.authoring.run_sequence import read_series_state
 from penstock.submission.check import check
@@ -99,7 +100,7 @@ def begun(tmp_path: Path) -> SmallResult:
 def test_an_interrupted_result_goes_on_where_it_was(begun: SmallResult) -> None:
     before = [published_dir.folder for published_dir in read_series_state(begun.session.series).runs]
     _, said = begun.whole()
-    assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
+    assert [text for text in said if ":" not in text] == [f"run {number} of 6" for number in (3, 4, 5, 6)]
     state = read_series_state(begun.session.series)
     assert [published_dir.folder for published_dir in state.runs][:2] == before
     assert (len(state.datasizes), len(state.datagens)) == (1, 1)
@@ -127,13 +128,47 @@ def test_another_result_in_the_same_place_is_refused(begun: SmallResult) -> None
 def test_parts_are_made_one_by_one_and_none_twice(tmp_path: Path) -> None:
     small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
     sequence, said = small.part(SubmissionPhase.DATAGEN)
-    assert said == ["datagen: 28 files"]
+    assert said == ["datagen: 28 files, 112 KiB"]
     assert sequence.phases == (SubmissionPhase.DATASIZE, *[SubmissionPhase.RUN] * 6)
     sequence, said = small.part(SubmissionPhase.RUN)
-    assert said == ["run: 28 files"]
+    assert said[0] == "datasize: 28 files, 112 KiB"
+    assert said[1] == "run 1 of 6, the warm-up"
     assert sequence.phases == (SubmissionPhase.RUN,) * 5
     _, said = small.part(SubmissionPhase.DATAGEN)
     assert said == ["datagen: exists already"]
+
+
+def test_run_below_the_minimum_ends_the_sequence_and_is_not_published(begun: SmallResult) -> None:
+    metric = replace(begun.workload.metric, au=1.01)
+    begun.workload = replace(begun.workload, metric=metric)
+    with pytest.raises(StorageError, match=r"run 3 of 6 does not count.* < 101 %, unet3d's minimum"):
+        begun.whole()
+    state = read_series_state(begun.session.series)
+    assert len(state.runs) == 2
+    (attempt,) = state.attempts
+    assert (attempt.outcome, "unet3d's minimum" in attempt.why) == ("failed", True)
+
+
+def test_warm_up_may_be_below_the_minimum(tmp_path: Path) -> None:
+    small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
+    small.workload = replace(small.workload, metric=replace(small.workload.metric, au=1.01))
+    with pytest.raises(StorageError, match="run 2 of 6 does not count"):
+        small.whole()
+    assert len(read_series_state(small.session.series).runs) == 1
+
+
+def test_failed_datagen_says_why_and_leaves_nothing_that_blocks(tmp_path: Path) -> None:
+    small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train").touch()
+    with pytest.raises(PenstockError):
+        small.whole()
+    (attempt,) = read_series_state(small.session.series).attempts
+    assert attempt.outcome == "failed"
+    assert str(tmp_path / "data") in attempt.why
+    elsewhere = SmallResult(root=small.root, data=tmp_path / "elsewhere")
+    _, said = elsewhere.part(SubmissionPhase.DATAGEN)
+    assert "was set aside: nothing was generated or run for this size" in said[0]
 
 
 class StoppedIn(Silent):
@@ -157,7 +192,7 @@ def test_ctrl_c_leaves_the_tree_as_it_was_and_the_same_command_goes_on(begun: Sm
     assert state.runs == before
     assert [attempt.outcome for attempt in state.attempts] == ["interrupted"]
     _, said = begun.whole()
-    assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
+    assert [text for text in said if ":" not in text] == [f"run {number} of 6" for number in (3, 4, 5, 6)]
 
 
 def test_several_ranks_make_one_result_and_see_it_alike(tmp_path: Path) -> None:

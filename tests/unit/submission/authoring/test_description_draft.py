@@ -18,7 +18,14 @@ from penstock.cluster.facts.host_facts import (
     Nic,
     PresentHost,
 )
-from penstock.submission.authoring.description_draft import diff_description, draft_description, initial_text
+from penstock.submission.authoring.description_draft import (
+    diff_description,
+    draft_description,
+    find_placeholders,
+    initial_text,
+    rehearsed_picture,
+    rehearsed_text,
+)
 from penstock.submission.parsed_file import read_description
 from penstock.submission.system_description import find_schema_problems
 
@@ -204,3 +211,21 @@ def test_diff_adds_collected_values_and_no_empty_keys() -> None:
         "+- cores: 4",
         "+added: 2",
     ]
+
+
+def test_rehearsed_description_follows_the_schema_and_lists_its_placeholders(tmp_path: Path) -> None:
+    text = rehearsed_text(draft_description(cluster(host("a")), "fast"))
+    (tmp_path / "fast.yaml").write_text(text)
+    assert find_schema_problems(read_description(tmp_path / "fast.yaml", tmp_path)) == []
+    placeholders = find_placeholders(text)
+    assert "line 5: friendly_description" in placeholders
+    assert len(placeholders) == initial_text(draft_description(cluster(host("a")), "fast")).count(": null")
+    assert find_placeholders(text.replace("# placeholder: ", "# ")) == ()
+
+
+def test_rehearsed_picture_is_a_pdf_whose_table_points_to_its_objects() -> None:
+    content = rehearsed_picture()
+    start = int(content.rsplit(b"startxref\n", 1)[1].split()[0])
+    entries = content[start:].splitlines()[3:9]
+    for number, entry in enumerate(entries, 1):
+        assert content[int(entry.split()[0]) :].startswith(b"%d 0 obj" % number)

@@ -108,3 +108,15 @@ def test_a_plain_name_comes_back() -> None:
         require_plain_name("a b", what="organisation's name")
     with pytest.raises(UsageError, match=r"'\.\.' cannot be a system's name"):
         require_plain_name("..", what="system's name")
+
+
+def test_rehearsals_and_real_results_are_never_in_one_tree(tmp_path: Path) -> None:
+    real, rehearsed = tmp_path / "real", tmp_path / "rehearsed"
+    claim_for("acme", real)
+    claim_tree(rehearsed, "acme", now=NOW, by="tests", is_rehearsal=True)
+    assert require_owned_tree(rehearsed).is_rehearsal
+    assert not claim_tree(rehearsed, "acme", now=NOW, by="tests", is_rehearsal=True).is_new
+    with pytest.raises(UsageError, match="is a rehearsal's"):
+        claim_for("acme", rehearsed)
+    with pytest.raises(UsageError, match="must not be mixed with"):
+        claim_tree(real, "acme", now=NOW, by="tests", is_rehearsal=True)

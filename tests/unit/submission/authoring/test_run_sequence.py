@@ -16,9 +16,11 @@ from penstock.submission.authoring.run_sequence import (
     PublishedDir,
     RequestedResult,
     SeriesState,
+    missing_checkpoints,
     plan_run_sequence,
     select_runs,
 )
+from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import SubmissionPhase
 
 BEGAN = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
@@ -144,3 +146,21 @@ def test_every_run_counts_or_is_excluded_and_counted_runs_follow_one_another(
 def test_another_result_under_way_is_refused(change: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         plan_run_sequence(state(runs(1)), replace(WANTED, **change), now=at(20))  # type: ignore[arg-type]  # one of the pairs above
+
+
+def test_size_of_another_request_is_set_aside_as_long_as_nothing_was_generated() -> None:
+    sized = replace(state([], has_data=False), datasizes=(published_dir(-60, 1, phase="datasize"),))
+    other = replace(WANTED, data_path="/other")
+    sequence = plan_run_sequence(sized, other, now=at(0))
+    assert [(run.folder.parent.name, reason) for run, reason in sequence.excluded] == [
+        ("datasize", "nothing was generated or run for this size")
+    ]
+    assert sequence.phases[0] is SubmissionPhase.DATASIZE
+    assert plan_run_sequence(sized, WANTED, now=at(0)).excluded == ()
+
+
+@pytest.mark.parametrize(("counts", "missing"), [((10, 0), (0, 10)), ((10, 10), (0, 0)), ((0, 0), (10, 10))])
+def test_missing_checkpoints_are_counted(counts: tuple[int, int], missing: tuple[int, int]) -> None:
+    run = replace(published_dir(0, 5), num_writes=counts[0], num_reads=counts[1])
+    found = missing_checkpoints(state([run]), load_edition("v3.0"))
+    assert (found["writes"], found["reads"]) == missing
