@@ -244,13 +244,22 @@ def test_what_a_module_does_not_take_is_a_warning_that_names_it_unless_strict(
     assert "no part of the state takes it: model.3." in caplog.text
 
 
+def test_dict_names_what_it_wants_and_the_rest_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_training(tmp_path / "saved")
+    bias = torch.zeros(16)
+    pc.load({"model": {"0": {"bias": bias}}}, tmp_path / "saved")
+    assert bias.any()
+    assert "no part of the state takes it: model.0.weight, model.3.weight, model.3.bias" in caplog.text
+
+
 def load_own_layer(rank: int, path: Path) -> tuple[int, ...]:
-    layers = {f"layer{number}": torch.nn.Linear(2, 2).state_dict() for number in range(2)}
-    pc.save({"model": {f"layer{rank}": layers[f"layer{rank}"]}}, path)
-    own = {"model": {f"layer{rank}": torch.nn.Linear(2, 2).state_dict()}}
+    own = {"model": torch.nn.ModuleDict({f"layer{rank}": torch.nn.Linear(2, 2)})}
+    pc.save(own, path)
     pc.load(own, path)
     try:
-        pc.load({"model": {"layer0": torch.nn.Linear(2, 2).state_dict()}}, path)
+        pc.load({"model": torch.nn.ModuleDict({"layer0": torch.nn.Linear(2, 2)})}, path)
     except UsageError as error:
         assert "layer1" in str(error)  # noqa: PT017 - in a child process
         return (rank, 1)

@@ -403,7 +403,9 @@ def test_bytes_streams_are_objects_like_others(tmp_path: Path) -> None:
     save({"blob": held}, tmp_path / "step")
     found: State = {"blob": None}
     load(found, tmp_path / "step")
-    assert found["blob"] == [1, 2]
+    assert found["blob"].getvalue() == held.getvalue()
+    found["blob"].seek(0)
+    assert torch.load(found["blob"]) == [1, 2]
 
 
 @pytest.mark.parametrize(

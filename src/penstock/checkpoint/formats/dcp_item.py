@@ -89,9 +89,11 @@ def load_object(item: Bytes, name: str, *, descriptors: Sequence[str] = (), trus
     """The object of one item. Without `trust`, `UsageError` names what torch does not know to be harmless."""
     import torch  # noqa: PLC0415 - the rest of this module serves programs without torch
 
+    from penstock.checkpoint.formats.data_classes import load_data  # noqa: PLC0415 - it loads torch
+
     plain = io.BytesIO(undo_transforms(item, descriptors, where) if descriptors else item)
     try:
-        return torch.load(plain, map_location="cpu", weights_only=not trust)
+        return torch.load(plain, map_location="cpu", weights_only=False) if trust else load_data(plain)
     except pickle.UnpicklingError as error:
         if trust:
             raise DataDamaged(f"The object {name} cannot be unpickled: {error}", where=where) from error
@@ -101,6 +103,8 @@ def load_object(item: Bytes, name: str, *, descriptors: Sequence[str] = (), trus
             where=where,
             fix="If you trust the source of this checkpoint, load it with trust=True, which runs its code.",
         ) from error
+    except MemoryError as error:
+        raise DataDamaged(f"The object {name} asks for more memory than there is", where=where) from error
     except (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         raise DataDamaged(f"The object {name} cannot be read: {error}", where=where) from error
 

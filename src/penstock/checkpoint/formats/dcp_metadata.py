@@ -17,6 +17,7 @@ import numpy as np
 
 from penstock.checkpoint.formats.restricted_pickle import read_metadata_pickle
 from penstock.checkpoint.state.regions import (
+    QUANTIZED,
     UNKNOWN,
     CheckpointIndex,
     Ints,
@@ -129,6 +130,9 @@ class _Parsing:
             if about.kind == "BytesStorageMetadata":
                 self._add_object(name)
                 continue
+            if about.properties.state[0] in QUANTIZED:
+                self._add_quantized(name, about)
+                continue
             number = len(self._tensors)
             self._tensors.append(self._facts(name, about))
             for chunk in about.chunks:
@@ -154,8 +158,17 @@ class _Parsing:
             _refuse(f"{name}{at} was not written: no file holds it", self._where)
         return place
 
-    def _add_object(self, name: str) -> None:
-        place = self._place(name, None)
+    def _add_quantized(self, name: str, about: Any) -> None:
+        if len(about.chunks) != 1 or tuple(about.chunks[0].sizes) != tuple(about.size):
+            raise UsageError(
+                f"The quantized tensor {name} is stored in parts",
+                where=self._where,
+                fix="Load it with torch.",
+            )
+        self._add_object(name, about.chunks[0].offsets)
+
+    def _add_object(self, name: str, offsets: tuple[int, ...] | None = None) -> None:
+        place = self._place(name, offsets)
         descriptors = _descriptors(place)
         if descriptors:
             self._object_transforms[name] = descriptors

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from penstock.checkpoint.state.regions import BY_STORAGE, ELEMENT_TYPES, element_type
+from penstock.checkpoint.state.regions import BY_STORAGE, ELEMENT_TYPES, QUANTIZED, element_type
 from penstock.errors import DataDamaged
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name; never the thing itself."""
-        if module == "torch" and name in ELEMENT_TYPES:
+        if module == "torch" and (name in ELEMENT_TYPES or name in QUANTIZED):
             return name
         if (module, name) not in self._stand_ins:
             if not self._is_archive:

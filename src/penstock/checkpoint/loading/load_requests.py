@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ from penstock.checkpoint.state.regions import (
 )
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.did_you_mean import nearest
-from penstock.errors import DataDamaged, UsageError, name_some
+from penstock.errors import DataDamaged, ObjectNotFound, UsageError, name_some
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import LoadChoice
@@ -302,6 +302,29 @@ def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) ->
         fix=f"{hint}Map names with rename=, skip parts with exclude=, or keep missing parts unchanged with"
         " strict=False.",
     )
+
+
+LARGE_BYTES = 256 << 20
+
+
+def require_lengths(checkpoint: CheckpointSource, item_index: ByteItemIndex, items: Iterable[int]) -> None:
+    """Raise `DataDamaged` for a large item that goes beyond its file, before memory is taken for it."""
+    for number in items:
+        facts = item_index.tensors[number]
+        if facts.shape[0] < LARGE_BYTES:
+            continue
+        row = len(item_index.stored) - len(item_index.tensors) + number
+        key = checkpoint.key(checkpoint.index.files[int(item_index.stored.file[row])])
+        # A file that is only on another rank's node is read there, and its length is looked at there.
+        with suppress(ObjectNotFound):
+            size_bytes = checkpoint.storage.stat(key).size_bytes
+            end = int(item_index.stored.item_offset[row]) + facts.shape[0]
+            if end > size_bytes:
+                raise DataDamaged(
+                    f"{facts.name!r} should end at byte {end} of a file that has {size_bytes}",
+                    where=f"{checkpoint.uri}, {key}",
+                    fix="Load an older checkpoint.",
+                )
 
 
 NUM_HEAD_READERS = 16

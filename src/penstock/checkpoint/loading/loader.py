@@ -38,7 +38,7 @@ from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings
 from penstock.checkpoint.loading.stateful_parts import LoadedParts, StoredNames, loading_into
 from penstock.checkpoint.plan import load_plan
 from penstock.checkpoint.plan.save_plan import RANK_MARK
-from penstock.checkpoint.state.leaves import Leaf
+from penstock.checkpoint.state.leaves import Leaf, require_dict
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import CheckpointIndex, element_sizes
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
@@ -104,6 +104,7 @@ class CheckpointLoader:
         `readable` names the files that this rank can open, if not every rank can open all of them; it is
         given on all ranks or on none.
         """
+        require_dict(state)
         stored = StoredNames(checkpoint.index, checkpoint.paths)
         prefixes = {key: load_requests.apply_rename(f"{key}.", choice.rename or {}) for key in state}
         with loading_into(state, stored, prefixes) as parts:
@@ -200,16 +201,19 @@ def _match_on_all_ranks(
     if not any(comm.gather(bool(own), awaiting=awaiting)):
         return matched
     names = np.array(parts.stored.names, dtype=np.object_)
-    masks = np.array([_mark(names, matched.selection.stored_names.values()), _mark(names, own)])
+    whole = [name for name in own if parts.is_whole(name)]
+    masks = np.array([_mark(names, some) for some in (matched.selection.stored_names.values(), own, whole)])
     everyone = np.array(comm.gather(np.packbits(masks, axis=1), awaiting=awaiting))
-    taken, untaken = np.unpackbits(np.bitwise_or.reduce(everyone), axis=1, count=len(names)).astype(np.bool_)
+    taken, untaken, required = np.unpackbits(np.bitwise_or.reduce(everyone), axis=1, count=len(names)).astype(
+        np.bool_
+    )
     added = parts.add(set(names[untaken & ~taken].tolist()))
     everyone = np.array(comm.gather(np.packbits(_mark(names, added)), awaiting=awaiting))
     placed = np.unpackbits(np.bitwise_or.reduce(everyone), count=len(names)).astype(np.bool_)
-    lost = names[untaken & ~taken & ~placed].tolist()
-    if lost and choice.strict:
-        raise untaken_error(lost)
-    if lost and comm.rank == 0:
+    is_lost = untaken & ~taken & ~placed
+    if choice.strict and (is_lost & required).any():
+        raise untaken_error(names[is_lost & required].tolist())
+    if (lost := names[is_lost].tolist()) and comm.rank == 0:
         logger.warning("Not loaded, as no part of the state takes it: %s", name_some(lost, 10))
     return run_on_all_ranks(comm, match, awaiting=awaiting) if placed.any() else matched
 
@@ -264,6 +268,7 @@ def _match_state(
         converts=choice.convert_dtypes,
         where=checkpoint.uri,
     )
+    load_requests.require_lengths(checkpoint, item_index, requests.items)
     targets = [_target(local_state, requests, item_index, row) for row in range(len(requests.names))]
     return _MatchedState(local_state.leaves, selection, requests, targets)
 

@@ -189,10 +189,22 @@ class LoadedParts:
 
     def own_name(self, stored_name: str) -> str | None:
         """The name in this state of a name of the checkpoint; None if it belongs to no part of the state."""
-        for key, prefix in self.prefixes.items():
-            if stored_name.startswith(prefix):
-                return f"{key}.{stored_name[len(prefix) :]}"
-        return None
+        key = self._owner(stored_name)
+        return None if key is None else f"{key}.{stored_name[len(self.prefixes[key]) :]}"
+
+    def is_whole(self, stored_name: str) -> bool:
+        """Whether a name belongs to a part that is meant as a whole. Any other dict names what it wants."""
+        key = self._owner(stored_name)
+        if key is None:
+            return False
+        part = self.parts[key]
+        if not isinstance(part, _Plain) or part.module is not None:
+            return True
+        return isinstance(part.inner, Mapping) and {"state", "param_groups"} <= part.inner.keys()
+
+    def _owner(self, stored_name: str) -> str | None:
+        matching = (key for key, prefix in self.prefixes.items() if stored_name.startswith(prefix))
+        return next(matching, None)
 
     def add(self, names: Collection[str]) -> set[str]:
         """Make places for stored names that no rank took; returns those that found one."""

@@ -43,7 +43,13 @@ from penstock.checkpoint.state.regions import (
     StoredRegions,
     TensorFacts,
 )
-from penstock.checkpoint.state.tensors import LocalState, collect_leaves, device_mesh_sizes, is_tensor
+from penstock.checkpoint.state.tensors import (
+    LocalState,
+    collect_leaves,
+    device_mesh_sizes,
+    is_tensor,
+    warn_of_trust,
+)
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import UsageError
 from penstock.storage.aligned import round_up
@@ -192,6 +198,7 @@ class Saver:
         self._transforms = tuple(transforms)
         self._options = options or save_plan.SaveOptions()
         self._memory = StagingMemory(staging_bytes)
+        self._told: set[str] = set()
         self._planners: WeakKeyDictionary[Comm, SavePlanCache] = WeakKeyDictionary()
 
     def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> TensorSave:
@@ -199,6 +206,7 @@ class Saver:
         start_s = time.perf_counter()
         comm = group.comm
         local_state = run_on_all_ranks(comm, lambda: _collect(state, choice), awaiting=AWAITED)
+        warn_of_trust(local_state, comm.rank, self._told)
         planner = self._planners.setdefault(comm, SavePlanCache(comm))
         agreed = planner.agree(local_state.holdings, self._options)
         share = run_on_all_ranks(

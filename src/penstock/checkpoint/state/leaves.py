@@ -45,7 +45,8 @@ def flatten_state(state: Mapping[Any, Any], is_tensor: IsTensor) -> list[Leaf]:
     """All leaves in the order of the state; raises `UsageError` if two would get the same name."""
     leaves: dict[str, Leaf] = {}
     for key, value in state.items():
-        for leaf in _walk((str(key),), value, (state, key), is_tensor):
+        for leaf in _walk_part(key, value, state, is_tensor):
+            require_text(leaf.name)
             if leaf.name in leaves:
                 raise UsageError(
                     f"Two parts of the state have the name {leaf.name!r}",
@@ -54,6 +55,27 @@ def flatten_state(state: Mapping[Any, Any], is_tensor: IsTensor) -> list[Leaf]:
                 )
             leaves[leaf.name] = leaf
     return list(leaves.values())
+
+
+def require_text(name: str) -> None:
+    """Raise `UsageError` for a name that no file can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"The name {name!r} holds half of a character, which is no text",
+            fix="Use names that can be written as UTF-8.",
+        ) from error
+
+
+def _walk_part(key: Any, value: object, state: Mapping[Any, Any], is_tensor: IsTensor) -> Iterator[Leaf]:
+    try:
+        yield from _walk((str(key),), value, (state, key), is_tensor)
+    except RecursionError as error:
+        raise UsageError(
+            f"{key!r} contains itself, or is nested too deeply",
+            fix="Give every dict and list one place in the state.",
+        ) from error
 
 
 def _walk(path: Path, value: object, place: tuple[Any, Any], is_tensor: IsTensor) -> Iterator[Leaf]:
@@ -87,8 +109,16 @@ class Stateful(Protocol):
         """Replace its state."""
 
 
+def require_dict(state: object) -> None:
+    """Raise `UsageError` for a state that has no names."""
+    if not isinstance(state, Mapping):
+        kind = type(state).__name__
+        raise UsageError(f"The state is a {kind}, not a dict", fix='Give it a name, as in {"model": model}.')
+
+
 def expand_stateful(state: Mapping[str, Any]) -> dict[str, Any]:
     """`state` with each `Stateful` replaced by its state dict, in the same order on all ranks."""
+    require_dict(state)
     return {key: part.state_dict() if isinstance(part, Stateful) else part for key, part in state.items()}
 
 

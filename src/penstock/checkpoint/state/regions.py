@@ -235,6 +235,9 @@ ELEMENT_TYPES: Mapping[str, ElementType] = _table(
 )
 """By name. Types that torch itself cannot save (sub-byte and bare quantized ones) are left out."""
 
+QUANTIZED: frozenset[str] = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
+"""Types of tensors with a scale: what has one is read as an object, by torch itself."""
+
 BY_STORAGE: Mapping[str, ElementType] = MappingProxyType(
     {kind.typed_storage: kind for kind in ELEMENT_TYPES.values() if kind.typed_storage}
 )

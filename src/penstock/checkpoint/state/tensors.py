@@ -5,8 +5,10 @@ into it loads the state, and writing from it saves the current value.
 """
 
 import io
+import logging
+import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +17,13 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
+from penstock.checkpoint.formats.data_classes import names_beyond_data
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.state.leaves import Leaf, flatten_state
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +56,8 @@ class LocalState:
     """By tensor name; empty if this rank has no part of a sharded tensor."""
     objects: Mapping[str, bytes]
     """Leaves that are not tensors, as torch saves them; empty for a load."""
+    more_than_data: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By leaf, the classes and functions for which a load will need `trust`."""
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The memory of a region, which is inside one of the shards of tensor `name`."""
@@ -79,7 +86,8 @@ def is_tensor(value: object) -> bool:
     distributed checkpoints ask for chunks.
     """
     if isinstance(value, torch.Tensor):
-        return value.layout == torch.strided
+        # A quantized tensor has a scale beside its elements: only all of it together has a meaning.
+        return value.layout == torch.strided and not value.is_quantized
     return isinstance(value, ShardedTensor) or hasattr(type(value), "__create_chunk_list__")
 
 
@@ -114,7 +122,7 @@ def collect_leaves(leaves: Sequence[Leaf], *, pack_objects: bool) -> LocalState:
                     )
                 )
         elif pack_objects:
-            objects[leaf.name] = _packed(leaf.value, packed)
+            objects[leaf.name] = _pack_leaf(leaf, packed)
     held_objects = tuple(
         HeldObject(name=name, size_bytes=len(content), digest=xxhash.xxh3_128_digest(content))
         for name, content in objects.items()
@@ -122,7 +130,8 @@ def collect_leaves(leaves: Sequence[Leaf], *, pack_objects: bool) -> LocalState:
     holdings = Holdings(
         tensors=tuple(tensors), regions=Regions.from_rows(rows), objects=held_objects, small=tuple(small)
     )
-    return LocalState(tuple(leaves), holdings, shards, objects)
+    beyond = {name: found for name, content in objects.items() if (found := names_beyond_data(content))}
+    return LocalState(tuple(leaves), holdings, shards, objects, beyond)
 
 
 SMALL_BYTES = 64 * 1024
@@ -213,10 +222,34 @@ def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
     return value.detach()
 
 
+class UnpicklableValue(UsageError, TypeError):
+    """A value of the state is made so that it cannot be saved."""
+
+
+def _pack_leaf(leaf: Leaf, known: dict[tuple[type, str], bytes]) -> bytes:
+    try:
+        return _packed(leaf.value, known)
+    except (
+        *(pickle.PicklingError, AttributeError, TypeError, ValueError),
+        *(LookupError, RuntimeError, ImportError, OSError),
+    ) as error:
+        raise UnpicklableValue(
+            f"{leaf.name!r} cannot be saved: its {type(leaf.value).__name__} cannot be pickled ({error})",
+            fix="Keep it out of the state, or put there what it is made of.",
+        ) from error
+
+
+def warn_of_trust(local_state: LocalState, rank: int, told: set[str]) -> None:
+    """Say of each object once, when it is saved, that a load will not take it without `trust`."""
+    for name, beyond in local_state.more_than_data.items():
+        if name not in told:
+            told.add(name)
+            level = logging.WARNING if rank == 0 else logging.INFO
+            logger.log(level, "%r needs trust=True to be loaded: it is made of %s", name, ", ".join(beyond))
+
+
 def _packed(value: object, known: dict[tuple[type, str], bytes]) -> bytes:
     """`value` as torch saves it. Results are kept: optimizers repeat plain values thousands of times."""
-    if isinstance(value, io.BytesIO):
-        return value.getvalue()
     if value is not None and type(value) not in (bool, int, float, str):
         return _saved(value)
     key = (type(value), repr(value))

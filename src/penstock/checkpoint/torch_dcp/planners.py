@@ -42,7 +42,7 @@ from penstock.checkpoint.plan.save_plan import (
     plan_save,
     rename_own_tensors,
 )
-from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save
+from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_trust
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -171,6 +171,7 @@ class SavePlanner(DefaultSavePlanner):
         self._options = SaveOptions(min_cut_bytes=min_cut_bytes)
         self._local_state: LocalState | None = None
         self._plain_names: dict[str, str] = {}
+        self._told: set[str] = set()
 
     def set_up_planner(
         self,
@@ -181,6 +182,7 @@ class SavePlanner(DefaultSavePlanner):
         """All ranks: list what this rank holds."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._local_state = collect_for_save(state_dict)
+        warn_of_trust(self._local_state, dist.get_rank() if dist.is_initialized() else 0, self._told)
 
     def create_local_plan(self) -> planner.SavePlan:
         """All ranks: send the coordinator what this rank holds."""

@@ -129,7 +129,10 @@ class Reader(StorageReader):
         index = load_requests.locate_payloads(self._checkpoint, SoloComm())
         item_index = load_requests.index_byte_items(index)
         requests: list[_RankRequest] = [plan.storage_data for plan in plans]
-        wanted = [request.build(index, item_index).regions for request in requests]
+        built = [request.build(index, item_index) for request in requests]
+        for request in built:
+            load_requests.require_lengths(self._checkpoint, item_index, request.items)
+        wanted = [request.regions for request in built]
         element_bytes = element_sizes(item_index.tensors)
         shared = plan_load(item_index.stored, element_bytes, wanted, self._options)
         positions = index.stored.payload_offset[load_requests.unlocated_rows(self._checkpoint.index)]

@@ -38,6 +38,7 @@ from penstock.checkpoint.saving.file_layout import (
 )
 from penstock.checkpoint.saving.saver import WAITING_BUFFER_BYTES
 from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
+from penstock.checkpoint.state.leaves import require_text
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
@@ -235,7 +236,9 @@ class Writer(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """All ranks: nothing to do."""
+        """All ranks: refuse names that no file can hold, before anything is written."""
+        for item in plan.items:
+            require_text(item.index.fqn)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
