@@ -26,7 +26,7 @@ from penstock.submission.rules.rule import Rule
 if TYPE_CHECKING:
     from penstock.submission.reports.result_report import ResultReport
 
-_FOLDER_TEXT = "Directory of a round, or of one submitter."
+_FOLDER_TEXT = "Directory of a round, of several rounds, or of one submitter."
 _EDITION_TEXT = "Apply this edition of the rules; auto: by the layout of the tree."
 
 

@@ -115,7 +115,7 @@ def require_results(found: FoundTree, root: Path) -> tuple[ResultLocation, ...]:
 
 
 def find_submitters(root: Path) -> Iterator[Submitter]:
-    """The submitters at or below `root`."""
+    """The submitters at or below `root`, which may also hold the folders of several rounds."""
     if not root.is_dir():
         raise UsageError("There is no such folder", where=str(root), fix="Give a round's or a submitter's.")
     top = root.resolve()
@@ -124,8 +124,13 @@ def find_submitters(root: Path) -> Iterator[Submitter]:
     elif _division(top.name):
         yield from map(_submitter, list_subfolders(top))
     else:
-        for division in filter(lambda folder: _division(folder.name), list_subfolders(top)):
+        here = _list_divisions(top)
+        for division in here or [each for round_ in list_subfolders(top) for each in _list_divisions(round_)]:
             yield from (_submitter(folder) for folder in list_subfolders(division))
+
+
+def _list_divisions(top: Path) -> list[Path]:
+    return [folder for folder in list_subfolders(top) if _division(folder.name)]
 
 
 def list_folders(submitter: Submitter) -> frozenset[str]:

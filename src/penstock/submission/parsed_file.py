@@ -29,6 +29,7 @@ from penstock.submission.bounded_read import read_beginning, read_bytes, tree_of
 MAX_TEXT_BYTES: Final = 4 << 20
 """Only the beginning of a log is read: what rules need is printed there."""
 NO_FILE: Final = "there is no such file"
+_PLACEHOLDER: Final = b"PRUNED BY STAFF"
 _MAX_SIMILAR: Final = 1000
 """Keys among which a similar name is searched for, which takes milliseconds a hundred."""
 _BRIEF: Final = reprlib.Repr()
@@ -181,10 +182,17 @@ def _line_numbers(node: yaml.Node, above: KeyPath) -> Iterator[tuple[KeyPath, in
             yield from _line_numbers(value, (*above, str(index)))
 
 
+def _require_content(text: bytes) -> bytes:
+    """Refuse what a round's staff left of files that were too large to publish."""
+    if text.strip() == _PLACEHOLDER:
+        raise ValueError(f"only a placeholder is left of it: {_PLACEHOLDER.decode()}")
+    return text
+
+
 def _parse(path: str, tree: str) -> Parsed:
     lower = path.lower()  # some submitters write .JSON
     if lower.endswith(".json"):
-        return parse_json(read_bytes(path, tree, MAX_JSON_BYTES))
+        return parse_json(_require_content(read_bytes(path, tree, MAX_JSON_BYTES)))
     if lower.endswith((".yaml", ".yml")):
         return parse_yaml(read_bytes(path, tree, MAX_YAML_BYTES))
     return Parsed(read_beginning(path, tree, MAX_TEXT_BYTES).decode("utf-8", errors="replace"))

@@ -132,3 +132,9 @@ def test_a_description_knows_the_line_of_each_value(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("")
     assert read_description(tmp_path / "empty.yaml", tmp_path).lines == {}
     assert read_description(tmp_path / "none.yaml", tmp_path).is_missing
+
+
+def test_placeholder_of_a_pruned_file_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "0_per_epoch_stats.json").write_text("PRUNED BY STAFF\n")
+    parsed = read_file(tmp_path / "0_per_epoch_stats.json", tmp_path)
+    assert parsed.problem == "cannot be understood: only a placeholder is left of it: PRUNED BY STAFF"

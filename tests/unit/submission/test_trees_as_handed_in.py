@@ -226,3 +226,15 @@ def test_pool_of_an_organisation_is_known_by_its_images_alone(store: TreeStore) 
     tree.rename("code-images/", "AcmeCo/")
     tree.drop(".mlps-image-pool")
     assert [result.verdict for result in store.check(tree)] == [Validity.VALID] * 2
+
+
+def test_folder_of_several_rounds_is_judged_in_one_call(tmp_path: Path) -> None:
+    valid_submission().write(tmp_path / "v1.0")
+    valid_round("v3.0").write(tmp_path / "v3.0")
+    judged = list(check(tmp_path, choose_edition("auto", tmp_path)))
+    assert [(result.edition, result.verdict) for result in judged] == [
+        ("v1.0", Validity.VALID),
+        ("v3.0", Validity.VALID),
+        ("v3.0", Validity.VALID),
+    ]
+    assert judged[0].name == f"v1.0/closed/acme/{RESULT}"
