@@ -18,6 +18,8 @@ MODULES: Final = (
     "checkpoint_rules",
     "kv_cache_rules",
     "vector_rules",
+    "agreement_rules",
+    "plausibility_rules",
     "rehearsal_rules",
     "sample_order_rules",
 )
