@@ -74,18 +74,42 @@ def _lay_out_verdicts(result: CheckedResult) -> dict[str, Any]:
             Cell("-" if throughput is None else f"{throughput:,.1f}", "number"),
         ],
         "findings": [
-            (finding, _LOOK[finding.verdict], {"times": len(places), "lines": _facts(finding, places)})
+            (
+                finding,
+                _LOOK[finding.verdict],
+                {"times": _times(finding, places), "lines": _facts(finding, places)},
+            )
             for finding, places in _group_alike(result.findings)
         ],
     }
 
 
 def _group_alike(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
-    """Merge findings that differ only in their evidence; the worst verdicts first."""
-    places: dict[Finding, list[str]] = {}
+    """Merge findings of one cause; the worst verdicts first.
+
+    The same violation in several files is one, and so is a file that several rules cannot read: it is told of
+    by the first of them, with the others beside it.
+    """
+    groups: dict[Finding, list[Finding]] = {}
     for finding in findings:
-        places.setdefault(replace(finding, evidence=""), []).append(finding.evidence)
-    return sorted(places.items(), key=lambda group: _ORDER.index(group[0].verdict))
+        alike = replace(finding, evidence="")
+        if finding.verdict is Verdict.NOT_CHECKED:
+            alike = Finding(verdict=finding.verdict, proof=finding.proof, evidence=finding.evidence)
+        groups.setdefault(alike, []).append(finding)
+    merged = [(replace(group[0], evidence=""), _list_places(group)) for group in groups.values()]
+    return sorted(merged, key=lambda entry: _ORDER.index(entry[0].verdict))
+
+
+def _list_places(group: Sequence[Finding]) -> list[str]:
+    first = group[0]
+    others = list(dict.fromkeys(finding.rule for finding in group if finding.rule != first.rule))
+    if first.verdict is Verdict.NOT_CHECKED:
+        return [first.evidence, *([f"also {', '.join(others)}"] if others else [])]
+    return [finding.evidence for finding in group]
+
+
+def _times(finding: Finding, places: Sequence[str]) -> int:
+    return 1 if finding.verdict is Verdict.NOT_CHECKED else len(places)
 
 
 def _facts(finding: Finding, places: Sequence[str]) -> list[str]:

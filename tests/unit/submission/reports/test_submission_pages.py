@@ -74,6 +74,19 @@ def test_findings_that_differ_in_evidence_alone_are_merged() -> None:
     assert all(finding.evidence in page for finding in findings)
 
 
+def test_file_that_several_rules_cannot_read_is_one_finding() -> None:
+    findings = [
+        Finding(
+            verdict=Verdict.NOT_CHECKED, proof="line 5 column 1", evidence="summary.json", rule=rule, fix=rule
+        )
+        for rule in ("means.run", "sizing.steps", "sizing.memory")
+    ]
+    page = verdicts_page([judged_with(*findings)], "v1.0", [])
+    assert page.count("line 5 column 1") == 1
+    assert "also sizing.steps, sizing.memory" in page
+    assert "3 times" not in page
+
+
 def test_row_of_a_figure_has_its_interval_only_from_two_runs_on() -> None:
     def row(**values: float) -> dict[str, str]:
         return figure_row(ResultFigure(name="read", unit="s", values=values, spread=compute_spread(values)))
