@@ -25,8 +25,9 @@ V1_REPORT_FILE: Final = "mlperf_storage_report.json"
 _RUN: Final = re.compile(r"(.*[_.-])?run[_-]?(\d+)", re.IGNORECASE)
 _NUMBERS: Final = re.compile(r"(\d+)")
 _RUNS: Final = "runs"
-_NEVER_RESULTS: Final = frozenset({"code", "systems"})
-"""Copies of the benchmark's code have test data that look like runs."""
+_DESCRIPTIONS: Final = "systems"
+_NEVER_RESULTS: Final = frozenset({"code", "datagen", "datasize", "generation_logs", _DESCRIPTIONS})
+"""Copies of the benchmark's code have test data that look like runs, and so has what made the data set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ def find_numbered_results(folder: Path) -> NumberedResults:
     below = [
         (entry, NumberedResults() if _is_never_result(entry) else find_numbered_results(entry))
         for entry in list_subfolders(folder)
+        if entry.name.lower() != _DESCRIPTIONS  # which some keep among their results
     ]
     return NumberedResults(
         results=tuple(result for _, found in below for result in found.results),

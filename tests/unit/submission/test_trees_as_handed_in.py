@@ -52,7 +52,7 @@ def split_among_clients(tree: Submission) -> None:
         tree.files[f"{RESULT}/{run}/client-1/{rest}"] = tree.files.pop(path)
 
 
-ODDITIES = {
+ODDITIES: dict[str, Callable[[Submission], object]] = {
     "endings in capitals": renamed((".json", ".JSON"), (".yaml", ".YAML")),
     "leavings of macOS and editors": with_leavings,
     "runs with the workload's name": renamed(*((f"/run{n}/", f"/unet3d_h100_run_{n}/") for n in range(1, 6))),
@@ -60,6 +60,10 @@ ODDITIES = {
     "runs below runs, the report above": renamed((f"{RESULT}/run", f"{RESULT}/runs/run")),
     "the report one level up": renamed((f"{RESULT}/run", f"{RESULT}/h100/run")),
     "the report two levels up": renamed((f"{RESULT}/run", f"{RESULT}/h100/best/run")),
+    "other names beside a datagen": lambda tree: [
+        renamed(*((f"/run{n}/", f"/attempt {n}/") for n in range(1, 6)))(tree),
+        added(**{f"{RESULT}/datagen/summary.json": "{}"})(tree),
+    ],
     "the report among runs": renamed(
         (f"{RESULT}/run", f"{RESULT}/runs/run"), (f"{RESULT}/{REPORT}", f"{RESULT}/runs/{REPORT}")
     ),
@@ -135,6 +139,7 @@ def test_description_among_the_results_is_a_warning(store: TreeStore) -> None:
     (finding,) = [finding for finding in judged.findings if finding.verdict is not Verdict.PASS]
     assert (finding.verdict, finding.rule) == (Verdict.WARNING, "structure.folders")
     assert "its description is closed/acme/results/fast/systems/fast.json" in finding.proof
+    assert search_tree(store.write(tree)).leftovers == ()
 
 
 def test_two_results_below_one_report_are_two(store: TreeStore) -> None:
