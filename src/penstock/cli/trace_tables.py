@@ -6,16 +6,18 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from penstock.cli.options import argument, arguments, group, option, repeated, required, verb
 from penstock.cli.parsers import FOLDER, FOLDER_URI, NAME, TEXT, choice
-from penstock.cli.terminal import Terminal, table
+from penstock.cli.terminal import Terminal, View, table
 from penstock.cli.trace_options import RANK_PATTERN_TEXT, TraceOptions, report_losses
 from penstock.trace.capture.external_tracers import BLIND_SPOTS, TRACERS, plan_recording
 from penstock.trace.capture.external_tracers import record as run_recorded
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.trace.event_schema import FileAccount
 
 
@@ -108,8 +110,20 @@ def load(options: _LoadOptions, terminal: Terminal) -> None:
         "files": [account.document() for account in facts.accounts],
         "mismatches": mismatches,
     }
-    rows = [_row(account) for account in facts.accounts]
-    terminal.result(document, table(f"{options.out}: {num_events:,} events", rows))
+    terminal.result(document, _tabulate_accounts(f"{options.out}: {num_events:,} events", facts.accounts))
+
+
+_MOST_ROWS: Final = 50
+
+
+def _tabulate_accounts(title: str, accounts: Sequence[FileAccount]) -> View:
+    """A row for each file; of thousands of files, those that lost something come first."""
+    shown = accounts
+    if len(accounts) > _MOST_ROWS:
+        shown = sorted(accounts, key=lambda account: account.is_whole)[:_MOST_ROWS]
+    yield from table(title, [_row(account) for account in shown])
+    if len(shown) < len(accounts):
+        yield f"{len(accounts) - len(shown):,} more files: --json has them all"
 
 
 def _row(account: FileAccount) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, Self
 
 import pyarrow as pa
@@ -152,7 +152,10 @@ class FileAccount:
     def document(self) -> Mapping[str, Any]:
         """The account as JSON."""
         return {
-            **asdict(self),
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "faults": list(self.faults),
+            "notes": list(self.notes),
+            "samples": list(map(asdict, self.samples)),
             "salvaged_reasons": dict(self.salvaged_reasons),
             "dropped_reasons": dict(self.dropped_reasons),
             "hosts": sorted(self.hosts),

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.trace.reading.event_batch import BATCH_SCHEMA
+from penstock.trace.reading.event_batch import BATCH_SCHEMA, FEW_ROWS
 
 Numbers = npt.NDArray[np.int64]
 
@@ -232,6 +232,10 @@ def _number_tuples(
     batch: pa.RecordBatch, names: Sequence[str], numbering: Numbering[tuple[Any, ...]]
 ) -> pa.Array:
     """The number of each row's values in these columns; those that were not read are missing in all rows."""
+    if batch.num_rows <= FEW_ROWS:
+        nothing = [None] * batch.num_rows
+        given = (batch[name].to_pylist() if name in batch.schema.names else nothing for name in names)
+        return pa.array([numbering.number(row) for row in zip(*given, strict=True)], pa.int32())
     codes = np.zeros(batch.num_rows, dtype=np.int64)
     num_codes = 1
     parts: list[tuple[list[Any], int]] = []

@@ -82,14 +82,15 @@ def find_trace_files(patterns: Sequence[str]) -> list[Path]:
                 where=pattern,
                 fix="Name trace files, a folder of them, a quoted glob, or an event table.",
             )
-        paths.update(dict.fromkeys(match for match in matches if not match.is_dir()))
+        paths.update(dict.fromkeys(matches))
     return list(paths)
 
 
 def _expand_glob(pattern: str) -> list[Path]:
-    """What a glob matches, except the event counts beside unfinished traces."""
+    """The files that a glob matches, except the event counts beside unfinished traces."""
     matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 - absolute globs, too
-    return [Path(match) for match in matches if not match.endswith(COUNT_SUFFIX)]
+    paths = [Path(match) for match in matches if not match.endswith(COUNT_SUFFIX)]
+    return [path for path in paths if not path.is_dir()]
 
 
 def name_trace_files(paths: Sequence[Path], *, run: str, rank_pattern: str = RANK_PATTERN) -> list[TraceFile]:

@@ -17,6 +17,9 @@ from penstock.trace.reading.chunks import Chunk
 
 BATCH_ROWS: Final = 1 << 15
 """Rows that readers of text dialects gather into one batch."""
+FEW_ROWS: Final = 64
+"""Up to this many, a loop in Python takes less time than calls of Arrow's functions: runs of thousands of
+processes have thousands of small files."""
 UNEXPLAINED: Final = "hash:"
 """Prefix of a path or host whose hash its file never explains."""
 

@@ -5,19 +5,21 @@ JSON and text may be anything, so such a file counts only if its first bytes are
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
 from penstock.trace.reading.content_guess import UTF8_MARK
 from penstock.trace.reading.trace_file import Dialect, detect_dialect
 
-_NAMED: Final = ("*.pfw", "*.pfw.gz", "*.strace", "*.strace.[0-9]*", "*.darshan")
+_NAMED: Final = re.compile(r".*\.(?:pfw(?:\.gz)?|strace(?:\.[0-9].*)?|darshan)", re.DOTALL)
 """Tracers' files, and strace's of whole programs and of single threads."""
 _HEAD_BYTES: Final = 1 << 16
-_EXAMINED: Final = ("*.json", "*.json.gz", "*.txt", "*.txt.gz")
+_EXAMINED: Final = re.compile(r".*\.(?:json|txt)(?:\.gz)?", re.DOTALL)
 _EVENT: Final = re.compile(rb'"ph"\s*:\s*"?[A-Za-z0-9]"?\s*[,}]')
 EXPORT_HEAD: Final = '{"displayTimeUnit":"ms","traceEvents":[\n'
 """How our own exports begin: their events are those of other files, which would count twice."""
@@ -26,14 +28,18 @@ _RECORDER_FILES: Final = ("recorder.mt", "*.itf", "recorder.cfg", "*.mt")
 
 def find_in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
     """The traces below a folder, in order, and the files of JSON or text that turned out to be none."""
-    traces = {path for kind in _NAMED for path in folder.rglob(kind) if path.is_file()}
-    left_out = []
-    for path in {path for kind in _EXAMINED for path in folder.rglob(kind) if path.is_file()} - traces:
-        if _begins_as_trace(path):
-            traces.add(path)
-        else:
-            left_out.append(path)
-    return sorted(traces), sorted(left_out)
+    traces: list[Path] = []
+    left_out: list[Path] = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            is_named = _NAMED.fullmatch(name)
+            if not (is_named or _EXAMINED.fullmatch(name)):
+                continue
+            path = Path(parent, name)
+            if path.is_file():
+                (traces if is_named or _begins_as_trace(path) else left_out).append(path)
+    order = attrgetter("parts")
+    return sorted(traces, key=order), sorted(left_out, key=order)
 
 
 def explain_empty(folder: Path, left_out: Sequence[Path]) -> str:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from penstock.trace.reading.chunks import read_pieces, split_chunks
 from penstock.trace.reading.content_guess import UTF8_MARK, guess_content
 from penstock.trace.reading.darshan_dxt import MARK, DarshanDxt
 from penstock.trace.reading.darshan_log import DarshanLog, is_darshan_log
-from penstock.trace.reading.event_batch import EventOrigin, read_lines
+from penstock.trace.reading.event_batch import FEW_ROWS, EventOrigin, read_lines
 from penstock.trace.reading.hash_names import find_name_in_siblings
 from penstock.trace.reading.json_lines import QUERY_LINES, JsonLines
 from penstock.trace.reading.strace import FIRST_LINE, open_strace
@@ -168,9 +168,15 @@ def _read_dialect(
 def _note_hosts_and_ranks(batch: pa.RecordBatch, account: FileAccount) -> None:
     names = batch.schema.names
     if "host" in names:
-        account.hosts.update(host for host in batch["host"].unique().to_pylist() if host is not None)
+        account.hosts |= _distinct(batch["host"])
     if "rank" in names:
-        account.ranks.update(rank for rank in batch["rank"].unique().to_pylist() if rank is not None)
+        account.ranks |= _distinct(batch["rank"])
+
+
+def _distinct(column: pa.Array) -> set[Any]:
+    """The values of a column, without those that are missing."""
+    values = column if len(column) <= FEW_ROWS else column.unique()
+    return {value for value in values.to_pylist() if value is not None}
 
 
 def _note_times(batch: pa.RecordBatch, account: FileAccount) -> None:
