@@ -139,7 +139,7 @@ def test_description_is_written_once_and_then_compared_with_the_machine(
         for problem in told["problems"]
         if "deployment" in problem["path"]
         for key in ("path", "line")
-    } == {"path": "system_under_test.deployment", "line": 18}
+    } == {"path": "system_under_test.deployment", "line": 21}
     mended = path.read_text().replace("deployment: null", "deployment: onprem")
     path.write_text(mended.replace("quantity: 1", "quantity: 3"))
     again = json.loads(penstock(*words).stdout)
@@ -159,7 +159,7 @@ def test_a_description_is_printed_with_what_to_fill_in(tree: str, penstock: Pens
     assert written[0] == f"{path}: written"
     count, *problems, picture = written[1:]
     assert count == f"{len(problems)} to fill in or correct:"
-    assert "  line 18: system_under_test.deployment: Input should be 'onprem' or 'cloud'" in problems
+    assert "  line 21: system_under_test.deployment: Input should be 'onprem' or 'cloud'" in problems
     assert picture == f"A picture of the system is missing: {path.with_suffix('.pdf')}"
 
     path.with_suffix(".pdf").touch()

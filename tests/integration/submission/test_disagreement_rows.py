@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from tests.support.submission import tree_changes as do
+from tests.support.submission.query_tree import valid_cache, valid_vectors
 from tests.support.submission.timed_tree import (
     BATCH,
     NUM_FILES,
@@ -206,21 +207,43 @@ def _divisions_in_capitals(judge: Judge) -> None:
     assert {each.verdict for each in judge.results(tree)} == {Validity.VALID}
 
 
-def _outside(judge: Judge, name: str) -> None:
-    tree = valid_training()
-    tree.rename("/training/", f"/{name}/")
-    (only,) = judge.results(tree)
-    assert only.verdict is Validity.NOT_CHECKED
-    (finding,) = only.findings
-    assert f"{name} is outside" in finding.proof
+def _metadata_of_run(tree: Round) -> dict[str, Any]:
+    found: dict[str, Any] = next(
+        value for path, value in tree.files.items() if "/run/" in path and path.endswith("_metadata.json")
+    )
+    return found
 
 
-def _key_value_cache(judge: Judge) -> None:
-    _outside(judge, "kv_cache")
+def _options_by_the_table_of_the_text(judge: Judge) -> None:
+    tree = valid_cache()
+    _metadata_of_run(tree)["args"].update(cpu_mem_gb=32.0, gpu_mem_gb=16.0, duration=60)
+    assert judge.of_rule("kvcache.table", tree) is PASS
+    for entry in _metadata_of_run(tree)["command_output_files"]:
+        entry["command"] = entry["command"].replace("--duration 300", "--duration 60")
+    assert judge.of_rule("kvcache.table", tree) is FAIL
 
 
-def _vector_search(judge: Judge) -> None:
-    _outside(judge, "vector_database")
+def _degree_of_an_index_is_free(judge: Judge) -> None:
+    for degree in (16, 64):
+        tree = valid_vectors()
+        _metadata_of_run(tree)["override_parameters"] = {"index.max_degree": degree, "index.M": degree}
+        assert judge.of_rule("vectors.parameters", tree) is PASS
+
+
+def _inserted_vectors_are_equal(judge: Judge) -> None:
+    for inserted, verdict in ((999_999, FAIL), (1_000_000, PASS), (1_000_001, FAIL)):
+        tree = valid_vectors()
+        path = next(path for path in tree.files if "/run/" in path and path.endswith("/summary.json"))
+        tree.files[path]["inserted_vectors"] = inserted
+        assert judge.of_rule("vectors.inserted", tree) is verdict
+
+
+def _cache_and_results_are_apart(judge: Judge) -> None:
+    tree = valid_cache()
+    assert judge.of_rule("paths.filesystems", tree) is PASS
+    path = next(path for path in tree.files if path.endswith("fs_separation.json"))
+    tree.files[path] = {"version": 1, "same_filesystem": True}
+    assert judge.of_rule("paths.filesystems", tree) is FAIL
 
 
 def _summary_is_matched_by_its_dot(judge: Judge) -> None:
@@ -332,18 +355,18 @@ ROWS: Final[dict[str, Callable[[Judge], None]]] = {
     "D-20": _unet3d_on_mi355_has_no_parameters,
     "D-21": _digests_by_their_names,
     "D-22": _divisions_in_capitals,
-    "D-23": _key_value_cache,
-    "D-24": _vector_search,
+    "D-23": _options_by_the_table_of_the_text,
+    "D-24": _degree_of_an_index_is_free,
     "D-25": _summary_is_matched_by_its_dot,
     "D-26": _shared_data_is_for_the_reviewer,
     "D-27": _memory_by_accelerator,
     "D-28": _unet3d_without_checkpoints,
     "D-29": _both_sizes_of_the_largest_model,
-    "D-30": _vector_search,
+    "D-30": _inserted_vectors_are_equal,
     "D-31": _one_list_of_free_keys,
     "D-32": _minus_one_is_none,
     "D-33": _descriptions_keep_their_schema,
-    "D-34": _key_value_cache,
+    "D-34": _cache_and_results_are_apart,
     "D-35": _no_rank_has_the_whole_model,
     "D-36": _a_defect_names_its_cause,
 }
