@@ -293,11 +293,15 @@ def is_chosen(name: str, choice: LoadChoice) -> bool:
     return choice.exclude is None or not matches_pattern(name, choice.exclude)
 
 
-def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) -> UsageError:
+class MissingName(UsageError, RuntimeError):
+    """The checkpoint lacks a name that the state has. Torch's planners raise a `RuntimeError` for this."""
+
+
+def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) -> MissingName:
     wanted = apply_rename(missing[0], choice.rename or {})
     similar = nearest(wanted, list(stored)[:10_000])
     hint = f"The most similar name is {similar!r}. " if similar else ""
-    return UsageError(
+    return MissingName(
         f"The checkpoint does not hold {name_some([repr(wanted), *missing[1:]], 1)}",
         fix=f"{hint}Map names with rename=, skip parts with exclude=, or keep missing parts unchanged with"
         " strict=False.",

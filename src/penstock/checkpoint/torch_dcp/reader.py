@@ -66,6 +66,10 @@ class _RankAssignment:
     positions: Ints
 
 
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 class Reader(StorageReader):
     """A drop-in for torch's `FileSystemReader`: `dcp.load(state, storage_reader=pc.Reader("/pfs/step-1"))`.
 
@@ -81,6 +85,13 @@ class Reader(StorageReader):
         self._buffers = ReadBuffers(ReadSettings())
         self._options = LoadOptions()
         self._opened: CheckpointSource | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: everything but memory, and a checkpoint that this process has opened."""
+        return {**self.__dict__, "_buffers": self._buffers.settings, "_opened": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _buffers=ReadBuffers(state["_buffers"]))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, perhaps of another checkpoint."""
@@ -107,6 +118,9 @@ class Reader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """All ranks: describe what this rank wants as columns."""
+        return replace(plan, storage_data=self._request(plan, _own_rank()))
+
+    def _request(self, plan: LoadPlan, rank: int) -> _RankRequest:
         index = self._checkpoint.index
         numbers = {facts.name: number for number, facts in enumerate(index.tensors)}
         objects = {stored.name: number for number, stored in enumerate(index.objects)}
@@ -121,14 +135,17 @@ class Reader(StorageReader):
             rows.append((numbers[name], begin, tuple(item.lengths)))
         regions = Regions.from_rows(rows)
         load_requests.check_covered(index, regions, self._checkpoint.uri)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return replace(plan, storage_data=_RankRequest(rank, regions, wanted))
+        return _RankRequest(rank, regions, wanted)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator: decide which rank reads what."""
         index = load_requests.locate_payloads(self._checkpoint, SoloComm())
         item_index = load_requests.index_byte_items(index)
-        requests: list[_RankRequest] = [plan.storage_data for plan in plans]
+        # A planner may have made new plans, without what this reader had noted in the old ones.
+        requests = [
+            plan.storage_data if isinstance(plan.storage_data, _RankRequest) else self._request(plan, rank)
+            for rank, plan in enumerate(plans)
+        ]
         built = [request.build(index, item_index) for request in requests]
         for request in built:
             load_requests.require_lengths(self._checkpoint, item_index, request.items)
@@ -158,7 +175,7 @@ class Reader(StorageReader):
             )
         item_index = load_requests.index_byte_items(checkpoint.index)
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
-        request: _RankRequest = self.prepare_local_plan(plan).storage_data
+        request = self._request(plan, _own_rank())
         requests = request.build(checkpoint.index, item_index)
         resolved = [planner.resolve_tensor(item) for item in tensors]
         targets = [

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -20,12 +21,12 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_parent
+from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
 from penstock.checkpoint.commit.protocol import Draft, Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.engine import WrittenFile, WrittenShare
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
-from penstock.checkpoint.formats.dcp_metadata import read_metadata
+from penstock.checkpoint.formats.dcp_metadata import VERSION, read_metadata
 from penstock.checkpoint.formats.manifest import build_manifest, manifest_bytes
 from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, SharedSavePlan, plan_rank_files
 from penstock.checkpoint.saving.file_layout import (
@@ -41,7 +42,7 @@ from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMe
 from penstock.checkpoint.state.leaves import require_text
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.cluster.comm import SoloComm
-from penstock.errors import UsageError
+from penstock.errors import AlreadyThere, UsageError
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.uri import has_option, parse_uri
 
@@ -138,6 +139,7 @@ def build_seal(
         if not isinstance(result.storage_data, WrittenShare)
     }
     metadata.storage_meta = meta
+    metadata.version = VERSION
     # This pickle is only written, never loaded: torch's readers expect this form.
     content = pickle.dumps(metadata)
     files = [file for share in shares for file in share.files]
@@ -194,8 +196,8 @@ class Writer(StorageWriter):
 
     `writers` files of each rank are written in parallel, through at most `staging_bytes` of buffers; items
     whose names begin with `separation_hint` go to separate files. With fsync=False, a power cut may destroy
-    the checkpoint. `transforms` are those of `save`. One writer can make any number of checkpoints, with
-    `dcp.save(..., checkpoint_id=path)`.
+    the checkpoint. `transforms` are those of `save`. With overwrite=False, it is an error if the path has a
+    checkpoint already. One writer can make any number of them, with `dcp.save(..., checkpoint_id=path)`.
     """
 
     def __init__(
@@ -207,8 +209,11 @@ class Writer(StorageWriter):
         fsync: bool = True,
         staging_bytes: int = WAITING_BUFFER_BYTES,
         transforms: Sequence[str] = (),
+        overwrite: bool = True,
     ) -> None:
         require_known_transforms(transforms)
+        self.save_id = str(uuid4())
+        self._overwrites = overwrite
         self._transforms = tuple(transforms)
         self.checkpoint_id: AnyPath = path
         self._fsync = fsync
@@ -216,8 +221,16 @@ class Writer(StorageWriter):
         self._memory = StagingMemory(staging_bytes)
         self._transaction: SaveTransaction | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For the process of `dcp.async_save`: everything but memory and a save that has begun here."""
+        return {**self.__dict__, "_memory": self._memory.budget_bytes, "_transaction": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _memory=StagingMemory(state["_memory"]))
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, perhaps at another path, and remove what an earlier one left unfinished."""
+        self.save_id = str(uuid4())
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
         self._abandon()
@@ -245,6 +258,12 @@ class Writer(StorageWriter):
         """Coordinator: begin the save, and send each rank its draft."""
         self._abandon()
         storage, name = open_parent(self._uri())
+        if not self._overwrites and name in open_catalog(storage).names():
+            raise AlreadyThere(
+                "Checkpoint already exists, and overwrite=False",
+                uri=os.fspath(self.checkpoint_id),
+                fix="Save to a new name, or allow the writer to overwrite.",
+            )
         self._transaction = begin_save(storage, name, SoloComm())
         return [
             replace(plan, storage_data=_WriteAssignment(self._transaction.draft, rank))
@@ -269,8 +288,7 @@ class Writer(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """The storage metadata for torch's planners and `.metadata`."""
-        save_id = None if self._transaction is None else self._transaction.draft.save_id
-        return StorageMeta(checkpoint_id=os.fspath(self.checkpoint_id), save_id=save_id)
+        return StorageMeta(checkpoint_id=os.fspath(self.checkpoint_id), save_id=self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
