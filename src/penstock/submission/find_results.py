@@ -19,7 +19,13 @@ from penstock.submission.folder_listing import (
     list_linked_subfolders,
     list_subfolders,
 )
-from penstock.submission.tree_layout import RESULTS_FILE, Benchmark, SubmissionPhase, is_result_dir_name
+from penstock.submission.tree_layout import (
+    RESULTS_FILE,
+    SENTINEL,
+    Benchmark,
+    SubmissionPhase,
+    is_result_dir_name,
+)
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 _KNOWN_BESIDE_TIMES: Final = frozenset({RESULTS_FILE, "results.csv"})
@@ -105,6 +111,12 @@ def search_tree(root: Path) -> FoundTree:
 
 def require_results(found: FoundTree, root: Path) -> tuple[ResultLocation, ...]:
     """The results of a tree; `UsageError` if there are none."""
+    if not found.results and (root / SENTINEL).is_file():
+        raise Unavailable(
+            "There are no results in this tree yet",
+            where=str(root),
+            fix=f"See what is missing with `penstock submission status {root}`.",
+        )
     if not found.results:
         raise UsageError(
             "No results found" + "".join(f"; {reason}" for reason in found.unreadable),

@@ -7,8 +7,12 @@ checked`, with the reason, and neither valid nor invalid.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from penstock.submission.parsed_file import MissingFact
+
+_REPORTS: Final = frozenset({"results.json", "mlperf_storage_report.json"})
+_FILE_ENDINGS: Final = (".json", ".yaml", ".yml", ".log", ".csv", ".parquet")
 
 
 class Verdict(StrEnum):
@@ -99,5 +103,17 @@ def not_checked(reason: MissingFact) -> Finding:
         verdict=Verdict.NOT_CHECKED,
         proof=reason.what,
         evidence=reason.where,
-        fix=reason.fix or "Restore the file as the benchmark wrote it.",
+        fix=reason.fix or _usual_fix(reason.where),
     )
+
+
+def _usual_fix(where: str) -> str:
+    """The fix for a fact that is missing here, by who writes such a file."""
+    name = where.rpartition("/")[2]
+    if "systems" in where.split("/"):
+        return "Correct the description, which people write."
+    if name in _REPORTS:
+        return "Write the report anew with `penstock submission report --write`."
+    if name.startswith(".") or name.endswith(_FILE_ENDINGS):
+        return "Restore the file as the benchmark wrote it."
+    return "Hand in the whole folder, with all that the benchmark wrote."

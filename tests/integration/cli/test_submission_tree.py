@@ -118,6 +118,60 @@ def test_submission_run_starts_with_its_gates(tree: str, tmp_path: Path, penstoc
     assert not (tmp_path / "data" / "train").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--accelerator", "h100"), "h100 is not one of b200, mi355 (rule 2.1.11)"),
+        (("--accelerator", "b200", "--system", "fa/st"), "cannot be a system's name"),
+    ],
+)
+def test_what_the_edition_does_not_know_is_refused_before_anything_is_made(
+    tree: str, tmp_path: Path, penstock: Penstock, words: tuple[str, ...], said: str
+) -> None:
+    place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
+    refused = penstock("submission", "run", "training", "unet3d", *place, *words)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert [path.name for path in Path(tree).iterdir()] == ["mlperf-results.yaml"]
+    assert not (tmp_path / "data").exists()
+
+
+def test_data_in_the_tree_is_refused(tree: str, penstock: Penstock) -> None:
+    place = ("--data", f"{tree}/data", "--submission", tree, "--system", "fast", "--closed")
+    refused = penstock("submission", "run", "training", "unet3d_b200", *place)
+    assert refused.returncode == 2
+    assert "must be outside of the submission's tree (rule 3.4.1)" in refused.stderr
+
+
+def test_space_is_asked_for_first_and_a_refusal_leaves_nothing(
+    tree: str, tmp_path: Path, penstock: Penstock
+) -> None:
+    place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
+    size = ("--set", "dataset.num_files_train=900000000")  # more than any disk has
+    stopped = penstock("submission", "run", "training", "unet3d_b200", *size, *place, "--skip-gate", "apart")
+    assert stopped.returncode == 3
+    assert "gate space: fail" in stopped.stderr
+    assert [path.name for path in Path(tree).iterdir()] == ["mlperf-results.yaml"]
+    assert not (tmp_path / "data").exists()
+
+
+def test_gates_name_an_option_of_the_verb(tree: str, tmp_path: Path, penstock: Penstock) -> None:
+    place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
+    stopped = penstock("submission", "run", "training", "unet3d_b200", *place)
+    assert "Put --submission on another file system." in stopped.stderr
+
+
+def test_claimed_tree_without_results_is_told_from_another_folder(
+    tree: str, tmp_path: Path, penstock: Penstock
+) -> None:
+    checked = penstock("submission", "check", tree)
+    assert checked.returncode == 3
+    assert "There are no results in this tree yet" in checked.stderr
+    assert f"penstock submission status {tree}" in checked.stderr
+    other = penstock("submission", "check", str(tmp_path))
+    assert other.returncode == 2
+
+
 def test_too_small_data_set_is_refused_with_the_proof(tree: str, tmp_path: Path, penstock: Penstock) -> None:
     place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
     refused = penstock("submission", "run", "training", "unet3d_b200", *SMALL, *place)

@@ -235,7 +235,8 @@ def _check_same_settings(case: rule.ResultCase) -> Iterator[Finding]:
 def _check_pauses(case: rule.ResultCase) -> Iterator[Finding]:
     runs = case.result.runs
     if len(runs) < 2:
-        raise MissingFact(f"there are {len(runs)} runs, and no pause", where=case.result.name)
+        found = "is one run" if runs else "are no runs"
+        raise MissingFact(f"there {found}, and no pause", where=case.result.name)
     intervals = [recomputed_metrics.read_interval(run.dirs[0]) for run in runs]
     shortest_s = min(interval.duration_s for interval in intervals)
     limit_s = case.timed.max_pause_runs * shortest_s

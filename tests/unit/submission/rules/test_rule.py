@@ -11,7 +11,7 @@ from tests.support.submission.timed_tree import valid_training
 import penstock.submission.rules
 from penstock.errors import UsageError
 from penstock.submission.edition import load_edition
-from penstock.submission.finding import Finding, Verdict
+from penstock.submission.finding import Finding, Verdict, not_checked
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.rules import MODULES, RULES, rule_by_id
 from penstock.submission.rules import rule as rule_module
@@ -150,13 +150,27 @@ def test_a_fact_that_one_run_lacks_hides_nothing_about_the_others(store: TreeSto
     @run_rule(**ABOUT)
     def rule(case: RunCase) -> Iterator[Finding]:
         if case.is_warm_up:
-            raise MissingFact("gone", where="here")
+            raise MissingFact("gone", where="here.json")
         yield Finding(verdict=Verdict.PASS, proof="kept")
 
     found = store.findings(valid_training(num_runs=3), rule)
     assert [finding.verdict for finding in found] == [Verdict.NOT_CHECKED, Verdict.PASS, Verdict.PASS]
-    assert (found[0].proof, found[0].evidence) == ("gone", "here")
+    assert (found[0].proof, found[0].evidence) == ("gone", "here.json")
     assert found[0].fix == "Restore the file as the benchmark wrote it."
+
+
+@pytest.mark.parametrize(
+    ("where", "fix"),
+    [
+        ("closed/acme/systems/fast.JSON", "Correct the description, which people write."),
+        ("fast/unet3d/run/results.json", "Write the report anew with `penstock submission report --write`."),
+        ("fast/unet3d/run/20260701_104000/summary.json", "Restore the file as the benchmark wrote it."),
+        ("run/20260701_104000/.mlps-code-image", "Restore the file as the benchmark wrote it."),
+        ("fast/kv_cache/llama3.1-8b", "Hand in the whole folder, with all that the benchmark wrote."),
+    ],
+)
+def test_fix_of_a_missing_fact_fits_the_file(where: str, fix: str) -> None:
+    assert not_checked(MissingFact("gone", where=where)).fix == fix
 
 
 def test_runs_that_are_missing_are_not_checked(store: TreeStore) -> None:
