@@ -8,7 +8,7 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 LEADS_OUT: Final = "a link leads out of the tree"
 _KINDS: Final = (
@@ -20,36 +20,40 @@ _KINDS: Final = (
 )
 
 
-def open_file(path: str, tree: str) -> BinaryIO:
-    """Open a regular file that lies in `tree` (a real path), also if links lead to it."""
-    # Looked at before it is opened: opening a device may act on it, and opening a pipe waits for a writer.
-    mode = os.stat(path).st_mode  # noqa: PTH116 - thousands of files, where a Path costs more
-    if not stat.S_ISREG(mode):
-        kind = next((text for is_kind, text in _KINDS if is_kind(mode)), "this is not a file")
-        raise OSError(errno.EINVAL, kind, path)
-    stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
-    real = _real_path(stream.fileno(), path)
-    if not f"{real}/".startswith(f"{tree.rstrip('/')}/"):
-        stream.close()
-        raise OSError(errno.EXDEV, LEADS_OUT, path)
-    return stream
-
-
 def read_bytes(path: str, tree: str, max_bytes: int) -> bytes:
-    """All bytes of a file; `OSError` if it has more than `max_bytes`."""
-    with open_file(path, tree) as stream:
-        # Of a file that is much too large nothing is read.
-        size = os.fstat(stream.fileno()).st_size
-        found = stream.read(max_bytes + 1) if size <= max_bytes else b""
-    if max(size, len(found)) > max_bytes:
+    """All bytes of a regular file that lies in `tree` (a real path), also if links lead to it.
+
+    `OSError` if it is none, lies elsewhere, or has more than `max_bytes`.
+    """
+    found, size = _read(path, tree, max_bytes)
+    if size > max_bytes:
         raise OSError(errno.EFBIG, f"it has more than the {max_bytes:,} bytes that are read", path)
     return found
 
 
 def read_beginning(path: str, tree: str, max_bytes: int) -> bytes:
-    """The first bytes of a file, which may have more."""
-    with open_file(path, tree) as stream:
-        return stream.read(max_bytes)
+    """The first bytes of such a file, which may have more."""
+    return _read(path, tree, max_bytes)[0]
+
+
+def _read(path: str, tree: str, max_bytes: int) -> tuple[bytes, int]:
+    """The first bytes, and the size of the file."""
+    # Looked at before it is opened: opening a device may act on it, and opening a pipe waits for a writer.
+    status = os.stat(path)  # noqa: PTH116 - thousands of files, where a Path costs more
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((text for is_kind, text in _KINDS if is_kind(status.st_mode)), "this is not a file")
+        raise OSError(errno.EINVAL, kind, path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not f"{_real_path(descriptor, path)}/".startswith(f"{tree.rstrip('/')}/"):
+            raise OSError(errno.EXDEV, LEADS_OUT, path)
+        wanted = min(status.st_size, max_bytes)
+        found = os.read(descriptor, wanted)
+        while len(found) < wanted and (more := os.read(descriptor, wanted - len(found))):
+            found += more
+    finally:
+        os.close(descriptor)
+    return found, status.st_size
 
 
 def tree_of(path: Path, base: Path) -> str:

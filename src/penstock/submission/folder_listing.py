@@ -4,6 +4,7 @@ Names in real trees differ in case from what rules say, so entries are looked up
 folder that is a link is never searched, because it may lead out of the tree or back into it.
 """
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -17,40 +18,55 @@ def is_leaving(name: str) -> bool:
     return name.lower() in _LEAVINGS or name.startswith(("._", ".#", "~$")) or name.endswith(("~", ".swp"))
 
 
-def list_folder(folder: Path | None) -> list[Path]:
+def _scan(folder: Path | None) -> list[os.DirEntry[str]]:
     """The entries that are neither hidden nor leavings, in the order of names; none if there is no folder."""
     if folder is None:
         return []
     try:
-        entries = sorted(folder.iterdir())
+        with os.scandir(folder) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise Unavailable(f"This folder cannot be listed: {error.strerror}", where=str(folder)) from error
-    return [entry for entry in entries if not (entry.name.startswith(".") or is_leaving(entry.name))]
+    return [entry for entry in found if not (entry.name.startswith(".") or is_leaving(entry.name))]
+
+
+def list_folder(folder: Path | None) -> list[Path]:
+    """The entries that are neither hidden nor leavings, in the order of names; none if there is no folder."""
+    return [Path(entry.path) for entry in _scan(folder)]
 
 
 def list_subfolders(folder: Path | None) -> list[Path]:
     """The folders among them."""
-    return [entry for entry in list_folder(folder) if entry.is_dir() and not entry.is_symlink()]
+    return [Path(entry.path) for entry in _scan(folder) if entry.is_dir(follow_symlinks=False)]
 
 
 def list_linked_subfolders(folder: Path | None) -> list[Path]:
     """The folders among them and links to folders, for those that are read and not searched."""
-    return [entry for entry in list_folder(folder) if entry.is_dir()]
+    return [Path(entry.path) for entry in _scan(folder) if _is_folder(entry)]
 
 
 def list_names(folder: Path | None) -> tuple[str, ...]:
     """The names of the entries; those of folders end in a slash."""
-    return tuple(f"{entry.name}/" if entry.is_dir() else entry.name for entry in list_folder(folder))
+    return tuple(f"{entry.name}/" if _is_folder(entry) else entry.name for entry in _scan(folder))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def find_folder(folder: Path | None, name: str) -> Path | None:
     """The folder called `name`, in any case."""
-    return next((entry for entry in list_subfolders(folder) if entry.name.lower() == name.lower()), None)
+    found = (entry for entry in _scan(folder) if entry.name.lower() == name.lower())
+    return next((Path(entry.path) for entry in found if entry.is_dir(follow_symlinks=False)), None)
 
 
 def find_file(folder: Path | None, name: str) -> Path | None:
     """The file called `name`, in any case; the one in this very case is preferred."""
-    alike = [entry for entry in list_folder(folder) if entry.name.lower() == name.lower()]
-    return next((entry for entry in alike if entry.name == name), alike[0] if alike else None)
+    alike = [entry for entry in _scan(folder) if entry.name.lower() == name.lower()]
+    found = next((entry for entry in alike if entry.name == name), alike[0] if alike else None)
+    return None if found is None else Path(found.path)

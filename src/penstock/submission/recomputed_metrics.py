@@ -45,7 +45,8 @@ def record_bytes(run_dir: ResultDir) -> Fraction:
     """The bytes of a sample in the configuration: its length, else the sum of its columns."""
     for name in ("record_length_bytes", "record_length"):
         if run_dir.config.has("workload", "dataset", name):
-            length = Fraction(str(run_dir.config.number("workload", "dataset", name)))
+            stated = run_dir.config.number("workload", "dataset", name)
+            length = Fraction(int(stated)) if stated.is_integer() else Fraction(str(stated))
             if length > 0:
                 return length
             raise MissingFact(f"workload.dataset.{name} is not positive", where=run_dir.config.file)

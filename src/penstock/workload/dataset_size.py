@@ -200,6 +200,8 @@ def bytes_text(size_bytes: Fraction) -> str:
 
 def quotient_text(value: Fraction) -> str:
     """One decimal, or as many as tell `value` from a whole number that it is not: 37,500.2."""
+    if value.denominator == 1:
+        return f"{value.numerator:,}"
     for digits in range(1, 30):
         scaled = round(value * 10**digits)
         if scaled % 10**digits:

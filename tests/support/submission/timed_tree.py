@@ -99,8 +99,11 @@ class Round:
         """Make the checkpointing one of another model, whose own configuration it has."""
         self.rename("llama3-8b", model)
         for leaf in range(len(self.leaves("checkpointing"))):
-            self.metadata("checkpointing", leaf)["model"] = model
-            self.config("checkpointing", leaf)["model"] = copy.deepcopy(cards()[model].sections["model"])
+            metadata = self.metadata("checkpointing", leaf)
+            metadata["model"] = model
+            parameters = metadata.get("parameters") or metadata["combined_params"]
+            for workload in (self.config("checkpointing", leaf), parameters):
+                workload["model"] = copy.deepcopy(cards()[model].sections["model"])
 
     def overrides(self, phase: str, number: int = 0) -> list[str]:
         """What a leaf's command line set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -159,14 +160,14 @@ def test_folder_that_cannot_be_listed_stops_nobody_else(
     other.organisation = "other"
     root = store.write(tree)
     other.write(root)
-    listed = type(root).iterdir
+    listed = os.scandir
 
     def refuse(folder: Path) -> object:
         if folder.name == "unet3d" and "other" in folder.parts:
             raise PermissionError(13, "Permission denied")
         return listed(folder)
 
-    monkeypatch.setattr(type(root), "iterdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     found = search_tree(root)
     assert [location.name for location in found.results] == [f"closed/acme/{RESULT}"]
     (reason,) = found.unreadable

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Final
 
@@ -335,18 +336,22 @@ def _judge_steps_of(run: ResultRun, case: rule.ResultCase) -> Finding:
     fails="the same with 9,374 files",
 )
 def _check_memory(case: rule.ResultCase) -> Iterator[Finding]:
-    yield from _judge_each_run(case, _judge_memory_of)
+    # All runs are of one system, whose description is searched once, and only if it matters.
+    find_limit = cache(lambda: find_memory_limit(case.result.systems))
+    yield from _judge_each_run(case, partial(_judge_memory_of, find_limit=find_limit))
 
 
-def _judge_memory_of(run: ResultRun, case: rule.ResultCase) -> Finding:
+def _judge_memory_of(
+    run: ResultRun, case: rule.ResultCase, *, find_limit: Callable[[], tuple[int, str] | None]
+) -> Finding:
     """First by the memory that the hosts have, then by what they may use of it."""
     first, systems = run.dirs[0], case.result.systems
     rule.require_all_hosts(first)
     hosts = tuple(memory for run_dir in run.dirs for memory in _read_memory(run_dir.summary, case.edition))
     physical = _compare_with_memory(first, hosts, case.edition)
-    limit = find_memory_limit(systems)
     if physical.verdict is Verdict.PASS:
         return physical
+    limit = find_limit()
     if typed := _compare_with_typed_memory(run, hosts, case.edition):
         return replace(typed, proof=f"{physical.proof}; {typed.proof}")
     if limit is None:

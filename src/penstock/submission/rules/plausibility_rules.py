@@ -5,7 +5,7 @@ need. Invariant: a fact that older tools do not record makes a rule not applicab
 """
 
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any, Final
 
@@ -25,9 +25,10 @@ MAX_UTILIZATION_GAP: Final = 30.0
 FILES_TOLERANCE: Final = 0.05
 """In published runs 0.01: reading starts before an epoch's clock does."""
 SECONDS_TOLERANCE: Final = 1.0
+_SLACK: Final = timedelta(seconds=SECONDS_TOLERANCE)
 EPOCH_SECONDS_TOLERANCE: Final = 0.5
 """Marks of an epoch's begin and end are set beside those that its rate is counted by."""
-_BLOCK: Final = "block"
+_BLOCK: Final = ".block"
 
 
 def _maximum_rate(case: rule.RunCase) -> float:
@@ -105,14 +106,13 @@ def _epochs(case: rule.RunCase) -> list[ParsedFile] | None:
     ]
 
 
-def _blocks(epoch: ParsedFile) -> list[ParsedFile]:
-    """The parts of an epoch between which checkpoints may lie."""
-    content = epoch.value()
-    return [
-        ParsedFile(file=epoch.file, content=block)
-        for name, block in (content.items() if isinstance(content, dict) else ())
-        if str(name).startswith(_BLOCK)
-    ]
+def _seconds_of_blocks(epoch: ParsedFile) -> float:
+    """The time of the parts of an epoch between which checkpoints may lie."""
+    return sum(
+        (_moment(epoch, record["end"]) - _moment(epoch, record["start"])).total_seconds()
+        for name, record in _timed_records({"": epoch.value()})
+        if name.startswith(_BLOCK)
+    )
 
 
 def _interval(record: ParsedFile) -> Interval:
@@ -170,8 +170,7 @@ def _check_rates_against_files(case: rule.RunCase) -> Iterator[Finding]:
     if total < 1:
         raise MissingFact("there are no samples", where=run.summary.file)
     shares = [
-        (rate * sum(_interval(block).duration_s for block in _blocks(epoch)) / total, rate)
-        for rate, epoch in zip(rates, epochs, strict=False)
+        (rate * _seconds_of_blocks(epoch) / total, rate) for rate, epoch in zip(rates, epochs, strict=False)
     ]
     if not shares:
         yield not_applicable(case.name, "there is no epoch with a rate")
@@ -244,21 +243,25 @@ def _find_time_problems(case: rule.RunCase) -> Iterator[tuple[str, str]]:
 
 def _find_record_problems(stats: ParsedFile, whole: Interval) -> Iterator[tuple[str, str]]:
     """Of one rank's statistics, whose clock is the summary's if it is the first rank."""
+    has_its_clock = stats.file.rpartition("/")[2] in _FIRST_RANK
     for name, record in _timed_records(stats.value()):
-        entry = ParsedFile(file=stats.file, content=record)
-        interval = _interval(entry)
+        begin, end = _moment(stats, record["start"]), _moment(stats, record["end"])
+        spanned_s = (end - begin).total_seconds()
         if "duration" in record and _has_own_duration(name):
-            duration_s = entry.number("duration")
-            if abs(duration_s - interval.duration_s) > 0.02 + 0.001 * interval.duration_s:
-                yield (
-                    stats.file,
-                    f"{name}: duration is {duration_s:g} s, end - start {interval.duration_s:.6g} s",
-                )
-        slack_s = SECONDS_TOLERANCE
-        before_s = (whole.begin - interval.begin).total_seconds()
-        after_s = (interval.end - whole.end).total_seconds()
-        if max(before_s, after_s) > slack_s and stats.file.rpartition("/")[2] in _FIRST_RANK:
-            yield stats.file, f"{name} lies {max(before_s, after_s):.6g} s outside of the run"
+            duration_s = ParsedFile(file=stats.file, content=record).number("duration")
+            if abs(duration_s - spanned_s) > 0.02 + 0.001 * spanned_s:
+                yield stats.file, f"{name}: duration is {duration_s:g} s, end - start {spanned_s:.6g} s"
+        if has_its_clock and (begin < whole.begin - _SLACK or end > whole.end + _SLACK):
+            outside = max(whole.begin - begin, end - whole.end)
+            yield stats.file, f"{name} lies {outside.total_seconds():.6g} s outside of the run"
+
+
+def _moment(stats: ParsedFile, text: Any) -> datetime:
+    try:
+        moment = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return read_time(ParsedFile(file=stats.file, content={"start or end": text}), "start or end")
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 _FIRST_RANK: Final = frozenset({"per_epoch_stats.json", "0_per_epoch_stats.json"})

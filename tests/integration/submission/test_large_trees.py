@@ -1,0 +1,76 @@
+"""Trees as large as those of published rounds, within the time and the memory that a laptop has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.submission.numbered_tree import RESULT, valid_submission
+from tests.support.submission.timed_tree import valid_checkpointing
+
+from penstock.submission.check import check
+from penstock.submission.edition import load_edition
+from penstock.submission.finding import Validity
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def rank_files(root: Path, *, num_ranks: int, num_each: int) -> int:
+    """Write a checkpointing of so many ranks, each with files of its own; returns the number of files."""
+    tree = valid_checkpointing()
+    tree.rename_model("llama3-1t")
+    for number, leaf in enumerate(tree.leaves("checkpointing")):
+        tree.summary("checkpointing", number)["num_accelerators"] = num_ranks
+        tree.metadata("checkpointing", number)["num_processes"] = num_ranks
+        statistics = tree.files[f"{leaf}/0_per_epoch_stats.json"]
+        for rank in range(num_ranks):
+            tree.files[f"{leaf}/{rank}_per_epoch_stats.json"] = statistics
+            for part in range(num_each - 1):
+                tree.files[f"{leaf}/{rank}_output_{part}.json"] = {"hostname": "node1"}
+    tree.write(root)
+    return len(tree.files)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_each"), [(64, 2), pytest.param(1024, 6, marks=pytest.mark.slow)])
+def test_checkpointing_of_many_ranks_is_checked_in_little_time_and_memory(
+    num_ranks: int, num_each: int, tmp_path: Path
+) -> None:
+    num_files = rank_files(tmp_path / "tree", num_ranks=num_ranks, num_each=num_each)
+    assert num_files > 2 * num_ranks * num_each
+    with (tmp_path / "output").open("w") as output:
+        command = [sys.executable, "-m", "penstock", "submission", "check", str(tmp_path / "tree"), "--json"]
+        checker = subprocess.Popen(command, stdout=output)
+        _, status, used = os.wait4(checker.pid, 0)
+    checker.returncode = os.waitstatus_to_exitcode(status)
+    (result,) = json.loads((tmp_path / "output").read_text())["results"]
+    ranks = [f for f in result["findings"] if f["rule"] in ("checkpoint.ranks", "means.checkpoint")]
+    assert {finding["verdict"] for finding in ranks} == {"pass"}
+    assert used.ru_utime + used.ru_stime < 30
+    assert used.ru_maxrss < 300 << 10
+
+
+def test_660_runs_are_checked_in_a_second_and_a_half(tmp_path: Path) -> None:
+    submission = valid_submission()
+    runs = {path: value for path, value in submission.files.items() if path.startswith(RESULT)}
+    for number in range(1, 132):
+        submission.files |= {path.replace(RESULT, f"{RESULT}_{number}"): v for path, v in runs.items()}
+    root = submission.write(tmp_path)
+    edition = load_edition("v1.0")
+    begin = time.process_time()
+    results = list(check(root, edition))
+    took_s = time.process_time() - begin
+    assert (len(results), sum(len(runs) for runs in map(_runs, results))) == (132, 660)
+    assert {result.verdict for result in results} == {Validity.VALID}
+    # A loaded machine needs twice the time for the same work.
+    assert took_s < 2 * 1.5
+
+
+def _runs(result: object) -> set[str]:
+    findings = getattr(result, "findings", ())
+    return {finding.evidence for finding in findings if finding.rule == "rates.maximum"}
