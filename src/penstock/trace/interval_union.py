@@ -88,7 +88,9 @@ Times = dict[Key, tuple[int, ...]]
 def union_times(events: EventsView, by: Sequence[str], *sets: str) -> Times:
     """The time in which an event of each set was under way, by the values of `by`; sets are conditions."""
     groups, sweep = _sweep(events, by, sets, lambda groups: _Sweep(len(groups) + 1, len(sets)))
-    return {group: tuple(map(int, total)) for group, total in zip(groups, sweep.total, strict=False)}
+    times = {group: tuple(map(int, total)) for group, total in zip(groups, sweep.total, strict=False)}
+    # Without keys all events are one group, even if there are none.
+    return times if by else {(): (0,) * len(sets), **times}
 
 
 def union_by_bucket(

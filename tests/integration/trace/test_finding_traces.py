@@ -54,8 +54,27 @@ def test_folder_without_traces_says_what_it_has(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json hold no events of a trace"):
         find_trace_files([str(tmp_path)])
     (tmp_path / "recorder.mt").write_bytes(b"\0")
-    with pytest.raises(UsageError, match="a trace of Recorder"):
+    with pytest.raises(UsageError, match=r"a trace of Recorder.* recorder2timeline DIR"):
         find_trace_files([str(tmp_path)])
+
+
+def test_what_recorders_own_converter_writes_is_found_and_read(tmp_path: Path) -> None:
+    (tmp_path / "recorder.mt").write_bytes(b"\0")
+    converted = tmp_path / "_chrome" / "timeline_0.json"
+    converted.parent.mkdir()
+    call = (
+        '{"pid":3,"tid":41,"ts":1200,"name":"%s","cat":"%s","ph":"X","dur":80,"args":" /d/a 4096 tend: 1.2"}'
+    )
+    calls = ",\n".join((call % ("pwrite", "POSIX"), call % ("MPI_File_write_at", "MPI I/O")))
+    converted.write_text(f'{{"traceEvents": [\n{calls}],\n"displayTimeUnit": "ms", "samples": []}}\n')
+    assert find_trace_files([str(tmp_path)]) == [converted]
+    refused = _run("summary", str(tmp_path / "recorder.mt"))
+    assert refused.returncode == 1
+    assert "a trace of Recorder" in refused.stderr
+    summary = _run("summary", str(tmp_path), "--json")
+    assert summary.returncode == 0, summary.stderr
+    (facts,) = json.loads(summary.stdout)["rows"]
+    assert (facts["num_events"], facts["num_processes"], facts["io_union_us"]) == (2, 1, 80)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,20 @@ _BEGINNINGS: Final = (
     (b"\x80\x04", "a Python pickle"),
     (b"<", "HTML or XML"),
 )
+_RECORDER_FILE: Final = re.compile(r".*\.(?:mt|itf)|recorder\.(?:cfg|cst|ts)")
+RECORDER: Final = (
+    "a trace of Recorder, whose format is not read: convert it with Recorder's own recorder2timeline DIR, and"
+    " ask DIR/_chrome (calls and times, without files and bytes), or trace the program with penstock trace"
+    " record"
+)
+"""What a trace of Recorder is, and what to do with it."""
 _WORDS: Final = re.compile(rb"[\t\n\r -~]+")
 _UTF16: Final = re.compile(rb"(?:[\t\n\r -~]\0){8}|(?:\0[\t\n\r -~]){8}")
+
+
+def is_of_recorder(name: str) -> bool:
+    """Whether a file of this name is a part of a trace that Recorder wrote."""
+    return _RECORDER_FILE.fullmatch(name) is not None
 
 
 def guess_content(head: bytes) -> str:

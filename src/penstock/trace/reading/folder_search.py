@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
-from penstock.trace.reading.content_guess import UTF8_MARK
+from penstock.trace.reading.content_guess import RECORDER, UTF8_MARK, is_of_recorder
 from penstock.trace.reading.trace_file import Dialect, detect_dialect
 
 _NAMED: Final = re.compile(r".*\.(?:pfw(?:\.gz)?|strace(?:\.[0-9].*)?|darshan)", re.DOTALL)
@@ -23,7 +23,6 @@ _EXAMINED: Final = re.compile(r".*\.(?:json|txt)(?:\.gz)?", re.DOTALL)
 _EVENT: Final = re.compile(rb'"ph"\s*:\s*"?[A-Za-z0-9]"?\s*[,}]')
 EXPORT_HEAD: Final = '{"displayTimeUnit":"ms","traceEvents":[\n'
 """How our own exports begin: their events are those of other files, which would count twice."""
-_RECORDER_FILES: Final = ("recorder.mt", "*.itf", "recorder.cfg", "*.mt")
 
 
 def find_in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -44,11 +43,8 @@ def find_in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def explain_empty(folder: Path, left_out: Sequence[Path]) -> str:
     """Why there is no trace in a folder, as far as its files tell."""
-    if any(next(folder.rglob(kind), None) for kind in _RECORDER_FILES):
-        return (
-            "This folder has a trace of Recorder, whose format is not read: trace the program with"
-            " penstock trace record"
-        )
+    if any(is_of_recorder(name) for _, _, names in os.walk(folder) for name in names):
+        return f"This folder has {RECORDER}"
     if left_out:
         return f"No trace files in this folder; {name_some(left_out)} hold no events of a trace"
     return "No trace files in this folder"

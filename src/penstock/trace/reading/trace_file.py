@@ -25,7 +25,7 @@ from penstock.trace.capture.trace_writer import read_event_count
 from penstock.trace.event_schema import ALL_COLUMNS, FileAccount
 from penstock.trace.reading.chrome import ChromeDocument
 from penstock.trace.reading.chunks import read_pieces, split_chunks
-from penstock.trace.reading.content_guess import UTF8_MARK, guess_content
+from penstock.trace.reading.content_guess import RECORDER, UTF8_MARK, guess_content, is_of_recorder
 from penstock.trace.reading.darshan_dxt import MARK, DarshanDxt
 from penstock.trace.reading.darshan_log import DarshanLog, is_darshan_log
 from penstock.trace.reading.event_batch import FEW_ROWS, EventOrigin, read_lines
@@ -150,7 +150,8 @@ def _read_batches(
         yield batch
     # Damaged JSON explains itself, line by line.
     if account.is_lost and head and not head.lstrip().startswith((b"{", b"[")):
-        account.faults.append(f"not one event: it seems to be {guess_content(head)}")
+        seems = RECORDER if is_of_recorder(file.path.name) else guess_content(head)
+        account.faults.append(f"not one event: it seems to be {seems}")
 
 
 def _read_dialect(

@@ -6,7 +6,7 @@ import gzip
 
 import pytest
 
-from penstock.trace.reading.content_guess import guess_content
+from penstock.trace.reading.content_guess import guess_content, is_of_recorder
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,10 @@ from penstock.trace.reading.content_guess import guess_content
 )
 def test_content_is_named_by_how_it_begins(head: bytes, content: str) -> None:
     assert guess_content(head).startswith(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_part"), [("recorder.mt", True), ("0.itf", True), ("recorder.cfg", True), ("job.cfg", False)]
+)
+def test_a_file_of_recorder_is_known_by_its_name(name: str, *, is_part: bool) -> None:
+    assert is_of_recorder(name) == is_part
