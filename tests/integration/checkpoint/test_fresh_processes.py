@@ -254,6 +254,38 @@ def test_dict_names_what_it_wants_and_the_rest_is_told(
     assert "no part of the state takes it: model.0.weight, model.3.weight, model.3.bias" in caplog.text
 
 
+def save_stages(rank: int, path: Path, *, names: bool) -> str:
+    """Two stages of one pipeline, of equal shapes, each with an optimizer of its own."""
+    model = torch.nn.ModuleDict({f"stage{rank}": torch.nn.Linear(4, 4)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[f"stage{rank}"](torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    pc.save(state, path / "model", only="model.*")
+    if names:
+        state["optimizer"] = stock_state_dict.get_optimizer_state_dict(model, optimizer)
+    try:
+        pc.save(state, path / "all")
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def save_stages_by_number(rank: int, path: Path) -> str:
+    return save_stages(rank, path, names=False)
+
+
+def save_stages_by_name(rank: int, path: Path) -> str:
+    return save_stages(rank, path, names=True)
+
+
+def test_optimizers_that_number_other_parameters_alike_are_refused(tmp_path: Path) -> None:
+    for told in on_gloo_ranks(2, save_stages_by_number, tmp_path):
+        assert "'optimizer' numbers other parameters on rank 1 than on rank 0" in told
+    assert not (tmp_path / "all").exists()
+    assert on_gloo_ranks(2, save_stages_by_name, tmp_path) == ["", ""]
+
+
 def load_own_layer(rank: int, path: Path) -> tuple[int, ...]:
     own = {"model": torch.nn.ModuleDict({f"layer{rank}": torch.nn.Linear(2, 2)})}
     pc.save(own, path)

@@ -17,17 +17,14 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from penstock.checkpoint.plan.save_plan import RANK_MARK
 from penstock.checkpoint.state.leaves import Path, Stateful
 from penstock.checkpoint.state.regions import CheckpointIndex, TensorFacts
+from penstock.checkpoint.state.tensors import parameter_names
 from penstock.errors import UsageError, name_some
 
 logger = logging.getLogger(__name__)
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What compiled and wrapped modules add to the names of parameters; `get_state_dict` omits it, too."""
 
 
 class StoredNames:
@@ -226,7 +223,7 @@ def loading_into(
     `prefixes` has by key the beginning of the names that the checkpoint has for this part. If the body
     raises, no part is changed.
     """
-    names = _parameter_names(state)
+    names = parameter_names(state)
     parts = {key: _begin(key, part, stored, prefixes[key], names) for key, part in state.items()}
     containers = (Mapping, list)
     asked = {key: prefixes[key] for key, part in parts.items() if isinstance(part.inner, containers)}
@@ -254,19 +251,6 @@ def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping
         if numbered is not None:
             return _NamedState(key, part, numbered)
     return _Plain(part)
-
-
-def _parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
-    """By identity of a parameter, its name as `get_state_dict` has it, from the modules in the state."""
-    names: dict[int, str] = {}
-    for module in state.values():
-        if isinstance(module, torch.nn.Module):
-            bare = module.module if isinstance(module, DistributedDataParallel) else module
-            for name, parameter in bare.named_parameters():
-                for wrapper in _WRAPPERS:
-                    name = name.replace(wrapper, "")  # noqa: PLW2901 - the same name, shorter
-                names.setdefault(id(parameter), name)
-    return names
 
 
 def _begin_optimizer(

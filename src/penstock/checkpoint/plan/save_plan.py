@@ -121,6 +121,8 @@ class Holdings:
     objects: tuple[HeldObject, ...] = ()
     small: tuple[HeldObject, ...] = ()
     """Those of the tensors that may differ from rank to rank, as the states of random generators do."""
+    numbering: tuple[HeldObject, ...] = ()
+    """By optimizer a digest of its parameters, in the order of the numbers in the names of its state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,6 +349,20 @@ def find_own_tensors(small: Sequence[Iterable[HeldObject]]) -> tuple[frozenset[s
         frozenset(held.name for held in tensors if common.setdefault(held.name, held.digest) != held.digest)
         for tensors in small
     )
+
+
+def require_same_numbering(numberings: Sequence[Iterable[HeldObject]]) -> None:
+    """Raise `UsageError` if one number means different parameters: their states would get one name."""
+    first: dict[str, tuple[int, bytes]] = {}
+    for rank, numbering in enumerate(numberings):
+        for held in numbering:
+            other, digest = first.setdefault(held.name, (rank, held.digest))
+            if digest != held.digest:
+                raise UsageError(
+                    f"{held.name!r} numbers other parameters on rank {rank} than on rank {other}: their"
+                    " states would be mixed",
+                    fix="Save get_optimizer_state_dict(model, optimizer) of torch, which names them.",
+                )
 
 
 def rename_own_tensors(holdings: Holdings, own: Container[str], rank: int) -> Holdings:

@@ -48,6 +48,7 @@ from penstock.checkpoint.state.tensors import (
     collect_leaves,
     device_mesh_sizes,
     is_tensor,
+    number_parameters,
     warn_of_trust,
 )
 from penstock.cluster.comm import Comm, run_on_all_ranks
@@ -92,6 +93,7 @@ class _HoldingsDigest:
     holdings: bytes
     objects: tuple[save_plan.HeldObject, ...]
     small: tuple[save_plan.HeldObject, ...]
+    numbering: tuple[save_plan.HeldObject, ...]
     known: tuple[bytes, ...]
 
 
@@ -117,9 +119,15 @@ class SavePlanCache:
         tensors_digest = _digest_tensors(holdings.tensors)
         regions_digest = _digest_regions(tensors_digest, holdings.regions, options)
         own = _HoldingsDigest(
-            tensors_digest, regions_digest, holdings.objects, holdings.small, tuple(self._plans)
+            tensors_digest,
+            regions_digest,
+            holdings.objects,
+            holdings.small,
+            holdings.numbering,
+            tuple(self._plans),
         )
         digests = self._comm.gather(own, awaiting="all ranks to describe what they hold")
+        save_plan.require_same_numbering([digest.numbering for digest in digests])
         objects = tuple(
             tuple(placed) for placed in save_plan.assign_objects([digest.objects for digest in digests])
         )
@@ -205,7 +213,9 @@ class Saver:
         """Let all ranks agree who writes what of `state`. Collective."""
         start_s = time.perf_counter()
         comm = group.comm
-        local_state = run_on_all_ranks(comm, lambda: _collect(state, choice), awaiting=AWAITED)
+        local_state = run_on_all_ranks(
+            comm, lambda: _collect(state, choice, is_alone=comm.size == 1), awaiting=AWAITED
+        )
         warn_of_trust(local_state, comm.rank, self._told)
         planner = self._planners.setdefault(comm, SavePlanCache(comm))
         agreed = planner.agree(local_state.holdings, self._options)
@@ -340,15 +350,19 @@ def index_written_files(
     return CheckpointIndex(tensors, stored, tuple(objects), tuple(file.name for _, file in pairs))
 
 
-def _collect(state: State, choice: SaveChoice) -> LocalState:
+def _collect(state: State, choice: SaveChoice, *, is_alone: bool) -> LocalState:
     """What this rank holds of the chosen parts, with the dtypes that they are saved as."""
     local_state = collect_leaves(
         _chosen(flatten_state(expand_stateful(state), is_tensor), choice.only), pack_objects=True
     )
-    if choice.dtype is None:
-        return local_state
-    tensors = tuple(_as_dtype(facts, choice.dtype) for facts in local_state.holdings.tensors)
-    return replace(local_state, holdings=replace(local_state.holdings, tensors=tensors))
+    holdings = local_state.holdings
+    if not is_alone and (numbering := number_parameters(state)):
+        saved = {facts.name.partition(".state.")[0] for facts in holdings.tensors}
+        holdings = replace(holdings, numbering=tuple(held for held in numbering if held.name in saved))
+    if choice.dtype is not None:
+        tensors = tuple(_as_dtype(facts, choice.dtype) for facts in holdings.tensors)
+        holdings = replace(holdings, tensors=tensors)
+    return replace(local_state, holdings=holdings)
 
 
 def _chosen(leaves: Sequence[Leaf], only: NamePatterns | None) -> Sequence[Leaf]:

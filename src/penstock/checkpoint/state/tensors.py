@@ -16,6 +16,7 @@ import xxhash
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.checkpoint.formats.data_classes import names_beyond_data
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
@@ -132,6 +133,41 @@ def collect_leaves(leaves: Sequence[Leaf], *, pack_objects: bool) -> LocalState:
     )
     beyond = {name: found for name, content in objects.items() if (found := names_beyond_data(content))}
     return LocalState(tuple(leaves), holdings, shards, objects, beyond)
+
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What compiled and wrapped modules add to the names of parameters; `get_state_dict` omits it, too."""
+
+
+def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
+    """By identity of a parameter, its name as `get_state_dict` has it, from the modules in the state."""
+    names: dict[int, str] = {}
+    for module in state.values():
+        if isinstance(module, torch.nn.Module):
+            bare = module.module if isinstance(module, DistributedDataParallel) else module
+            for name, parameter in bare.named_parameters():
+                for wrapper in _WRAPPERS:
+                    name = name.replace(wrapper, "")  # noqa: PLW2901 - the same name, shorter
+                names.setdefault(id(parameter), name)
+    return names
+
+
+def number_parameters(state: Mapping[str, Any]) -> tuple[HeldObject, ...]:
+    """For each optimizer with state, a digest of which parameters its numbers mean on this rank."""
+    optimizers = {
+        key: part for key, part in state.items() if isinstance(part, torch.optim.Optimizer) and part.state
+    }
+    if not optimizers:
+        return ()
+    names = parameter_names(state)
+    numbered = []
+    for key, optimizer in optimizers.items():
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        text = "\n".join(names.get(id(parameter), "") for parameter in parameters)
+        numbered.append(
+            HeldObject(name=key, size_bytes=len(parameters), digest=xxhash.xxh3_128_digest(text.encode()))
+        )
+    return tuple(numbered)
 
 
 SMALL_BYTES = 64 * 1024
