@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import yaml
 
-MAX_JSON_BYTES: Final = 64 << 20
-"""Metadata of a thousand hosts are 44 MB."""
+MAX_JSON_BYTES: Final = 16 << 20
+MAX_METADATA_BYTES: Final = 64 << 20
+"""Metadata of a thousand hosts are 44 MB; no other file grows with each host's disks."""
 MAX_YAML_BYTES: Final = 1 << 20
 """The longest description of a published round has 84 kB; a parsed megabyte takes a second."""
 _MAX_VALUES_BYTES: Final = 160 << 20

@@ -25,19 +25,15 @@ def read_bytes(path: str, tree: str, max_bytes: int) -> bytes:
 
     `OSError` if it is none, lies elsewhere, or has more than `max_bytes`.
     """
-    found, size = _read(path, tree, max_bytes)
-    if size > max_bytes:
-        raise OSError(errno.EFBIG, f"it has more than the {max_bytes:,} bytes that are read", path)
-    return found
+    return _read(path, tree, max_bytes, is_whole=True)
 
 
 def read_beginning(path: str, tree: str, max_bytes: int) -> bytes:
     """The first bytes of such a file, which may have more."""
-    return _read(path, tree, max_bytes)[0]
+    return _read(path, tree, max_bytes, is_whole=False)
 
 
-def _read(path: str, tree: str, max_bytes: int) -> tuple[bytes, int]:
-    """The first bytes, and the size of the file."""
+def _read(path: str, tree: str, max_bytes: int, *, is_whole: bool) -> bytes:
     # Looked at before it is opened: opening a device may act on it, and opening a pipe waits for a writer.
     status = os.stat(path)  # noqa: PTH116 - thousands of files, where a Path costs more
     if not stat.S_ISREG(status.st_mode):
@@ -47,13 +43,15 @@ def _read(path: str, tree: str, max_bytes: int) -> tuple[bytes, int]:
     try:
         if not f"{_real_path(descriptor, path)}/".startswith(f"{tree.rstrip('/')}/"):
             raise OSError(errno.EXDEV, LEADS_OUT, path)
+        if is_whole and status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than the {max_bytes:,} bytes that are read", path)
         wanted = min(status.st_size, max_bytes)
         found = os.read(descriptor, wanted)
         while len(found) < wanted and (more := os.read(descriptor, wanted - len(found))):
             found += more
     finally:
         os.close(descriptor)
-    return found, status.st_size
+    return found
 
 
 def tree_of(path: Path, base: Path) -> str:

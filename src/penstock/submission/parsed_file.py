@@ -18,6 +18,7 @@ from penstock.did_you_mean import nearest
 from penstock.errors import PenstockError
 from penstock.submission.bounded_parse import (
     MAX_JSON_BYTES,
+    MAX_METADATA_BYTES,
     MAX_YAML_BYTES,
     Parsed,
     compose_yaml,
@@ -25,6 +26,7 @@ from penstock.submission.bounded_parse import (
     parse_yaml,
 )
 from penstock.submission.bounded_read import read_beginning, read_bytes, tree_of
+from penstock.submission.tree_layout import METADATA_SUFFIX
 
 MAX_TEXT_BYTES: Final = 4 << 20
 """Only the beginning of a log is read: what rules need is printed there."""
@@ -192,7 +194,8 @@ def _require_content(text: bytes) -> bytes:
 def _parse(path: str, tree: str) -> Parsed:
     lower = path.lower()  # some submitters write .JSON
     if lower.endswith(".json"):
-        return parse_json(_require_content(read_bytes(path, tree, MAX_JSON_BYTES)))
+        max_bytes = MAX_METADATA_BYTES if lower.endswith(METADATA_SUFFIX) else MAX_JSON_BYTES
+        return parse_json(_require_content(read_bytes(path, tree, max_bytes)))
     if lower.endswith((".yaml", ".yml")):
         return parse_yaml(read_bytes(path, tree, MAX_YAML_BYTES))
     return Parsed(read_beginning(path, tree, MAX_TEXT_BYTES).decode("utf-8", errors="replace"))
