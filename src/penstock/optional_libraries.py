@@ -4,6 +4,8 @@ The base install serves the engine, storage, the probe and the command line. Eve
 libraries where it needs them; `missing_library` turns the failed import into what to install.
 """
 
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -49,11 +51,33 @@ def missing_library(error: ModuleNotFoundError, *, extra: str | None = None) -> 
 
 @contextmanager
 def explained_imports(extra: str | None = None) -> Iterator[None]:
-    """Raise `Unavailable`, with the extra to install, for a library that is missing inside this block."""
+    """Raise `Unavailable`, with the extra to install, for a library that is missing inside this block.
+
+    SIGINT and SIGTERM wait until its end: torch aborts the process if its import is interrupted.
+    """
     try:
-        yield
+        with _deferred_signals():
+            yield
     except ModuleNotFoundError as error:
         missing = missing_library(error, extra=extra)
         if missing is None:
             raise
         raise missing from error
+
+
+@contextmanager
+def _deferred_signals() -> Iterator[None]:
+    arrived: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    # A default or foreign handler raises nothing in Python.
+    deferred = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in deferred:
+        signal.signal(number, lambda number, _frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in deferred.items():
+            signal.signal(number, handler)
+        for arrival in arrived:
+            signal.raise_signal(arrival)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -135,3 +136,17 @@ def test_commands_name_the_extra_that_they_need(library: str, words: str, extra:
 def test_a_module_of_no_extra_stays_the_defect_it_is() -> None:
     with pytest.raises(ModuleNotFoundError), explained_imports():
         raise ModuleNotFoundError("No module named 'penstock.gone'", name="penstock.gone")
+
+
+def test_interrupts_wait_until_a_library_is_imported() -> None:
+    steps = []
+
+    def import_slowly() -> None:
+        with explained_imports():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("imported")
+
+    with pytest.raises(KeyboardInterrupt):
+        import_slowly()
+    assert steps == ["imported"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

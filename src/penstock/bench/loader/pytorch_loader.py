@@ -115,7 +115,7 @@ class PytorchLoader:
 
     def close(self) -> None:
         """End all workers, and see that they have ended."""
-        if self._workers:
+        if self._workers and self._arrivals is not None:
             # Tracebacks may still refer to torch's iterator, so it cannot be left to end with its last user.
             self._arrivals._shutdown_workers()  # noqa: SLF001 - torch has no public way
         for worker in self._workers:
@@ -125,20 +125,22 @@ class PytorchLoader:
         self._workers = []
         self._reads.close()
 
-    def _kill_workers(self) -> None:
+    def _abandon_start(self, others: set[BaseProcess]) -> None:
+        """Kill workers that hold nothing yet: those that still import torch would not hear of an end."""
+        self._workers = _children_but(others)
         for worker in self._workers:
             worker.kill()
+        self.close()
 
     def _start_workers(self, num_workers: int) -> None:
         """Start all of them and wait until each has opened its storage; no sample is read."""
         others = set(multiprocessing.active_children())
         self._requests.of_epoch = [_NOTHING] * num_workers
-        with _deaths_awaited(), _interrupts_blocked(), _advice_withheld():
-            self._arrivals = iter(self._torch)
-        self._workers = [child for child in multiprocessing.active_children() if child not in others]
         with ExitStack() as undo:
-            undo.callback(self.close)
-            undo.callback(self._kill_workers)  # they are still starting, and hold nothing
+            undo.callback(self._abandon_start, others)
+            with _deaths_awaited(), _interrupts_blocked(), _advice_withheld():
+                self._arrivals = iter(self._torch)
+            self._workers = _children_but(others)
             deque(self._batches(self._arrivals), maxlen=0)
             undo.pop_all()
 
@@ -243,6 +245,10 @@ class _Reads(Dataset[_Arrival]):
             self._sample = torch.ones(self._options.sample_bytes, dtype=torch.uint8)
         batch: torch.Tensor = default_collate([self._sample] * num_samples)
         return batch
+
+
+def _children_but(others: set[BaseProcess]) -> list[BaseProcess]:
+    return [child for child in multiprocessing.active_children() if child not in others]
 
 
 def _torch_loader(reads: _Reads, requests: _Requests, options: PytorchOptions) -> DataLoader[_Arrival]:
