@@ -176,6 +176,15 @@ def test_a_timeline_of_too_many_buckets_is_refused() -> None:
             timeline(view_events(connection, "events", Dimensions()), bucket_us=1)
 
 
+@pytest.mark.parametrize(("span_us", "width"), [(25_000, "0.0005 s"), (150_000, "0.002 s")])
+def test_a_timeline_has_a_hundred_round_buckets_however_long_it_is(
+    nothing: EventsView, span_us: int, width: str
+) -> None:
+    calls = [{"path": "/a", "ts_us": at, "dur_us": 1, "size_bytes": 1} for at in (0, span_us)]
+    nothing.connection.register("events", events_table(calls))
+    assert width in timeline(view_events(nothing.connection, "events", Dimensions())).notes[0]
+
+
 def test_a_timeline_finds_a_round_width_for_itself(events: EventsView) -> None:
     assert "0.000005 s" in timeline(events).notes[0] or "5e-06 s" in timeline(events).notes[0]
 

@@ -1,12 +1,13 @@
-"""The rank in the name of a trace file."""
+"""The rank in the name of a trace file, and what an account has of a file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from tests.support.trace_files import START_US, Writing, make_events, write_trace
 
-from penstock.trace.reading.trace_file import TraceFile
+from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,15 @@ from penstock.trace.reading.trace_file import TraceFile
 )
 def test_a_rank_is_a_number_in_its_place_and_not_the_beginning_of_a_hash(name: str, rank: int | None) -> None:
     assert TraceFile(path=Path(name)).origin.rank == rank
+
+
+@pytest.mark.parametrize("num_events", [5, 2000])
+def test_an_account_has_hosts_ranks_and_times_of_its_file(num_events: int, tmp_path: Path) -> None:
+    writing = Writing(events=num_events, rank=9)
+    reading = read_trace_file(TraceFile(path=write_trace(tmp_path, writing)))
+    assert sum(batch.num_rows for batch in reading.batches) == num_events + 1
+    account = reading.account
+    assert (account.hosts, account.ranks) == ({"node1"}, {9})
+    events = list(make_events(writing))
+    assert account.first_us == events[0].ts_us >= START_US
+    assert account.last_us == events[-1].ts_us + events[-1].dur_us, "where the writer's own last event is"
