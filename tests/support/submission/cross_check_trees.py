@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.support.submission.timed_tree import Round
 
 RATES: Final = "train_throughput_samples_per_second"
+UTILIZATION: Final = "train_au_percentage"
 Numbered = Callable[[Submission], object]
 
 
@@ -111,6 +112,20 @@ def _halve_a_block(tree: Submission) -> None:
     _statistics(tree)["2"]["block1"]["duration"] = "80.00"
 
 
+def _busy(percent: float) -> Numbered:
+    return lambda tree: tree.summary(3)["metric"].update({UTILIZATION: [97.0, 97.0, percent]})
+
+
+def _epoch_duration(text: str) -> Numbered:
+    return lambda tree: _statistics(tree)["2"].update(duration=text)
+
+
+def _pause_after_last_step(tree: Submission) -> None:
+    epoch = _statistics(tree)["5"]
+    later = (datetime.fromisoformat(epoch["end"]) + timedelta(seconds=5)).isoformat()
+    epoch["end"] = tree.summary(3)["end"] = later
+
+
 def _epoch_outside(tree: Submission) -> None:
     tree.summary(3)["end"] = _statistics(tree)["4"]["end"]
 
@@ -127,9 +142,14 @@ NUMBERED_CROSS_CHECKS: Final[Mapping[str, tuple[RuleTree[Submission], ...]]] = M
             _tree("all that is possible", lambda tree: raised(tree.summary(3), 43.34 / 41.7), PASS),
             _tree("half as much again in all runs and the report", lambda tree: raise_everything(tree, 1.5)),
         ),
+        "utilization.maximum": (
+            _tree("half as much again", _busy(150.0)),
+            _tree("all of the time", _busy(100.4), PASS),
+            _tree("not said", lambda tree: tree.summary(3)["metric"].pop(UTILIZATION), UNKNOWN),
+        ),
         "rates.utilization": (
             _tree("more than busy for", lambda tree: raised(tree.summary(3), 43.3 / 41.7)),
-            _tree("far less", lambda tree: raised(tree.summary(3), 0.5), WARNING),
+            _tree("far less", lambda tree: raised(tree.summary(3), 0.6), UNKNOWN),
             _tree("a little less", lambda tree: raised(tree.summary(3), 0.9), PASS),
         ),
         "rates.files": (
@@ -147,6 +167,9 @@ NUMBERED_CROSS_CHECKS: Final[Mapping[str, tuple[RuleTree[Submission], ...]]] = M
             _tree("swapped", swap_start_and_end),
             _tree("half a block", _halve_a_block),
             _tree("an epoch outside", _epoch_outside),
+            _tree("an epoch of a millisecond", _epoch_duration("0.001")),
+            _tree("an epoch longer than it lasted", _epoch_duration("200.0")),
+            _tree("an epoch with a pause after its last step", _pause_after_last_step, PASS),
             _tree("no date", _summary(start="soon"), UNKNOWN),
         ),
         "runs.distinct": (
@@ -179,6 +202,9 @@ NUMBERED_CROSS_CHECKS: Final[Mapping[str, tuple[RuleTree[Submission], ...]]] = M
             _tree("not told", lambda tree: tree.summary(3).pop("host_meminfo"), PASS),
             _tree("an empty entry", _summary(host_memory_GB=[64.0, 0.0]), PASS),
             _tree("no number", _summary(host_meminfo={"MemTotal": "much"}), UNKNOWN),
+            _tree("said to fit", _summary(potential_caching=[1], data_size_per_host_GB=955.7), WARNING),
+            _tree("said not to fit", _summary(potential_caching=[0], data_size_per_host_GB=955.7), PASS),
+            _tree("fits", _summary(potential_caching=[1], data_size_per_host_GB=32.0), PASS),
         ),
         "report.identity": (
             _tree("model", _report(model="cosmoflow")),
@@ -244,9 +270,14 @@ def _keep_first_rank(tree: Round) -> None:
 TIMED_CROSS_CHECKS: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(
     {
         "rates.maximum": (run("half as much again", _raise(1.5)),),
+        "utilization.maximum": (
+            run("half as much again", do.metric(train_au_percentage=[150.0] * 5)),
+            run("one epoch", do.metric(train_au_percentage=[97.0] * 4 + [101.0])),
+        ),
         "rates.utilization": (
             run("all that is possible", _raise(1.04)),
-            run("far less", _raise(0.5), WARNING),
+            run("far less", _raise(0.6), UNKNOWN),
+            run("far less in the warm-up", lambda tree: raised(tree.summary("run", 0), 0.6), WARNING),
         ),
         "rates.files": (
             run("a tenth more", _raise(1.1)),
@@ -294,6 +325,7 @@ TIMED_CROSS_CHECKS: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingPr
                 do.metadata(system_info={"total_memory_bytes": 512 << 30, "num_hosts": 2}),
                 PASS,
             ),
+            run("caches", do.summary(potential_caching=[0, 1], data_size_per_host_GB=500.0), WARNING),
         ),
         "files.keys": (
             run("in metadata", _give_metadata_key_twice),

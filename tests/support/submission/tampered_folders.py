@@ -216,6 +216,11 @@ WAYS: Final[tuple[Tampering, ...]] = (
         way=_metric(lambda m: m.update(train_au_percentage=[10.0 for _ in m["train_au_percentage"]])),
     ),
     Tampering(
+        name="more than busy",
+        rule="utilization.maximum",
+        way=_metric(lambda m: m.update(train_au_percentage=[150.0 for _ in m["train_au_percentage"]])),
+    ),
+    Tampering(
         name="said to have failed",
         rule="utilization.stated",
         way=_metric(lambda m: m.update(train_au_meet_expectation="fail")),

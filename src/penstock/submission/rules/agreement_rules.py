@@ -227,7 +227,8 @@ def _plain(value: Any) -> Any:
     source="ours: the same program reads both from the same hosts",
     formula=(
         "an entry of host_memory_GB is the MemTotal of the summary's host_meminfo, or a multiple, +- 1 %; "
-        "their sum is system_info.total_memory_bytes, +- 1 % (else warning)"
+        "their sum is system_info.total_memory_bytes, +- 1 % (else warning); potential_caching is 1 for the "
+        "hosts whose host_memory_GB is above data_size_per_host_GB, and 0 for the others (else warning)"
     ),
     passes='host_memory_GB [247.7], MemTotal "259739116 kB"',
     fails='host_memory_GB [64], MemTotal "259739116 kB"',
@@ -250,6 +251,29 @@ def _check_host_memory(case: rule.RunCase) -> Iterator[Finding]:
             fix="Let the reviewer ask which hosts ran.",
             otherwise=Verdict.WARNING,
         )
+    if summary.has("potential_caching") and summary.has("data_size_per_host_GB"):
+        yield _compare_with_caching(summary)
+
+
+def _compare_with_caching(summary: ParsedFile) -> Finding:
+    """Which hosts could hold their share of the data in memory: no rule counts it, and readers do."""
+    memory_gib, share_gib = summary.numbers("host_memory_GB"), summary.number("data_size_per_host_GB")
+    stated = summary.numbers("potential_caching")
+    # On clusters the list of the memory may have more entries than there are hosts.
+    expected = [float(each_gib > share_gib) for each_gib in memory_gib[: len(stated)]]
+    stated_text, expected_text = _list([*stated]), _list(expected)
+    return pass_if(
+        [*stated] == expected,
+        evidence=summary.file,
+        value=stated_text,
+        limit=expected_text,
+        proof=(
+            f"potential_caching is {stated_text}, by {share_gib:.6g} GiB of data a host and "
+            f"{max(memory_gib):.6g} GiB of memory it is {expected_text}"
+        ),
+        fix="Let the reviewer ask whether the data were read from memory.",
+        otherwise=Verdict.WARNING,
+    )
 
 
 def _compare_with_meminfo(summary: ParsedFile) -> Finding:
