@@ -86,10 +86,12 @@ def is_tensor(value: object) -> bool:
     So are instances of classes with `__create_chunk_list__` and `__get_tensor_shard__`, by which torch's
     distributed checkpoints ask for chunks.
     """
+    if isinstance(value, ShardedTensor):  # which refuses to say whether it is quantized
+        return True
     if isinstance(value, torch.Tensor):
         # A quantized tensor has a scale beside its elements: only all of it together has a meaning.
         return value.layout == torch.strided and not value.is_quantized
-    return isinstance(value, ShardedTensor) or hasattr(type(value), "__create_chunk_list__")
+    return hasattr(type(value), "__create_chunk_list__")
 
 
 def collect_for_save(state: Mapping[str, Any]) -> LocalState:

@@ -24,6 +24,7 @@ from penstock.checkpoint.manager.step_store import DurableStore, start_lasting_w
 from penstock.cluster.comm import Comm, all_gather_results, format_cause
 from penstock.errors import StorageError, WaitTimeout
 from penstock.storage import Storage
+from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
     from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
@@ -206,6 +207,6 @@ def copy_share(
 ) -> None:
     """Copy files of a share in a cache into a draft on the durable level."""
     copies = [FileCopy(from_key=share.key(name), to_key=transaction.key(name)) for name in names]
-    copy_files(
-        copies, share.storage, transaction.data_storage, threads=threads, pace=pace or RateLimiter(None)
-    )
+    # A cache is written anyway, and its files are not opened once more than they must be.
+    source = prefer_direct_access(share.storage)
+    copy_files(copies, source, transaction.data_storage, threads=threads, pace=pace or RateLimiter(None))
