@@ -165,7 +165,8 @@ def _dftracer_file(lines: Sequence[JsonObject], agreed: Mapping[tuple[str, str],
             name=document["name"],
             cat=document.get("cat", ""),
             ts_us=int(document["ts"]) * ns_per_tick // 1000,
-            dur_us=(int(document.get("dur", 0)) * ns_per_tick + 500) // 1000,
+            dur_us=(int(document["ts"]) + int(document.get("dur", 0))) * ns_per_tick // 1000
+            - int(document["ts"]) * ns_per_tick // 1000,
             pid=int(document["pid"]),
             tid=int(document["tid"]),
             host=host,
@@ -466,8 +467,9 @@ def read_kineto(path: Path) -> list[Event]:
         tid = event["tid"]
         events.append(
             Event(
-                name=event["name"], cat=event.get("cat", ""), ts_us=round(event["ts"]) + base_us,
-                dur_us=round(event.get("dur", 0)), host=document.get("host_name"),
+                name=event["name"], cat=event.get("cat", ""), ts_us=int(event["ts"]) + base_us,
+                dur_us=int(event["ts"] + event.get("dur", 0)) - int(event["ts"]),
+                host=document.get("host_name"),
                 pid=pid if isinstance(pid, int) else 0, tid=tid if isinstance(tid, int) else pid,
             )
         )  # fmt: skip

@@ -128,7 +128,7 @@ def test_a_damaged_line_with_its_event_still_in_it_is_salvaged(
         (b'{"name":"x","cat":"y","pid":1,"tid":1,"ph":"X","args":{}}\n', "no name or no time"),
         (
             b'{"name":"x","cat":"y","pid":1,"tid":1,"ts":1,"dur":-1,"ph":"X","args":{}}\n',
-            "no name or no time",
+            "dur is negative",
         ),
         (b'{"name":"x","cat":"y","pid":1,"tid":1,"ts":1,"dur":1,"ph":"?","args":{}}\n', "unknown phase"),
         (b'{"a":' * 100_000 + b"\n", "nested too deeply"),

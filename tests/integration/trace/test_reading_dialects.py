@@ -197,6 +197,40 @@ def test_facts_behind_the_events_of_a_profile_are_told(tmp_path: Path) -> None:
     assert account.notes == []
 
 
+def _halves(num_events: int, apart_us: float) -> dict[str, Any]:
+    event = {"ph": "X", "cat": "POSIX", "name": "read", "dur": 0.5, "pid": 1, "tid": 1}
+    return {"traceEvents": [{**event, "ts": 1000 + number * apart_us} for number in range(num_events)]}
+
+
+def test_contiguous_calls_below_a_microsecond_add_up(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(_halves(1000, apart_us=0.5)))
+    rows, account = read(path)
+    assert sum(row["dur_us"] for row in rows) == 500
+    assert account.notes == []
+
+
+def test_durations_that_whole_microseconds_lose_are_noted(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(_halves(1000, apart_us=3)))
+    rows, account = read(path)
+    assert sum(row["dur_us"] for row in rows) == 0
+    assert account.notes == [
+        "its durations add up to 500.000 us, in whole microseconds, which all times are cut to, to 0 us"
+    ]
+
+
+@pytest.mark.parametrize("query_lines", [1, 100_000])
+def test_contiguous_nanoseconds_add_up_in_both_parsers(query_lines: int, tmp_path: Path) -> None:
+    path = tmp_path / "t.pfw"
+    metric = '{"name":"CM","cat":"d","pid":1,"tid":1,"ph":4,"args":{"name":"time_metric","value":"NS"}}'
+    event = '{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":%d,"dur":400,"ph":1,"args":{}}'
+    path.write_text("\n".join(["[", metric, *(event % (10**18 + 400 * n) for n in range(1000)), ""]))
+    reading = read_trace_file(TraceFile(path=path), query_lines=query_lines)
+    table = pa.Table.from_batches(list(reading.batches), BATCH_SCHEMA)
+    assert sum(table["dur_us"].to_pylist()) == 400
+
+
 def test_kernels_belong_to_the_process_that_launched_them(tmp_path: Path) -> None:
     kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10, "dur": 2, "pid": 0, "tid": 7}
     (row,) = _profile(tmp_path / "p.json", {**kernel, "args": {"device": 0}})

@@ -360,12 +360,16 @@ def _build_query(columns: frozenset[str], ns_per_tick: int, source: str) -> str:
             for number in whole
         ),
     ]
+    duration = _scale("dur", ns_per_tick)
+    if ns_per_tick < 1000:
+        # Ends are cut like starts, see `lenient_json`.
+        duration = f"{_scale('ts + dur', ns_per_tick)} - {_scale('ts', ns_per_tick)}"
     selected = [
         "name",
         "is_plain",
         "CASE WHEN is_plain THEN NULL ELSE ph END AS phase",
         f"{_scale('ts', ns_per_tick)} AS ts_us",
-        f"{_scale('dur', ns_per_tick, added_ns=500)} AS dur_us",
+        f"{duration} AS dur_us",
     ]
     if "cat: " in source:
         selected.append("coalesce(cat, '') AS cat")
@@ -385,13 +389,12 @@ def _build_query(columns: frozenset[str], ns_per_tick: int, source: str) -> str:
     )
 
 
-def _scale(time: str, ns_per_tick: int, added_ns: int = 0) -> str:
-    """A plain row's time in microseconds: starts are cut, durations rounded."""
+def _scale(time: str, ns_per_tick: int) -> str:
+    """A plain row's time in microseconds, cut. Elsewhere the number may be too large to be scaled."""
     if ns_per_tick == 1000:
         return f"TRY_CAST({time} AS BIGINT)"
-    whole = f"{time}::BIGINT"
-    scaled = f"{whole} * {ns_per_tick // 1000}" if ns_per_tick > 1000 else f"({whole} + {added_ns}) // 1000"
-    # Elsewhere the number may be too large to be scaled.
+    whole = f"({time})::BIGINT"
+    scaled = f"{whole} * {ns_per_tick // 1000}" if ns_per_tick > 1000 else f"{whole} // 1000"
     return f"CASE WHEN is_plain THEN {scaled} END"
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _OBJECT_LIMIT: Final = 1 << 20
 """Characters after which an object that does not end is taken for damaged."""
 _ARRAY: Final = re.compile(r'"traceEvents"\s*:\s*\[')
+_ROUNDING_NOTED: Final = 0.01
 _BETWEEN: Final = re.compile(r"[\s,]*")
 _NEXT: Final = re.compile(r"\{\s*\"")
 
@@ -76,6 +77,7 @@ class ChromeDocument:
         self._is_ended = False
         self._profiled = _ProfiledRun()
         self._profiled_pid: int | None = None
+        self._sum_us = self._written_sum_us = 0.0
 
     def read(self, pieces: Iterable[bytes]) -> Iterator[pa.RecordBatch]:
         """The document's events, roughly in its order."""
@@ -86,6 +88,7 @@ class ChromeDocument:
             if len(rows) >= BATCH_ROWS:
                 yield build_batch(rows, self._origin, self._context)
                 rows = []
+        self._note_rounding()
         num_open = sum(map(len, self._spans.values()))
         if num_open:
             self._account.faults.append(f"{num_open} spans begin and never end")
@@ -168,7 +171,19 @@ class ChromeDocument:
             return ParsedLine(LineFate.METADATA)
         if document.get("name") == "process_labels" and _arguments(document).get("labels") == "CPU":
             self._profiled_pid = parse_int64(document.get("pid"))
-        return parse_event(document, _unbound, 1000)
+        parsed = parse_event(document, _unbound, 1000)
+        if parsed.row is not None:
+            self._sum_us += parsed.row["dur_us"]
+            self._written_sum_us += float(document.get("dur", 0))
+        return parsed
+
+    def _note_rounding(self) -> None:
+        """Say that durations are too short for whole microseconds, if their sum shows it."""
+        if abs(self._sum_us - self._written_sum_us) > _ROUNDING_NOTED * self._written_sum_us:
+            self._account.notes.append(
+                f"its durations add up to {self._written_sum_us:,.3f} us, in whole microseconds, which all"
+                f" times are cut to, to {self._sum_us:,.0f} us"
+            )
 
     def _place(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """The event's row with what the document's head says: its time since 1970, host, rank, process."""

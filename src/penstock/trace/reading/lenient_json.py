@@ -6,6 +6,7 @@ fails; what can still be found of a damaged event is salvaged.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -52,7 +53,7 @@ _SALVAGE_TEXT: Final = {
     for key in ("name", "cat", "fname", "hostname", "fhash", "hhash")
 }
 _SALVAGE_NUMBER: Final = {
-    key: re.compile(rf'"{key}"\s*:\s*"?(-?\d{{1,18}})"?\s*(?=[,}}])')
+    key: re.compile(rf'"{key}"\s*:\s*"?(-?\d{{1,20}})"?\s*(?=[,}}])')
     for key in (
         "pid",
         "tid",
@@ -71,6 +72,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f]")
 _STRING_OR_LAST_COMMA: Final = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 _TIME_LIMIT_US: Final = 1 << 61
+"""Times below can be added without overflow."""
+_TICKS_LIMIT: Final = 2.0**62
 
 
 def parse_line(line: bytes, resolve: ResolveHash, ns_per_tick: int) -> ParsedLine:
@@ -100,8 +103,20 @@ def parse_event(document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: 
         return ParsedLine(LineFate.DROPPED, reason="unknown phase")
     row = _build_row(document, resolve, ns_per_tick)
     if row is None:
-        return ParsedLine(LineFate.DROPPED, reason="no name or no time")
+        return ParsedLine(LineFate.DROPPED, reason=_describe_lack(document, ns_per_tick))
     return ParsedLine(LineFate.EVENT, row=row, document=document)
+
+
+def _describe_lack(document: Mapping[str, Any], ns_per_tick: int) -> str:
+    """Why an object of a complete event is none, in the words of accounts."""
+    if not isinstance(document.get("name"), str) or document.get("ts") is None:
+        return "no name or no time"
+    if _parse_ns(document["ts"], ns_per_tick) is None:
+        return "ts is no time"
+    dur_ns = _parse_ns(document.get("dur", 0), ns_per_tick)
+    if dur_ns is None:
+        return "dur is no time"
+    return "dur is negative" if dur_ns < 0 else "time out of range"
 
 
 def _load(text: str) -> Any:
@@ -138,11 +153,10 @@ def _salvage(bare: bytes, reason: str, resolve: ResolveHash, ns_per_tick: int) -
     """Search a damaged line for an event's keys; without a name, a time and a duration it is lost."""
     text = bare.decode(errors="backslashreplace")
     found: dict[str, Any] = {
-        key: match[1] for key, pattern in _SALVAGE_TEXT.items() if (match := pattern.search(text))
-    }
-    found |= {
         key: int(match[1]) for key, pattern in _SALVAGE_NUMBER.items() if (match := pattern.search(text))
     }
+    # A hash in quotes is a text, whose zeros in front count.
+    found |= {key: match[1] for key, pattern in _SALVAGE_TEXT.items() if (match := pattern.search(text))}
     if not bare.startswith(b"{") or not {"name", "ts", "dur", "pid"} <= found.keys():
         return ParsedLine(LineFate.DROPPED, reason=reason)
     found = {
@@ -165,10 +179,13 @@ def _build_row(document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: i
     given = document.get("args")
     arguments: Mapping[str, Any] = given if isinstance(given, dict) else {}
     name, cat = document.get("name"), document.get("cat", "")
-    ts_us = _parse_time(document.get("ts"), ns_per_tick)
-    # Starts are cut to the microsecond, durations rounded, so that sums of many durations stay true.
-    dur_us = _parse_time(document.get("dur", 0), ns_per_tick, added_ns=500)
-    if not isinstance(name, str) or ts_us is None or dur_us is None or dur_us < 0:
+    ts_ns, dur_ns = _parse_ns(document.get("ts"), ns_per_tick), _parse_ns(document.get("dur", 0), ns_per_tick)
+    if not isinstance(name, str) or ts_ns is None or dur_ns is None or dur_ns < 0:
+        return None
+    # Starts and ends are cut to the microsecond, so that contiguous calls add up to the time of all of them.
+    ts_us = ts_ns // 1000
+    dur_us = (ts_ns + dur_ns) // 1000 - ts_us
+    if abs(ts_us) >= _TIME_LIMIT_US or dur_us >= _TIME_LIMIT_US:
         return None
     pid = parse_int64(document.get("pid")) or 0
     tid = parse_int64(document.get("tid"))
@@ -235,19 +252,17 @@ def _parse_int32(value: Any) -> int | None:
     return number if number is not None and -(1 << 31) <= number < 1 << 31 else None
 
 
-def _parse_time(value: Any, ns_per_tick: int, *, added_ns: int = 0) -> int | None:
-    """A time in microseconds; None if it is none, or beyond what can be added without overflow."""
-    time_us = _parse_any_time(value, ns_per_tick, added_ns)
-    return time_us if time_us is not None and abs(time_us) < _TIME_LIMIT_US else None
-
-
-def _parse_any_time(value: Any, ns_per_tick: int, added_ns: int) -> int | None:
-    if isinstance(value, float) and abs(value) < 2.0**62:
-        return round(value * ns_per_tick / 1000)
+def _parse_ns(value: Any, ns_per_tick: int) -> int | None:
+    """A time in nanoseconds; None if it is none."""
     number = parse_int64(value)
-    if number is None and isinstance(value, str):
-        try:
-            return _parse_any_time(float(value), ns_per_tick, added_ns)
-        except ValueError:
-            return None
-    return None if number is None else (number * ns_per_tick + added_ns) // 1000
+    if number is not None:
+        return number * ns_per_tick
+    try:
+        ticks = float(value) if isinstance(value, str) else value
+    except ValueError:
+        return None
+    if not isinstance(ticks, float) or not abs(ticks) < _TICKS_LIMIT:
+        return None
+    # The whole ticks are multiplied apart: their nanoseconds since 1970 fit no double.
+    whole = math.floor(ticks)
+    return whole * ns_per_tick + round((ticks - whole) * ns_per_tick)

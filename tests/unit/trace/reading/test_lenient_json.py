@@ -56,20 +56,33 @@ def test_an_event_may_stand_between_brackets_and_commas() -> None:
         (1_000_000, 5, 7, (5000, 7000)),
         (1000, "5", "7", (5, 7)),
         (1000, 5.4, 6.6, (5, 7)),
-        (1000, "5.6", 7, (6, 7)),
+        (1000, "5.6", 7, (5, 7)),
+        (1000, 1727387307000000.5, 0.5, (1727387307000000, 1)),
     ],
 )
-def test_starts_are_cut_and_durations_rounded_to_microseconds(
+def test_starts_and_ends_are_cut_to_microseconds(
     ns_per_tick: int, ts: Any, dur: Any, expected: tuple[int, int]
 ) -> None:
     timed = row(event(ts=ts, dur=dur), ns_per_tick)
     assert (timed["ts_us"], timed["dur_us"]) == expected
 
 
-@pytest.mark.parametrize("top", [{"ts": None}, {"dur": -1}, {"name": 5}, {"ts": 1 << 62}, {"ts": "soon"}])
-def test_an_event_without_a_name_or_a_possible_time_is_dropped(top: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("top", "reason"),
+    [
+        ({"ts": None}, "no name or no time"),
+        ({"name": 5}, "no name or no time"),
+        ({"ts": "soon"}, "ts is no time"),
+        ({"ts": 1 << 62}, "time out of range"),
+        ({"dur": -1}, "dur is negative"),
+        ({"dur": "long"}, "dur is no time"),
+        ({"dur": float("nan")}, "dur is no time"),
+        ({"dur": None}, "dur is no time"),
+    ],
+)
+def test_dropped_event_says_what_is_wrong_with_it(top: dict[str, Any], reason: str) -> None:
     parsed = parse(event(**top))
-    assert (parsed.fate, parsed.reason) == (LineFate.DROPPED, "no name or no time")
+    assert (parsed.fate, parsed.reason) == (LineFate.DROPPED, reason)
 
 
 @pytest.mark.parametrize(
@@ -142,3 +155,17 @@ def test_a_cut_event_keeps_what_is_left_of_it() -> None:
     assert (parsed.fate, parsed.reason) == (LineFate.SALVAGED, "cut short")
     assert parsed.row is not None
     assert (parsed.row["ret"], parsed.row["offset"], parsed.row["dur_us"]) == (5, 9, 7)
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ("9509357668201227806", "9509357668201227806"), ("17868160079272185648", "17868160079272185648"),
+        ('"a4f0"', "a4f0"), ('"0000000000001234"', "0000000000001234"),
+    ],
+)  # fmt: skip
+def test_event_of_two_lines_glued_together_keeps_its_host(written: str, kept: str) -> None:
+    parsed = parse(event(f'{{"hhash":{written},"fd":3}}') + event())
+    assert parsed.fate is LineFate.SALVAGED
+    assert parsed.row is not None
+    assert parsed.row["host"] == f"hash:{kept}"
