@@ -139,8 +139,12 @@ def export(options: _ExportOptions, terminal: Terminal) -> None:
     """
     from penstock.trace.perfetto_export import export_perfetto
     from penstock.trace.questions.events_view import view_events
+    from penstock.trace.reading.folder_search import is_export
 
     out, dimensions = options.out, options.dimensions()
+    trace_options.check_output(
+        out, options.traces.files, kind="an earlier export of traces", is_kind=is_export
+    )
     with options.traces.open(terminal) as traces, terminal.progress() as progress:
         events = view_events(traces.connection, traces.relation, dimensions, is_ordered=traces.is_ordered)
         num_events = export_perfetto(events, out, progress=progress)

@@ -111,6 +111,23 @@ class TraceOptions:
             yield traces
 
 
+def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callable[[Path], bool]) -> None:
+    """Before anything is read: refuse to write over a trace, or over a file that is not of this `kind`.
+
+    An empty file has nothing to lose, and what is no file is not replaced: /dev/stdout.
+    """
+    from penstock.trace.output_file import refuse_overwriting
+    from penstock.trace.trace_set import find_trace_files
+
+    if out.exists() and (out.is_dir() or out.is_file()):
+        refuse_overwriting(
+            out,
+            find_trace_files(traces),
+            kind=kind,
+            is_kind=lambda path: not path.stat().st_size or is_kind(path),
+        )
+
+
 def report_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict: bool) -> None:
     """Print what was lost of traces; with `strict` it is an error."""
     from penstock.trace.event_schema import refuse_damaged, refuse_lost

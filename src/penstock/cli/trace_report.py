@@ -16,6 +16,7 @@ from penstock.cli.trace_options import (
     PhaseOptions,
     ReadOptions,
     TierOptions,
+    check_output,
     report_losses,
 )
 
@@ -68,11 +69,14 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
 
       penstock trace report before=monday/traces after=friday/traces --json
     """
+    from penstock.reports.html_page import is_page
     from penstock.trace.compare.run_report import report_runs, write_run_report
     from penstock.trace.compare.trace_study import open_study
 
     description = options.description()
     out = options.out or (None if terminal.as_json else Path(_PAGE))
+    if out is not None:
+        check_output(out, (), kind="an earlier report", is_kind=is_page)
     with (
         terminal.progress() as progress,
         open_study(description, Path(), progress=progress, dask=options.read.dask) as study,

@@ -173,4 +173,5 @@ def sql(options: _SqlOptions, terminal: Terminal) -> None:
         answer = run_query(traces, options.query)
         mismatches = traces.mismatches()
     document = {**answer.document(), **({"mismatches": mismatches} if mismatches else {})}
-    terminal.result(document, table("", answer.texts()))
+    # A file, or a program behind a pipe, has no width to fit into.
+    terminal.result(document, table("", answer.texts(), is_wide=not sys.stdout.isatty()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.optional_libraries import explained_imports
@@ -49,6 +50,15 @@ class Section:
     prose: Sequence[str] = ()
     rows: Sequence[Mapping[str, str]] = ()
     bars: str = ""
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is a page that Penstock made."""
+    try:
+        with path.open("rb") as file:
+            return b'<meta name="generator" content="Penstock">' in file.read(512)
+    except OSError:
+        return False
 
 
 def render_page(template: str, *, title: str, subtitle: str, **values: Any) -> str:

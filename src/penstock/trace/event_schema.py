@@ -74,8 +74,8 @@ def refuse_damaged(accounts: Sequence[FileAccount]) -> None:
 
 
 def refuse_lost(accounts: Sequence[FileAccount]) -> None:
-    """Raise TraceDamaged if nothing at all could be read: an answer of zeros is none."""
-    if accounts and all(account.is_lost for account in accounts):
+    """Raise TraceDamaged if there is no event in any of these files: an answer of zeros is none."""
+    if accounts and all(account.is_without_events for account in accounts):
         raise TraceDamaged(
             f"There is not one event in {accounts[0].file}"
             + (f" and the other {len(accounts) - 1} files" if len(accounts) > 1 else ""),
@@ -133,10 +133,9 @@ class FileAccount:
         return not (self.dropped or self.salvaged or self.faults)
 
     @property
-    def is_lost(self) -> bool:
-        """There are lines, or there is damage, and not one event."""
-        is_damaged = bool(self.dropped or (self.faults and self.size_bytes))
-        return is_damaged and not (self.events or self.salvaged or self.skipped)
+    def is_without_events(self) -> bool:
+        """Not one event was read, wanted or not."""
+        return not (self.events or self.salvaged or self.skipped or self.unwanted)
 
     def count_damage(self, line: int, reason: str, text: str, *, salvaged: bool) -> None:
         """Count a damaged line, and keep the first few as samples."""

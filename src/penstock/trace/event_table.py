@@ -31,6 +31,7 @@ from penstock.storage.files.durable import replace_durably
 from penstock.storage.process_id import pid_exists
 from penstock.trace.event_schema import ALL_COLUMNS, FileAccount, refuse_damaged
 from penstock.trace.event_store import TABLE_SCHEMA, EventStore, columns_to_read
+from penstock.trace.output_file import refuse_overwriting
 from penstock.trace.reading.event_batch import BATCH_SCHEMA, TEXT_COLUMNS
 from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
@@ -113,6 +114,7 @@ def convert(
     Files are read by `threads` at once (0: one per core, at most four). With `strict`, damaged files are an
     error, and there is no table.
     """
+    check_target(target, files)
     sources = tuple(SourceFile.from_file(file) for file in files)
     with _publish(target) as (partial, scratch):
         store = EventStore(ALL_COLUMNS, scratch)
@@ -169,6 +171,7 @@ def join_tables(
     )
     if strict:
         refuse_damaged(joined.accounts)
+    check_target(target, ())
     with _publish(target) as (partial, scratch):
         store = EventStore(ALL_COLUMNS, scratch)
         for number, table in enumerate(tables):
@@ -177,6 +180,13 @@ def join_tables(
                     store.add(number, batch.cast(BATCH_SCHEMA))
         _write_table(store, partial, joined, Silent())
     return joined
+
+
+def check_target(target: Path, files: Sequence[TraceFile]) -> None:
+    """Raise UsageError unless a table of these files may be written to `target`."""
+    refuse_overwriting(
+        target, (file.path for file in files), kind="a Penstock event table", is_kind=_is_table
+    )
 
 
 def _write_table(store: EventStore, path: Path, facts: EventTableFacts, progress: Progress) -> None:
@@ -256,10 +266,6 @@ class _Stopped(Exception):
 @contextmanager
 def _publish(target: Path) -> Iterator[tuple[Path, Path]]:
     """A file to write to, which becomes `target` when the block ends, and a folder beside it to work in."""
-    if target.exists() and (target.is_dir() or not _is_table(target)):
-        raise UsageError(
-            "File exists and is not a Penstock event table", where=str(target), fix="Name another file."
-        )
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)
     with TemporaryDirectory(prefix=f".{target.name}.{os.getpid()}.", dir=target.parent) as folder:

@@ -1,6 +1,7 @@
 """Which columns of events a user's SQL needs, asked of DuckDB's own plan before anything is read."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -46,16 +47,27 @@ def find_needed_columns(query: str) -> frozenset[str]:
             "SET disabled_optimizers = 'filter_pushdown,statistics_propagation,empty_result_pullup'"
         )
         try:
-            plan = connection.execute(f"EXPLAIN (FORMAT json) {query}").fetchall()[0][1]
+            # DuckDB's errors show the line that they are about: on a line of its own, EXPLAIN is not in it.
+            plan = connection.execute(f"EXPLAIN (FORMAT json)\n{query}").fetchall()[0][1]
         except duckdb.Error as error:
             raise UsageError(
-                str(error).strip(), where="the query", fix="Run penstock trace sql --help for the columns."
+                _LINE.sub(_number_of_query, str(error).strip()),
+                where="the query",
+                fix="Run penstock trace sql --help for the columns.",
             ) from error
     scanned = frozenset(_scanned_columns(json.loads(plan)))
     keys = ({"op", "name", "cat"} if "kind_id" in scanned else set()) | (
         {"path"} if "path_id" in scanned else set()
     )
     return (scanned | keys) & ALL_COLUMNS
+
+
+_LINE: Final = re.compile(r"^LINE (\d+): ", re.MULTILINE)
+
+
+def _number_of_query(shown: re.Match[str]) -> str:
+    """A line's number in the query as the user wrote it, as wide as before: a caret below points into it."""
+    return f"LINE {int(shown[1]) - 1}: ".ljust(len(shown[0]))
 
 
 def _scanned_columns(node: Any) -> Iterator[str]:

@@ -11,6 +11,7 @@ import glob
 import importlib
 import logging
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,15 @@ from penstock.trace.capture.trace_writer import COUNT_SUFFIX
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.event_schema import ALL_COLUMNS, COLUMNS, FileAccount
 from penstock.trace.event_store import KEYS, TABLE_SCHEMA, EventStore
-from penstock.trace.event_table import EventTableFacts, convert, join_tables, read_events, read_facts
+from penstock.trace.event_table import (
+    EventTableFacts,
+    check_target,
+    convert,
+    join_tables,
+    read_events,
+    read_facts,
+)
+from penstock.trace.reading.chunks import explain_unreadable
 from penstock.trace.reading.clock_check import find_clock_mismatches
 from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
 from penstock.trace.reading.folder_search import explain_empty, find_in_folder, name_some
@@ -69,21 +78,34 @@ def find_trace_files(patterns: Sequence[str]) -> list[Path]:
     """The files that names, globs and folders match, each once, in the order of the patterns."""
     paths: dict[Path, None] = {}
     for pattern in patterns:
-        path = Path(pattern)
-        if path.is_dir():
-            matches, left_out = find_in_folder(path)
-            if matches and left_out:
-                logger.warning("%s: left out, because they are no traces: %s", path, name_some(left_out))
-        else:
-            matches, left_out = [path] if path.exists() else _expand_glob(pattern), []
-        if not matches:
-            raise UsageError(
-                explain_empty(path, left_out) if path.is_dir() else "No such file",
-                where=pattern,
-                fix="Name trace files, a folder of them, a quoted glob, or an event table.",
-            )
-        paths.update(dict.fromkeys(matches))
+        try:
+            paths.update(dict.fromkeys(_find_matches(pattern)))
+        except OSError as error:
+            raise explain_unreadable(error, Path(pattern)) from error
     return list(paths)
+
+
+def _find_matches(pattern: str) -> list[Path]:
+    path = Path(pattern)
+    if path.is_dir():
+        matches, left_out = find_in_folder(path)
+        if matches and left_out:
+            logger.warning("%s: left out, because they are no traces: %s", path, name_some(left_out))
+    else:
+        matches, left_out = [path] if path.exists() else _expand_glob(pattern), []
+        for match in matches:
+            # A pipe would be waited for, and cannot be read twice.
+            if not stat.S_ISREG(match.stat().st_mode):
+                raise UsageError(
+                    "Only regular files are traces", where=str(match), fix="Write the trace to a file first."
+                )
+    if not matches:
+        raise UsageError(
+            explain_empty(path, left_out) if path.is_dir() else "No such file",
+            where=pattern,
+            fix="Name trace files, a folder of them, a quoted glob, or an event table.",
+        )
+    return matches
 
 
 def _expand_glob(pattern: str) -> list[Path]:
@@ -288,6 +310,7 @@ def load_with_dask(
     strict: bool = False,
 ) -> EventTableFacts:
     """Make the table that `convert` would make; the workers must share the target's folder."""
+    check_target(target, files)
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         TemporaryDirectory(prefix=f".{target.name}.{os.getpid()}.", dir=target.parent.absolute()) as folder,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.cli.app import main
 from penstock.errors import UsageError
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 from penstock.trace.trace_set import find_trace_files
@@ -105,10 +109,70 @@ def test_lost_file_beside_a_whole_one_is_told_and_no_error(tmp_path: Path) -> No
     assert "b.pfw: not one event" in ended.stderr
 
 
-def test_trace_without_events_is_whole(tmp_path: Path) -> None:
+_EMPTY = {
+    "no byte": b"",
+    "compressed nothing": gzip.compress(b"", mtime=0),
+    "an opening bracket": b"[",
+    "a whole list": b"[\n]\n",
+}
+
+
+@pytest.mark.parametrize("content", _EMPTY.values(), ids=_EMPTY)
+def test_trace_without_events_is_whole_and_every_question_says_that_it_has_none(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "x.pfw"
-    path.write_text("[\n]\n")
-    assert _run("summary", str(path)).returncode == 0
+    path.write_bytes(content)
+    reading = read_trace_file(TraceFile(path=path))
+    assert list(reading.batches) == []
+    assert reading.account.is_whole
+    verbs = ["summary", "ops", "files", "classes", "sizes", "ranks", "timeline", "overlap"]
+    for words in (*([verb] for verb in verbs), ["file", "a"], ["sql", "SELECT 1"]):
+        for named in (path, tmp_path):
+            assert main(["trace", *words, str(named)]) == 1, words
+            assert "There is not one event in x.pfw" in capsys.readouterr().err
+
+
+def test_filter_that_no_event_meets_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "x.pfw").write_text(json.dumps(EVENT) + "\n")
+    assert main(["trace", "summary", str(tmp_path), "--where", "op = 'write'"]) == 0
+
+
+def test_pipe_link_loop_and_dangling_link_are_named_and_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe.pfw")
+    (tmp_path / "loop.pfw").symlink_to("loop.pfw")
+    (tmp_path / "dangling.pfw").symlink_to("nothing")
+    for name, what, code in (
+        ("pipe.pfw", "Only regular files are traces", 2),
+        ("loop.pfw", "symbolic links", 1),
+        ("dangling.pfw", "No such file or directory", 1),
+    ):
+        assert main(["trace", "summary", str(tmp_path / name)]) == code
+        said = capsys.readouterr().err
+        assert what in said
+        assert name in said
+
+
+@pytest.mark.parametrize("verb", ["summary", "load"])
+def test_unreadable_trace_is_named(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.pfw"
+    path.write_text(json.dumps(EVENT) + "\n")
+    whole_open = Path.open
+
+    def refuse(opened: Path, *words: Any, **options: Any) -> Any:
+        # The superuser may read every file.
+        if opened == path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(opened))
+        return whole_open(opened, *words, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    out = ["-o", str(tmp_path / "t.events")] if verb == "load" else []
+    assert main(["trace", verb, str(path), *out]) == 1
+    assert f"Cannot read the trace: Permission denied ({path})" in capsys.readouterr().err
 
 
 def test_byte_order_mark_loses_nothing(tmp_path: Path) -> None:

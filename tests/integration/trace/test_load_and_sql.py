@@ -121,6 +121,45 @@ def test_a_table_is_never_written_over_something_else(traces: Path, tmp_path: Pa
     assert precious.read_text() == "years of work"
 
 
+def test_an_output_that_is_an_input_is_refused_before_anything_is_read(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, exported = tmp_path / "r.events", tmp_path / "r.json.gz"
+    assert main(["trace", "load", str(traces), "-o", str(table)]) == 0
+    assert main(["trace", "export", str(table), "-o", str(exported)]) == 0
+    (tmp_path / "same").hardlink_to(table)
+    for words in (
+        ["load", str(table), "-o", str(table)],
+        ["load", str(table), "-o", str(tmp_path / "same")],
+        ["load", str(table), "-o", str(table), "--dask", "local"],
+        ["export", str(exported), "-o", str(exported)],
+    ):
+        kept = Path(words[3]).read_bytes()
+        capsys.readouterr()
+        assert main(["trace", *words]) == 2
+        assert "The output is one of the inputs" in capsys.readouterr().err
+        assert Path(words[3]).read_bytes() == kept
+
+
+@pytest.mark.parametrize("verb", ["export", "report"])
+def test_export_and_report_replace_only_what_they_have_made(
+    verb: str, traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, made = tmp_path / "r.events", tmp_path / "made"
+    assert main(["trace", "load", str(traces), "-o", str(table)]) == 0
+    trace = next(traces.iterdir())
+    for precious in (table, trace):
+        kept = precious.read_bytes()
+        assert main(["trace", verb, str(traces), "-o", str(precious)]) == 2
+        said = capsys.readouterr().err
+        assert "File exists and is not an earlier" in said or "The output is one of the inputs" in said
+        assert precious.read_bytes() == kept
+    made.touch()
+    for _ in range(2):
+        assert main(["trace", verb, str(traces), "-o", str(made)]) == 0
+    assert made.stat().st_size
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -223,3 +262,24 @@ def test_a_query_without_names_looks_for_none_in_other_files(
     monkeypatch.setattr(trace_file, "find_name_in_siblings", refuse)
     rows = run_json(capsys, "trace", "sql", "SELECT count(*), sum(dur_us) FROM events", str(tmp_path))["rows"]
     assert rows[0][0] == 901
+
+
+def test_columns_of_one_name_are_all_shown_and_none_is_squeezed_off_a_terminal(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "sql", "SELECT 'a' AS x, 'b' AS x, 'c' AS x", str(traces)]) == 0
+    heads, _, values = capsys.readouterr().out.strip().splitlines()
+    assert heads.split() == ["x", "x", "(2)", "x", "(3)"]
+    assert values.split() == ["a", "b", "c"]
+    columns = ", ".join(f"'{'v' * 20}' AS column_{number}" for number in range(20))
+    assert main(["trace", "sql", f"SELECT {columns}", str(traces)]) == 0
+    assert capsys.readouterr().out.count("v" * 20) == 20
+
+
+def test_error_of_a_query_shows_the_query_alone(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "sql", "SELECT op,\n  nope FROM events", str(traces)]) == 2
+    said = capsys.readouterr().err
+    assert "EXPLAIN" not in said
+    shown, caret = said[said.index("LINE 2:") :].splitlines()[:2]
+    assert shown == "LINE 2:   nope FROM events"
+    assert caret.index("^") == shown.index("nope")

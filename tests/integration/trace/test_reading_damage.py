@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 from tests.support.trace_files import Writing, lines_of, write_trace
 
+from penstock.cli.app import main
 from penstock.trace.reading.chunks import read_pieces
 from penstock.trace.reading.event_batch import BATCH_SCHEMA
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
@@ -34,6 +35,30 @@ def read(path: Path) -> tuple[list[dict[str, Any]], FileAccount]:
         assert sorted(map(comparable, queried)) == sorted(map(comparable, plain))
     assert other.document() == account.document()
     return plain, account
+
+
+def test_sizes_that_no_call_moves_are_none_and_sums_stay_in_64_bits(tmp_path: Path) -> None:
+    calls = [
+        ("read", "POSIX", {"ret": 1 << 62}),
+        ("read", "POSIX", {"ret": 1 << 62}),
+        ("read", "POSIX", {"ret": 5}),
+        ("fread", "STDIO", {"ret": 1 << 40, "size": 1 << 40}),
+        ("fread", "STDIO", {"ret": 1 << 55, "size": 0}),
+        ("write", "POSIX", {"ret": 1 << 62}),
+        ("write", "POSIX", {"ret": (1 << 50) - 1}),
+    ]
+    lines = [
+        {"name": name, "cat": cat, "pid": 1, "tid": 1, "ts": at, "dur": 1, "ph": "X", "args": arguments}
+        for at, (name, cat, arguments) in enumerate(calls)
+    ]
+    path, chrome = tmp_path / "x.pfw", tmp_path / "x.json"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    chrome.write_text(json.dumps({"traceEvents": lines}))
+    for rows in (read(path)[0], read(chrome)[0]):
+        assert [row["size_bytes"] for row in rows] == [None, None, 5, None, 0, None, (1 << 50) - 1]
+        assert rows[0]["ret"] == 1 << 62
+    for verb in ("summary", "ops", "files", "classes", "sizes", "ranks", "timeline", "overlap"):
+        assert main(["trace", verb, str(path), str(chrome)]) == 0
 
 
 def repeats_keys(path: Path) -> bool:

@@ -223,12 +223,13 @@ class SqlAnswer:
         return {"columns": list(self.columns), "rows": [list(row) for row in self.rows]}
 
     def texts(self) -> list[dict[str, str]]:
-        """The result as rows of a table for people."""
+        """The result as rows of a table for people; columns of the same name are numbered."""
+        heads: list[str] = []
+        for column in self.columns:
+            names = (column, *(f"{column} ({number})" for number in range(2, len(self.columns) + 1)))
+            heads.append(next(name for name in names if name not in heads))
         return [
-            {
-                column: "-" if value is None else str(value)
-                for column, value in zip(self.columns, row, strict=True)
-            }
+            {head: "-" if value is None else str(value) for head, value in zip(heads, row, strict=True)}
             for row in self.rows
         ]
 

@@ -26,6 +26,7 @@ from penstock.trace.reading.event_batch import (
     BYTE_LAYERS,
     BYTE_MOVERS,
     ITEM_MOVERS,
+    SIZE_LIMIT,
     EventOrigin,
     FileContext,
     select_schema,
@@ -275,10 +276,14 @@ class _BlockEvents:
         ret = self._table["arg_ret"].combine_chunks()
         is_valid = ret.is_valid().to_numpy(zero_copy_only=False)
         sizes = ret.fill_null(-1).to_numpy()
+        factors = np.ones(1, dtype=np.int64)
         if moves_items.any():
             item_bytes = self._table["arg_size"].combine_chunks()
             is_valid = is_valid & (moves_bytes | item_bytes.is_valid().to_numpy(zero_copy_only=False))
-            sizes = np.where(moves_items, sizes * item_bytes.fill_null(0).to_numpy(), sizes)
+            factors = np.where(moves_items, item_bytes.fill_null(0).to_numpy(), 1)
+        # A product of doubles, because that of integers may exceed 64 bits.
+        is_valid = is_valid & (sizes.astype(float) * factors < SIZE_LIMIT)
+        sizes = sizes * factors
         is_valid = is_valid & (moves_bytes | moves_items) & (sizes >= 0)
         return pa.array(sizes, mask=~is_valid)
 

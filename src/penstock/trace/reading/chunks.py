@@ -12,6 +12,8 @@ from typing import Any, BinaryIO, Final
 
 from isal import igzip_lib
 
+from penstock.errors import StorageError
+
 PIECE_BYTES: Final = 1 << 20
 """Decompressed at a time: small enough to be in a cache when it is read next."""
 LINE_LIMIT_BYTES: Final = 8 << 20
@@ -65,15 +67,25 @@ def split_chunks(pieces: Iterable[bytes]) -> Iterator[Chunk]:
 
 def read_pieces(path: Path, report_fault: ReportFault, advance: Callable[[int], None]) -> Iterator[bytes]:
     """The file's bytes, decompressed, in pieces of at most `PIECE_BYTES`."""
-    with path.open("rb", buffering=0) as file:
-        counted = _Counted(file, advance)
-        if file.read(len(_GZIP_MAGIC)) != _GZIP_MAGIC:
+    try:
+        with path.open("rb", buffering=0) as file:
+            counted = _Counted(file, advance)
+            if file.read(len(_GZIP_MAGIC)) != _GZIP_MAGIC:
+                file.seek(0)
+                while piece := counted.read(PIECE_BYTES):
+                    yield piece
+                return
             file.seek(0)
-            while piece := counted.read(PIECE_BYTES):
-                yield piece
-            return
-        file.seek(0)
-        yield from _Members(file, counted, report_fault).pieces()
+            yield from _Members(file, counted, report_fault).pieces()
+    except OSError as error:
+        raise explain_unreadable(error, path) from error
+
+
+def explain_unreadable(error: OSError, path: Path) -> StorageError:
+    """The system's refusal to read a trace, as an error that names the file."""
+    return StorageError(
+        f"Cannot read the trace: {error.strerror}", uri=str(error.filename or path), errno=error.errno
+    )
 
 
 class _Counted:

@@ -42,6 +42,9 @@ BYTE_MOVERS: Final = frozenset((
 ITEM_MOVERS: Final = frozenset(("fread", "fwrite"))
 """Operations of STDIO that return a number of items, whose size is an argument."""
 
+SIZE_LIMIT: Final = 1 << 50
+"""No call moves a pebibyte: such a number is damage, and sums of sizes stay within 64 bits without it."""
+
 
 class LineFate(Enum):
     """What became of a line. Every line has exactly one fate, so that an account adds up."""
@@ -154,6 +157,8 @@ def build_batch(
     filled["rank"] = [
         row["rank"] if "rank" in row else context.ranks.get(row["pid"], origin.rank) for row in rows
     ]
+    if "size_bytes" in filled:
+        filled["size_bytes"] = [size if (size or 0) < SIZE_LIMIT else None for size in filled["size_bytes"]]
     filled["run"], filled["file"] = [origin.run] * len(rows), [origin.file] * len(rows)
     schema = select_schema(columns)
     return pa.RecordBatch.from_arrays([pa.array(filled[f.name], f.type) for f in schema], schema=schema)

@@ -58,13 +58,22 @@ def name_some(paths: Sequence[Path]) -> str:
 
 def _begins_as_trace(path: Path) -> bool:
     head = _read_head(path)
-    if head.startswith(EXPORT_HEAD.encode()):
+    if _is_export(head):
         return False
     dialect = detect_dialect(head)
     if dialect in (Dialect.STRACE, Dialect.DARSHAN):
         return True
     is_json = ".json" in path.suffixes[-2:]
     return is_json and (b'"traceEvents"' in head or _EVENT.search(head) is not None)
+
+
+def is_export(path: Path) -> bool:
+    """Whether `penstock trace export` made a file."""
+    return _is_export(_read_head(path))
+
+
+def _is_export(head: bytes) -> bool:
+    return head.startswith(EXPORT_HEAD.encode())
 
 
 def _read_head(path: Path) -> bytes:

@@ -149,7 +149,8 @@ def _read_batches(
         _note_times(batch, account)
         yield batch
     # Damaged JSON explains itself, line by line.
-    if account.is_lost and head and not head.lstrip().startswith((b"{", b"[")):
+    is_damaged = account.dropped or account.faults
+    if is_damaged and account.is_without_events and head and not head.lstrip().startswith((b"{", b"[")):
         seems = RECORDER if is_of_recorder(file.path.name) else guess_content(head)
         account.faults.append(f"not one event: it seems to be {seems}")
 
