@@ -93,7 +93,10 @@ def _moved(events: Iterable[Event], direction: str) -> int:
 
 
 def by_process(events: Iterable[Event]) -> dict[tuple[str | None, int], tuple[int, int, int, int, int]]:
-    """I/O calls, their union and sum, the union of computation, and the overlap of both, by host and pid."""
+    """I/O calls, their union and sum, the union of computation, and the overlap of both, by host and pid.
+
+    Processes that do neither are left out.
+    """
     grouped: dict[tuple[str | None, int], list[Event]] = defaultdict(list)
     for event in events:
         grouped[event.host, event.pid].append(event)
@@ -101,7 +104,7 @@ def by_process(events: Iterable[Event]) -> dict[tuple[str | None, int], tuple[in
     for process, own in grouped.items():
         io, compute = [e for e in own if e.is_io], [e for e in own if e.is_compute]
         both = union_us(io) + union_us(compute) - union_us([*io, *compute])
-        if io:
+        if io or compute:
             sum_us = sum(event.dur_us for event in io)
             measured[process] = (len(io), union_us(io), sum_us, union_us(compute), both)
     return measured

@@ -237,6 +237,16 @@ def test_kernels_belong_to_the_process_that_launched_them(tmp_path: Path) -> Non
     assert (row["pid"], row["tid"], row["args"]) == (4711, 7, '{"device":0}')
 
 
+def test_kernels_of_an_unlabelled_profile_belong_to_its_only_process_that_calls_cuda(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1, "dur": 2, "pid": 900}
+    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 5, "dur": 9, "pid": 0, "tid": 7}
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [launch, kernel]}))
+    assert [row["pid"] for row in read(path)[0]] == [900, 900]
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [launch, {**launch, "pid": 901}, kernel]}))
+    assert [row["pid"] for row in read(path)[0]] == [900, 901, 0]
+
+
 def test_a_chrome_document_that_was_cut_keeps_what_it_has(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": CHROME_EVENTS[1:2] * 3})[:-60])

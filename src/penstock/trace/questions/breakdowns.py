@@ -59,12 +59,19 @@ def _facts(events: EventsView) -> Answer:
     return Answer(
         name="facts",
         title="Summary",
-        columns=[Column(name, unit) for name, unit, _ in facts],
+        columns=[Column(name, unit, _OVER_ALL.get(name, "")) for name, unit, _ in facts],
         rows=[[value for _, _, value in facts]],
         notes=[
             "Overlaps are of intervals over all processes; `penstock trace overlap` shows them by process."
         ],
     )
+
+
+_OVER_ALL = {
+    "overlap_us": "overlap over all processes s",
+    "io_alone_us": "io alone over all processes s",
+    "compute_alone_us": "compute alone over all processes s",
+}
 
 
 def _functions(events: EventsView) -> Answer:
@@ -204,27 +211,44 @@ def _rate_ranks(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 
 
 def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str = "io") -> Answer:
-    """A row for each value of `by`; `of` is the phase that counts as I/O, or `all` but compute."""
+    """A row for each value of `by`; `of` is the phase that counts as I/O, or `all` but compute and waiting.
+
+    Without events of the phase `io`, the application's own spans of I/O count, and nothing else does.
+    """
     by = check_keys(by, GROUPINGS)
     notes = []
     counted = f"NOT {NO_IO}" if of == "all" else f"phase = {sql_literal(of)}"
     if of == "io" and not events.ask_one(f"SELECT count(*) FROM {{events}} WHERE {counted}")[0]:
-        counted = f"NOT {NO_IO}"
-        notes.append("No event has the phase io: everything but compute and waiting is counted.")
-    keys = ", ".join(by)
+        counted = "phase = 'app_io'"
+        notes.append("No event has the phase io: the application's own spans of I/O (app_io) count, if any.")
+    keys, is_compute = ", ".join(by), "phase = 'compute'"
     counts = events.ask(f"""
-        SELECT {keys}, count(*), sum(dur_us)::BIGINT FROM {{events}} WHERE {counted}
-        GROUP BY {keys} ORDER BY {keys}""")
-    if not counts and of not in ("io", "all"):
+        SELECT {keys}, count(*) FILTER (WHERE {counted}),
+               coalesce(sum(dur_us) FILTER (WHERE {counted}), 0)::BIGINT
+        FROM {{events}} WHERE {counted} OR {is_compute} GROUP BY {keys} ORDER BY {keys}""")
+    if of not in ("io", "all") and not any(row[-2] for row in counts):
         known = ", ".join(row[0] for row in events.ask("SELECT DISTINCT phase FROM {events} ORDER BY phase"))
         raise UsageError(f"No event has the phase {of!r}", fix=f"Phases of these traces: {known}.")
-    busy = overlap_times(events, by, first=counted, second="phase = 'compute'")
+    busy = overlap_times(events, by, first=counted, second=is_compute)
+    notes += _note_rankless(events, by)
     rows = [_overlap_row(row[:-2], row[-2], row[-1], busy.get(row[:-2], NO_TIME)) for row in counts]
     columns = make_columns(
         *map(Column, by), "num_events", "union_us", "sum_us", "concurrency", "compute_us", "overlap_us",
         "io_alone_us", "compute_alone_us",
     )  # fmt: skip
     return Answer(name="overlap", title=f"I/O and compute by {keys}", columns=columns, rows=rows, notes=notes)
+
+
+def _note_rankless(events: EventsView, by: Sequence[str]) -> list[str]:
+    """Say that processes without a rank share a row of ranks."""
+    if "rank" not in by or "pid" in by:
+        return []
+    (num_processes,) = events.ask_one(
+        "SELECT count(*) FROM (SELECT DISTINCT host, pid FROM {events} WHERE rank IS NULL)"
+    )
+    if num_processes < 2:
+        return []
+    return [f"{num_processes:,} processes have no rank and are counted as one: --by pid shows them apart."]
 
 
 def _overlap_row(key: Sequence[Value], num_events: int, sum_us: int, busy: UnionTimes) -> tuple[Value, ...]:

@@ -43,6 +43,7 @@ _NEXT: Final = re.compile(r"\{\s*\"")
 _BASE_TIME: Final = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d{1,19})\b')
 _HOST: Final = re.compile(r'"host_?name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _RANK: Final = re.compile(r'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,9})\b')
+_LAUNCHING_CATEGORIES: Final = ("cuda_runtime", "cuda_driver")
 _DEVICE_CATEGORIES: Final = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 
@@ -77,6 +78,7 @@ class ChromeDocument:
         self._is_ended = False
         self._profiled = _ProfiledRun()
         self._profiled_pid: int | None = None
+        self._launching_pids: set[int | None] = set()
         self._sum_us = self._written_sum_us = 0.0
 
     def read(self, pieces: Iterable[bytes]) -> Iterator[pa.RecordBatch]:
@@ -171,6 +173,8 @@ class ChromeDocument:
             return ParsedLine(LineFate.METADATA)
         if document.get("name") == "process_labels" and _arguments(document).get("labels") == "CPU":
             self._profiled_pid = parse_int64(document.get("pid"))
+        if document.get("cat") in _LAUNCHING_CATEGORIES:
+            self._launching_pids.add(parse_int64(document.get("pid")))
         parsed = parse_event(document, _unbound, 1000)
         if parsed.row is not None:
             self._sum_us += parsed.row["dur_us"]
@@ -191,10 +195,17 @@ class ChromeDocument:
         placed = {**row, "ts_us": row["ts_us"] + profiled.base_us, "host": row["host"] or profiled.host}
         if profiled.rank is not None:
             placed["rank"] = profiled.rank
-        if self._profiled_pid is not None and row["cat"] in _DEVICE_CATEGORIES:
+        process = self._find_process() if row["cat"] in _DEVICE_CATEGORIES else None
+        if process is not None:
             # Devices are numbered as if they were processes; what runs on them belongs to the process.
-            placed["pid"] = self._profiled_pid
+            placed["pid"] = process
         return placed
+
+    def _find_process(self) -> int | None:
+        """The process labelled as profiled, else the only one that has called CUDA; None if unknown."""
+        if self._profiled_pid is None and len(self._launching_pids) == 1:
+            return next(iter(self._launching_pids))
+        return self._profiled_pid
 
 
 def _join_span(begin: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from tests.support.trace_events import events_table
 
 from penstock.errors import UsageError
 from penstock.trace.dimensions import Dimensions
+from penstock.trace.questions.answer import as_records
 from penstock.trace.questions.breakdowns import classes, files, ops, overlap, ranks, sizes, summary
 from penstock.trace.questions.events_view import EventsView, view_events
 from penstock.trace.questions.timeline import file_events, timeline
@@ -72,12 +73,35 @@ def test_a_phase_that_no_event_is_of_is_refused_with_those_there_are(events: Eve
         overlap(events, of="i'o")
 
 
-def test_without_io_events_all_but_compute_counts_with_a_note(
-    events: EventsView,
-) -> None:
+def test_process_that_only_computes_has_a_row(events: EventsView) -> None:
     answer = overlap(events.only("cat = 'ai'"))
-    assert answer.rows == []
-    assert "everything but compute" in answer.notes[0]
+    (row,) = answer.records()
+    assert (row["num_events"], row["union_us"], row["sum_us"], row["concurrency"]) == (0, 0, 0, None)
+    assert (row["compute_us"], row["compute_alone_us"]) == (100, 100)
+
+
+def test_without_io_the_spans_of_an_application_count_and_annotations_do_not(nothing: EventsView) -> None:
+    rows = [
+        {"name": "ProfilerStep#1", "cat": "user_annotation", "dur_us": 500},
+        {"name": "NPZReader.open", "cat": "reader", "dur_us": 30},
+        {"name": "gemm", "cat": "kernel", "ts_us": 20, "dur_us": 40},
+    ]
+    nothing.connection.register("events", events_table(rows))
+    answer = overlap(view_events(nothing.connection, "events", Dimensions()))
+    (row,) = answer.records()
+    assert (row["num_events"], row["union_us"], row["compute_us"], row["overlap_us"]) == (1, 30, 40, 10)
+    assert answer.notes == [
+        "No event has the phase io: the application's own spans of I/O (app_io) count, if any."
+    ]
+
+
+def test_processes_without_ranks_in_one_row_are_noted(nothing: EventsView) -> None:
+    nothing.connection.register("events", events_table([{"dur_us": 5, "pid": pid} for pid in (1, 2)]))
+    events = view_events(nothing.connection, "events", Dimensions())
+    assert overlap(events, by=("rank",)).notes == [
+        "2 processes have no rank and are counted as one: --by pid shows them apart."
+    ]
+    assert overlap(events, by=("pid",)).notes == []
 
 
 def test_the_summary_counts_and_measures(events: EventsView) -> None:
@@ -86,6 +110,7 @@ def test_the_summary_counts_and_measures(events: EventsView) -> None:
     assert (row["num_hosts"], row["num_ranks"], row["num_files"], row["num_events"]) == (2, 2, 2, 6)
     assert (row["span_us"], row["moved_bytes"], row["compute_union_us"]) == (500, 4400, 100)
     assert (row["io_union_us"], row["io_sum_us"], row["overlap_us"]) == (410, 510, 10)
+    assert "overlap over all processes s" in as_records(facts)[0]
     write = only_row(functions, op="write")
     assert (write["min_bytes"], write["median_bytes"], write["max_bytes"]) == (1000, 2000, 3000)
 
