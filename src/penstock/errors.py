@@ -173,3 +173,16 @@ def name_some(names: Sequence[object], limit: int = 3, *, separator: str = ", ")
     """The first names of a list that may be too long for a message: `a, b, c and 4 more`."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return separator.join(map(str, names[:limit])) + more
+
+
+def printable(text: str, *, keep: str = "\n\t") -> str:
+    """Text that only prints: control characters, which names of files may have, are escaped.
+
+    A terminal would obey them, and text of undecodable bytes cannot be printed at all.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        sign if sign.isprintable() or sign in keep else sign.encode("unicode_escape").decode()
+        for sign in text
+    )

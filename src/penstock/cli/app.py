@@ -14,8 +14,8 @@ import click
 from penstock import __version__
 from penstock.cli.completion import completion_script, install_completion
 from penstock.cli.options import Group
-from penstock.cli.terminal import clear_progress, printable
-from penstock.errors import PenstockError
+from penstock.cli.terminal import clear_progress
+from penstock.errors import PenstockError, printable
 from penstock.optional_libraries import missing_library
 
 DEFECT = 70

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import argument, flag, option, optional_argument, verb
 from penstock.cli.parsers import EDITION, FILE, FOLDER, TEXT
-from penstock.cli.terminal import Terminal, TextTable, View, bold, printable
-from penstock.errors import name_some
+from penstock.cli.terminal import Terminal, TextTable, View, bold
+from penstock.errors import name_some, printable
 from penstock.submission.check import CheckedResult, check_lone_descriptions
 from penstock.submission.check import check as check_tree
 from penstock.submission.edition import Edition, load_edition

@@ -15,6 +15,7 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.environment import PROGRESS_COLUMNS, process_environment
+from penstock.errors import printable
 from penstock.progress import Progress, Silent
 
 if TYPE_CHECKING:
@@ -93,19 +94,6 @@ def _draw(view: View, console: Console) -> None:
 
 def _printable_piece(piece: str | tuple[str, str]) -> str | tuple[str, str]:
     return printable(piece) if isinstance(piece, str) else (printable(piece[0]), piece[1])
-
-
-def printable(text: str, *, keep: str = "\n\t") -> str:
-    """Text that only prints: control characters, which names of files may have, are escaped.
-
-    A terminal would obey them, and text of undecodable bytes cannot be printed at all.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        sign if sign.isprintable() or sign in keep else sign.encode("unicode_escape").decode()
-        for sign in text
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.errors import printable
 from penstock.optional_libraries import explained_imports
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ def _environment() -> Environment:
     return Environment(
         loader=PackageLoader("penstock.reports"),
         autoescape=True,
+        # Names of files may have control characters; what is markup was finalized when it was made.
+        finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,

@@ -5,7 +5,7 @@ Invariant: an unknown entry is named, as stray beside a result or as a leftover,
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ from penstock.submission.folder_listing import (
     find_folder,
     list_folder,
     list_linked_subfolders,
+    list_links,
     list_subfolders,
 )
 from penstock.submission.tree_layout import (
@@ -118,12 +119,23 @@ def require_results(found: FoundTree, root: Path) -> tuple[ResultLocation, ...]:
             fix=f"See what is missing with `penstock submission status {root}`.",
         )
     if not found.results:
+        above = _find_submitter_above(root.resolve())
         raise UsageError(
             "No results found" + "".join(f"; {reason}" for reason in found.unreadable),
             where=str(root),
-            fix="Give a round's folder (with closed/ or open/), or a submitter's (with results/).",
+            fix=(
+                "Give a round's folder (with closed/ or open/), or a submitter's (with results/)."
+                if above is None
+                else f"Give the submitter's folder, {above}: a result is judged with the files beside it."
+            ),
         )
     return found.results
+
+
+def _find_submitter_above(folder: Path) -> Path | None:
+    """The submitter whose results/ has this folder."""
+    inside = (path.parent for path in (folder, *folder.parents) if path.name.lower() == "results")
+    return next((path for path in inside if find_folder(path, "systems")), None)
 
 
 def find_submitters(root: Path) -> Iterator[Submitter]:
@@ -253,18 +265,22 @@ def _timed_location(
     if has_phases:
         known = {*SubmissionPhase, *_KNOWN_BESIDE_TIMES}
         stray += [entry.name for entry in list_folder(model) if entry.name.lower() not in known]
+    run_folders = _timed_folders(runs)
+    datasize_folders = _timed_folders(find_folder(model, SubmissionPhase.DATASIZE))
+    datagen_folders = _timed_folders(find_folder(model, SubmissionPhase.DATAGEN))
+    stray += _links_inside(model, (*datasize_folders, *datagen_folders, *run_folders))
     return ResultLocation(
         submitter=submitter,
         system=system,
         folder=model,
         name=model.relative_to(top).as_posix(),
-        run_folders=_timed_folders(runs),
+        run_folders=run_folders,
         stray=tuple(stray),
         benchmark=benchmark,
         model=model.name,
         phases=tuple(phase.name.lower() for phase in list_subfolders(model)),
-        datasize_folders=_timed_folders(find_folder(model, SubmissionPhase.DATASIZE)),
-        datagen_folders=_timed_folders(find_folder(model, SubmissionPhase.DATAGEN)),
+        datasize_folders=datasize_folders,
+        datagen_folders=datagen_folders,
     )
 
 
@@ -282,5 +298,12 @@ def _numbered_location(
         folder=found.folder,
         name=found.folder.relative_to(top).as_posix(),
         run_folders=found.run_folders,
-        stray=found.stray,
+        stray=(*found.stray, *_links_inside(found.folder, found.run_folders)),
     )
+
+
+def _links_inside(result: Path, folders: Iterable[Path]) -> list[str]:
+    """Links within the folders of runs: no benchmark writes any, and a folder behind one is not read."""
+    return [
+        f"the link {link.relative_to(result).as_posix()}" for folder in folders for link in list_links(folder)
+    ]

@@ -52,6 +52,21 @@ def list_names(folder: Path | None) -> tuple[str, ...]:
     return tuple(f"{entry.name}/" if _is_folder(entry) else entry.name for entry in _scan(folder))
 
 
+def list_links(folder: Path) -> list[Path]:
+    """All links below a folder, whatever their names; what cannot be listed has none."""
+    found: list[Path] = []
+    pending = [folder]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                below = sorted(entries, key=lambda entry: entry.name)
+        except OSError:  # whoever reads the files of this folder says so
+            continue
+        found += [Path(entry.path) for entry in below if entry.is_symlink()]
+        pending += [Path(entry.path) for entry in below if entry.is_dir(follow_symlinks=False)]
+    return found
+
+
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()

@@ -13,7 +13,7 @@ import pytest
 from tests.support.submission.hostile_trees import HOSTILE, HostileTree
 from tests.support.submission.numbered_tree import RESULT, valid_submission
 
-from penstock.cli.terminal import printable
+from penstock.errors import printable
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.find_results import search_tree
@@ -94,6 +94,23 @@ def test_names_that_are_no_text_are_checked_and_written_to_every_report(tmp_path
     for path in reports[:2]:
         assert "unet3d\\udcff" in path.read_text(encoding="utf-8"), path
     assert "unet3d%FF" in reports[2].read_text(encoding="utf-8")
+
+
+def test_names_of_files_do_not_act_from_any_report(tmp_path: Path) -> None:
+    tree = valid_submission()
+    tree.files = {path.replace("/unet3d", "/un\x1b[2J3d"): v for path, v in tree.files.items()}
+    root = tree.write(tmp_path / "tree")
+    (root / "closed/acme/systems/fast.json").unlink()
+    made = tmp_path / "made"
+    made.mkdir()
+    options = [f"--{kind}={made / kind}" for kind in ("csv", "html", "sarif")]
+    for words in (["check", str(root), *options], ["report", str(root), "-o", str(made / "report")]):
+        command = [sys.executable, "-m", "penstock", "submission", *words]
+        assert subprocess.run(command, capture_output=True, check=False).returncode in (0, 1)
+    files = [path for path in made.rglob("*") if path.is_file()]
+    assert len(files) == 9
+    assert [path for path in files if "\x1b" in str(path) or b"\x1b" in path.read_bytes()] == []
+    assert all(b"un\\x1b[2J3d" in (made / name).read_bytes() for name in ("csv", "html"))
 
 
 def test_text_that_prints_is_left_alone() -> None:

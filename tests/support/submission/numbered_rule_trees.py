@@ -39,6 +39,11 @@ def _set_override(text: str) -> Change:
     return lambda submission: submission.overrides(3).append(text)
 
 
+def _set_capacity(value: object) -> Change:
+    description = {"nodes": [{"DRAM": {"capacity_GiB": value}}]}
+    return lambda submission: submission.files.update({"systems/fast.json": description})
+
+
 def _drop(prefix: str) -> Change:
     return lambda submission: submission.drop(prefix)
 
@@ -78,6 +83,10 @@ NUMBERED_TREES: Final[Mapping[str, tuple[RuleTree[Submission], ...]]] = MappingP
                 "a comma", lambda s: s.files.update({"systems/fast.json": '{"a": [1,],}'}), Verdict.WARNING
             ),
             _tree("garbage", lambda s: s.files.update({"systems/fast.json": '{"a'}), Verdict.NOT_CHECKED),
+            _tree("nothing", lambda s: s.files.update({"systems/fast.json": {}}), Verdict.WARNING),
+            _tree("no memory", _set_capacity(0), Verdict.WARNING),
+            _tree("lots of memory", _set_capacity("lots"), Verdict.WARNING),
+            _tree("memory in quotes", _set_capacity("64"), Verdict.PASS),
         ),
         "runs.number": (
             _tree("four", _drop(f"{RESULT}/run5/"), Verdict.FAIL),

@@ -11,10 +11,11 @@ import pytest
 from tests.support.submission.numbered_tree import RESULT, Submission, valid_submission
 from tests.support.submission.timed_tree import valid_round
 
+from penstock.errors import UsageError
 from penstock.submission.check import check, check_lone_descriptions
 from penstock.submission.edition import load_edition
 from penstock.submission.edition_choice import choose_edition
-from penstock.submission.find_results import search_tree
+from penstock.submission.find_results import require_results, search_tree
 from penstock.submission.finding import Validity, Verdict
 
 if TYPE_CHECKING:
@@ -208,6 +209,33 @@ def test_link_to_a_folder_is_not_entered(store: TreeStore) -> None:
     found = search_tree(root)
     assert [location.name for location in found.results] == [f"closed/acme/{RESULT}"]
     assert found.leftovers == ("closed/acme/results/fast/loop",)
+
+
+def test_links_inside_of_runs_are_named(store: TreeStore) -> None:
+    root = store.write(valid_submission())
+    run = root / "closed" / "acme" / RESULT / "run2"
+    (run / "configs" / "loop").symlink_to(run)
+    (run / ".itself").symlink_to(run / ".itself")
+    (location,) = search_tree(root).results
+    assert location.stray == ("the link run2/.itself", "the link run2/configs/loop")
+
+
+def test_links_inside_of_each_phase_are_named(store: TreeStore) -> None:
+    tree = valid_round("v3.0")
+    root = store.write(tree)
+    leaves = [root / "closed" / "acme" / tree.leaves(phase)[0] for phase in ("datasize", "datagen", "run")]
+    leaves = [next(root.rglob(leaf.name)) for leaf in leaves]
+    for leaf in leaves:
+        (leaf / "elsewhere").symlink_to("/")
+    training = next(each for each in search_tree(root).results if each.benchmark.value == "training")
+    assert training.stray == tuple(f"the link {leaf.parent.name}/{leaf.name}/elsewhere" for leaf in leaves)
+
+
+@pytest.mark.parametrize("inside", [RESULT, f"{RESULT}/run2", "results/fast", "results"])
+def test_folder_inside_of_results_names_the_folder_to_give(inside: str, store: TreeStore) -> None:
+    home = store.write(valid_submission()) / "closed" / "acme"
+    with pytest.raises(UsageError, match=f"Give the submitter's folder, {home.resolve()}:"):
+        require_results(search_tree(home / inside), home / inside)
 
 
 def test_descriptions_without_results_are_judged_by_themselves(store: TreeStore) -> None:

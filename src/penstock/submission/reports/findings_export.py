@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from penstock.errors import printable
 from penstock.submission.check import CheckedResult, LoneDescription
 from penstock.submission.edition import Edition
 from penstock.submission.edition_choice import EditionChoice
@@ -78,9 +79,15 @@ def findings_csv(checked: Sequence[CheckedResult]) -> str:
 
 
 def to_csv(columns: Sequence[str], rows: Iterator[Mapping[str, object]]) -> str:
-    """Rows under fixed columns, by RFC 4180; None is an empty cell, an unknown column is an error."""
+    """Rows under fixed columns, by RFC 4180; None is an empty cell, an unknown column is an error.
+
+    Programs print cells on terminals, so control characters are escaped as there.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="raise", lineterminator="\r\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        writer.writerow(
+            {key: printable(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
+        )
     return text.getvalue()

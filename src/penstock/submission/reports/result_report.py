@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from penstock.errors import printable
 from penstock.progress import Progress
 from penstock.results.published_files import write_text
 from penstock.submission.check import CheckedResult, check_result, read_tree
@@ -363,7 +364,7 @@ def plan_folder(
     yield PlannedFile(path=folder / CSV_FILE, text=_format_rows(reports))
     yield PlannedFile(path=folder / RESULTS_FILE, text=_format_json(reports_document(reports, edition)))
     for report in reports:
-        here = folder / report.checked.name
+        here = folder / printable(report.checked.name, keep="")
         yield PlannedFile(path=here / CSV_FILE, text=_format_rows([report]))
         yield PlannedFile(path=here / RESULTS_FILE, text=_format_json(report_document(report)))
         if report.v1 is not None:

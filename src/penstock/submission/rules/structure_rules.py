@@ -4,11 +4,14 @@ A folder that the edition does not know fails, because the edition's own tool re
 not know is a warning. What is wrong with the system of another result is a warning here.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from penstock.submission.find_results import list_folders
 from penstock.submission.finding import Finding, Verdict, pass_if, violation
+from penstock.submission.parsed_file import KeyPath
 from penstock.submission.rules import rule
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
@@ -260,7 +263,7 @@ def _check_phases(case: rule.ResultCase) -> Iterator[Finding]:
     editions=rule.ALL,
     benchmarks=rule.EVERY,
     source="ours: real trees hold other files, and no edition decides about them",
-    formula="every entry is a run, runs/ or the report; others are named, and never fatal",
+    formula="every entry is a run, runs/ or the report, and no run has links; others are named, never fatal",
     passes="run1 ... run5 and mlperf_storage_report.json",
     fails="output.txt beside run1 (a warning)",
 )
@@ -282,7 +285,10 @@ def _check_stray_files(case: rule.ResultCase) -> Iterator[Finding]:
     title="A system's description is there and can be read",
     editions=rule.FIRST,
     source="v1.0 rules, system description (which has no fixed schema in this edition)",
-    formula="systems/<system>.json is JSON; another name, or a flaw that hides nothing, is a warning",
+    formula=(
+        "systems/<system>.json is JSON; another name, a flaw that hides nothing, no fact at all, or a "
+        "capacity of DRAM that is no positive number is a warning"
+    ),
     passes="results/fast/unet3d_h100/ and systems/fast.json",
     fails="results/fast/unet3d_h100/, and systems/ holds no .json",
 )
@@ -301,7 +307,11 @@ def _check_description_file(case: rule.ResultCase) -> Iterator[Finding]:
         is_named = (
             not location.system or system.file.rpartition("/")[2].lower() == f"{location.system}.json".lower()
         )
-        remark = system.remark or ("" if is_named else f"the results call the system {location.system}")
+        remark = (
+            system.remark
+            or ("" if is_named else f"the results call the system {location.system}")
+            or _find_flaw(system.content)
+        )
         yield pass_if(
             not remark,
             evidence=system.file,
@@ -309,3 +319,31 @@ def _check_description_file(case: rule.ResultCase) -> Iterator[Finding]:
             fix="Correct the file or its name.",
             otherwise=Verdict.WARNING,
         )
+
+
+def _find_flaw(description: Any) -> str:
+    """What no reader of a description could use; "" if there is nothing of the kind."""
+    facts = list(_facts(description, ()))
+    if not facts:
+        return "it states no fact"
+    for path, value in facts:
+        is_memory = "dram" in map(str.lower, path) and path[-1].lower().startswith("capacity")
+        if is_memory and not _is_positive(value):
+            return f"{'.'.join(path)} is {value!r:.40}, no positive number"
+    return ""
+
+
+def _facts(tree: Any, above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """The values that are not empty, with the keys and the positions in lists above them."""
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _facts(value, (*above, str(key)))
+    elif tree not in (None, ""):
+        yield above, tree
+
+
+def _is_positive(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and 0 < float(value) < math.inf
+    except (TypeError, ValueError, OverflowError):
+        return False
