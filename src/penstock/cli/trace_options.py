@@ -131,9 +131,18 @@ def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callab
 def report_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict: bool) -> None:
     """Print what was lost of traces; with `strict` it is an error."""
     from penstock.trace.event_schema import refuse_damaged, refuse_lost
+    from penstock.trace.reading.folder_search import name_some
 
+    alike: dict[str, list[Path]] = {}
     for account in accounts:
+        what = account.faults[-1] if account.is_without_events and account.faults else ""
+        if what in alike:
+            alike[what].append(Path(account.file))
+            continue
+        if what:
+            alike[what] = []
         terminal.notes(account.losses())
+    terminal.notes(f"{name_some(others)}: {what}" for what, others in alike.items() if others)
     refuse_lost(accounts)
     if strict:
         refuse_damaged(accounts)

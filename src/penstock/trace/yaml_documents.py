@@ -36,7 +36,7 @@ def load_document(model: type[AnyDocument], path: Path) -> AnyDocument:
 
 def parse_document(model: type[AnyDocument], text: str, *, source: str) -> AnyDocument:
     """Validate YAML text; `source` is its name in errors."""
-    tree = parse_yaml(text, source=source)
+    tree = parse_yaml(text, source=source, kind="A description of runs", page="docs/trace.md")
     try:
         return model.model_validate(tree)
     except ValidationError as refused:

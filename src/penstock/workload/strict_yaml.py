@@ -51,8 +51,10 @@ def _strict(loader: Any) -> Any:
     return type("StrictLoader", (_UniqueKeys, loader), {})
 
 
-def parse_yaml(text: str, *, source: str) -> dict[str, Any]:
-    """The mapping that `text` holds; `source` is what errors call it."""
+def parse_yaml(
+    text: str, *, source: str, kind: str = "A workload", page: str = "docs/workloads.md"
+) -> dict[str, Any]:
+    """The mapping that `text` holds; errors name `source`, and what `page` describes such documents."""
     try:
         tree = yaml.load(text, Loader=_strict(choose_loader(text)))  # noqa: S506 - safe loaders
     except yaml.MarkedYAMLError as error:
@@ -64,8 +66,8 @@ def parse_yaml(text: str, *, source: str) -> dict[str, Any]:
         raise UsageError("Not YAML that can be read: it is nested too deeply", where=source) from error
     if not isinstance(tree, dict):
         raise UsageError(
-            f"A workload is a mapping of sections, not {tree!r:.60}",
+            f"{kind} is a mapping of sections, not {tree!r:.60}",
             where=source,
-            fix="See docs/workloads.md.",
+            fix=f"See {page}.",
         )
     return tree

@@ -88,6 +88,9 @@ def test_what_recorders_own_converter_writes_is_found_and_read(tmp_path: Path) -
         (b"noise\n" * 10, "text of no dialect that is known"),
         (gzip.compress(b"PK\x03\x04\1\2\n", mtime=0), "a zip archive"),
         (b"\x07\x99\xfe\n" * 10, "binary data"),
+        (b"12:34:56 fsync(3) = 0 <0.000001>\n", "a listing of strace without the day"),
+        (b"7 12:34:56.000001 fsync(3) = 0 <0.000001>\n", "a listing of strace without the day"),
+        (b"7      0.000123 fsync(3) = 0 <0.000001>\n", "a listing of strace without the day"),
     ],
 )
 def test_file_without_one_event_is_an_error_that_says_what_it_seems_to_be(
@@ -99,6 +102,15 @@ def test_file_without_one_event_is_an_error_that_says_what_it_seems_to_be(
     assert ended.returncode == 1
     assert f"not one event: it seems to be {seems}" in ended.stderr
     assert "There is not one event in x.pfw" in ended.stderr
+
+
+def test_many_files_that_are_no_traces_are_told_once(tmp_path: Path) -> None:
+    for pid in range(10, 55):
+        (tmp_path / f"x.strace.{pid}").write_text("12:34:56 fsync(3) = 0 <0.000001>\n")
+    ended = _run("summary", str(tmp_path))
+    assert ended.returncode == 1
+    assert ended.stderr.count("trace again with strace -f -ttt -T") == 2
+    assert "x.strace.11, x.strace.12, x.strace.13 and 41 more: not one event" in ended.stderr
 
 
 def test_lost_file_beside_a_whole_one_is_told_and_no_error(tmp_path: Path) -> None:

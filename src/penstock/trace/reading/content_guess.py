@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 from penstock.trace.reading.darshan_log import is_darshan_log
+from penstock.trace.reading.strace import OTHER_CLOCK
 
 UTF8_MARK: Final = b"\xef\xbb\xbf"
 """The byte order mark that some editors put before UTF-8."""
@@ -34,6 +35,10 @@ RECORDER: Final = (
 """What a trace of Recorder is, and what to do with it."""
 _WORDS: Final = re.compile(rb"[\t\n\r -~]+")
 _UTF16: Final = re.compile(rb"(?:[\t\n\r -~]\0){8}|(?:\0[\t\n\r -~]){8}")
+_PATTERNS: Final = (
+    (_UTF16, _BEGINNINGS[0][1]),
+    (OTHER_CLOCK, "a listing of strace without the day of its calls: trace again with strace -f -ttt -T"),
+)
 
 
 def is_of_recorder(name: str) -> bool:
@@ -48,8 +53,9 @@ def guess_content(head: bytes) -> str:
     for beginning, content in _BEGINNINGS:
         if head.startswith(beginning):
             return content
-    if _UTF16.match(head):
-        return _BEGINNINGS[0][1]
+    for pattern, content in _PATTERNS:
+        if pattern.match(head):
+            return content
     if head[257:262] == b"ustar":
         return "a tar archive: unpack it"
     sample = head[:4096]

@@ -24,6 +24,8 @@ FIRST_LINE: Final = re.compile(
     rb"\s*(?:\[pid\s+\d+\]\s+|\d+\s+)?\d{9,11}\.\d{6}\s+(?:[a-z_]\w*\(|<\.\.\.|\+\+\+|---)"
 )
 """How a line of this dialect begins."""
+OTHER_CLOCK: Final = re.compile(rb"\s*(?:\d+\s+)?(?:\d\d:\d\d:\d\d(?:\.\d{6})?|\d{1,8}\.\d{6})\s+[a-z_]\w*\(")
+"""How a line of `strace -t`, `-tt` or `-r` begins: the day is not in it."""
 
 _LINE: Final = re.compile(r"\s*(?:\[pid\s+(\d+)\]\s+|(\d+)\s+)?(\d{1,11})\.(\d{6})\s+(.*?)\s*", re.DOTALL)
 # Strace escapes < and > in names of files. Sockets (`-yy`) have an arrow, devices a pair of their own.

@@ -53,3 +53,8 @@ def test_an_error_in_runs_yaml_names_the_key_and_its_place(old: str, new: str, s
         read(GOOD.replace(old, new))
     assert said in str(refused.value)
     assert "runs.yaml" in str(refused.value)
+
+
+def test_empty_description_is_told_to_be_one_of_runs() -> None:
+    with pytest.raises(UsageError, match=r"A description of runs is .*, not None.*docs/trace\.md"):
+        parse_document(ComparisonSpec, "", source="runs.yaml")
