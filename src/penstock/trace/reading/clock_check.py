@@ -1,4 +1,4 @@
-"""Whether the times of several trace files can belong together: one clock, one unit, one century.
+"""Whether the times of several trace files can belong together: one clock, one unit, one century, no copies.
 
 Every length of time that is asked of a set is wrong if one file counts nanoseconds where microseconds are
 expected, or if a host's clock is years off. Nothing is corrected; it is said.
@@ -6,7 +6,7 @@ expected, or if a host's clock is years off. Nothing is corrected; it is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -23,7 +23,7 @@ _PLAUSIBLE_US: Final = (30 * _YEAR_US, 130 * _YEAR_US)
 def find_clock_mismatches(accounts: Sequence[FileAccount]) -> list[str]:
     """Files whose times cannot be right, alone or beside each other; one sentence each."""
     timed = sorted((account for account in accounts if account.first_us is not None), key=_first)
-    return [*_find_wrong_units(timed), *_find_gaps(timed)]
+    return [*_find_wrong_units(timed), *_find_gaps(timed), *_find_copies(timed)]
 
 
 def _first(account: FileAccount) -> int:
@@ -67,6 +67,26 @@ def _find_gaps(timed: Sequence[FileAccount]) -> Iterator[str]:
             f"The clocks or units of these files do not agree, so spans, timelines and overlaps over all of"
             f" them are wrong: {told}"
         )
+
+
+def _find_copies(timed: Sequence[FileAccount]) -> Iterator[str]:
+    """Files whose events seem to be the same, so that each question counts them several times."""
+    alike: dict[Hashable, list[FileAccount]] = {}
+    for account in timed:
+        num_events = account.events + account.salvaged
+        if num_events < 2 or _first(account) < _PLAUSIBLE_US[0]:
+            # Many times since the start of a job begin with nought.
+            continue
+        who = account.dialect, _first(account), frozenset(account.hosts), frozenset(account.ranks)
+        # A copy that was cut ends earlier: where ranks are known, the first microsecond is enough.
+        rest = () if account.ranks else (account.last_us, num_events)
+        alike.setdefault((*who, *rest), []).append(account)
+    for copies in alike.values():
+        if len(copies) > 1:
+            yield (
+                f"{_name(copies)} begin in the same microsecond and do not differ in host or rank: if they"
+                " are copies, their events count several times"
+            )
 
 
 def _name(accounts: Sequence[FileAccount]) -> str:

@@ -148,6 +148,8 @@ def _read_batches(
         _note_hosts_and_ranks(batch, account)
         _note_times(batch, account)
         yield batch
+    if not head:
+        account.notes.append("it is empty")
     # Damaged JSON explains itself, line by line.
     is_damaged = account.dropped or account.faults
     if is_damaged and account.is_without_events and head and not head.lstrip().startswith((b"{", b"[")):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.clock_check import APART_US, find_clock_mismatches
+from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 
 NOW_US = 1_700_000_000_000_000  # 2023-11-14
 
@@ -61,3 +64,29 @@ def test_file_that_lasts_long_bridges_the_time_between_others() -> None:
     long = _account("long", NOW_US)
     long.last_us = NOW_US + 3 * APART_US
     assert find_clock_mismatches([long, _account("late", NOW_US + 3 * APART_US)]) == []
+
+
+def _copy(name: str, rank: int | None, *, last_us: int = 1000) -> FileAccount:
+    ranks = set() if rank is None else {rank}
+    return FileAccount(file=name, events=9, first_us=NOW_US, last_us=NOW_US + last_us, ranks=ranks)
+
+
+def test_copies_are_named_whole_or_cut() -> None:
+    (sentence,) = find_clock_mismatches([_copy("a", 0), _copy("b", 0), _copy("cut", 0, last_us=500)])
+    assert sentence == (
+        "a, b, cut begin in the same microsecond and do not differ in host or rank: if they are copies, their"
+        " events count several times"
+    )
+    (sentence,) = find_clock_mismatches([_copy("a", None), _copy("b", None), _copy("c", None, last_us=500)])
+    assert sentence.startswith("a, b begin")
+
+
+def test_empty_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "none.pfw").touch()
+    reading = read_trace_file(TraceFile(path=tmp_path / "none.pfw"))
+    assert list(reading.batches) == []
+    assert reading.account.losses() == ["none.pfw: it is empty"]
+
+
+def test_ranks_that_begin_in_the_same_microsecond_are_no_copies() -> None:
+    assert find_clock_mismatches([_copy("a", 0), _copy("b", 1)]) == []
