@@ -40,7 +40,13 @@ def test_workers_make_the_table_that_threads_make(tmp_path: Path) -> None:
         facts = load_with_dask(
             cluster.scheduler_address, files, many, progress=Silent(), event_filter=ALL_EVENTS
         )
-    assert pq.read_table(many).equals(pq.read_table(alone))
+    tables = [pq.read_table(path) for path in (alone, many)]
+    # Threads number paths in the order in which they come upon them.
+    events, others = (table.drop_columns(["path_id"]) for table in tables)
+    assert events.equals(others)
+    for table in tables:
+        numbered = set(zip(table["path_id"].to_pylist(), table["path"].to_pylist(), strict=True))
+        assert len(numbered) == len({number for number, _ in numbered}) == len({path for _, path in numbered})
     assert facts == read_facts(many) == read_facts(alone)
 
 
