@@ -29,7 +29,7 @@ from penstock.errors import UsageError
 from penstock.progress import Silent
 from penstock.storage.files.durable import replace_durably
 from penstock.storage.process_id import pid_exists
-from penstock.trace.event_schema import ALL_COLUMNS, FileAccount, refuse_damaged
+from penstock.trace.event_schema import ALL_COLUMNS, FileAccount, refuse_damaged, refuse_lost
 from penstock.trace.event_store import TABLE_SCHEMA, EventStore, columns_to_read
 from penstock.trace.output_file import refuse_overwriting
 from penstock.trace.reading.event_batch import BATCH_SCHEMA, TEXT_COLUMNS
@@ -112,15 +112,14 @@ def convert(
     """Make the table `target` of these files, replacing an older one in one step; returns its facts.
 
     Files are read by `threads` at once (0: one per core, at most four). With `strict`, damaged files are an
-    error, and there is no table.
+    error, and there is no table. An older table is not replaced by one without any events.
     """
     check_target(target, files)
     sources = tuple(SourceFile.from_file(file) for file in files)
     with _publish(target) as (partial, scratch):
         store = EventStore(ALL_COLUMNS, scratch)
         accounts = read_events(files, store, progress=progress, event_filter=event_filter, threads=threads)
-        if strict:
-            refuse_damaged(accounts)
+        _refuse(accounts, target, strict=strict)
         facts = EventTableFacts(sources=sources, accounts=accounts, where=event_filter.where)
         _write_table(store, partial, facts, progress)
     return facts
@@ -169,8 +168,7 @@ def join_tables(
         accounts=tuple(account for part in facts for account in part.accounts),
         where=facts[0].where,
     )
-    if strict:
-        refuse_damaged(joined.accounts)
+    _refuse(joined.accounts, target, strict=strict)
     check_target(target, ())
     with _publish(target) as (partial, scratch):
         store = EventStore(ALL_COLUMNS, scratch)
@@ -187,6 +185,13 @@ def check_target(target: Path, files: Sequence[TraceFile]) -> None:
     refuse_overwriting(
         target, (file.path for file in files), kind="a Penstock event table", is_kind=_is_table
     )
+
+
+def _refuse(accounts: Sequence[FileAccount], target: Path, *, strict: bool) -> None:
+    if strict:
+        refuse_damaged(accounts)
+    if target.exists():
+        refuse_lost(accounts)
 
 
 def _write_table(store: EventStore, path: Path, facts: EventTableFacts, progress: Progress) -> None:

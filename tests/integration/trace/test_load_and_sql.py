@@ -141,6 +141,15 @@ def test_an_output_that_is_an_input_is_refused_before_anything_is_read(
         assert Path(words[3]).read_bytes() == kept
 
 
+def test_a_table_is_not_replaced_by_one_without_events(traces: Path, tmp_path: Path) -> None:
+    table, noise = tmp_path / "r.events", tmp_path / "noise.pfw"
+    assert main(["trace", "load", str(traces), "-o", str(table)]) == 0
+    kept = table.read_bytes()
+    noise.write_text("no event\n" * 9)
+    assert main(["trace", "load", str(noise), "-o", str(table)]) == 1
+    assert table.read_bytes() == kept
+
+
 @pytest.mark.parametrize("verb", ["export", "report"])
 def test_export_and_report_replace_only_what_they_have_made(
     verb: str, traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
