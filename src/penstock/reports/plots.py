@@ -1,13 +1,14 @@
-"""Dot plots of pages, as plain SVG, and ticks of axes.
+"""Dot plots of pages, as plain SVG.
 
 Plots have no colours of their own: they take them from the page's CSS variables, so that they follow the
 light, dark and printed palettes.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
+
+from penstock.reports.ticks import choose_ticks
 
 _WIDTH: Final = 420
 _LEFT: Final = 130
@@ -16,7 +17,6 @@ _LINE: Final = 22
 _TOP: Final = 8
 _BOTTOM: Final = 34
 _LABEL_LETTERS: Final = 18
-_NUM_TICKS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +96,3 @@ def plan_dot_plot(
             for line, (run, value) in enumerate(values.items())
         ),
     )
-
-
-def choose_ticks(low: float, high: float, num: int = _NUM_TICKS) -> list[float]:
-    """Round numbers from `low` to `high`, which is above it: about `num` of them."""
-    exact = (high - low) / num
-    magnitude = 10.0 ** math.floor(math.log10(exact))
-    step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= exact)
-    first = math.ceil(low / step)
-    return [number * step for number in range(first, math.floor(high / step) + 1)]

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import Environment, PackageLoader
 
-from penstock.reports.plots import choose_ticks, plan_dot_plot
+from penstock.reports.plots import plan_dot_plot
+from penstock.reports.ticks import choose_ticks
 
 PARTS = (
     Environment(loader=PackageLoader("penstock.reports"), autoescape=True).get_template("parts.html").module

@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 
 from penstock.errors import StorageError
 from penstock.reports.html_page import LONG_TEXT, Cell, Table, render_page
+from penstock.reports.panels import Panel, Sheet
 from penstock.trace.figures.draw_histograms import Bins, draw_bins, draw_rank_bars
 from penstock.trace.figures.draw_over_time import draw_bandwidth
-from penstock.trace.figures.panels import Panel, Sheet
 from penstock.trace.questions.answer import Answer, Unit, as_markdown, cells, heading
 from penstock.units import format_seconds
 

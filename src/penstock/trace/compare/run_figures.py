@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.reports.html_page import LONG_TEXT, Cell, Table
+from penstock.reports.panels import Panel, Sheet
 from penstock.trace.compare.report import lay_out
 from penstock.trace.compare.trace_study import Study
 from penstock.trace.figures import calls, draw_calls, draw_histograms, draw_over_time, histograms, over_time
 from penstock.trace.figures.draw_histograms import Bins
-from penstock.trace.figures.panels import Panel, Sheet
 from penstock.trace.figures.placed_calls import PlacedCalls
 from penstock.trace.figures.time_axis import TimeAxis
 from penstock.trace.questions.answer import Answer, Unit

@@ -15,6 +15,7 @@ from typing import Any
 from penstock.errors import StorageError
 from penstock.progress import Progress, Silent
 from penstock.reports.html_page import render_page
+from penstock.reports.panels import Sheet, assign_hues
 from penstock.trace.compare.comparison import find_all, rank_findings
 from penstock.trace.compare.report import FINDING_LOOKS, PageTable, lay_out, say_lost
 from penstock.trace.compare.run_figures import FIGURES, Drawing, Figure
@@ -22,7 +23,6 @@ from penstock.trace.compare.run_overview import overview, say_answer
 from penstock.trace.compare.single_run_findings import RUN_RULES
 from penstock.trace.compare.trace_study import Study, TraceFinding, Weight
 from penstock.trace.figures.over_time import rank_cells
-from penstock.trace.figures.panels import NUM_HUES, Sheet
 from penstock.trace.figures.placed_calls import place_calls
 from penstock.trace.figures.time_axis import measure_axis
 from penstock.trace.questions.answer import Answer, document
@@ -120,9 +120,10 @@ def _lay_out_overview(report: RunReport) -> PageTable:
     """The table of runs, each with its hue."""
     page_table = lay_out(report.overview)
     assert page_table.table is not None
+    hues = assign_hues(report.runs)
     rows = tuple(
-        (replace(first, look=f"hue run-{number % NUM_HUES}"), *others)
-        for number, (first, *others) in enumerate(page_table.table.rows)
+        (replace(first, look=f"hue run-{hues[first.text]}"), *others)
+        for first, *others in page_table.table.rows
     )
     return replace(page_table, table=replace(page_table.table, rows=rows))
 

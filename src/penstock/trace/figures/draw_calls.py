@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from penstock.trace.figures.panels import Panel, Row, Scale, Shape, Sheet, bars_path, group_rows
-from penstock.trace.figures.ticks import byte_ticks, lane_ticks
+from penstock.reports.panels import Panel, Row, Scale, Shape, Sheet, bars_path, group_rows
+from penstock.reports.ticks import byte_ticks, lane_ticks
 from penstock.trace.questions.answer import Answer
 
 _HEIGHT: Final = 88

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.trace.figures.panels import WIDTH, Panel, Row, Scale, Shape, Sheet, bars_path, group_rows
-from penstock.trace.figures.ticks import Tick, byte_ticks, value_ticks
+from penstock.reports.panels import WIDTH, Panel, Row, Scale, Shape, Sheet, bars_path, group_rows
+from penstock.reports.ticks import Tick, byte_ticks, value_ticks
 from penstock.trace.questions.answer import Unit
 from penstock.units import format_bytes
 

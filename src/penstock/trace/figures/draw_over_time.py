@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-from penstock.trace.figures.panels import (
+from penstock.reports.panels import (
     Panel,
     Row,
     Scale,
@@ -17,7 +17,7 @@ from penstock.trace.figures.panels import (
     heat_shapes,
     steps_path,
 )
-from penstock.trace.figures.ticks import Tick, byte_ticks, lane_ticks
+from penstock.reports.ticks import Tick, byte_ticks, lane_ticks
 from penstock.trace.questions.answer import Answer
 from penstock.units import format_rate, format_seconds
 

@@ -10,19 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.reports.panels import (
+    NUM_HUES,
+    NUM_LEVELS,
+    WIDTH,
+    Mark,
+    Shape,
+    Sheet,
+    assign_hues,
+    bars_path,
+    heat_shapes,
+    spread_marks,
+    steps_path,
+)
+from penstock.reports.ticks import Tick, byte_ticks, lane_ticks, time_ticks
 from penstock.trace.figures.draw_calls import draw_calls, has_loops, looks_of
 from penstock.trace.figures.draw_histograms import Bins, draw_bins, draw_rank_bars
 from penstock.trace.figures.draw_over_time import draw_bandwidth, draw_overlap, draw_rank_heat
-from penstock.trace.figures.panels import (
-    NUM_LEVELS,
-    WIDTH,
-    Shape,
-    Sheet,
-    bars_path,
-    heat_shapes,
-    steps_path,
-)
-from penstock.trace.figures.ticks import Tick, byte_ticks, lane_ticks, time_ticks
 from penstock.trace.questions.answer import Answer, Unit, make_columns
 
 SHEET = Sheet(1000, {"a": 0, "b": 1})
@@ -61,6 +65,22 @@ def test_neighbouring_steps_touch_and_others_leave_a_gap() -> None:
     path = steps_path([(0, 10, 5), (10, 20, 7), (30, 40, 6)], 88)
     assert path == "M0 88V5H10V7H20V88zM30 88V6H40V88z"
     assert steps_path([], 88) == ""
+
+
+@given(runs=st.lists(st.text(), unique=True, max_size=2 * NUM_HUES))
+def test_a_run_has_its_own_colour_on_every_page_and_shares_it_only_on_crowded_ones(runs: list[str]) -> None:
+    hues = assign_hues(runs)
+    assert len(set(hues.values())) == min(len(runs), NUM_HUES)
+    for run in runs[:1]:
+        assert hues[run] == assign_hues([run])[run]
+
+
+def test_texts_of_lines_make_room_for_each_other_and_limits_stay() -> None:
+    marks = [Mark("a", 50, is_line=False), Mark("limit", 50), Mark("b", 50, is_line=False)]
+    first, *others = spread_marks(marks, height=100)
+    assert first == Mark("limit", 50)
+    places = sorted(mark.percent for mark in (first, *others))
+    assert all(after - before >= 13 for before, after in pairwise(places))
 
 
 def test_a_thin_bar_is_still_seen() -> None:

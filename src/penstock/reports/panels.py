@@ -1,7 +1,7 @@
 """Panels: drawings that stretch with the page, an SVG path for each look, with ticks as text beside them.
 
 A panel is `WIDTH` units wide and as many pixels high as it says; the page stretches it sideways only, so
-texts keep their size on a phone. Colours are the page's: hues are runs, tones are kinds of calls.
+texts keep their size on a phone. Colours are the page's: hues are runs, tones are what is drawn of them.
 """
 
 from __future__ import annotations
@@ -11,18 +11,32 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from zlib import crc32
 
-from penstock.trace.figures.ticks import Tick, time_ticks
+from penstock.reports.ticks import Tick, time_ticks
 
 WIDTH: Final = 1000
 NUM_LEVELS: Final = 8
 """Tones of a heat map."""
 
 NUM_HUES: Final = 10
-"""Runs that have a hue of their own on a page; further ones begin again, and have their names."""
+"""Runs that have a hue of their own on a page; further ones share them, and have their names."""
 
 Row = Mapping[str, Any]
 """A row of an answer."""
+
+
+def assign_hues(runs: Iterable[str]) -> dict[str, int]:
+    """The hue of each run, which follows from its name, so that it is the same on every page.
+
+    Only a run whose hue an earlier one of the same page has taken gets the next free one.
+    """
+    hues: dict[str, int] = {}
+    for run in runs:
+        own = crc32(run.encode("utf-8", "surrogateescape")) % NUM_HUES
+        wanted = ((own + further) % NUM_HUES for further in range(NUM_HUES))
+        hues[run] = next((hue for hue in wanted if hue not in hues.values()), own)
+    return hues
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +47,18 @@ class Shape:
     path: str
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A text at a height of the drawing, in percent from its top; a limit has a line from side to side."""
+
+    text: str
+    percent: float
+    is_line: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One drawing. `run` is the number of its run, which is its hue. The macro `panel` draws it."""
+    """One drawing, by the macro `panels`; `run` is the hue of its run, `note` says in words what it shows."""
 
     title: str
     run: int
@@ -44,6 +67,7 @@ class Panel:
     x_ticks: Sequence[Tick] = ()
     y_ticks: Sequence[Tick] = ()
     x_title: str = ""
+    marks: Sequence[Mark] = ()
     note: str = ""
 
 
@@ -68,8 +92,8 @@ class Sheet:
 
     @classmethod
     def of_runs(cls, runs: Sequence[str], span_us: int) -> Sheet:
-        """A sheet on which runs have hues in their order."""
-        return cls(span_us, {run: number % NUM_HUES for number, run in enumerate(runs)})
+        """A sheet on which each run has its own hue."""
+        return cls(span_us, assign_hues(runs))
 
     def by_run(self, rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
         """Each run's rows, in the order of runs."""
@@ -107,6 +131,29 @@ def steps_path(values: Iterable[tuple[float, float, float]], base: float) -> str
         path.append(f"V{_short(height)}H{_short(right)}")
         end = right
     return "".join([*path, f"V{_short(base)}z"]) if path else ""
+
+
+def line_path(points: Iterable[tuple[float, float]]) -> str:
+    """A line through points of left and top."""
+    return "M" + "L".join(f"{_short(left)} {_short(top)}" for left, top in points)
+
+
+def dots_path(points: Iterable[tuple[float, float]]) -> str:
+    """A dot at each point: a line without length, whose round ends stay round however the page stretches."""
+    return "".join(f"M{_short(left)} {_short(top)}h0" for left, top in points)
+
+
+def spread_marks(marks: Iterable[Mark], height: float) -> list[Mark]:
+    """Move texts that would cover each other apart; a limit keeps its place."""
+    apart = 100 * 13 / height
+    placed: list[Mark] = []
+    for mark in sorted(marks, key=lambda mark: (not mark.is_line, mark.percent)):
+        percent = mark.percent
+        if not mark.is_line:
+            while any(abs(percent - other.percent) < apart for other in placed):
+                percent += apart / 4
+        placed.append(Mark(mark.text, percent, mark.is_line))
+    return placed
 
 
 def heat_shapes(cells: Iterable[tuple[float, float, float, float, float]], largest: float) -> list[Shape]:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.reports.plots import choose_ticks
-
 _TIME_UNITS: Final = ((1.0, "µs"), (1e3, "ms"), (1e6, "s"), (60e6, "min"), (3600e6, "h"))
 
 
@@ -52,3 +50,12 @@ def lane_ticks(names: Sequence[str], most: int = 24) -> list[Tick]:
         for number, name in enumerate(names)
         if number % every == 0
     ]
+
+
+def choose_ticks(low: float, high: float, num: int = 4) -> list[float]:
+    """Round numbers from `low` to `high`, which is above it: about `num` of them."""
+    exact = (high - low) / num
+    magnitude = 10.0 ** math.floor(math.log10(exact))
+    step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= exact)
+    first = math.ceil(low / step)
+    return [number * step for number in range(first, math.floor(high / step) + 1)]
