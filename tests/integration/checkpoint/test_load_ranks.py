@@ -25,11 +25,13 @@ import penstock.checkpoint as pc
 from penstock.checkpoint.api import load, save
 from penstock.checkpoint.commit.catalog import find_checkpoint
 from penstock.checkpoint.engine import LoadChoice
+from penstock.checkpoint.formats.checkpoint_source import open_together
 from penstock.checkpoint.loading.loader import CheckpointLoader
 from penstock.checkpoint.state.process_group import borrowed_group, make_own_group
 from penstock.checkpoint.torch_dcp.planners import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError
+from penstock.storage.capabilities import prefer_direct_access, uses_page_cache
 from penstock.testing.comm_contract import check_comm
 
 if TYPE_CHECKING:
@@ -182,6 +184,12 @@ def read_once(rank: int, root: Path) -> tuple[int, int]:
         assert state[f"w{number}"].to_local().equal(expected)
     assert report.received_bytes == 8 << 20
     assert report.num_verified == 8
+    alone = find_checkpoint(root / "step")
+    with borrowed_group() as group:
+        together = open_together(alone.storage, alone.committed.folder, alone.uri, group.comm)
+    key = together.key(together.index.files[0])
+    expected_access = uses_page_cache(prefer_direct_access(alone.storage, reads=key))
+    assert uses_page_cache(together.storage_of_files()) == expected_access
     return report.read_bytes, read
 
 

@@ -361,6 +361,10 @@ class DescribedStorage(WrappedStorage):
             raise ObjectNotFound(f"No object {key!r}", uri=f"{self.uri}/{key}", fix="Check the name.")
         return MemorySource(np.frombuffer(content, dtype=np.uint8), self.uri, self.counters)
 
+    def past_cache(self, reads: str | None = None) -> Storage:
+        """The same objects in memory, and the others past the page cache where the storage supports that."""
+        return DescribedStorage(prefer_direct_access(self.inside, reads=reads), self._known)
+
 
 def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> CheckpointSource:
     """Open the checkpoint in a folder. Collective. Rank 0 reads `.metadata` and manifest for all ranks."""

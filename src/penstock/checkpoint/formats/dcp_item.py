@@ -2,10 +2,10 @@
 
 An item is `prefix + payload + suffix`: the archive that `torch.save` could have written of one contiguous
 tensor. Items are written and located without torch, which is imported only to unpickle objects. An item
-behind a stream transform (compression) has no aligned payload and is read whole. Invariants: our payloads are
-aligned to 4 KiB, so they can be moved with direct I/O; in items of other writers a payload offset is given
-only where the bytes from there on are the tensor's own, in row-major order; and no code of a checkpoint runs
-unless the caller says `trust`.
+behind a stream transform (compression) has no aligned payload and is read whole. Invariants: our payloads of
+64 KiB and more are aligned to 4 KiB, so that direct I/O can move them; in items of other writers a payload
+offset is given only where the bytes from there on are the tensor's own, in row-major order; and no code of a
+checkpoint runs unless the caller says `trust`.
 """
 
 from __future__ import annotations
@@ -216,6 +216,8 @@ def _central_entry(record: Record) -> bytes:
 
 
 PAYLOAD_ALIGNMENT = 4096
+ALIGNED_BYTES = 64 * 1024
+"""Payloads of at least this size are aligned; the gaps before smaller ones would be as large as they are."""
 _PREFIX_ALIGNMENT = 64
 """The alignment of tensors in torch's archives. It also gives the prefixes of most shapes the same length."""
 
@@ -264,9 +266,11 @@ def envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
     return Envelope(prefix, payload_bytes, _suffix(ordered, len(prefix)), ordered)
 
 
-def item_start(position: int, prefix_bytes: int) -> int:
-    """The first offset from `position` on at which an item's payload is aligned."""
-    return position + -(position + prefix_bytes) % PAYLOAD_ALIGNMENT
+def item_start(position: int, around: Envelope) -> int:
+    """The first offset from `position` on at which an item may begin: a large payload is then aligned."""
+    if around.payload_bytes < ALIGNED_BYTES:
+        return position + -position % _PREFIX_ALIGNMENT
+    return position + -(position + len(around.prefix)) % PAYLOAD_ALIGNMENT
 
 
 def _suffix(records: tuple[Record, ...], prefix_bytes: int) -> bytes:

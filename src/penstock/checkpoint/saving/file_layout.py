@@ -1,7 +1,7 @@
 """The layout of a data file before it is written, and how tensors and objects are copied into it.
 
 The hot loop of a save: each copy runs in the thread that asks for it, with the GIL released, because torch's
-own thread pool would take the cores that other streams need. Invariants: tensor payloads begin at multiples
+own thread pool would take the cores that other streams need. Invariants: large payloads begin at multiples
 of 4 KiB, items follow in the order of the bucket, every other byte is zero, and an item's checksum is over
 the very bytes that are written; a copy from a device sees what the caller's stream had queued when its
 `DeviceStream` was made, and nothing queued later.
@@ -323,7 +323,7 @@ def lay_out_file(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileLayout:
         _, sizes = bucket.regions.region(row, len(facts.shape))
         around = envelope(facts.dtype, sizes)
         # Payloads, not items, are aligned, so that a reader with direct I/O needs no copy of them.
-        start = item_start(position, len(around.prefix))
+        start = item_start(position, around)
         items.append(FileItem(start, around.prefix, around.payload_bytes, around.suffix))
         position = items[-1].end
     return FileLayout(bucket.file, tuple(items))

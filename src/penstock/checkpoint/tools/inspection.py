@@ -23,6 +23,7 @@ from penstock.checkpoint.formats.checkpoint_source import (
     open_folder,
     require_dcp,
 )
+from penstock.checkpoint.formats.dcp_item import ALIGNED_BYTES, HEAD_BYTES, PAYLOAD_ALIGNMENT
 from penstock.checkpoint.state.regions import UNKNOWN, StoredObject, element_sizes
 from penstock.checkpoint.tools.diff import format_value
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
@@ -232,8 +233,11 @@ def _explain_reading(source: CheckpointSource, rows: list[int]) -> str:
         metadata = require_dcp(source)
         descriptors = sorted({name for row in rows for name in metadata.descriptors(row)})
         return f"{', '.join(descriptors)}: read whole"
-    known = [int(stored.payload_offset[row]) for row in rows if stored.payload_offset[row] != UNKNOWN]
-    return "" if source.manifest is None or all(offset % 4096 == 0 for offset in known) else "unaligned"
+    # Small payloads are not aligned on purpose; an item is a little larger than its payload.
+    large = [row for row in rows if stored.item_bytes[row] >= ALIGNED_BYTES + HEAD_BYTES]
+    known = [int(stored.payload_offset[row]) for row in large if stored.payload_offset[row] != UNKNOWN]
+    is_aligned = all(offset % PAYLOAD_ALIGNMENT == 0 for offset in known)
+    return "" if source.manifest is None or is_aligned else "unaligned"
 
 
 _LARGEST_READ = 1 << 16

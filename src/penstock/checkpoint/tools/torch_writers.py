@@ -142,7 +142,7 @@ class _DcpWriter:
         self, appender: tensor_slabs.SinkAppender, reader: tensor_slabs.SlabReader, row: int
     ) -> None:
         around = dcp_item.envelope(self._dtype(row), self._checkpoint.shape(row))
-        start = dcp_item.item_start(appender.position, len(around.prefix))
+        start = dcp_item.item_start(appender.position, around)
         appender.write(bytes(start - appender.position))
         total = start_checksum()
         total.update(around.prefix)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.dcp_item import (
+    ALIGNED_BYTES,
     PAYLOAD_ALIGNMENT,
     Envelope,
     Record,
@@ -119,13 +120,14 @@ def test_records_behind_4_gib_of_others_are_listed_where_they_are() -> None:
 
 
 @given(position=st.integers(0, 1 << 45), dtype=DTYPES, shape=SHAPES)
-def test_payloads_are_placed_at_whole_pages_without_waste(
+def test_large_payloads_are_placed_at_whole_pages_and_small_ones_without_waste(
     position: int, dtype: str, shape: tuple[int, ...]
 ) -> None:
-    prefix_bytes = len(envelope(dtype, shape).prefix)
-    start = item_start(position, prefix_bytes)
-    assert (start + prefix_bytes) % PAYLOAD_ALIGNMENT == 0
-    assert position <= start < position + PAYLOAD_ALIGNMENT
+    around = envelope(dtype, shape)
+    step = PAYLOAD_ALIGNMENT if around.payload_bytes >= ALIGNED_BYTES else 64
+    start = item_start(position, around)
+    assert (start + len(around.prefix)) % step == 0
+    assert position <= start < position + step
 
 
 def test_unknown_element_type_error_suggests_a_similar_one() -> None:

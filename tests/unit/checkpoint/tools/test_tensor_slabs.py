@@ -65,7 +65,7 @@ def write_boxes(folder: Path, whole: np.ndarray[tuple[int, ...], np.dtype[np.int
     content, offsets, sizes = b"", [], []
     for begin, extent in cuts:
         around = envelope("int16", extent)
-        content += bytes(item_start(len(content), len(around.prefix)) - len(content))
+        content += bytes(item_start(len(content), around) - len(content))
         part = whole[tuple(slice(a, a + n) for a, n in zip(begin, extent, strict=True))]
         offsets.append(len(content))
         sizes.append(around.item_bytes)
