@@ -84,6 +84,14 @@ TRACE = Group(
     },
     extra="trace",
 )
+KVCACHE = Group(
+    "Plan and measure storage for key-value caches of inference.",
+    {
+        "models": "penstock.cli.kvcache_planning:models",
+        "size": "penstock.cli.kvcache_planning:size",
+        "simulate": "penstock.cli.kvcache_planning:simulate",
+    },
+)
 RESULTS = Group(
     "List, show, compare, repeat, remove and restore recorded runs.",
     {
@@ -135,6 +143,7 @@ app = Group(
         "demo": "penstock.cli.demo_tour:demo",
         "training": TRAINING,
         "checkpoint": CHECKPOINT,
+        "kvcache": KVCACHE,
         "trace": TRACE,
         "storage": Group(
             "Measure the limits of a storage system.", {"probe": "penstock.cli.storage_probe:probe"}

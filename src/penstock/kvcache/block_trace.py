@@ -1,0 +1,162 @@
+"""A trace of inference requests, each a sequence of token blocks, as columns.
+
+A block's number stands for the block and everything before it in its request, so that equal numbers mean
+equal cache content. Requests are in the order of their arrival.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import UsageError
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTrace:
+    """Requests as columns. Request `r` has the blocks `block_ids[first_block[r]:first_block[r + 1]]`.
+
+    Block numbers are dense: 0 to `num_unique - 1`, in the order of their first use.
+    """
+
+    name: str
+    block_tokens: int
+    arrival_s: NDArray[np.float64]
+    input_tokens: Integers
+    output_tokens: Integers
+    first_block: Integers
+    block_ids: Integers
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests."""
+        return len(self.arrival_s)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all requests."""
+        return len(self.block_ids)
+
+    @property
+    def num_unique(self) -> int:
+        """Different blocks."""
+        return int(self.block_ids.max()) + 1 if self.num_blocks else 0
+
+    @property
+    def blocks_of_requests(self) -> Integers:
+        """The number of blocks of each request."""
+        return np.diff(self.first_block)
+
+    @property
+    def span_s(self) -> float:
+        """From the first arrival to the last."""
+        return float(self.arrival_s[-1] - self.arrival_s[0]) if self.num_requests else 0.0
+
+    def head(self, num_requests: int) -> BlockTrace:
+        """The first requests alone."""
+        kept = min(num_requests, self.num_requests)
+        return replace(
+            self,
+            arrival_s=self.arrival_s[:kept],
+            input_tokens=self.input_tokens[:kept],
+            output_tokens=self.output_tokens[:kept],
+            first_block=self.first_block[: kept + 1],
+            block_ids=self.block_ids[: self.first_block[kept]],
+        )
+
+    def with_chunks_of(self, chunk_tokens: int) -> BlockTrace:
+        """The same requests in chunks of another size: a divisor of the block's, or a multiple of it.
+
+        A chunk of several blocks is known by the last of them, which stands for everything before it.
+        """
+        if chunk_tokens == self.block_tokens:
+            return self
+        if chunk_tokens < 1 or (self.block_tokens % chunk_tokens and chunk_tokens % self.block_tokens):
+            raise UsageError(
+                f"Blocks of {self.block_tokens} tokens cannot be cut into chunks of {chunk_tokens}",
+                where=self.name,
+                fix=f"Choose a divisor or a multiple of {self.block_tokens}.",
+            )
+        if chunk_tokens < self.block_tokens:
+            return self._split(chunk_tokens)
+        return self._merged(chunk_tokens)
+
+    def _split(self, chunk_tokens: int) -> BlockTrace:
+        parts = self.block_tokens // chunk_tokens
+        ids = (self.block_ids[:, None] * parts + np.arange(parts)).ravel()
+        # The last block of a request may be shorter than the others.
+        wanted = np.minimum(-(-self.input_tokens // chunk_tokens), self.blocks_of_requests * parts)
+        has_tokens = _position_in_request(self.blocks_of_requests * parts) < np.repeat(
+            wanted, self.blocks_of_requests * parts
+        )
+        return replace(
+            self,
+            block_tokens=chunk_tokens,
+            block_ids=number_densely(ids[has_tokens]),
+            first_block=offsets(wanted),
+        )
+
+    def _merged(self, chunk_tokens: int) -> BlockTrace:
+        parts = chunk_tokens // self.block_tokens
+        counts = self.blocks_of_requests
+        position = _position_in_request(counts)
+        is_last = (position % parts == parts - 1) | (position == np.repeat(counts, counts) - 1)
+        return replace(
+            self,
+            block_tokens=chunk_tokens,
+            block_ids=number_densely(self.block_ids[is_last]),
+            first_block=offsets(-(-counts // parts)),
+        )
+
+    def statistics(self) -> dict[str, Any]:
+        """What distinguishes this trace from others, as plain data."""
+        uses = np.bincount(self.block_ids, minlength=1)
+        return {
+            "requests": self.num_requests,
+            "span_s": self.span_s,
+            "block_tokens": self.block_tokens,
+            "blocks": self.num_blocks,
+            "unique_blocks": self.num_unique,
+            "used_once": float(np.mean(uses == 1)) if self.num_blocks else 0.0,
+            "input_tokens": _describe(self.input_tokens),
+            "output_tokens": _describe(self.output_tokens),
+        }
+
+
+def offsets(counts: Integers) -> Integers:
+    """Where each of several parts of these lengths begins, and where the last one ends."""
+    ends: Integers = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=ends[1:])
+    return ends
+
+
+def number_densely(ids: Integers) -> Integers:
+    """Whole numbers renamed to 0, 1, 2, ... in the order of their first appearance."""
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    names = np.empty(len(first), np.int64)
+    names[np.argsort(first, kind="stable")] = np.arange(len(first))
+    return names[inverse]
+
+
+def _position_in_request(counts: Integers) -> Integers:
+    """For each block its position in its request."""
+    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(offsets(counts)[:-1], counts)
+
+
+def _describe(values: Integers) -> dict[str, float]:
+    if not len(values):
+        return {}
+    p50, p90, p99 = np.percentile(values, [50, 90, 99])
+    return {
+        "mean": float(values.mean()),
+        "p50": float(p50),
+        "p90": float(p90),
+        "p99": float(p99),
+        "max": float(values.max()),
+    }

@@ -1,0 +1,129 @@
+"""Hit ratios of caches of every size in one pass: LRU by stack distances.
+
+A block is in an LRU cache of C blocks exactly if fewer than C different blocks were used since its last use.
+A hit serves a request only while all blocks before it hit, too. Pure numpy: O(n log n) for n blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from penstock.kvcache.block_trace import BlockTrace, Integers
+
+NEVER: Final = 1 << 36
+"""The distance of a first use: no cache has the block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reuse:
+    """For each block of a trace the smallest cache that has it, and that also has all blocks before it."""
+
+    capacity_for_block: Integers
+    capacity_for_prefix: Integers
+
+    def prefix_hit_ratio(self, capacity_blocks: int | None) -> float:
+        """The share of blocks that a cache of this size serves; None: of unlimited size."""
+        if not len(self.capacity_for_prefix):
+            return 0.0
+        return float(np.mean(self.capacity_for_prefix <= _limit(capacity_blocks)))
+
+
+def _limit(capacity_blocks: int | None) -> int:
+    return NEVER - 1 if capacity_blocks is None else min(capacity_blocks, NEVER - 1)
+
+
+def find_reuse(trace: BlockTrace) -> Reuse:
+    """When each block of the trace is used again."""
+    needed = stack_distances(trace.block_ids) + 1
+    requests = np.repeat(np.arange(trace.num_requests, dtype=np.int64), trace.blocks_of_requests)
+    # A running maximum that starts anew with each request: later requests are shifted above all earlier ones.
+    shift = requests * (2 * NEVER)
+    return Reuse(capacity_for_block=needed, capacity_for_prefix=np.maximum.accumulate(needed + shift) - shift)
+
+
+def stack_distances(ids: Integers) -> Integers:
+    """For each use the number of other ids since the last use of its id; `NEVER` for a first use.
+
+    With p the place of the last use, these are the uses j after p whose own last use is not after p. No use
+    up to p has a later one, so it is enough to count uses before i with a last use up to p, less p + 1.
+    """
+    num = len(ids)
+    order = np.argsort(ids, kind="stable")
+    is_same = ids[order[1:]] == ids[order[:-1]]
+    last_use = np.full(num, -1, np.int64)
+    last_use[order[1:][is_same]] = order[:-1][is_same]
+    ranks = np.empty(num, np.int64)
+    ranks[np.argsort(last_use, kind="stable")] = np.arange(num)
+    distances = _count_smaller_before(ranks) - (last_use + 1)
+    distances[last_use < 0] = NEVER - 1
+    return distances
+
+
+def _count_smaller_before(ranks: Integers) -> Integers:
+    """For each element of a permutation, how many smaller ones stand before it.
+
+    Sorts stably by one bit after the other, from the highest: two elements part where their highest
+    different bit is looked at, and are still in their first order there.
+    """
+    num = len(ranks)
+    counts = np.zeros(num, np.int64)
+    current, places = ranks, np.arange(num)
+    for bit in range(max(num - 1, 0).bit_length() - 1, -1, -1):
+        start = (current >> (bit + 1)) << (bit + 1)
+        is_one = (current >> bit & 1).astype(bool)
+        zeros_before = np.zeros(num + 1, np.int64)
+        np.cumsum(~is_one, out=zeros_before[1:])
+        zeros_in_group = zeros_before[:-1] - zeros_before[start]
+        counts[current[is_one]] += zeros_in_group[is_one]
+        ones_begin = np.minimum(start + (1 << bit), num)
+        target = np.where(is_one, ones_begin + places - start - zeros_in_group, start + zeros_in_group)
+        following = np.empty(num, np.int64)
+        following[target] = current
+        current = following
+    return counts[ranks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """One level of a cache; `capacity_blocks` None: without limit."""
+
+    name: str
+    capacity_blocks: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierFigures:
+    """What one tier serves and takes. Every tier keeps the blocks that were used last, written through."""
+
+    tier: str
+    capacity_blocks: int | None
+    hit_blocks: int
+    written_blocks: int
+
+
+def simulate_tiers(reuse: Reuse, tiers: Sequence[Tier]) -> list[TierFigures]:
+    """Which of the tiers, fastest first, serves each hit of a prefix, and what each has to take.
+
+    A prefix is served if every block of it is in some tier. A tier takes each block that it does not have.
+    """
+    largest = max((_limit(tier.capacity_blocks) for tier in tiers), default=0)
+    is_hit = reuse.capacity_for_prefix <= largest
+    is_served = np.zeros(len(is_hit), bool)
+    figures = []
+    for tier in tiers:
+        has_block = reuse.capacity_for_block <= _limit(tier.capacity_blocks)
+        serves = is_hit & has_block & ~is_served
+        is_served |= serves
+        figures.append(
+            TierFigures(
+                tier=tier.name,
+                capacity_blocks=tier.capacity_blocks,
+                hit_blocks=int(serves.sum()),
+                written_blocks=0 if tier.capacity_blocks == 0 else int((~has_block).sum()),
+            )
+        )
+    return figures

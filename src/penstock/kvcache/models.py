@@ -1,0 +1,162 @@
+"""How many bytes of key-value cache a token takes, by model, and how ranks and layers divide them.
+
+Attention with heads (MHA, GQA, MQA) keeps a key and a value per head; multi-head latent attention (MLA) keeps
+one latent vector and one rotary key for all heads, without the factor 2. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from penstock.did_you_mean import did_you_mean
+from penstock.errors import UsageError
+
+DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType(
+    {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvModel:
+    """What of a model its cache depends on. `latent_dims` is above 0 for MLA only: everything kept per layer.
+
+    MLA keeps the compressed latent (kv_lora_rank), the rotary key (qk_rope_head_dim) and, where attention is
+    sparse, the key of its index.
+    """
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    latent_dims: int = 0
+    dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise UsageError(
+                f"Unknown data type {self.dtype!r} of a cache",
+                where=self.name,
+                fix=f"Choose from: {', '.join(DTYPE_BYTES)}.",
+            )
+        for field in ("layers", "heads", "kv_heads", "head_dim"):
+            if getattr(self, field) < 1:
+                raise UsageError(
+                    f"{field} of a model is below 1", where=self.name, fix="Give a number above 0."
+                )
+
+    @property
+    def attention(self) -> str:
+        """The kind of attention: mla, mha or gqa."""
+        if self.latent_dims:
+            return "mla"
+        return "mha" if self.kv_heads == self.heads else "gqa"
+
+    @property
+    def layer_bytes_per_token(self) -> int:
+        """Bytes that one layer keeps of one token."""
+        elements = self.latent_dims or 2 * self.kv_heads * self.head_dim
+        return elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that all layers keep of one token."""
+        return self.layers * self.layer_bytes_per_token
+
+    def rank_bytes_per_token(self, *, tensor: int = 1, pipeline: int = 1) -> int:
+        """What the largest rank keeps of a token: heads are divided by tensor, layers by pipeline ranks.
+
+        Ranks beyond the number of KV heads repeat heads, and every tensor rank has the whole latent of MLA.
+        """
+        layers = -(-self.layers // pipeline)
+        if self.latent_dims:
+            return layers * self.layer_bytes_per_token
+        heads = -(-self.kv_heads // tensor)
+        return layers * 2 * heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+
+def _heads(name: str, layers: int, heads: int, kv_heads: int, head_dim: int) -> KvModel:
+    return KvModel(name=name, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def _latent(name: str, layers: int, heads: int, latent_dims: int) -> KvModel:
+    return KvModel(
+        name=name, layers=layers, heads=heads, kv_heads=heads, head_dim=128, latent_dims=latent_dims
+    )
+
+
+MODELS: Final[Mapping[str, KvModel]] = MappingProxyType(
+    {
+        model.name: model
+        for model in (
+            _heads("tiny-1b", 12, 8, 4, 128),
+            _heads("mistral-7b", 32, 32, 8, 128),
+            _heads("llama2-7b", 32, 32, 32, 128),
+            _heads("llama3.1-8b", 32, 32, 8, 128),
+            _heads("llama3.1-70b-instruct", 80, 64, 8, 128),
+            _latent("deepseek-v3", 61, 128, 512 + 64),
+            _heads("qwen3-32b", 64, 64, 8, 128),
+            _heads("gpt-oss-120b", 36, 64, 8, 64),
+            _heads("gpt-oss-20b", 24, 64, 8, 64),
+            _latent("glm5", 78, 64, 512 + 64 + 128),
+            _latent("kimi-k2.6", 61, 64, 512 + 64),
+        )
+    }
+)
+
+
+def find_model(name: str) -> KvModel:
+    """The model of this name, or of a `config.json` as Hugging Face has them."""
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name)
+    if path.is_file():
+        return _read_config(path)
+    raise UsageError(
+        f"Unknown model {name!r}",
+        fix=f"{did_you_mean(name, MODELS)}`penstock kvcache models` lists them; a config.json works, too.",
+    )
+
+
+def change_model(model: KvModel, **changes: int | str | None) -> KvModel:
+    """The model with other values; None leaves one as it is."""
+    given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+    return replace(model, name=f"{model.name}, changed", **given) if given else model
+
+
+def _read_config(path: Path) -> KvModel:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"Cannot read this model: {error}", where=str(path)) from error
+    if not isinstance(config, dict):
+        raise UsageError("This is no model's configuration", where=str(path), fix="Give its config.json.")
+    heads = _number(config, "num_attention_heads", path)
+    latent_dims = 0
+    if config.get("kv_lora_rank"):
+        latent_dims = _number(config, "kv_lora_rank", path) + _number(config, "qk_rope_head_dim", path)
+        latent_dims += int(config.get("index_head_dim") or 0)
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "float16")
+    return KvModel(
+        name=path.parent.name or path.name,
+        layers=_number(config, "num_hidden_layers", path),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or _number(config, "hidden_size", path) // heads),
+        latent_dims=latent_dims,
+        dtype=dtype,
+    )
+
+
+def _number(config: Mapping[str, Any], key: str, path: Path) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise UsageError(
+            f"{key} is {value!r}, which is no number of a model", where=str(path), fix=f"Set {key} in it."
+        )
+    return value
