@@ -14,7 +14,7 @@ from penstock.cli.options import argument, arguments, flag, group, option, repea
 from penstock.cli.parsers import FOLDER_URI, TIME, URI, whole
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, format_count, table
-from penstock.cluster.comm import Comm
+from penstock.cluster.comm import Comm, run_on_all_ranks, run_on_rank0
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage.uri import open_here
 from penstock.units import format_bytes, format_rate
@@ -193,17 +193,17 @@ class _DropOptions:
     is_dry: bool = flag("--dry-run", "Show what would be dropped, and drop nothing.")
 
 
-@verb(_DropOptions)
-def drop(options: _DropOptions, terminal: Terminal) -> None:
+@ranked(_DropOptions)
+def drop(options: _DropOptions, comm: Comm, terminal: Terminal) -> None:
     """Drop steps from CACHE: their files, their parity and their pending flushes.
 
-    Refuses, and drops nothing, if a step is not durable in the run that --durable names.
+    Refuses, and drops nothing on any rank, if a step is not durable in the run that --durable names.
 
     Examples:
 
       penstock checkpoint drop /local/ssd/run --all --durable /pfs/run --dry-run
 
-      penstock checkpoint drop /local/ssd/run --step 100 --durable /pfs/run
+      penstock checkpoint drop /mnt/a/run /mnt/b/run --ranks 2 --step 100 --durable /pfs/run
 
       srun --ntasks-per-node=1 penstock checkpoint drop /local/ssd/run --all --force
     """
@@ -211,18 +211,53 @@ def drop(options: _DropOptions, terminal: Terminal) -> None:
 
     if bool(options.steps) == options.drops_all:
         raise UsageError("The steps to drop are not clear", fix="Give either --step N or --all.")
-    caches = [cache_tools.require_cache_folder(path) for path in options.caches]
-    steps = cache_tools.find_droppable(
-        caches, None if options.drops_all else list(options.steps), options.durable
+
+    def list_contents() -> list[tuple[Path, cache_tools.CacheContent]]:
+        # One process drops from all caches that it was given, ranks each from its own.
+        paths = options.caches if comm.size == 1 else [_choose_path(options.caches, comm)]
+        caches = [cache_tools.require_cache_folder(path) for path in paths]
+        return [(cache, cache_tools.list_content(cache, comm.rank)) for cache in caches]
+
+    own = run_on_all_ranks(comm, list_contents, awaiting="all ranks to list their caches")
+    contents = comm.gather([content for _, content in own], awaiting="all ranks to list their caches")
+    # All steps of all ranks are checked before the first is dropped.
+    steps = run_on_rank0(
+        comm,
+        lambda: _choose_droppable(options, [content for of_rank in contents for content in of_rank]),
+        awaiting="rank 0 to look at the durable level",
     )
-    if not options.force and not options.is_dry:
-        # All steps are checked before the first is dropped.
-        cache_tools.require_durable(steps)
     if not options.is_dry:
-        cache_tools.drop(caches, [entry.step for entry in steps])
+        run_on_all_ranks(
+            comm,
+            lambda: cache_tools.drop([cache for cache, _ in own], [entry.step for entry in steps]),
+            awaiting="all ranks to drop their steps",
+        )
     document = {"dropped": not options.is_dry, "steps": [asdict(entry) for entry in steps]}
     title = "would be dropped" if options.is_dry else "dropped"
     terminal.result(document, table(title, [_drop_row(entry) for entry in steps]))
+
+
+def _choose_droppable(
+    options: _DropOptions, contents: Sequence[cache_tools.CacheContent]
+) -> list[cache_tools.DroppableStep]:
+    from penstock.checkpoint.levels import cache_tools
+
+    steps = cache_tools.find_droppable(
+        contents, None if options.drops_all else list(options.steps), options.durable
+    )
+    if not options.force and not options.is_dry:
+        cache_tools.require_durable(steps)
+    return steps
+
+
+def _choose_path(paths: Sequence[str], comm: Comm) -> str:
+    """The cache of this rank, if one is named for all ranks or one for each."""
+    if len(paths) not in (1, comm.size):
+        raise UsageError(
+            f"{len(paths)} caches for {comm.size} ranks",
+            fix=f"Name one for all ranks, or one for each: --ranks {len(paths)}.",
+        )
+    return paths[0] if len(paths) == 1 else paths[comm.rank]
 
 
 def _drop_row(entry: cache_tools.DroppableStep) -> dict[str, str]:
@@ -251,13 +286,8 @@ class CacheOptions:
         """The cache level of all ranks. Collective."""
         from penstock.checkpoint.levels.cache import CacheLevel
 
-        if len(self.paths) not in (1, comm.size):
-            raise UsageError(
-                f"{len(self.paths)} caches for {comm.size} ranks",
-                fix=f"Name one for all ranks, or one for each: --ranks {len(self.paths)}.",
-            )
-        path = self.paths[0] if len(self.paths) == 1 else self.paths[comm.rank]
-        level = CacheLevel(open_here(path, rank=comm.rank), comm, schemes=[Single()])
+        storage = open_here(_choose_path(self.paths, comm), rank=comm.rank)
+        level = CacheLevel(storage, comm, schemes=[Single()])
         try:
             yield level
         finally:

@@ -23,7 +23,7 @@ from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Co
 from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
 from penstock.checkpoint.formats.checkpoint_source import DescribedStorage
 from penstock.checkpoint.levels.options import Partner, Scheme, check_schemes, scheme_for
-from penstock.checkpoint.levels.redundancy.parity_layout import build_layout, choose_groups
+from penstock.checkpoint.levels.redundancy.parity_layout import build_layout, fit_scheme
 from penstock.checkpoint.levels.redundancy.redundancy_record import (
     Assessment,
     GroupMember,
@@ -231,7 +231,7 @@ class CacheLevel:
         self._block_bytes = block_bytes
         answers = all_gather_results(
             self._comm,
-            lambda: (_identify_cache(storage, comm.rank), domain or comm.host),
+            lambda: (identify_cache(storage, comm.rank), domain or comm.host),
             awaiting="all ranks to name their caches",
         )
         self._domains = tuple(name for _, name in answers)
@@ -239,14 +239,14 @@ class CacheLevel:
         self._leads = tuple(identities.index(identity) for identity in identities)
         """By rank: the lowest rank that uses the same cache; it acts for its node."""
         self._lead = self._leads[comm.rank]
-        self._groups = {
-            scheme: choose_groups(
-                self._domains, scheme.members, smallest=min(scheme.losses + 1, scheme.members)
-            )
-            for scheme in self._schemes
-        }
+        self._fitted = {scheme: fit_scheme(scheme, self._domains) for scheme in self._schemes}
         self._protector = Protector(storage, comm)
         self.node = NodeCache(storage, next(ranks for ranks in self.nodes if comm.rank in ranks))
+
+    @property
+    def shortfalls(self) -> list[str]:
+        """Why schemes are not the ones that were chosen, and what they survive."""
+        return [fitted.shortfall for fitted in self._fitted.values() if fitted.shortfall]
 
     @property
     def is_lead(self) -> bool:
@@ -440,10 +440,10 @@ class CacheLevel:
             undo.pop_all()
 
     def _protect(
-        self, draft: Draft, shares: Sequence[WrittenShare], scheme: Scheme
+        self, draft: Draft, shares: Sequence[WrittenShare], wanted: Scheme
     ) -> dict[int, GroupRecord]:
         """Compute and write the parity of all groups; returns their records."""
-        groups = self._groups[scheme]
+        scheme, groups = self._fitted[wanted].scheme, self._fitted[wanted].groups
         number = next(number for number, group in enumerate(groups) if self._comm.rank in group)
         plans = [
             _plan_record(draft, group, shares, scheme, domains=self._domains, block_bytes=self._block_bytes)
@@ -520,7 +520,7 @@ def _plan_record(
     )
 
 
-def _identify_cache(storage: Storage, rank: int) -> tuple[str, int, int]:
+def identify_cache(storage: Storage, rank: int) -> tuple[str, int, int]:
     """Identifies a cache: the running kernel, and the folder on it."""
     require_folders(storage)
     root = parse_uri(storage.uri).root

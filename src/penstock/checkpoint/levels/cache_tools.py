@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.commit.catalog import StepCatalog, parse_step, step_dirname
-from penstock.checkpoint.levels.cache import NodeCache
+from penstock.checkpoint.levels.cache import NodeCache, identify_cache
 from penstock.checkpoint.levels.flush.daemon_client import DaemonWatchdog, read_flush_states
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrder, JournalReader
 from penstock.checkpoint.levels.flush.flusher import FlushState
@@ -169,12 +169,35 @@ class DroppableStep:
     """Whether it is still to be flushed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheContent:
+    """What one cache has of which steps; ranks send this to each other."""
+
+    identity: tuple[object, ...]
+    """The same for two paths if they lead to the same folder."""
+    size_bytes: Mapping[int, int]
+    """By step."""
+    ordered: frozenset[int]
+    """The steps still to be flushed."""
+
+
+def list_content(cache: Path, rank: int = 0) -> CacheContent:
+    """The steps of a cache that `rank` can reach."""
+    node = _open_node(cache)
+    steps = [step for name in node.names() if (step := parse_step(name)) is not None]
+    return CacheContent(
+        identity=identify_cache(node.storage, rank),
+        size_bytes={step: sum(node.shares(step_dirname(step)).sizes.values()) for step in steps},
+        ordered=frozenset(FlushFolder(cache).orders.steps()),
+    )
+
+
 def find_droppable(
-    caches: Sequence[Path], steps: Collection[int] | None, durable: str | None
+    contents: Sequence[CacheContent], steps: Collection[int] | None, durable: str | None
 ) -> list[DroppableStep]:
-    """What these caches have of `steps`, or of all steps, ascending; `ObjectNotFound` if one is in none."""
-    nodes = [_open_node(cache) for cache in caches]
-    cached_steps = {step for node in nodes for name in node.names() if (step := parse_step(name)) is not None}
+    """What caches have of `steps`, or of all steps, ascending; `ObjectNotFound` if one is in none."""
+    caches = {content.identity: content for content in contents}.values()
+    cached_steps = {step for cache in caches for step in cache.size_bytes}
     absent = sorted(set(steps or ()) - cached_steps)
     if absent:
         raise ObjectNotFound(
@@ -182,13 +205,12 @@ def find_droppable(
             fix=f"They hold {', '.join(map(str, sorted(cached_steps))) or 'no step'}.",
         )
     known = None if durable is None else set(StepCatalog(open_here(durable)).committed())
-    ordered = {step for cache in caches for step in FlushFolder(cache).orders.steps()}
     return [
         DroppableStep(
             step=step,
-            size_bytes=sum(sum(node.shares(step_dirname(step)).sizes.values()) for node in nodes),
+            size_bytes=sum(cache.size_bytes.get(step, 0) for cache in caches),
             is_durable=None if known is None else step in known,
-            is_ordered=step in ordered,
+            is_ordered=any(step in cache.ordered for cache in caches),
         )
         for step in sorted(cached_steps if steps is None else steps)
     ]

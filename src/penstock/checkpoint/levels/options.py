@@ -3,8 +3,10 @@
 Pure settings, imported by every `Manager`. `parity_layout` derives groups and stripes from a scheme.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Literal
 
 from penstock.errors import UsageError
@@ -37,6 +39,13 @@ class Scheme:
         """The bytes that a member of a group of `members` keeps, with parity, over its own bytes."""
         return members / (members - self.losses)
 
+    def substitutes(self) -> Iterator[Scheme]:
+        """What to use where this scheme does not fit the failure domains, best first."""
+        yield from ()
+
+    def __str__(self) -> str:
+        return self.name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Single(Scheme):
@@ -48,9 +57,14 @@ class Single(Scheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GroupScheme(Scheme):
-    """A scheme whose ranks protect each other in groups of `group`."""
+    """A scheme whose ranks protect each other in groups of `group`.
+
+    Where there are too few failure domains for such groups, the job is told and another scheme is used;
+    with `strict`, it is refused.
+    """
 
     group: int = 8
+    strict: bool = False
 
     def __post_init__(self) -> None:
         # `super()` without arguments does not work here: a dataclass with slots is made twice.
@@ -66,6 +80,22 @@ class _GroupScheme(Scheme):
     def members(self) -> int:
         """The size of a group."""
         return self.group
+
+    def substitutes(self) -> Iterator[Scheme]:
+        """Larger groups, which survive as many losses each; then one parity; then nothing but one copy."""
+        if self.strict:
+            return
+        for group in range(self.group + 1, min(2 * self.group, LARGEST_GROUP + 1)):
+            yield replace(self, group=group)
+        if self.losses > 1:
+            one_parity = Xor(group=self.group, every=self.every)
+            yield one_parity
+            yield from one_parity.substitutes()
+        else:
+            yield Single(every=self.every)
+
+    def __str__(self) -> str:
+        return f"{self.name} in groups of {self.group}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -220,9 +220,9 @@ def _refuse() -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_ranks_of_one_host_alone_cannot_protect_each_other(tmp_path: Path) -> None:
+def test_ranks_of_one_host_that_must_protect_each_other_are_refused(tmp_path: Path) -> None:
     def make(comm: ThreadComm) -> None:
-        CacheLevel(open_storage(str(tmp_path), {}), comm, schemes=[Xor(group=2)], domain="one")
+        CacheLevel(open_storage(str(tmp_path), {}), comm, schemes=[Xor(group=2, strict=True)], domain="one")
 
     with pytest.raises((UsageError, RankFailed), match="failure domains"):
         on_ranks(2, make)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,49 @@ def test_any_placement_and_number_of_ranks_restores_bit_for_bit(tmp_path: Path) 
     assert results[0] == [(1, []), (1, []), (1, []), (7, [])]
     assert results[7] == [(1, []), (7, [])]
     assert not (tmp_path / "a/durable").exists() or not list((tmp_path / "a/durable").glob("step-*"))
+
+
+class Told(logging.Handler):
+    """The messages of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        logging.getLogger("penstock").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+STARTS = [([0, 1, 2, 3], (1, 2)), ([3, 0], (3,)), ([0], ()), ([2, 0, 1, 3], (0, 2)), ([2, 0, 3, 1], ())]
+"""For each start of a job: the hosts of its ranks, and those that are lost when it ends."""
+
+
+def one_script_on_any_nodes(rank: int, root: Path) -> list[str]:
+    """At each start, restore what the one before has saved, and save the next step."""
+    told = Told()
+    for step, (hosts, lost) in enumerate(STARTS, start=1):
+        ranks = list(range(len(hosts)))
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            state = state_on(group, 0)
+            with manager_of(rank, group, root, DoubleParity(group=4), hosts, flush=None) as manager:
+                assert manager.restore(state) == (step - 1 or None)
+                if step > 1:
+                    assert torch.equal(state["sharded"].full_tensor(), full(step - 1))
+                    assert torch.equal(state["common"], torch.full((500,), step - 1, dtype=torch.int64))
+                manager.save(step, state_on(group, step))
+        lose(root, *lost)
+    return [message for message in told.messages if "does not fit" in message]
+
+
+def test_one_script_starts_on_four_two_one_and_four_nodes_and_restores_bit_for_bit(tmp_path: Path) -> None:
+    on_two, on_one = on_gloo_ranks(4, one_script_on_any_nodes, tmp_path)[0]
+    wanted = "Redundancy: double-parity in groups of 4 does not fit the failure domains of this job"
+    assert on_two.startswith(f"{wanted}, 2 with 2 ranks (host-0, host-3)")
+    assert "new checkpoints are protected by xor in groups of 2" in on_two
+    assert on_one.startswith(f"{wanted}, 1 with 1 ranks (host-0)")
+    assert "a single copy, which survives the loss of no host" in on_one
 
 
 def one_too_many(_rank: int, root: Path, scheme: Scheme, hosts: tuple[int, ...]) -> list[Any]:

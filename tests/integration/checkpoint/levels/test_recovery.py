@@ -190,6 +190,14 @@ def test_the_verbs_run_on_a_rank_for_each_cache(caches: Path) -> None:
     (step,) = json.loads(done.stdout)["steps"]
     assert (step["outcome"], step["missing"]) == ("rebuilt", [3])
     assert (caches / "host-3" / "step-2").is_dir()
+    drop = [*run, "drop", *places[2:], "--ranks", "2", "--step", "2", "--json"]
+    refused = subprocess.run(drop, check=False, capture_output=True, text=True, timeout=120)
+    assert refused.returncode != 0
+    assert "nothing was dropped" in refused.stderr
+    done = subprocess.run([*drop, "--force"], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [each["step"] for each in json.loads(done.stdout)["steps"]] == [2]
+    assert [path.parent.name for path in sorted(caches.glob("host-*/step-2"))] == ["host-0", "host-1"]
 
 
 def test_a_verb_on_a_single_rank_reports_what_it_cannot_do(

@@ -18,8 +18,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from penstock.checkpoint.levels.options import Scheme
 from penstock.checkpoint.levels.redundancy.gf256 import inverse, multiply, power_of_two
-from penstock.errors import UsageError
+from penstock.errors import UsageError, name_some
 
 
 class PieceRole(Enum):
@@ -167,3 +168,44 @@ def choose_groups(domains: Sequence[str], members: int, *, smallest: int = 2) ->
             fix="Use more hosts, a smaller group, or smaller failure domains (failure_domain=).",
         )
     return groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedScheme:
+    """The scheme that protects a job's checkpoints, and its groups."""
+
+    scheme: Scheme
+    groups: tuple[Group, ...]
+    shortfall: str = ""
+    """Why it is not the one that was chosen, and what it survives; empty if it is."""
+
+
+def fit_scheme(wanted: Scheme, domains: Sequence[str]) -> FittedScheme:
+    """The scheme that was chosen if it fits the ranks' domains, else the best of its substitutes.
+
+    Raises `UsageError` if nothing fits: without substitutes, the chosen one.
+    """
+    misfit: UsageError | None = None
+    for scheme in (wanted, *wanted.substitutes()):
+        try:
+            groups = choose_groups(domains, scheme.members, smallest=min(scheme.losses + 1, scheme.members))
+        except UsageError as error:
+            misfit = misfit or error
+            continue
+        shortfall = "" if scheme is wanted else _explain_shortfall(wanted, scheme, domains, groups)
+        return FittedScheme(scheme=scheme, groups=groups, shortfall=shortfall)
+    assert misfit is not None, "a scheme that was tried and did not fit has said why"
+    raise UsageError(misfit.what, where=f"{wanted}, strict=True", fix=misfit.fix) from misfit
+
+
+def _explain_shortfall(wanted: Scheme, used: Scheme, domains: Sequence[str], groups: Sequence[Group]) -> str:
+    names = sorted(set(domains))
+    instead = "a single copy, which survives the loss of no host"
+    if used.losses:
+        sizes = " or ".join(map(str, sorted({len(group) for group in groups})))
+        instead = f"{used.name} in groups of {sizes}, of which each survives {used.losses} lost"
+    return (
+        f"{wanted} does not fit the failure domains of this job, {len(names)} with {len(domains)} ranks "
+        f"({name_some(names)}): new checkpoints are protected by {instead}; older ones as they were saved. "
+        "Use more hosts, or name smaller domains (failure_domain=); strict=True refuses to start instead"
+    )

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.levels.redundancy.parity_layout import choose_groups
+from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
+from penstock.checkpoint.levels.redundancy.parity_layout import choose_groups, fit_scheme
 from penstock.errors import UsageError
 
 domains = st.lists(st.sampled_from([f"host-{number}" for number in range(6)]), min_size=1, max_size=60)
@@ -41,3 +42,46 @@ def test_one_host_cannot_protect_itself() -> None:
 
 def test_a_single_copy_has_groups_of_one() -> None:
     assert choose_groups(["a", "a", "b"], 1) == ((0,), (1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hosts", "used"),
+    [
+        (DoubleParity(), "abc", DoubleParity()),
+        (DoubleParity(every=4), "ab", Xor(every=4)),
+        (DoubleParity(), "a", Single()),
+        (DoubleParity(group=3), "abcd", DoubleParity(group=4)),
+        (DoubleParity(group=4), "aabb", Xor(group=4)),
+        (Xor(), "aaaa", Single()),
+        (Xor(group=2), "abc", Xor(group=3)),
+        (Partner(), "abcde", Partner(group=3)),
+        (Partner(every=2), "a", Single(every=2)),
+        (Single(), "a", Single()),
+    ],
+    ids=str,
+)
+def test_a_scheme_that_does_not_fit_is_replaced_by_the_best_that_does(
+    wanted: Scheme, hosts: str, used: Scheme
+) -> None:
+    fitted = fit_scheme(wanted, list(hosts))
+    assert fitted.scheme == used
+    assert min(map(len, fitted.groups)) > used.losses
+    assert (fitted.shortfall == "") is (used == wanted)
+    if fitted.shortfall:
+        assert f"{wanted} does not fit" in fitted.shortfall
+        assert "single copy" in fitted.shortfall if used.name == "single" else used.name in fitted.shortfall
+
+
+@given(domains, st.sampled_from([Partner, Xor, DoubleParity]), st.integers(3, 10))
+def test_whatever_the_hosts_some_scheme_fits_and_keeps_domains_apart(
+    names: list[str], kind: type[Xor], members: int
+) -> None:
+    fitted = fit_scheme(kind(group=members, every=3), names)
+    assert fitted.scheme.every == 3
+    assert sorted(rank for group in fitted.groups for rank in group) == list(range(len(names)))
+    assert all(len({names[rank] for rank in group}) == len(group) for group in fitted.groups)
+
+
+def test_a_strict_scheme_is_refused_where_it_does_not_fit() -> None:
+    with pytest.raises(UsageError, match=r"groups of 3 or more.*double-parity in groups of 8, strict=True"):
+        fit_scheme(DoubleParity(strict=True), ["a", "b"])
