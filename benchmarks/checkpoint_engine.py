@@ -44,7 +44,7 @@ def measure(repetitions: int, size_bytes: int = DEFAULT_BYTES) -> list[Ratio]:
         f"w{number}": torch.randn(ROWS, TENSOR_BYTES // 4 // ROWS)
         for number in range(size_bytes // TENSOR_BYTES)
     }
-    with _alone_in_a_group(), _folder() as folder:
+    with alone_in_a_group(), folder_for_files() as folder:
         return [*_saves(folder, state, repetitions), *_loads(folder, state, repetitions)]
 
 
@@ -173,9 +173,9 @@ def _timed(name: str, way: Callable[[], Ending], size_gib: float) -> Side:
     def side() -> Mapping[str, float]:
         # Nobody is to pay for what others have left in the page cache.
         os.sync()
-        cpu_s, start_s = _cpu_s(), time.perf_counter()
+        begin_cpu_s, start_s = cpu_s(), time.perf_counter()
         end = way()
-        took_s, took_cpu_s = time.perf_counter() - start_s, _cpu_s() - cpu_s
+        took_s, took_cpu_s = time.perf_counter() - start_s, cpu_s() - begin_cpu_s
         end()
         return {name: size_gib / took_s, f"{name} CPU": size_gib / took_cpu_s}
 
@@ -183,14 +183,15 @@ def _timed(name: str, way: Callable[[], Ending], size_gib: float) -> Side:
     return side
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     """Of this process, all its threads, and of its children that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
 @contextmanager
-def _alone_in_a_group() -> Iterator[None]:
+def alone_in_a_group() -> Iterator[None]:
+    """A process group of this process alone, which frameworks ask for."""
     store = dist.HashStore()  # type: ignore[attr-defined] # documented, but not in torch's stubs
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -200,7 +201,8 @@ def _alone_in_a_group() -> Iterator[None]:
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
+def folder_for_files() -> Iterator[Path]:
+    """A folder for what is written, removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="penstock-bench-", dir=os.environ.get("PENSTOCK_BENCH_DIR")))
     try:
         yield folder

@@ -22,6 +22,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from penstock.checkpoint.adapters.async_writer import AsyncWriter
 from penstock.checkpoint.api import TorchEngine
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.saving.buffers import WarmMemory
@@ -180,53 +181,62 @@ class MegatronSaver:
 
     def save(self) -> Ending:
         """Its own planning, writing, fsync and metadata, waited for."""
-        from megatron.core.dist_checkpointing.strategies.state_dict_saver import (  # noqa: PLC0415 - may lack
-            save_state_dict_async_finalize,
-        )
-
-        planned, writer = self._planned()
+        planned, writer = self._planned(self.own_writer)
         function, _, arguments = writer.get_save_function_and_args()
         function(*arguments)
-        with without_cuda():
-            save_state_dict_async_finalize(*planned)
-        return self._remove
+        self._finalize(planned)
+        return self.remove
 
-    def stall(self) -> Ending:
+    def stall(self, writer_of: Callable[[Path], Any] | None = None) -> Ending:
         """Until the trainer may go on: the state is forked, and copied page by page as the trainer writes."""
         from megatron.core.dist_checkpointing.strategies.async_utils import (  # noqa: PLC0415 - may lack
             AsyncCallsQueue,
             AsyncRequest,
         )
-        from megatron.core.dist_checkpointing.strategies.state_dict_saver import (  # noqa: PLC0415 - may lack
-            save_state_dict_async_finalize,
-        )
 
-        planned, writer = self._planned()
-        function, _, arguments = writer.get_save_function_and_args()
+        planned, writer = self._planned(writer_of or self.own_writer)
+        function, preload, arguments = writer.get_save_function_and_args()
         queue = AsyncCallsQueue(persistent=False)
-        finish = [lambda: save_state_dict_async_finalize(*planned)]
+        finish = [lambda: self._finalize(planned)]
         with without_cuda():
-            queue.schedule_async_request(AsyncRequest(function, arguments, finish))
+            queue.schedule_async_request(AsyncRequest(function, arguments, finish, preload_fn=preload))
 
         def end() -> None:
             with without_cuda():
                 queue.maybe_finalize_async_calls(blocking=True)
                 queue.close()
-            self._remove()
+            self.remove()
 
         return end
 
-    def _planned(self) -> tuple[Any, Any]:
+    def own_writer(self, folder: Path) -> Any:
+        """Megatron's writer."""
+        return self._writer_of(folder, thread_count=STREAMS)
+
+    def our_writer(self, folder: Path) -> Any:
+        """Ours in its place."""
+        return AsyncWriter(folder, writers=STREAMS)
+
+    def remove(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self._folder)
+
+    def _planned(self, writer_of: Callable[[Path], Any]) -> tuple[Any, Any]:
         from megatron.core.dist_checkpointing.strategies.state_dict_saver import (  # noqa: PLC0415 - may lack
             save_state_dict_async_plan,
         )
 
         self._folder.mkdir()
-        writer = self._writer_of(self._folder, thread_count=STREAMS)
+        writer = writer_of(self._folder)
         return save_state_dict_async_plan(self._state, writer)[0], writer
 
-    def _remove(self) -> None:
-        shutil.rmtree(self._folder)
+    def _finalize(self, planned: Any) -> None:
+        from megatron.core.dist_checkpointing.strategies.state_dict_saver import (  # noqa: PLC0415 - may lack
+            save_state_dict_async_finalize,
+        )
+
+        with without_cuda():
+            save_state_dict_async_finalize(*planned)
 
 
 def without_cuda() -> Any:

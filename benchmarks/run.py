@@ -33,6 +33,7 @@ BENCHMARKS = (
     "checkpoint_pipe",
     "checkpoint_clients",
     "checkpoint_engine",
+    "checkpoint_adapters",
     "checkpoint_metadata",
     "checkpoint_levels",
     "submission_check",

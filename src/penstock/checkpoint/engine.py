@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.errors import PenstockError
+from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import CheckpointRef
@@ -89,6 +90,15 @@ class RankSaveStats:
     sync_s: float = 0.0
     commit_s: float = 0.0
     memory_bytes: int = 0
+
+    def describe(self) -> str:
+        """The figures, for a line of the log."""
+        rate = format_rate(self.file_bytes / self.write_s) if self.write_s else "no time"
+        return (
+            f"{format_bytes(self.payload_bytes)}; plan {self.plan_s:.3f} s, stage {self.stage_s:.3f} s, "
+            f"write {self.write_s:.3f} s ({rate}), sync {self.sync_s:.3f} s, commit {self.commit_s:.3f} s; "
+            f"memory {format_bytes(self.memory_bytes)}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,36 +1,37 @@
 """The engine's writer behind the interface that Megatron and NVIDIA's resiliency extension call.
 
 Planning and finishing happen in the trainer, writing in whichever process or thread the caller chooses,
-forked or spawned. Those frameworks own the folder and put files of theirs beside ours, so nothing is renamed
-here. Invariant: `.metadata`, without which there is no checkpoint, is written when all files of all ranks are
-durable, and is removed before any of them is overwritten.
+forked or spawned (`write_task`). Those frameworks own the folder and put files of theirs beside ours, so
+nothing is renamed here. Invariant: `.metadata`, without which there is no checkpoint, is written when all
+files of all ranks are durable, and is removed before any of them is overwritten.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import pickle
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import _wrap_exception
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.futures import Future
 
+from penstock.checkpoint.adapters.write_task import HostCopy, WriteTask, read_report, release, write
 from penstock.checkpoint.commit.catalog import AnyPath
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, require_complete
 from penstock.checkpoint.engine import WrittenShare
+from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.plan.save_plan import SaveOptions
-from penstock.checkpoint.saving.file_layout import FileLayout, payload_of_bytes, payload_of_tensor
-from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
 from penstock.checkpoint.torch_dcp.writer import RankItems, build_seal
-from penstock.errors import ObjectNotFound, PenstockError, StorageError
-from penstock.storage.capabilities import prefer_direct_access
+from penstock.errors import ObjectNotFound, PenstockError, UsageError
 from penstock.storage.protocol import write_object
 from penstock.storage.uri import open_here
 
@@ -41,57 +42,16 @@ if TYPE_CHECKING:
 
 
 DEFAULT_STAGING_BYTES = 256 << 20
-TIMEOUT_S = 1800.0
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WriteTask:
-    """One rank's files and where their bytes are; travels to the process that writes them."""
-
-    folder: str
-    rank: int
-    layouts: tuple[FileLayout, ...]
-    parts: Mapping[str, Sequence[bytes | torch.Tensor]]
-    """By file: the packed object or the tensor of each item, in order."""
-    num_bytes: int
-    writers: int
-    staging_bytes: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostCopy:
-    """Copies tensors from devices to main memory. Called by the process that writes."""
-
-    task: WriteTask
-
-    def __call__(self) -> WriteTask:
-        """The same task with every tensor in main memory."""
-        parts = {
-            file: [item.to("cpu") if isinstance(item, torch.Tensor) else item for item in items]
-            for file, items in self.task.parts.items()
-        }
-        return replace(self.task, parts=parts)
-
-
-def write(rank: int, task: WriteTask, report: str) -> None:  # noqa: ARG001 - callers give the rank first
-    """Write one rank's files, each durable, and store the result or the error in the file `report`."""
-    outcome: WrittenShare | PenstockError
-    try:
-        outcome = _write_files(task)
-    except PenstockError as error:
-        outcome = error
-    except (OSError, RuntimeError, ValueError) as error:
-        outcome = StorageError(f"Could not write: {error!r}", uri=task.folder)
-    pending = Path(f"{report}.pending")
-    pending.write_bytes(pickle.dumps(outcome))
-    pending.rename(report)
-
-
-class AsyncWriter:
+class AsyncWriter(FileSystemWriter):
     """Writes one checkpoint into an existing folder, the same on all ranks; one writer for each save.
 
-    With `snapshots`, tensors in main memory are copied before `prepare_write_data` returns, as the process
-    that writes may share them with the trainer. A caller that waits for the writing needs no copy.
+    Each rank writes at most `writers` files, half of them for names that begin with `separation_hint`.
+    Tensors may change once the framework has scheduled the save: a forked process has them as they were, and
+    the others get copies.
     """
 
     can_run_decentralized_global_plan = True
@@ -103,21 +63,41 @@ class AsyncWriter:
         writers: int = 2,
         separation_hint: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        snapshots: bool = True,
+        transforms: Sequence[str] = (),
     ) -> None:
-        self.checkpoint_id = os.fspath(folder)
-        self._options = SaveOptions(writers=writers, separation_hint=separation_hint)
+        require_known_transforms(transforms)
+        if separation_hint is not None and writers < 2:
+            raise UsageError(
+                f"separation_hint={separation_hint!r} needs files of its own, beyond writers={writers}",
+                fix="Use at least 2 writers.",
+            )
+        super().__init__(folder, thread_count=writers)
+        self._folder = os.fspath(folder)
+        groups = 1 if separation_hint is None else 2
+        self._options = SaveOptions(writers=writers // groups, separation_hint=separation_hint)
+        self._writers = writers
         self._staging_bytes = staging_bytes
-        self._snapshots = snapshots
+        self._transforms = tuple(transforms)
         self._items: RankItems | None = None
-        self._task: WriteTask | None = None
+        self._copy: HostCopy | None = None
         self._report = ""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder, as it was given."""
+        return self._folder
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, perhaps in another folder."""
+        super().reset(checkpoint_id)
+        if checkpoint_id is not None:
+            self._folder = os.fspath(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: FBT001 - torch's
         """All ranks, first: remove manifest and metadata of an older checkpoint in this folder."""
         if not is_coordinator:
             return
-        storage = open_here(self.checkpoint_id)
+        storage = open_here(self._folder)
         for name in (METADATA_NAME, MANIFEST_NAME):
             with suppress(ObjectNotFound):
                 storage.delete(name)
@@ -135,21 +115,26 @@ class AsyncWriter:
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """All ranks: lay out this rank's files."""
+        """All ranks: lay out this rank's files. Nothing is copied yet."""
+        start_s = time.perf_counter()
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self._items = items = RankItems(plan.items, planner, rank, self._options)
-        layouts = items.layouts()
+        self._copy, self._items = None, RankItems(plan.items, planner, rank, self._options)
+        layouts = self._items.layouts()
         if not layouts:
             return
-        self._task = WriteTask(
-            folder=self.checkpoint_id,
+        task = WriteTask(
+            folder=self._folder,
             rank=rank,
             layouts=layouts,
-            parts=_parts_of(items, copies=self._snapshots),
-            num_bytes=items.payload_bytes,
-            writers=self._options.writers,
+            parts=self._items.contents(bytes, _memory_of),
+            num_bytes=self._items.payload_bytes,
+            writers=self._writers,
             staging_bytes=self._staging_bytes,
+            transforms=self._transforms,
+            planner_pid=os.getpid(),
+            plan_s=time.perf_counter() - start_s,
         )
+        self._copy = HostCopy(task)
         descriptor, self._report = tempfile.mkstemp(prefix="penstock-share-")
         os.close(descriptor)
         Path(self._report).unlink()
@@ -159,29 +144,44 @@ class AsyncWriter:
 
         None on a rank that has nothing to write.
         """
-        if self._task is None:
+        if self._copy is None:
             return None, None, []
-        return write, HostCopy(self._task), [self._task.rank, self._task, self._report]
+        task = self._copy.task
+        return write, self._copy, [task.rank, task, self._report]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """All ranks, for callers without a process for it: prepare, write, and return the results."""
+        self.prepare_write_data(plan, planner)
+        if self._copy is not None:
+            task = self._copy()
+            write(task.rank, task, self._report)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._finished_results())
+        return done
 
     def retrieve_write_results(self) -> list[WriteResult] | Any:
         """All ranks, after the writing: its results, or the failure as torch passes it to other ranks."""
-        assert self._items is not None, "prepare_write_data comes first"
-        if self._task is None:
-            return []
-        report, self._task = Path(self._report), None
         try:
-            # This program wrote it, to a file that only its user may write to.
-            outcome = pickle.loads(report.read_bytes())  # noqa: S301
-        except FileNotFoundError:
-            error = StorageError("The process that writes ended early", uri=self.checkpoint_id)
+            return self._finished_results()
+        except PenstockError as error:
             return _wrap_exception(error)
-        report.unlink()
-        return self._items.results(outcome) if isinstance(outcome, WrittenShare) else _wrap_exception(outcome)
+
+    def _finished_results(self) -> list[WriteResult]:
+        assert self._items is not None, "prepare_write_data comes first"
+        if self._copy is None:
+            return []
+        release(self._copy.task)
+        self._copy = None
+        outcome = read_report(Path(self._report), self._folder)
+        if not isinstance(outcome, WrittenShare):
+            raise outcome
+        logger.info("rank %d, %s: %s", outcome.rank, self._folder, outcome.stats.describe())
+        return self._items.results(outcome, self._transforms)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: write manifest and metadata once all ranks have written."""
-        seal = build_seal(metadata, results, self.storage_meta(), save_id="")
-        storage = open_here(self.checkpoint_id)
+        seal = build_seal(metadata, results, self.storage_meta(), save_id=self.save_id)
+        storage = open_here(self._folder)
         sizes = {info.key: info.size_bytes for info in storage.list() if info.key in seal.sizes}
         require_complete(sizes, seal.sizes, storage.uri)
         write_object(storage, MANIFEST_NAME, [seal.manifest])
@@ -189,38 +189,14 @@ class AsyncWriter:
 
     def storage_meta(self) -> StorageMeta:
         """The part of `.metadata` that describes this save."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        return StorageMeta(checkpoint_id=self._folder, save_id=self.save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accept any path or URI."""
+        return bool(os.fspath(checkpoint_id))
 
 
-def _parts_of(items: RankItems, *, copies: bool) -> dict[str, list[bytes | torch.Tensor]]:
-    """The content of the files, in a form that can be pickled; with `copies`, main memory is copied."""
-
-    def part_of(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # Tensors of devices are copied to main memory before they are written, by `HostCopy`.
-        memory = memory.to(dtype)
-        return memory.clone() if copies and memory.is_cpu else memory
-
-    return items.contents(bytes, part_of)
-
-
-def _write_files(task: WriteTask) -> WrittenShare:
-    payloads = {
-        file: [
-            payload_of_tensor(item) if isinstance(item, torch.Tensor) else payload_of_bytes(item)
-            for item in items
-        ]
-        for file, items in task.parts.items()
-    }
-    share = SaveShare(
-        rank=task.rank,
-        layouts=task.layouts,
-        payloads=payloads,
-        payload_bytes=task.num_bytes,
-        paths={},
-        plan_s=0.0,
-    )
-    settings = choose_pipeline_settings(task.layouts, task.writers, task.staging_bytes)
-    memory = StagingMemory(task.staging_bytes)
-    staged = StagedFiles(share, memory, settings, copies_first=False, timeout_s=TIMEOUT_S)
-    storage = open_here(task.folder, rank=task.rank)
-    return staged.write_to(prefer_direct_access(storage), lambda name: name)
+def _memory_of(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Here and not where it is written: torch's threads do not survive a fork.
+    return memory.to(dtype).resolve_conj().resolve_neg()

@@ -8,6 +8,7 @@ Invariant: the tracker names an iteration only when all of its files, `common.pt
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,8 +42,9 @@ TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"
 class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
     """Megatron's `torch_dist` save strategy with the engine's writer: direct I/O, checksums, a manifest.
 
-    All ranks of the default group save together, each to `writers` files; names that begin with
-    `separation_hint` go to files of their own. Plans are not cached between saves.
+    All ranks of the default group save together, each to at most `writers` files; names that begin with
+    `separation_hint` go to half of them. `transforms` are those of `pc.save`, applied where files are
+    written. Plans are not cached between saves.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
         writers: int = 2,
         separation_hint: str | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
+        transforms: Sequence[str] = (),
         keep_only_main_replica: bool = True,
     ) -> None:
         super().__init__(
@@ -61,16 +64,14 @@ class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
             separation_hint=separation_hint,
         )
         self._staging_bytes = staging_bytes
-
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
-        """All ranks: Megatron's request of a save. Tensors may change once it was scheduled."""
-        return self._request(sharded_state_dict, checkpoint_dir, snapshots=True)
+        self._transforms = transforms
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> None:
         """All ranks: save, and return when it is durable."""
-        self._request(sharded_state_dict, checkpoint_dir, snapshots=False).execute_sync()
+        self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
 
-    def _request(self, sharded_state_dict: Any, checkpoint_dir: AnyPath, *, snapshots: bool) -> Any:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
+        """All ranks: Megatron's request of a save. Tensors may change once it was scheduled."""
         renamed, *_ = stock._replace_state_dict_keys_with_sharded_keys(  # noqa: SLF001 - the parent's own
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -79,7 +80,7 @@ class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
             writers=self.thread_count,
             separation_hint=self.separation_hint,
             staging_bytes=self._staging_bytes,
-            snapshots=snapshots,
+            transforms=self._transforms,
         )
         planner = stock.MCoreSavePlanner(
             dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False

@@ -3,10 +3,10 @@
     queue = AsyncCallsQueue()
     queue.schedule_async_request(save_request(state, "/pfs/run/step-100"))
 
-Invariant: tensors in main memory are written as they are at the time of `save_request`, those on devices as
-they are at the time of scheduling.
+Invariant: tensors are written as they are at the time of scheduling.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -39,13 +39,20 @@ def save_request(
     writers: int = 2,
     separation_hint: str | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
+    transforms: Sequence[str] = (),
 ) -> Any:
     """All ranks: plan a save, and return the request that writes it and makes it a checkpoint.
 
     If writing failed on any rank, the queue's `maybe_finalize_async_calls` raises on the coordinator, and the
     folder is not a checkpoint. `planner` replaces the engine's own.
     """
-    writer = AsyncWriter(path, writers=writers, separation_hint=separation_hint, staging_bytes=staging_bytes)
+    writer = AsyncWriter(
+        path,
+        writers=writers,
+        separation_hint=separation_hint,
+        staging_bytes=staging_bytes,
+        transforms=transforms,
+    )
     planned = save_state_dict_async_plan(
         expand_stateful(state), writer, process_group, planner=planner or SavePlanner()
     )

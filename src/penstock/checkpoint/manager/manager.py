@@ -45,7 +45,6 @@ from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
 from penstock.storage.uri import open_here
-from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from penstock.checkpoint.manager.user_files import Restart, UserOutput
@@ -74,13 +73,7 @@ class SaveReport:
 
     def format_line(self, rank: int) -> str:
         """The statistics of one rank as a line of the log."""
-        stats = self.ranks[rank]
-        rate = format_rate(stats.file_bytes / stats.write_s) if stats.write_s else "no time"
-        return (
-            f"step {self.step}, rank {rank}: {format_bytes(stats.payload_bytes)}; plan {stats.plan_s:.3f} s, "
-            f"stage {stats.stage_s:.3f} s, write {stats.write_s:.3f} s ({rate}), sync {stats.sync_s:.3f} s, "
-            f"commit {stats.commit_s:.3f} s; memory {format_bytes(stats.memory_bytes)}"
-        )
+        return f"step {self.step}, rank {rank}: {self.ranks[rank].describe()}"
 
 
 @dataclass(frozen=True, slots=True)

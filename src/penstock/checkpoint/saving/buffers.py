@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import threading
 import time
 import weakref
@@ -208,12 +209,14 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 class WarmMemory:
     """`size_bytes` of memory that begins at a huge page. Its first touch takes seconds per GiB, so reuse it.
 
-    It has one user at a time. The memory is freed with the last view of it.
+    It has one user at a time, and is freed with the last view of it. Forked processes have the same memory if
+    it `is_shared`, else a copy, made when either side writes; pinned pages must not be copied so.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, *, is_shared: bool = False) -> None:
         self.size_bytes = round_up(size_bytes, PAGE_BYTES)
-        pages = mmap.mmap(-1, self.size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        sharing = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
+        pages = mmap.mmap(-1, self.size_bytes + HUGE_PAGE_BYTES, flags=sharing | mmap.MAP_ANONYMOUS)
         _ask_for_huge_pages(pages)
         whole = memoryview(pages)
         lead = -address_of(whole) % HUGE_PAGE_BYTES
@@ -267,7 +270,7 @@ def pin_memory(memory: WarmMemory, registrar: Registrar | None = None) -> bool:
         )
         return False
     memory.is_pinned = True
-    weakref.finalize(memory, partial(_unpin, runtime, address))
+    weakref.finalize(memory, partial(_unpin, runtime, address, os.getpid()))
     return True
 
 
@@ -278,7 +281,10 @@ def _cuda_runtime() -> Registrar:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call, no-any-return] # torch leaves it untyped
 
 
-def _unpin(runtime: Registrar, address: int) -> None:
+def _unpin(runtime: Registrar, address: int, pid: int) -> None:
+    if os.getpid() != pid:
+        # A forked process has the memory, but must not call CUDA.
+        return
     error = int(runtime.cudaHostUnregister(address))
     if error:
         logger.warning("CUDA error %d while unpinning staging memory", error)

@@ -242,6 +242,13 @@ class DeviceStreams:
         for stream in self.by_device.values():
             stream.catch_up()
 
+    def fetch(self, payload: Payload, start: int, target: memoryview) -> bool:
+        """Have a device begin to fill `target`; False if the calling thread has to copy this payload."""
+        if not isinstance(payload, SupportsFetching) or payload.device not in self.by_device:
+            return False
+        payload.fetch_into(start, target, self.by_device[payload.device])
+        return True
+
     def pin(self, memory: WarmMemory) -> None:
         """Pin `memory` if there are devices that copy to it."""
         if self.by_device:
@@ -465,8 +472,7 @@ class LayoutFiller:
         item = cursor.item
         assert item is not None, "the payload belongs to an item"
         payload, start = self._payloads[name][cursor.number], position - item.payload_offset
-        if isinstance(payload, SupportsFetching) and payload.device in self._device_streams.by_device:
-            payload.fetch_into(start, view, self._device_streams.by_device[payload.device])
+        if self._device_streams.fetch(payload, start, view):
             return len(view)
         step = (payload.block_bytes if self._sums_hot else None) or len(view)
         for done in range(0, len(view), step):

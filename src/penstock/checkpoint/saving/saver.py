@@ -240,15 +240,14 @@ class Saver:
             (layout, _payloads(bucket, plan, local_state, choice.dtype))
             for layout, bucket in zip(layouts, plan.buckets, strict=True)
         ]
-        if self._transforms:
-            files = [file_layout.pack_file(layout, payloads, self._transforms) for layout, payloads in files]
-        return SaveShare(
+        share = SaveShare(
             rank=rank,
             layouts=tuple(layout for layout, _ in files),
             payloads={layout.name: payloads for layout, payloads in files},
             payload_bytes=plan.num_bytes,
             paths=_own_paths(agreed, plan, local_state),
         )
+        return share.transformed(self._transforms)
 
     def close(self) -> None:
         """Free idle memory. May be called twice."""

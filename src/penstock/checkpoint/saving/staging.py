@@ -6,15 +6,23 @@ budget. Invariant: memory is returned exactly once, when no thread uses it any m
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, WrittenFile, WrittenShare
 from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM, PipelineStopped, WarmMemory
-from penstock.checkpoint.saving.file_layout import FileLayout, LayoutFiller, Payload, open_device_streams
+from penstock.checkpoint.saving.file_layout import (
+    DeviceStreams,
+    FileLayout,
+    LayoutFiller,
+    Payload,
+    open_device_streams,
+    pack_file,
+)
 from penstock.checkpoint.saving.measurement import Measurement, now_ns
 from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, WritePipeline
 from penstock.errors import UsageError, WaitTimeout
@@ -39,6 +47,17 @@ class SaveShare:
     paths: Mapping[str, tuple[str | int, ...]]
     plan_s: float = 0.0
 
+    def transformed(self, transforms: Sequence[str]) -> SaveShare:
+        """The share with each item transformed, as in `("stream.zstd/1",)`."""
+        if not transforms:
+            return self
+        packed = [pack_file(layout, self.payloads[layout.name], transforms) for layout in self.layouts]
+        return replace(
+            self,
+            layouts=tuple(layout for layout, _ in packed),
+            payloads={layout.name: payloads for layout, payloads in packed},
+        )
+
 
 def choose_pipeline_settings(
     layouts: Sequence[FileLayout], writers: int, buffer_bytes: int
@@ -57,6 +76,24 @@ def choose_pipeline_settings(
         chunk_bytes=chunk_bytes,
         buffer_memory_bytes=max(min(needed, buffer_bytes // chunk_bytes * chunk_bytes), least),
     )
+
+
+def copy_to_host(
+    payloads: Sequence[Payload], sizes: Sequence[int], memory: WarmMemory, device_streams: DeviceStreams
+) -> list[memoryview]:
+    """Copy payloads of these sizes in bytes to `memory`, each to a page of its own; done when this returns.
+
+    Devices copy to pinned memory in side streams.
+    """
+    device_streams.pin(memory)
+    views, start = [], 0
+    for payload, size in zip(payloads, sizes, strict=True):
+        views.append(memory.view[start : start + size])
+        if size and not device_streams.fetch(payload, 0, views[-1]):
+            payload.copy_into(0, views[-1])
+        start += round_up(size, PAGE_BYTES)
+    device_streams.catch_up()
+    return views
 
 
 class StagedFiles:
@@ -185,10 +222,16 @@ class _Keyed(WrappedStorage):
 
 
 class StagingMemory:
-    """Lends memory to saves in any thread; each loan is returned with `give_back`."""
+    """Lends memory to saves in any thread; each loan is returned with `give_back`.
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+    Without a budget no save waits for another. A forked process can read what is written to memory that
+    `is_shared`, which is then not copied.
+    """
+
+    def __init__(self, budget_bytes: int | None, *, is_shared: bool = False) -> None:
+        self.budget_bytes = sys.maxsize if budget_bytes is None else budget_bytes
+        self._has_budget = budget_bytes is not None
+        self._is_shared = is_shared
         self._idle: list[WarmMemory] = []
         self._lent_bytes = 0
         self._changed = threading.Condition()
@@ -231,9 +274,8 @@ class StagingMemory:
         if self._lent_bytes + size_bytes > self.budget_bytes:
             return None
         # No idle memory is large enough: the longest idle is freed to make room for a new one.
-        while (
-            self._lent_bytes + sum(memory.size_bytes for memory in self._idle) + size_bytes
-            > self.budget_bytes
-        ):
+        needed_bytes = self._lent_bytes + size_bytes
+        limit_bytes = self.budget_bytes if self._has_budget else needed_bytes
+        while needed_bytes + sum(memory.size_bytes for memory in self._idle) > limit_bytes:
             self._idle.pop(0)
-        return WarmMemory(size_bytes)
+        return WarmMemory(size_bytes, is_shared=self._is_shared)

@@ -31,9 +31,7 @@ from penstock.checkpoint.formats.manifest import build_manifest, manifest_bytes
 from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, SharedSavePlan, plan_rank_files
 from penstock.checkpoint.saving.file_layout import (
     FileLayout,
-    Payload,
     lay_out_file,
-    pack_file,
     payload_of_bytes,
     payload_of_tensor,
 )
@@ -299,7 +297,13 @@ class Writer(StorageWriter):
         assigned: _WriteAssignment = plan.storage_data
         storage, _ = open_parent(self._uri(), rank=assigned.rank)
         items = RankItems(plan.items, planner, assigned.rank, self._options)
-        share = _share_of(items, self._transforms)
+        share = SaveShare(
+            rank=items.rank,
+            layouts=items.layouts(),
+            payloads=items.contents(payload_of_bytes, payload_of_tensor),
+            payload_bytes=items.payload_bytes,
+            paths={},
+        ).transformed(self._transforms)
         settings = choose_pipeline_settings(share.layouts, self._options.writers, self._memory.budget_bytes)
         # The memory is this writer's own, and its earlier saves have returned it.
         staged = StagedFiles(share, self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
@@ -318,16 +322,3 @@ class Writer(StorageWriter):
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             transaction.abandon()
-
-
-def _share_of(items: RankItems, transforms: tuple[str, ...]) -> SaveShare:
-    """The share that the engine writes."""
-    layouts = items.layouts()
-    payloads: dict[str, list[Payload]] = items.contents(payload_of_bytes, payload_of_tensor)
-    if transforms:
-        packed = [pack_file(layout, payloads[layout.name], transforms) for layout in layouts]
-        layouts = tuple(layout for layout, _ in packed)
-        payloads = {layout.name: of_file for layout, of_file in packed}
-    return SaveShare(
-        rank=items.rank, layouts=layouts, payloads=payloads, payload_bytes=items.payload_bytes, paths={}
-    )

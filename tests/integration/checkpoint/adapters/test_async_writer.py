@@ -1,19 +1,28 @@
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
 import pickle
-from typing import TYPE_CHECKING, Any
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
+from penstock.checkpoint.adapters import write_task
 from penstock.checkpoint.adapters.async_writer import AsyncWriter
 from penstock.checkpoint.tools.verify import verify
-from penstock.errors import StorageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from penstock.errors import StorageError, UsageError
 
 
 class Save:
@@ -30,14 +39,28 @@ class Save:
         self.writer.prepare_write_data(planner.finish_plan(plan), planner)
         self.function, self.preload, self.arguments = self.writer.get_save_function_and_args()
 
-    def write(self) -> None:
+    def sent(self) -> bytes:
+        """What another process is sent."""
+        return pickle.dumps((self.function, self.preload, self.arguments))
+
+    def write(self, sent: bytes | None = None) -> None:
         """As a process that was sent everything does it."""
+        function, preload, arguments = pickle.loads(sent or self.sent())
+        function(arguments[0], preload(), arguments[2])
+
+    def fork(self, before: Callable[[], object]) -> None:
+        """Write in a process that is forked, and that calls `before` first."""
         assert self.function is not None
         assert self.preload is not None
-        function, preload, arguments = pickle.loads(
-            pickle.dumps((self.function, self.preload, self.arguments))
-        )
-        function(arguments[0], preload(), arguments[2])
+        function, arguments = self.function, [self.arguments[0], self.preload(), self.arguments[2]]
+
+        def run() -> None:
+            before()
+            function(*arguments)
+
+        process = multiprocessing.get_context("fork").Process(target=run)
+        process.start()
+        self.process = process
 
     def finish(self) -> None:
         self.writer.finish(self.metadata, [self.writer.retrieve_write_results()])
@@ -74,13 +97,124 @@ def test_files_of_the_framework_may_be_in_the_same_folder(tmp_path: Path) -> Non
     assert loaded(tmp_path / "one")["step"] == 3
 
 
-def test_with_snapshots_tensors_may_change_before_anything_is_written(tmp_path: Path) -> None:
+def test_tensors_may_change_once_a_save_was_sent_to_another_process(tmp_path: Path) -> None:
     state = state_of()
-    save = Save(state, tmp_path / "one", snapshots=True)
+    save = Save(state, tmp_path / "one")
+    sent = save.sent()
     state["rows"].fill_(9)
-    save.write()
+    save.write(sent)
     save.finish()
     assert torch.equal(loaded(tmp_path / "one")["rows"], state_of()["rows"])
+
+
+def test_a_forked_process_writes_the_values_of_the_moment_of_shared_memory_too(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "mapped", dtype=np.float32, mode="w+", shape=(700,))
+    state = {
+        "own": torch.zeros(700),
+        "view": torch.zeros(900)[100:800],
+        "shared": shared(torch.zeros(700)),
+        "mapped": torch.from_numpy(mapped),
+        "empty": shared(torch.zeros(0)),
+    }
+    for tensor in state.values():
+        tensor.fill_(3)
+    save = Save(state, tmp_path / "one")
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    save.fork(receiver.recv)
+    for tensor in state.values():
+        tensor.fill_(9)
+    sender.send("the training has gone on")
+    save.process.join()
+    save.finish()
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load(found, checkpoint_id=str(tmp_path / "one"))
+    assert all(tensor.eq(3).all() for tensor in found.values())
+
+
+def shared(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.share_memory_()  # type: ignore[no-any-return,no-untyped-call] # torch leaves it untyped
+
+
+def run_out_of_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def see_no_garbage_collector(*_: object) -> None:
+    message = f"off: {not gc.isenabled()}, frozen: {gc.get_freeze_count() > 0}"
+    raise RuntimeError(message)
+
+
+def kill_oneself(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        (kill_oneself, r"\(pid \d+\) was killed by SIGKILL"),
+        (run_out_of_memory, "MemoryError"),
+        (see_no_garbage_collector, "off: True, frozen: True"),
+    ],
+)
+def test_the_end_of_a_forked_writer_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[..., None], cause: str
+) -> None:
+    save = Save(state_of(), tmp_path / "one")
+    monkeypatch.setattr(write_task, "_write_files", end)
+    save.fork(lambda: None)
+    save.process.join()
+    failure, _ = save.writer.retrieve_write_results()
+    assert isinstance(failure, StorageError)
+    assert re.search(cause, str(failure))
+
+
+def test_a_killed_process_takes_the_one_that_writes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Save(state_of(), tmp_path / "one")
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def stay(_: object) -> None:
+        sender.send(os.getpid())
+        time.sleep(60)
+
+    monkeypatch.setattr(write_task, "_write_files", stay)
+    save.fork(lambda: None)
+    writing = receiver.recv()
+    save.process.kill()
+    save.process.join()
+    deadline_s = time.monotonic() + 20
+    while Path(f"/proc/{writing}").exists() and "Z" not in Path(f"/proc/{writing}/stat").read_text():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_files_are_as_many_as_the_writers_and_transformed_and_the_log_has_the_figures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {f"{group}.{number}": torch.full((5000,), 4.0) for group in "ab" for number in range(9)}
+    save = Save(state, tmp_path / "one", writers=4, separation_hint="a.", transforms=["stream.zstd/1"])
+    with caplog.at_level("INFO"):
+        save.write()
+        save.finish()
+    files = sorted(path.name for path in (tmp_path / "one").glob("*.distcp"))
+    assert files == ["__0_0.distcp", "__0_1.distcp", "a.__0_0.distcp", "a.__0_1.distcp"]
+    assert sum((tmp_path / "one" / name).stat().st_size for name in files) < 5000 * 4
+    found = {name: torch.zeros(5000) for name in state}
+    load(found, checkpoint_id=str(tmp_path / "one"))
+    assert all(tensor.eq(4).all() for tensor in found.values())
+    assert re.search(r"rank 0, .*/one: .*KiB; plan .* stage .* write .* sync .* memory", caplog.text)
+    with pytest.raises(UsageError, match="at least 2 writers"):
+        AsyncWriter(tmp_path / "two", writers=1, separation_hint="a.")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_it_is_a_writer_of_torch_and_saves_without_a_process_of_its_own(tmp_path: Path) -> None:
+    writer = AsyncWriter(tmp_path / "one")
+    assert isinstance(writer, FileSystemWriter)
+    metadata = stock_save(state_of(), storage_writer=writer)
+    assert metadata.storage_meta.save_id == writer.save_id
+    assert loaded(tmp_path / "one")["step"] == 3
 
 
 def test_nothing_is_a_checkpoint_before_it_is_finished(tmp_path: Path) -> None:

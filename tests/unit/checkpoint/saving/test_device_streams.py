@@ -23,7 +23,8 @@ from penstock.checkpoint.saving.file_layout import (
     payload_of_tensor,
 )
 from penstock.checkpoint.saving.pipeline import PlannedObject
-from penstock.storage.aligned import address_of
+from penstock.checkpoint.saving.staging import copy_to_host
+from penstock.storage.aligned import PAGE_BYTES, address_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,6 +166,37 @@ def test_each_device_has_one_stream_or_is_synchronized() -> None:
     assert "side stream of cuda:1 waits for caller's stream of cuda:1" in module.log
     links.catch_up()
     assert module.log.count("event awaited") == 2
+
+
+class _OnDevice(TorchPayload):
+    """A tensor that another device is said to have."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__(memory, memory.dtype)
+        self.device = torch.device("cuda:0")
+
+    def copy_into(self, start: int, target: memoryview) -> None:
+        raise AssertionError(start, len(target))
+
+
+def test_tensors_are_copied_to_pinned_memory_in_side_streams_that_are_awaited_once() -> None:
+    module, memory = _Module(), WarmMemory(4 * PAGE_BYTES, is_shared=True)
+    memory.is_pinned = True
+    tensors = [torch.arange(1500.0), torch.randn(0), torch.randn(3, 5).t(), torch.arange(9)]
+    payloads = [
+        _OnDevice(tensors[0]),
+        _OnDevice(tensors[1]),
+        payload_of_tensor(tensors[2]),
+        _OnDevice(tensors[3]),
+    ]
+    links = open_device_streams({"": payloads}, lambda _: module)
+    views = copy_to_host(payloads, [tensor.nbytes for tensor in tensors], memory, links)
+    assert [address_of(view) % PAGE_BYTES for view in views if view] == [0, 0, 0]
+    for tensor, view in zip(tensors, views, strict=True):
+        assert bytes(view) == tensor.contiguous().numpy().tobytes()
+    assert module.log[0] == "side stream of cuda:0 waits for caller's stream of cuda:0"
+    assert module.log.count("event awaited") == 1
+    assert module.log[-1] == "event awaited"
 
 
 def test_tensors_in_host_memory_need_no_device_stream() -> None:
