@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock import __version__
 from penstock.cli import option_groups
 from penstock.cli.options import argument, group, option, repeated
-from penstock.cli.parsers import FOLDER, NAME, SCALE, SETTING, TEXT, URI, whole
+from penstock.cli.parsers import FOLDER, NAME, SCALE, SETTING, TEXT, URI
 from penstock.cli.rank_options import ranked
 from penstock.cli.submission_options import DivisionOptions, TreeOptions
 from penstock.cli.submission_run import (
     CheckpointingOptions,
+    ThreadOptions,
     TrainingOptions,
     find_missing_checkpoints,
     make_training_result,
@@ -66,17 +67,7 @@ class _RehearseOptions:
     organisation: str = option("--organization", NAME, "Name of your organization.", default=_REHEARSED)
     system: str = option("--system", NAME, "Name the system under test.", default=_REHEARSED)
     rules: DivisionOptions = group(DivisionOptions)
-    threads: int | None = option(
-        "--threads",
-        whole(1),
-        "Keep this many reads in flight on each rank (default: the workload's reader.read_threads).",
-    )
-    write_threads: int = option(
-        "--write-threads",
-        whole(1),
-        "Keep this many files in flight on each rank while data is generated.",
-        default="4",
-    )
+    threads: ThreadOptions = group(ThreadOptions)
     gates: option_groups.GateOptions = group(option_groups.GateOptions)
 
     @property
@@ -203,7 +194,6 @@ def _rehearse_training(options: _RehearseOptions, comm: Comm, terminal: Terminal
             data=option_groups.DataOptions(uri=options.place, storage=options.storage),
             target=options.target,
             threads=options.threads,
-            write_threads=options.write_threads,
             gates=options.applied_gates,
         ),
         comm=comm,

@@ -312,7 +312,7 @@ rule.limit_rule(
     formula="num_accelerators / num_hosts > min_per_host; equal is a warning",
     passes="8 accelerators on one host",
     fails="8 accelerators on 4 hosts",
-    not_applicable_if=lambda case: "" if case.is_closed else "OPEN leaves this free",
+    not_applicable_if=rule.free_in_open,
     value=lambda case: _num_accelerators(case) / rule.num_hosts(case.run),
     compare=">",
     limit=lambda case: case.checkpoints.min_per_host,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from penstock.submission import kv_cache_runs
 from penstock.submission.edition import CacheOption
-from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
+from penstock.submission.finding import Finding, Verdict, not_checked, pass_if, violation
 from penstock.submission.kv_cache_runs import CacheCommand, read_commands
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.rules import rule, system_rules
@@ -135,11 +135,9 @@ def _check_complete(case: rule.RunCase) -> Iterator[Finding]:
     formula="model, duration, memory tiers, allocations and generation of every command == the edition's",
     passes="option 1: --model llama3.1-8b --duration 300 --gpu-mem-gb 0 --cpu-mem-gb 0",
     fails="option 1: --cpu-mem-gb 32",
+    not_applicable_if=rule.free_in_open,
 )
 def _check_table(case: rule.RunCase) -> Iterator[Finding]:
-    if not case.is_closed:
-        yield not_applicable(case.name, "OPEN leaves this free")
-        return
     commands, options = read_commands(case.run.metadata), case.kv_cache.options
     for number, option in options.items():
         wrong = sorted(
@@ -175,11 +173,9 @@ def _check_table(case: rule.RunCase) -> Iterator[Finding]:
     ),
     passes="nine commands in order, --seed-base 42, inter_option_delay 90",
     fails="two trials of option 3",
+    not_applicable_if=rule.free_in_open,
 )
 def _check_sequence(case: rule.RunCase) -> Iterator[Finding]:
-    if not case.is_closed:
-        yield not_applicable(case.name, "OPEN leaves this free")
-        return
     metadata, limits = case.run.metadata, case.kv_cache
     commands = read_commands(metadata)
     ran = [(command.option, command.trial) for command in commands]
@@ -214,11 +210,9 @@ def _check_sequence(case: rule.RunCase) -> Iterator[Finding]:
     formula="no command has --enable-autoscaling",
     passes="... --generation-mode none",
     fails="... --enable-autoscaling",
+    not_applicable_if=rule.free_in_open,
 )
 def _check_autoscaling(case: rule.RunCase) -> Iterator[Finding]:
-    if not case.is_closed:
-        yield not_applicable(case.name, "OPEN leaves this free")
-        return
     scaled = [
         command for command in read_commands(case.run.metadata) if "enable-autoscaling" in command.options
     ]
@@ -270,11 +264,9 @@ def _check_ranks(case: rule.RunCase) -> Iterator[Finding]:
     formula="--num-users of every command == the option's, which are not divided among ranks",
     passes="option 1 on 32 ranks: --num-users 200",
     fails="option 1 on 2 ranks: --num-users 100",
+    not_applicable_if=rule.free_in_open,
 )
 def _check_users(case: rule.RunCase) -> Iterator[Finding]:
-    if not case.is_closed:
-        yield not_applicable(case.name, "OPEN leaves this free")
-        return
     commands = read_commands(case.run.metadata)
     for number, option in case.kv_cache.options.items():
         stated = {c.options.get("num-users", "none") for c in commands if c.option == int(number)}
@@ -550,11 +542,9 @@ def _check_gateway(case: rule.RunCase) -> Iterator[Finding]:
     ),
     passes="--model --num-users ... --rank-cache-base",
     fails="--performance-profile latency",
+    not_applicable_if=rule.free_in_open,
 )
 def _check_closed(case: rule.RunCase) -> Iterator[Finding]:
-    if not case.is_closed:
-        yield not_applicable(case.name, "OPEN leaves this free")
-        return
     metadata = case.run.metadata
     flags = {name for command in read_commands(metadata) for name in command.options}
     strange = [f"--{name}" for name in sorted(flags - case.kv_cache.flags)]

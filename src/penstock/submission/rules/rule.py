@@ -192,8 +192,20 @@ def result_rule(
     return decorate
 
 
-def run_rule(**description: Unpack[Description]) -> Callable[[Callable[[RunCase], Iterator[Finding]]], Rule]:
-    """Declare a rule that is judged for each run.
+def always_applicable(_case: ResultCase) -> str:
+    """Apply a rule wherever its edition and benchmark are."""
+    return ""
+
+
+def free_in_open(case: ResultCase) -> str:
+    """Apply a rule in CLOSED alone."""
+    return "" if case.is_closed else "OPEN leaves this free"
+
+
+def run_rule(
+    *, not_applicable_if: Callable[[RunCase], str] = always_applicable, **description: Unpack[Description]
+) -> Callable[[Callable[[RunCase], Iterator[Finding]]], Rule]:
+    """Declare a rule that is judged for each run, unless `not_applicable_if` says why it is not.
 
     A missing fact of one run does not hide findings about other runs.
     """
@@ -202,10 +214,14 @@ def run_rule(**description: Unpack[Description]) -> Callable[[Callable[[RunCase]
         def judge_runs(result: SubmittedResult, edition: Edition) -> Iterator[Finding]:
             require_runs(result)
             for run in result.run_dirs():
+                case = RunCase(result, edition, run)
                 try:
-                    yield from judge(RunCase(result, edition, run))
-                except MissingFact as reason:
-                    yield not_checked(reason)
+                    if reason := not_applicable_if(case):
+                        yield not_applicable(case.name, reason)
+                    else:
+                        yield from judge(case)
+                except MissingFact as missing:
+                    yield not_checked(missing)
 
         return declare(judge_runs, description)
 
@@ -232,7 +248,7 @@ def limit_rule(  # noqa: PLR0913 - the parts of one declaration
     fix: str,
     show: str | tuple[str, str] = "{}",
     otherwise: Verdict | Callable[[Any, Any], Verdict] = Verdict.FAIL,
-    not_applicable_if: Callable[[Case], str] = lambda _: "",
+    not_applicable_if: Callable[[Case], str] = always_applicable,
     lenient_in_warm_up: bool = False,
     **description: Unpack[Description],
 ) -> Rule:

@@ -309,7 +309,7 @@ rule.limit_rule(
     formula="args.vdb_engine is in the edition's list",
     passes="milvus",
     fails="pgvector",
-    not_applicable_if=lambda case: "" if case.is_closed else "OPEN leaves this free",
+    not_applicable_if=rule.free_in_open,
     value=lambda case: _engine(case) if _engine(case) not in case.vectors.engines else "known",
     compare="==",
     limit="known",
@@ -328,7 +328,7 @@ rule.limit_rule(
     formula="index_type is in the edition's list",
     passes="DISKANN",
     fails="IVF_FLAT",
-    not_applicable_if=lambda case: "" if case.is_closed else "OPEN leaves this free",
+    not_applicable_if=rule.free_in_open,
     value=lambda case: _index(case) if _index(case) not in case.vectors.closed_indexes else "known",
     compare="==",
     limit="known",
@@ -347,11 +347,9 @@ rule.limit_rule(
     formula="every key of override_parameters and args.params is in the edition's list",
     passes="index.M=64",
     fails="dataset.distribution=zipfian",
+    not_applicable_if=rule.free_in_open,
 )
 def _check_parameters(case: rule.RunCase) -> Iterator[Finding]:
-    if not case.is_closed:
-        yield not_applicable(case.name, "OPEN leaves this free")
-        return
     metadata = case.run.metadata
     overrides = metadata.value("override_parameters") if metadata.has("override_parameters") else {}
     params = metadata.value("args", "params") if metadata.has("args", "params") else []
