@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, open_parent
 from penstock.checkpoint.commit.transaction import write_and_commit
-from penstock.checkpoint.engine import LoadChoice, NamePatterns, RankSaveStats, SaveChoice, State
+from penstock.checkpoint.engine import LoadChoice, NamePatterns, RankSaveStats, Replicas, SaveChoice, State
 from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced, open_path_together
 from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport
 from penstock.checkpoint.plan import save_plan
@@ -82,6 +82,7 @@ def save(  # noqa: PLR0913 - each option is independent of the others
     writers: int = 2,
     separation_hint: str | None = None,
     transforms: Sequence[str] = (),
+    replicas: Replicas = "share",
     process_group: Any = None,
     progress: Progress | None = None,
 ) -> tuple[RankSaveStats, ...]:
@@ -91,10 +92,11 @@ def save(  # noqa: PLR0913 - each option is independent of the others
 
     An existing checkpoint at `path` is replaced in one step, once the new one is complete. `only` saves the
     parts whose names match, `dtype` converts floating-point tensors. With `transforms`, as in
-    `["stream.zstd/1"]`, items are smaller but can only be read whole.
+    `["stream.zstd/1"]`, items are smaller but can only be read whole. With `replicas="compare"`, an error
+    names tensors and ranks if what several ranks hold is not equal.
     """
     options = save_plan.SaveOptions(writers=writers, separation_hint=separation_hint)
-    saver = Saver(options, staging_bytes=WAITING_BUFFER_BYTES, transforms=transforms)
+    saver = Saver(options, staging_bytes=WAITING_BUFFER_BYTES, transforms=transforms, replicas=replicas)
     with borrowed_group(process_group) as group, closing(saver):
         storage, name = open_parent(path, rank=group.comm.rank)
         prepared = saver.prepare(state, group, SaveChoice(only=only, dtype=dtype))
@@ -117,9 +119,13 @@ class TorchEngine:
     """
 
     def __init__(
-        self, options: save_plan.SaveOptions | None = None, *, staging_bytes: int = DEFAULT_STAGING_BYTES
+        self,
+        options: save_plan.SaveOptions | None = None,
+        *,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        replicas: Replicas = "share",
     ) -> None:
-        self._saver = Saver(options or save_plan.SaveOptions(), staging_bytes=staging_bytes)
+        self._saver = Saver(options, staging_bytes=staging_bytes, replicas=replicas)
         self._loader = CheckpointLoader()
 
     def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> TensorSave:

@@ -29,6 +29,11 @@ NamePatterns = str | Sequence[str]
 """One pattern for names of leaves, or several: `model.*`."""
 
 
+Replicas = Literal["share", "compare"]
+"""What is done with regions that several ranks hold: "share" lets each write a part of what it trusts to be
+equal, "compare" compares them first, and refuses to save what differs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveChoice:
     """Which parts of a state are saved, and with which dtype. By default everything, unchanged."""
@@ -84,6 +89,8 @@ class RankSaveStats:
     rank: int
     payload_bytes: int
     file_bytes: int
+    compare_s: float = 0.0
+    """For replicas that were compared; not in `plan_s`."""
     plan_s: float = 0.0
     stage_s: float = 0.0
     write_s: float = 0.0
@@ -94,10 +101,11 @@ class RankSaveStats:
     def describe(self) -> str:
         """The figures, for a line of the log."""
         rate = format_rate(self.file_bytes / self.write_s) if self.write_s else "no time"
+        compared = f"compare {self.compare_s:.3f} s, " if self.compare_s else ""
         return (
-            f"{format_bytes(self.payload_bytes)}; plan {self.plan_s:.3f} s, stage {self.stage_s:.3f} s, "
-            f"write {self.write_s:.3f} s ({rate}), sync {self.sync_s:.3f} s, commit {self.commit_s:.3f} s; "
-            f"memory {format_bytes(self.memory_bytes)}"
+            f"{format_bytes(self.payload_bytes)}; {compared}plan {self.plan_s:.3f} s, "
+            f"stage {self.stage_s:.3f} s, write {self.write_s:.3f} s ({rate}), sync {self.sync_s:.3f} s, "
+            f"commit {self.commit_s:.3f} s; memory {format_bytes(self.memory_bytes)}"
         )
 
 

@@ -28,6 +28,7 @@ from penstock.checkpoint.engine import (
     NamePatterns,
     PreparedSave,
     RankSaveStats,
+    Replicas,
     SaveCancelled,
     SaveChoice,
     StagedSave,
@@ -272,18 +273,17 @@ class Manager:
     ...     step = manager.restore(state) or 0
     ...     handle = manager.save_async(step + 1, state)
 
-    `process_group` has the ranks whose checkpoints these are: by default all ranks of the default group, or
-    this process alone. Managers of disjoint groups can work at the same time; each needs its own folder.
-    Making and closing a manager is collective.
+    `process_group` has the ranks whose checkpoints these are: by default all ranks, or this process alone.
+    Managers of disjoint groups can work at the same time; each needs its own folder. Making and closing a
+    manager is collective.
 
-    Each rank writes `writers` files in parallel; parts whose names begin with `separation_hint` go to files
-    of their own. `staging_bytes` limits the memory of pending saves on each rank, beside the state (2 GiB); a
-    larger state blocks `save_async` until the rest is written. An `engine` replaces the one for torch.
+    Each rank writes `writers` files in parallel, parts whose names begin with `separation_hint` to others.
+    `staging_bytes` limits the memory of pending saves on a rank (2 GiB); a larger state blocks `save_async`
+    until the rest is written. `replicas="compare"` refuses replicas that differ. `engine` replaces torch's.
 
     With `cache`, a folder on each node, steps are saved there, protected by `redundancy`, and copied to
     `durable` in the background as `flush` says; the newest `keep_cached` stay. `failure_domain` names what
-    fails together with this rank (default: its host); ranks of one domain never protect each other. See
-    docs/levels.md.
+    fails together (default: this host); its ranks never protect each other. See docs/levels.md.
 
     `save_policy` answers `should_save`: `if manager.should_save(step): manager.save_async(step, state)`.
     `stop` lists what else ends the job: then `should_save` is true and `stop_reason` says why.
@@ -305,6 +305,7 @@ class Manager:
         writers: int = 2,
         separation_hint: str | None = None,
         staging_bytes: int | None = None,
+        replicas: Replicas = "share",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         engine: Engine | None = None,
     ) -> None:
@@ -334,7 +335,7 @@ class Manager:
             )
         self._scheduler = policies.SaveScheduler(save_policy)
         self._stop = GracefulStop(stop, self._storage, self._rank)
-        self._engine = engine or _open_torch_engine(writers, separation_hint, staging_bytes)
+        self._engine = engine or _open_torch_engine(writers, separation_hint, staging_bytes, replicas)
         self._restart: Restart | None = None
         self._in_flight = _InFlightSaves(self._front.comm, timeout_s)
         self._num_saves = 0
@@ -571,14 +572,16 @@ def _open_storage(location: AnyPath | Storage, rank: int) -> Storage:
     return open_here(location, rank=rank) if isinstance(location, str | os.PathLike) else location
 
 
-def _open_torch_engine(writers: int, separation_hint: str | None, staging_bytes: int | None) -> Engine:
+def _open_torch_engine(
+    writers: int, separation_hint: str | None, staging_bytes: int | None, replicas: Replicas
+) -> Engine:
     with explained_imports():
         from penstock.checkpoint.api import TorchEngine  # noqa: PLC0415 - loads torch
         from penstock.checkpoint.plan.save_plan import SaveOptions  # noqa: PLC0415 - loads numpy
         from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch
 
     options = SaveOptions(writers=writers, separation_hint=separation_hint)
-    return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES)
+    return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES, replicas=replicas)
 
 
 def _load_copy(copy: step_store.StepCopy, load: Callable[..., object], *arguments: object) -> None:

@@ -20,7 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, cast, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,12 +28,13 @@ import torch
 import xxhash
 
 from penstock.checkpoint.commit.protocol import Seal
-from penstock.checkpoint.engine import NamePatterns, SaveChoice, State, Urgency, WrittenShare
+from penstock.checkpoint.engine import NamePatterns, Replicas, SaveChoice, State, Urgency, WrittenShare
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes, paused_garbage_collection
 from penstock.checkpoint.formats.manifest import Fact, build_manifest, manifest_bytes
 from penstock.checkpoint.plan import save_plan
 from penstock.checkpoint.saving import file_layout
+from penstock.checkpoint.saving.replicas import compare_replicas
 from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
 from penstock.checkpoint.state.leaves import Leaf, expand_stateful, flatten_state, matches_pattern
 from penstock.checkpoint.state.regions import (
@@ -192,7 +193,8 @@ class Saver:
     """Prepares the saves of one trainer; plans and memory are kept from save to save.
 
     `staging_bytes` limits the memory of all saves in flight together, beside the state itself. With
-    `transforms`, as in `("stream.zstd/1",)`, items are compressed in memory before they are staged.
+    `transforms`, as in `("stream.zstd/1",)`, items are compressed in memory before they are staged. For
+    `replicas` see `Replicas`.
     """
 
     def __init__(
@@ -201,8 +203,12 @@ class Saver:
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         transforms: Sequence[str] = (),
+        replicas: Replicas = "share",
     ) -> None:
         require_known_transforms(transforms)
+        if replicas not in get_args(Replicas):
+            raise UsageError(f"replicas={replicas!r} is unknown", fix=f"Use one of {get_args(Replicas)}.")
+        self._replicas = replicas
         self._transforms = tuple(transforms)
         self._options = options or save_plan.SaveOptions()
         self._memory = StagingMemory(staging_bytes)
@@ -217,6 +223,7 @@ class Saver:
             comm, lambda: _collect(state, choice, is_alone=comm.size == 1), awaiting=AWAITED
         )
         warn_of_trust(local_state, comm.rank, self._told)
+        compare_s = compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
         planner = self._planners.setdefault(comm, SavePlanCache(comm))
         agreed = planner.agree(local_state.holdings, self._options)
         share = run_on_all_ranks(
@@ -224,7 +231,7 @@ class Saver:
         )
         return TensorSave(
             agreed=agreed,
-            share=replace(share, plan_s=time.perf_counter() - start_s),
+            share=replace(share, compare_s=compare_s, plan_s=time.perf_counter() - start_s - compare_s),
             memory=self._memory,
             num_ranks=comm.size,
             mesh=device_mesh_sizes(local_state.leaves),

@@ -45,6 +45,7 @@ class SaveShare:
     payloads: Mapping[str, Sequence[Payload]]
     payload_bytes: int
     paths: Mapping[str, tuple[str | int, ...]]
+    compare_s: float = 0.0
     plan_s: float = 0.0
 
     def transformed(self, transforms: Sequence[str]) -> SaveShare:
@@ -201,6 +202,7 @@ class StagedFiles:
             rank=self._share.rank,
             payload_bytes=self._share.payload_bytes,
             file_bytes=measurement.ledger.durable_bytes,
+            compare_s=self._share.compare_s,
             plan_s=self._share.plan_s,
             stage_s=max(self._pipe.filled_ns - self._start_ns, 0) / _NS_PER_S,
             write_s=(measurement.last_submit_ns - measurement.first_submit_ns) / _NS_PER_S,
