@@ -90,6 +90,8 @@ KVCACHE = Group(
         "models": "penstock.cli.kvcache_planning:models",
         "size": "penstock.cli.kvcache_planning:size",
         "simulate": "penstock.cli.kvcache_planning:simulate",
+        "run": "penstock.cli.kvcache_benchmark:run",
+        "replay": "penstock.cli.kvcache_benchmark:replay",
     },
 )
 RESULTS = Group(

@@ -29,10 +29,11 @@ class Reuse:
         """The share of blocks that a cache of this size serves; None: of unlimited size."""
         if not len(self.capacity_for_prefix):
             return 0.0
-        return float(np.mean(self.capacity_for_prefix <= _limit(capacity_blocks)))
+        return float(np.mean(self.capacity_for_prefix <= limit_of(capacity_blocks)))
 
 
-def _limit(capacity_blocks: int | None) -> int:
+def limit_of(capacity_blocks: int | None) -> int:
+    """A capacity as a number: without limit, a cache has every block that was used before."""
     return NEVER - 1 if capacity_blocks is None else min(capacity_blocks, NEVER - 1)
 
 
@@ -110,12 +111,12 @@ def simulate_tiers(reuse: Reuse, tiers: Sequence[Tier]) -> list[TierFigures]:
 
     A prefix is served if every block of it is in some tier. A tier takes each block that it does not have.
     """
-    largest = max((_limit(tier.capacity_blocks) for tier in tiers), default=0)
+    largest = max((limit_of(tier.capacity_blocks) for tier in tiers), default=0)
     is_hit = reuse.capacity_for_prefix <= largest
     is_served = np.zeros(len(is_hit), bool)
     figures = []
     for tier in tiers:
-        has_block = reuse.capacity_for_block <= _limit(tier.capacity_blocks)
+        has_block = reuse.capacity_for_block <= limit_of(tier.capacity_blocks)
         serves = is_hit & has_block & ~is_served
         is_served |= serves
         figures.append(

@@ -1,0 +1,148 @@
+"""Figures of a run of cache operations, from the times of all ranks: rates, latencies, misses, time saved.
+
+Pure. Histograms of ranks are added up, so that a percentile is one of all operations. The load time of a
+request is that of its slowest rank, from its first read to its last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kvcache.block_trace import Integers
+from penstock.kvcache.entries import MISSES, EntryOutcome
+from penstock.kvcache.io_plan import IoPlan, Op, Operations
+from penstock.kvcache.latency_histogram import LatencyHistogram
+
+GIB: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """What one rank did; `load_ns` is for each request how long its reads took here, -1 without reads."""
+
+    elapsed_ns: int
+    read_bytes: int
+    written_bytes: int
+    reads: LatencyHistogram
+    writes: LatencyHistogram
+    lags: LatencyHistogram
+    load_ns: Integers
+    missed_requests: NDArray[np.bool_]
+    done: int
+    outcomes: Counter[str]
+
+
+def sum_up_rank(operations: Operations, timed: NDArray[np.void], num_requests: int) -> RankTimes:
+    """One rank's operations in figures."""
+    ran = timed["outcome"] != EntryOutcome.NOT_RUN
+    operations, timed = operations[ran], timed[ran]
+    is_done = timed["outcome"] == EntryOutcome.DONE
+    is_read, is_write = operations["op"] == Op.READ, operations["op"] == Op.WRITE
+    missed = np.zeros(num_requests, bool)
+    missed[operations["request"][is_read & ~is_done]] = True
+    return RankTimes(
+        elapsed_ns=int(timed["end_ns"].max(initial=0)),
+        read_bytes=int(operations["bytes"][is_read & is_done].sum()),
+        written_bytes=int(operations["bytes"][is_write & is_done].sum()),
+        reads=LatencyHistogram.of(timed["busy_ns"][is_read & is_done]),
+        writes=LatencyHistogram.of(timed["busy_ns"][is_write & is_done]),
+        lags=LatencyHistogram.of(timed["lag_ns"]),
+        load_ns=_load_times(operations[is_read], timed[is_read], num_requests),
+        missed_requests=missed,
+        done=len(operations),
+        outcomes=Counter(
+            {outcome.name.lower(): int((timed["outcome"][is_read] == outcome).sum()) for outcome in MISSES}
+        ),
+    )
+
+
+def _load_times(reads: Operations, timed: NDArray[np.void], num_requests: int) -> Integers:
+    begin = np.full(num_requests, np.iinfo(np.int64).max)
+    end = np.full(num_requests, -1, np.int64)
+    # From when it was due: a read that had to wait for a stream made its request wait, too.
+    np.minimum.at(begin, reads["request"], timed["begin_ns"] - np.maximum(timed["lag_ns"], 0))
+    np.maximum.at(end, reads["request"], timed["end_ns"])
+    return np.where(end >= 0, end - begin, -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTimes:
+    """All ranks together."""
+
+    elapsed_s: float
+    read_bytes: int
+    written_bytes: int
+    reads: LatencyHistogram
+    writes: LatencyHistogram
+    lags: LatencyHistogram
+    load_ns: Integers
+    missed_requests: NDArray[np.bool_]
+    done: int
+    outcomes: Counter[str]
+
+    @property
+    def loads(self) -> LatencyHistogram:
+        """Load times of requests that read something."""
+        return LatencyHistogram.of(self.load_ns[self.load_ns >= 0])
+
+
+def merge_ranks(ranks: Sequence[RankTimes]) -> JobTimes:
+    """The job's times: counts added, histograms merged, the slowest rank for what all wait for."""
+    return JobTimes(
+        elapsed_s=max(rank.elapsed_ns for rank in ranks) / 1e9,
+        read_bytes=sum(rank.read_bytes for rank in ranks),
+        written_bytes=sum(rank.written_bytes for rank in ranks),
+        reads=LatencyHistogram.merged(rank.reads for rank in ranks),
+        writes=LatencyHistogram.merged(rank.writes for rank in ranks),
+        lags=LatencyHistogram.merged(rank.lags for rank in ranks),
+        load_ns=np.max([rank.load_ns for rank in ranks], axis=0),
+        missed_requests=np.any([rank.missed_requests for rank in ranks], axis=0),
+        done=sum(rank.done for rank in ranks),
+        outcomes=sum((rank.outcomes for rank in ranks), Counter()),
+    )
+
+
+def direction_document(moved_bytes: int, elapsed_s: float, latencies: LatencyHistogram) -> dict[str, Any]:
+    """One direction: bytes of payload, their rate over the run and in one busy stream, latencies."""
+    return {
+        "bytes": moved_bytes,
+        "gib_per_s": moved_bytes / GIB / elapsed_s if elapsed_s else 0.0,
+        "gib_per_busy_s": moved_bytes / GIB / (latencies.sum_ns / 1e9) if latencies.sum_ns else None,
+        "latency_ms": latencies.document(),
+    }
+
+
+def time_saved_document(plan: IoPlan, times: JobTimes, *, prefill_tokens_per_s: float) -> dict[str, Any]:
+    """Time to first token that loading saved against computing, and the bandwidth at which both are equal.
+
+    Loading a token's cache is worth it above bytes per token x tokens a second that an accelerator computes.
+    A request that missed an entry saved nothing: what it loaded is useless behind the gap.
+    """
+    has_loaded = times.load_ns >= 0
+    tokens = np.where(times.missed_requests, 0, plan.hit_tokens)[has_loaded]
+    saved_s = tokens / prefill_tokens_per_s - times.load_ns[has_loaded] / 1e9
+    computed_s = plan.input_tokens.sum() / prefill_tokens_per_s
+    return {
+        "prefill_tokens_per_s": prefill_tokens_per_s,
+        "break_even_gib_per_s": plan.bytes_per_token * prefill_tokens_per_s / GIB,
+        "requests_with_hits": int(has_loaded.sum()),
+        "hits_worth_it": float(np.mean(saved_s > 0)) if len(saved_s) else None,
+        "saved_s": float(saved_s.sum()),
+        "saved_if_only_worth_it_s": float(saved_s[saved_s > 0].sum()),
+        "computing_everything_s": float(computed_s),
+        "mean_saved_ms": float(saved_s.mean() * 1e3) if len(saved_s) else None,
+    }
+
+
+def name_kind(plan: IoPlan) -> str:
+    """What a run of this plan measures: storage, or nothing of it."""
+    storage = plan.in_storage
+    if not len(storage):
+        return "memory tiers only" if len(plan.operations) else "no traffic"
+    return "storage" if (storage["op"] == Op.READ).any() else "storage, writes only"

@@ -1,0 +1,239 @@
+"""A run of a plan from start to finish: reclaim, measure the ceiling, execute, reconcile, record.
+
+Collective: every rank calls `run_plan` and gets the same result. Entries are removed at the end unless they
+are to be kept, also after an interruption. What a killed run left unfinished the next one removes.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.bench.device_counters import DeviceObserver
+from penstock.bench.page_cache_eviction import ObjectEviction
+from penstock.bench.run_settings import RunSettings
+from penstock.cluster.comm import Comm, run_on_all_ranks
+from penstock.errors import ObjectNotFound
+from penstock.kvcache import cache_figures
+from penstock.kvcache.cache_figures import JobTimes
+from penstock.kvcache.entries import MISSES, EntryLayout
+from penstock.kvcache.io_engine import EngineSettings, IoEngine
+from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
+from penstock.progress import Progress
+from penstock.results import counter_files, published_files
+from penstock.storage import Counters, Storage, capabilities
+from penstock.storage.files.file_storage import is_unfinished
+from penstock.storage.in_memory import MemoryStorage
+from penstock.workload.spec import Workload
+
+FORMAT_VERSION: Final = 1
+FILE: Final = "kvcache.json"
+STALE_S: Final = 600.0
+"""An unfinished object that nobody wrote to for this long belongs to a dead writer."""
+_CEILING_BYTES: Final = 64 << 20
+_CEILING_OBJECTS: Final = 512
+_CEILING_ROUNDS: Final = 4
+LONGEST_RUN_S: Final = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRequest(RunSettings):
+    """What a run is asked to do; `prefill_tokens_per_s` is what the accelerator computes."""
+
+    plan: IoPlan
+    layout: EntryLayout
+    engine: EngineSettings
+    prefill_tokens_per_s: float = 20_000.0
+    keeps: bool = False
+    measures_ceiling: bool = True
+    stale_s: float = STALE_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheResult:
+    """A run's figures as plain data, and the times that they were made of."""
+
+    document: dict[str, Any]
+    times: JobTimes
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every entry that the plan reads was there, whole."""
+        return not self.times.missed_requests.any()
+
+
+def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: Progress) -> CacheResult:
+    """Execute the plan on all ranks, and record it in a run's folder. Collective."""
+    facts = request.gather_hosts(comm)
+    plan = request.plan
+    with ExitStack() as resources:
+        run = None
+        if comm.rank == 0:
+            run = resources.enter_context(
+                request.open_run(
+                    Workload(name=f"kvcache-{plan.name}"),
+                    hosts=facts,
+                    ranks=comm.size,
+                    seeds={"content": request.engine.seed},
+                    plan={"kind": "kvcache", **plan.document()},
+                )
+            )
+        folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
+        result = measure_plan(request, storage, folder, comm=comm, progress=progress)
+        if run is not None:
+            counter_files.gather_counters(folder)
+            published_files.write_json(folder, FILE, result.document)
+            run.finish()
+        return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
+
+
+def measure_plan(
+    request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: Progress
+) -> CacheResult:
+    """The same without a record of its own: `folder` takes the counters of hosts. Collective."""
+    plan, operations = request.plan, request.plan.share_of(comm.rank, comm.size)
+    reclaimed = comm.broadcast(
+        reclaim_unfinished(storage, older_than_s=request.stale_s) if comm.rank == 0 else None,
+        awaiting="rank 0 to remove what dead writers left",
+    )
+    ceiling = _measure_ceiling(request, comm=comm) if request.measures_ceiling else None
+    progress.begin("cache operations", len(operations))
+    engine = IoEngine(storage, operations, request.layout, request.engine, advance=progress.advance)
+    before = storage.counters.snapshot()
+    try:
+        with DeviceObserver(comm, folder, storage) as observer:
+            with observer.during("read"), observer.during("write"):
+                run_on_all_ranks(
+                    comm,
+                    lambda: engine.run(lambda: comm.barrier(awaiting="all ranks to begin")),
+                    awaiting="all ranks to finish the cache's operations",
+                    timeout_s=LONGEST_RUN_S,
+                )
+            after = storage.counters.snapshot()
+            deliveries = [
+                observer.deliver("read", after.read_bytes - before.read_bytes),
+                observer.deliver("write", after.written_bytes - before.written_bytes),
+            ]
+    finally:
+        if not request.keeps:
+            _remove_entries(storage, operations, request.layout)
+    mine = cache_figures.sum_up_rank(operations, engine.timed, plan.num_requests)
+    times = cache_figures.merge_ranks(comm.gather(mine, awaiting="the times of all ranks"))
+    counters = sum(comm.gather(after, awaiting="what the storages of all ranks counted"), Counters())
+    document = {
+        "format": FORMAT_VERSION,
+        "kind": cache_figures.name_kind(plan),
+        "target": storage.uri,
+        "ranks": comm.size,
+        "results_dir": str(folder),
+        "plan": plan.document(),
+        "engine": asdict(request.engine),
+        "layout": request.layout.name,
+        **_times_document(request, times),
+        "most_stored_bytes": plan.most_stored_bytes(comm.size),
+        "reclaimed_objects": reclaimed,
+        "ceiling": ceiling,
+        "cold": _gather_cold(storage, engine, comm).document(),
+        "deliveries": [asdict(delivery) for delivery in deliveries],
+        "storage_options": dict(storage.options),
+        "storage_counters": counters.record(),
+        "peak_rss_bytes": comm.gather(_peak_rss_bytes(), awaiting="all ranks' memory"),
+    }
+    return CacheResult(document=document, times=times)
+
+
+def _times_document(request: CacheRequest, times: JobTimes) -> dict[str, Any]:
+    elapsed_s = times.elapsed_s
+    return {
+        "elapsed_s": elapsed_s,
+        "operations_done": times.done,
+        "read": cache_figures.direction_document(times.read_bytes, elapsed_s, times.reads),
+        "write": cache_figures.direction_document(times.written_bytes, elapsed_s, times.writes),
+        "requests": {"load_ms": times.loads.document()},
+        "lag_ms": times.lags.document() if request.engine.speedup else None,
+        "misses": {outcome.name.lower(): times.outcomes[outcome.name.lower()] for outcome in MISSES},
+        "time_to_first_token": cache_figures.time_saved_document(
+            request.plan, times, prefill_tokens_per_s=request.prefill_tokens_per_s
+        ),
+    }
+
+
+def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> int:
+    """Remove objects that were begun and not touched for this long; how many there were.
+
+    Object services keep unfinished uploads out of sight, and drop them by a rule of the bucket.
+    """
+    tree = capabilities.find_folder_tree(storage)
+    if tree is None:
+        return 0
+    pending, removed, now_s = [""], 0, time.time()
+    while pending:
+        folder = pending.pop()
+        for entry in tree.entries(folder):
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_folder:
+                pending.append(name)
+            elif is_unfinished(entry.name) and now_s - entry.modified_s >= older_than_s:
+                tree.remove(name)
+                removed += 1
+    return removed
+
+
+def _remove_entries(storage: Storage, operations: Operations, layout: EntryLayout) -> None:
+    written = operations[operations["op"] == Op.WRITE]
+    for entry, part in np.unique(written[["entry", "part"]]).tolist():
+        with suppress(ObjectNotFound):
+            storage.delete(layout.key(entry, part))
+
+
+def _measure_ceiling(request: CacheRequest, *, comm: Comm) -> dict[str, Any] | None:
+    """What these ranks and streams do on storage that costs one copy in memory: the limit of the harness."""
+    storage_operations = request.plan.in_storage
+    if not len(storage_operations):
+        return None
+    # Smaller objects than the plan's where those of all streams would take too much memory.
+    most = _CEILING_BYTES // (2 * request.engine.streams)
+    size = max(1, min(int(np.median(storage_operations["bytes"])), most))
+    num = min(_CEILING_OBJECTS, _CEILING_BYTES // size)
+    operations = np.zeros(num * (1 + _CEILING_ROUNDS), OPERATION)
+    operations["bytes"], operations["tier"] = size, TierNumber.STORAGE
+    operations["entry"] = np.tile(np.arange(num), 1 + _CEILING_ROUNDS)
+    operations["op"][:num] = Op.WRITE
+    settings = replace(request.engine, speedup=0.0, duration_s=None)
+    memory, figures = MemoryStorage(), {}
+    for name, part in (("write", operations[:num]), ("read", operations[num:])):
+        engine = IoEngine(memory, part, request.layout, settings)
+        engine.run(lambda: comm.barrier(awaiting="all ranks to begin measuring the ceiling"))
+        mine = int(engine.timed["end_ns"].max())
+        slowest_ns = max(comm.gather(mine, awaiting="the ceiling of all ranks"))
+        figures[f"{name}_gib_per_s"] = comm.size * len(part) * size / cache_figures.GIB / (slowest_ns / 1e9)
+    return {"object_bytes": size, **figures}
+
+
+def _gather_cold(storage: Storage, engine: IoEngine, comm: Comm) -> ObjectEviction:
+    """How much of what was read was in memory: the proof that reads were cold."""
+    files, residue = capabilities.find_local_paths(storage), engine.residue
+    counts = comm.gather(
+        (residue.before_bytes, residue.after_bytes, residue.total_bytes), awaiting="what was in memory"
+    )
+    if files is None:
+        return ObjectEviction(path="no page cache")
+    if not files.uses_page_cache:
+        return ObjectEviction(path="past the page cache")
+    before, resident, total = (sum(column) for column in zip(*counts, strict=True))
+    return ObjectEviction(
+        path="page cache dropped" if total else "not known",
+        before_bytes=before,
+        resident_bytes=resident,
+        total_bytes=total,
+    )
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,135 @@
+"""Cache entries as objects: their names in several layouts, and a footer that proves what was read.
+
+An entry of ours ends with a footer of one page: a magic number, the payload's length, the digests of its key
+and its bytes, and a checksum of itself. It is written last, so that an entry without it was never finished.
+The layouts of vLLM's and LMCache's file tiers have no checksum; their entries are verified by content.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum
+from hashlib import blake2b, sha256
+from typing import Final, Literal
+
+import numpy as np
+import xxhash
+
+LayoutName = Literal["penstock", "vllm", "lmcache"]
+LAYOUTS: Final = ("penstock", "vllm", "lmcache")
+FOOTER_BYTES: Final = 4096
+_MAGIC: Final = b"PSTKKV01"
+_FIELDS: Final = struct.Struct("<8sQ16s16s")
+_CHECKED: Final = struct.Struct("<Q")
+_PAGE: Final = 4096
+
+
+class EntryOutcome(IntEnum):
+    """What became of an operation; all from `MISSING` on are misses, named by what is wrong."""
+
+    NOT_RUN = 0
+    DONE = 1
+    MISSING = 2
+    TRUNCATED = 3
+    TORN = 4
+    FLIPPED = 5
+    FOREIGN = 6
+    UNREADABLE = 7
+
+
+MISSES: Final = tuple(outcome for outcome in EntryOutcome if outcome >= EntryOutcome.MISSING)
+
+
+def key_digest(key: str) -> bytes:
+    """The digest of a key that its footer has."""
+    return blake2b(key.encode(), digest_size=16).digest()
+
+
+def make_footer(key: str, payload_bytes: int, payload_digest: bytes) -> bytes:
+    """The last page of an entry."""
+    fields = _FIELDS.pack(_MAGIC, payload_bytes, key_digest(key), payload_digest)
+    return (fields + _CHECKED.pack(xxhash.xxh3_64_intdigest(fields))).ljust(FOOTER_BYTES, b"\0")
+
+
+def judge_footer(footer: memoryview, key: str, payload_bytes: int, payload_digest: bytes) -> EntryOutcome:
+    """Whether an entry of the right size is the one of this key, whole and unchanged."""
+    if not np.frombuffer(footer, np.uint8).any():
+        return EntryOutcome.TORN
+    fields = bytes(footer[: _FIELDS.size])
+    (checked,) = _CHECKED.unpack_from(footer, _FIELDS.size)
+    if (
+        xxhash.xxh3_64_intdigest(fields) != checked
+        or np.frombuffer(footer[_FIELDS.size + _CHECKED.size :], np.uint8).any()
+    ):
+        return EntryOutcome.FLIPPED
+    magic, length, of_key, of_payload = _FIELDS.unpack(fields)
+    if magic != _MAGIC or length != payload_bytes or of_key != key_digest(key):
+        return EntryOutcome.FOREIGN
+    return EntryOutcome.DONE if of_payload == payload_digest else EntryOutcome.FLIPPED
+
+
+def judge_size(size_bytes: int, expected_bytes: int) -> EntryOutcome:
+    """What an entry's size says about it."""
+    if size_bytes == expected_bytes:
+        return EntryOutcome.DONE
+    return EntryOutcome.TRUNCATED if size_bytes < expected_bytes else EntryOutcome.FOREIGN
+
+
+def has_zero_page(content: memoryview) -> bool:
+    """Whether a page never arrived: pages of entries are random, those that a crash lost are zeros."""
+    pages = np.frombuffer(content[: len(content) // _PAGE * _PAGE], np.uint64).reshape(-1, _PAGE // 8)
+    return bool((~pages.any(axis=1)).any())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryLayout:
+    """How entries are named, and whether they have a footer.
+
+    `namespace` tells the entries of one workload from those of another in the same store; `parts` is the
+    number of objects of an entry, one for each worker of vLLM and LMCache.
+    """
+
+    name: LayoutName = "penstock"
+    namespace: str
+    model: str = ""
+    chunk_tokens: int = 0
+    parts: int = 1
+    dtype: str = "float16"
+    _folder: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        if self.name == "vllm":
+            identity = sha256(self.configuration()).hexdigest()[:12]
+            object.__setattr__(self, "_folder", f"{self.model.replace('/', '_')}_{identity}")
+
+    @property
+    def has_footer(self) -> bool:
+        """Whether entries prove themselves; others are compared with what was written."""
+        return self.name == "penstock"
+
+    @property
+    def footer_bytes(self) -> int:
+        """What an entry takes beyond its payload."""
+        return FOOTER_BYTES if self.has_footer else 0
+
+    def configuration(self) -> bytes:
+        """What vLLM's tier hashes into the names of its folders, as its `config.json` has it."""
+        values = {
+            "block_size": self.chunk_tokens,
+            "dtype": self.dtype,
+            "model": self.model,
+            "ranks": self.parts,
+        }
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+    def key(self, entry: int, part: int) -> str:
+        """The key of one object of an entry."""
+        digest = blake2b(f"{self.namespace}:{entry}".encode(), digest_size=16).hexdigest()
+        if self.name == "vllm":
+            return f"{self._folder}_r{part}/{digest[:3]}/{digest[3:5]}_g0/{digest}.bin"
+        if self.name == "lmcache":
+            model = self.model.replace("/", "-")
+            return f"vllm@{model}@{self.parts}@{part}@{digest[:16]}@{self.dtype}.pt"
+        return f"{digest[:2]}/{digest}.{part}.kv"

@@ -1,0 +1,259 @@
+"""The operations of a workload, decided before any I/O: requests, hits and evictions in virtual time.
+
+A plan follows from the workload and the tiers alone, never from threads, ranks or the speed of storage; its
+digest proves that two runs did the same. Ranks divide it by entry, so that all operations on an entry are in
+order on one rank. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from fractions import Fraction
+from hashlib import blake2b
+from math import ceil
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kvcache.block_trace import BlockTrace, Integers
+from penstock.kvcache.lru_simulation import Reuse, find_reuse, limit_of
+from penstock.kvcache.models import KvModel
+
+OPERATION: Final = np.dtype(
+    [
+        ("time_s", "<f8"),
+        ("request", "<i8"),
+        ("op", "u1"),
+        ("tier", "u1"),
+        ("part", "<i4"),
+        ("entry", "<i8"),
+        ("bytes", "<i8"),
+    ]
+)
+Operations = NDArray[np.void]
+
+
+class Op(IntEnum):
+    """What is done with an entry."""
+
+    READ = 0
+    WRITE = 1
+    DELETE = 2
+
+
+class TierNumber(IntEnum):
+    """Where: only what is in storage is I/O."""
+
+    GPU = 0
+    CPU = 1
+    STORAGE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectLayout:
+    """How the cache of a chunk is divided into objects: by tensor and pipeline ranks, and perhaps by layer.
+
+    Tensor ranks divide KV heads, and more of them than heads repeat what others have; the latent of MLA is
+    the same on all tensor ranks. What would be stored twice is stored once. `scale` shrinks all objects.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    is_per_layer: bool = False
+    scale: Fraction = Fraction(1)
+
+    def part_bytes(self, model: KvModel, tokens: int) -> list[int]:
+        """The sizes of a chunk's objects, in the order of their numbers."""
+        splits = 1 if model.latent_dims else min(self.tensor, model.kv_heads)
+        layers = [1] * model.layers if self.is_per_layer else _divided(model.layers, self.pipeline)
+        shares = _divided(model.kv_heads, splits)
+        return [
+            ceil(tokens * count * model.layer_bytes_per_token * share * self.scale / model.kv_heads)
+            for count in layers
+            if count
+            for share in shares
+        ]
+
+
+def _divided(number: int, parts: int) -> list[int]:
+    """Whole numbers that differ by 1 at most and add up to `number`."""
+    return [number // parts + (part < number % parts) for part in range(parts)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSizes:
+    """Room for so many chunks in each tier; storage None: without limit."""
+
+    gpu: int = 0
+    cpu: int = 0
+    storage: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IoPlan:
+    """Operations in the order in which they must look as if they happened.
+
+    `input_tokens` and `hit_tokens` are of each request; `hit_tokens` are those that storage serves. `parts`
+    is the number of objects of an entry, `capacity_bytes` the room in storage.
+    """
+
+    name: str
+    operations: Operations
+    parts: int
+    input_tokens: Integers
+    output_tokens: Integers
+    hit_tokens: Integers
+    bytes_per_token: int
+    capacity_bytes: int | None = None
+    facts: dict[str, Any]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests."""
+        return len(self.input_tokens)
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal lists of operations."""
+        return blake2b(self.operations.tobytes(), digest_size=16).hexdigest()
+
+    @property
+    def in_storage(self) -> Operations:
+        """The operations that are I/O."""
+        stored: Operations = self.operations[self.operations["tier"] == TierNumber.STORAGE]
+        return stored
+
+    def share_of(self, rank: int, num_ranks: int) -> Operations:
+        """The I/O of one rank: everything that concerns its entries."""
+        own = self.in_storage
+        share: Operations = own[owners(own, self.parts, num_ranks) == rank]
+        return share
+
+    def most_stored_bytes(self, num_ranks: int) -> int:
+        """What can be stored at most at a time, however far ranks get apart: the sum of each one's most."""
+        return sum(_most_stored(self.share_of(rank, num_ranks)) for rank in range(num_ranks))
+
+    def document(self) -> dict[str, Any]:
+        """The plan in figures, as plain data."""
+        storage, all_tiers = self.in_storage, self.operations
+        counts = {
+            op.name.lower() + "s": {
+                "operations": int((storage["op"] == op).sum()),
+                "bytes": int(storage["bytes"][storage["op"] == op].sum()),
+            }
+            for op in Op
+        }
+        read_bytes = all_tiers[all_tiers["op"] == Op.READ]
+        return {
+            "name": self.name,
+            "digest": self.digest,
+            "operations": len(all_tiers),
+            "requests": self.num_requests,
+            **counts,
+            "hit_bytes_by_tier": {
+                tier.name.lower(): int(read_bytes["bytes"][read_bytes["tier"] == tier].sum())
+                for tier in TierNumber
+            },
+            "capacity_bytes": self.capacity_bytes,
+            **self.facts,
+        }
+
+
+def owners(operations: Operations, parts: int, num_ranks: int) -> Integers:
+    """The rank of each operation, by a hash of its object."""
+    mixed = (operations["entry"] * parts + operations["part"]).astype(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+    ranks: Integers = ((mixed >> np.uint64(33)) % np.uint64(num_ranks)).astype(np.int64)
+    return ranks
+
+
+def _most_stored(operations: Operations) -> int:
+    signs = np.select([operations["op"] == Op.WRITE, operations["op"] == Op.DELETE], [1, -1], 0)
+    return int(np.cumsum(signs * operations["bytes"]).max(initial=0))
+
+
+def plan_blocks(
+    trace: BlockTrace, model: KvModel, *, tiers: TierSizes, layout: ObjectLayout | None = None
+) -> IoPlan:
+    """What a cache of these tiers reads, writes and deletes for the requests of a trace.
+
+    Tiers keep the chunks used last, written through; each request reads its prefix from the fastest tier that
+    has it, then writes what storage does not have. Computing takes no virtual time: what a request writes is
+    there for the next one.
+    """
+    reuse = find_reuse(trace)
+    sizes = (layout or ObjectLayout()).part_bytes(model, trace.block_tokens)
+    requests = np.repeat(np.arange(trace.num_requests, dtype=np.int64), trace.blocks_of_requests)
+    served_by = _serving_tier(reuse, tiers)
+    reads = np.flatnonzero(served_by >= 0)
+    is_stored = reuse.capacity_for_block <= limit_of(tiers.storage)
+    writes = np.flatnonzero(~is_stored) if tiers.storage != 0 else np.empty(0, np.int64)
+    evicted = find_evictions(trace.block_ids, tiers.storage)
+    deletes = np.flatnonzero(evicted >= 0)
+    places = np.concatenate([reads, deletes, writes])
+    kinds = np.repeat([Op.READ, Op.DELETE, Op.WRITE], [len(reads), len(deletes), len(writes)])
+    rows = np.empty(len(places), OPERATION)
+    rows["request"] = requests[places]
+    rows["time_s"] = trace.arrival_s[rows["request"]]
+    rows["op"] = kinds
+    rows["entry"] = np.concatenate([trace.block_ids[reads], evicted[deletes], trace.block_ids[writes]])
+    rows["tier"] = np.where(kinds == Op.READ, served_by[places], TierNumber.STORAGE)
+    # Of each request all reads, then each write after the eviction that makes room for it.
+    order = np.lexsort((kinds != Op.DELETE, places, kinds != Op.READ, rows["request"]))
+    hits = np.bincount(requests[served_by == TierNumber.STORAGE], minlength=trace.num_requests)
+    return IoPlan(
+        name=trace.name,
+        operations=_divide(rows[order], sizes),
+        parts=len(sizes),
+        input_tokens=trace.input_tokens,
+        output_tokens=trace.output_tokens,
+        hit_tokens=np.minimum(hits * trace.block_tokens, trace.input_tokens),
+        bytes_per_token=model.bytes_per_token,
+        capacity_bytes=None if tiers.storage is None else tiers.storage * sum(sizes),
+        facts={
+            "model": model.name,
+            "chunk_tokens": trace.block_tokens,
+            "chunk_bytes": sum(sizes),
+            "objects_per_chunk": len(sizes),
+            "chunks": trace.num_blocks,
+            "prefix_hit_ratio": float(np.mean(served_by >= 0)) if trace.num_blocks else 0.0,
+        },
+    )
+
+
+def _serving_tier(reuse: Reuse, tiers: TierSizes) -> Integers:
+    """The tier that serves each block, -1 where its prefix is not served."""
+    limits = [limit_of(tiers.gpu), limit_of(tiers.cpu), limit_of(tiers.storage)]
+    is_hit = reuse.capacity_for_prefix <= max(limits)
+    fastest = np.select(
+        [reuse.capacity_for_block <= limit for limit in limits], [int(tier) for tier in TierNumber], -1
+    )
+    return np.where(is_hit, fastest, -1)
+
+
+def find_evictions(ids: Integers, capacity: int | None) -> Integers:
+    """For each use of a block the block that an LRU cache of this size drops for it; -1: none."""
+    evicted = np.full(len(ids), -1, np.int64)
+    if not capacity:
+        return evicted
+    cache: OrderedDict[int, None] = OrderedDict()
+    for place, block in enumerate(ids.tolist()):
+        if block in cache:
+            cache.move_to_end(block)
+            continue
+        cache[block] = None
+        if len(cache) > capacity:
+            evicted[place] = cache.popitem(last=False)[0]
+    return evicted
+
+
+def _divide(rows: Operations, sizes: Sequence[int]) -> Operations:
+    """Each operation once for every object of its entry."""
+    divided = np.repeat(rows, len(sizes))
+    divided["part"] = np.tile(np.arange(len(sizes)), len(rows))
+    divided["bytes"] = np.tile(np.array(sizes, np.int64), len(rows))
+    return divided

@@ -1,0 +1,230 @@
+"""Planned operations on real storages: order, damage, memory, ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.errors import StorageError
+from penstock.kvcache.cache_run import CacheRequest, CacheResult, reclaim_unfinished, run_plan
+from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome, LayoutName, make_footer
+from penstock.kvcache.io_engine import EngineSettings, IoEngine
+from penstock.kvcache.io_plan import OPERATION, IoPlan, ObjectLayout, Op, Operations, TierSizes, plan_blocks
+from penstock.kvcache.models import MODELS, change_model
+from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
+from penstock.progress import Silent
+from penstock.storage import Storage, open_storage
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.protocol import WrappedStorage
+from penstock.testing.rank_threads import ThreadComm, on_ranks
+
+SMALL = change_model(MODELS["tiny-1b"], layers=1, kv_heads=1, head_dim=4)
+
+
+def small_plan(requests: int = 60, storage: int | None = 40, layout: ObjectLayout | None = None) -> IoPlan:
+    trace = generate_trace(GeneratorSettings(requests=requests, most_input_tokens=8_000))
+    return plan_blocks(trace, SMALL, tiers=TierSizes(storage=storage), layout=layout)
+
+
+def rows(*steps: tuple[Op, int], size: int = 20_000) -> Operations:
+    operations = np.zeros(len(steps), OPERATION)
+    operations["op"], operations["entry"] = zip(*steps, strict=True)
+    operations["bytes"], operations["tier"] = size, 2
+    return operations
+
+
+def execute(storage: Storage, operations: Operations, **settings: Any) -> Any:
+    layout = settings.pop("layout", EntryLayout(namespace="test"))
+    engine = IoEngine(storage, operations, layout, EngineSettings(**settings))
+    engine.run()
+    return engine
+
+
+class JitteryStorage(WrappedStorage):
+    """Every call takes another time, so that streams overtake each other wherever they can."""
+
+    def create(self, key: str, size_bytes: int | None = None) -> Any:
+        time.sleep(hash(key) % 7 * 1e-4)
+        return self.inside.create(key, size_bytes)
+
+    def delete(self, key: str) -> None:
+        time.sleep(hash(key) % 5 * 1e-4)
+        self.inside.delete(key)
+
+
+@pytest.mark.parametrize("streams", [1, 8, 64])
+def test_streams_never_reorder_what_depends_on_each_other(streams: int) -> None:
+    plan = small_plan()
+    engine = execute(JitteryStorage(MemoryStorage()), plan.in_storage, streams=streams)
+    assert (engine.timed["outcome"] == EntryOutcome.DONE).all()
+    reads = (plan.in_storage["op"] == Op.READ).sum()
+    assert reads > 10
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 5000, 1 << 20])
+@pytest.mark.parametrize("layout", ["penstock", "vllm", "lmcache"])
+def test_objects_in_chunks_come_back_whole(tmp_path: Path, chunk_bytes: int, layout: LayoutName) -> None:
+    storage = open_storage(str(tmp_path), {})
+    names = EntryLayout(name=layout, namespace="test", model="meta/llama", chunk_tokens=256)
+    operations = rows(*((op, entry) for op in (Op.WRITE, Op.READ) for entry in range(3)))
+    engine = execute(storage, operations, layout=names, chunk_bytes=chunk_bytes, streams=2)
+    assert (engine.timed["outcome"] == EntryOutcome.DONE).all()
+    sizes = {info.size_bytes for info in storage.list()}
+    assert sizes == {20_000 + (FOOTER_BYTES if layout == "penstock" else 0)}
+    assert engine.residue.total_bytes == 3 * sizes.pop()
+    keys = [info.key for info in storage.list()]
+    if layout == "vllm":
+        assert all(key.startswith("meta_llama_") and key.endswith(".bin") for key in keys)
+        assert all(key.split("/")[1] == key.split("/")[3][:3] for key in keys)
+    if layout == "lmcache":
+        assert all(key.startswith("vllm@meta-llama@1@0@") for key in keys)
+
+
+def damaged(content: bytearray, kind: str, key: str) -> bytes | None:
+    half = len(content) // 2
+    if kind == "missing":
+        return None
+    if kind == "truncated":
+        return bytes(content[:half])
+    if kind == "torn":
+        return bytes(content[:half]) + bytes(len(content) - half)
+    if kind == "lost page":
+        return bytes(content[:4096]) + bytes(4096) + bytes(content[8192:])
+    if kind == "foreign":
+        return bytes(content[:20_000]) + make_footer(key + "x", 20_000, bytes(16))
+    place = {"flipped": half, "flipped footer": len(content) - FOOTER_BYTES + 20, "flipped end": -1}[kind]
+    content[place] ^= 4
+    return bytes(content)
+
+
+NAMES = {"lost page": "torn", "flipped footer": "flipped", "flipped end": "flipped"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["missing", "truncated", "torn", "lost page", "flipped", "flipped footer", "flipped end", "foreign"],
+)
+def test_damaged_entries_are_misses_with_a_name(tmp_path: Path, kind: str) -> None:
+    storage, layout = open_storage(str(tmp_path), {}), EntryLayout(namespace="test")
+    execute(storage, rows(*((Op.WRITE, entry) for entry in range(3))))
+    path = tmp_path / layout.key(1, 0)
+    content = damaged(bytearray(path.read_bytes()), kind, layout.key(1, 0))
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    engine = execute(storage, rows(*((Op.READ, entry) for entry in range(3))))
+    expected = EntryOutcome[NAMES.get(kind, kind).upper()]
+    assert engine.timed["outcome"].tolist() == [EntryOutcome.DONE, expected, EntryOutcome.DONE]
+
+
+def test_a_stream_that_fails_ends_the_others() -> None:
+    class FullStorage(WrappedStorage):
+        def create(self, key: str, size_bytes: int | None = None) -> Any:
+            raise StorageError("The disk is full")
+
+    with pytest.raises(StorageError, match="full"):
+        execute(FullStorage(MemoryStorage()), small_plan().in_storage)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvcache")]
+
+
+def test_open_loop_begins_at_the_workloads_times_and_reports_lag() -> None:
+    operations = rows(*((Op.WRITE, entry) for entry in range(4)))
+    operations["time_s"] = [0, 0.1, 0.2, 30]
+    engine = execute(MemoryStorage(), operations, speedup=2, duration_s=0.12, streams=1)
+    begun = engine.timed["begin_ns"][:3] / 1e9
+    assert (begun >= np.array([0, 0.05, 0.1])).all()
+    assert (engine.timed["lag_ns"][:3] >= 0).all()
+
+
+def run_on(ranks: int, plan: IoPlan, folder: Path, **settings: Any) -> CacheResult:
+    """One run on ranks that are threads, each with a store of its own: entries belong to ranks."""
+
+    def program(comm: ThreadComm) -> CacheResult:
+        request = CacheRequest(
+            results=folder,
+            plan=plan,
+            layout=EntryLayout(namespace="test", parts=plan.parts),
+            engine=EngineSettings(**settings),
+            measures_ceiling=comm.size == 1,
+        )
+        return run_plan(request, MemoryStorage(), comm=comm, progress=Silent())
+
+    return on_ranks(ranks, program, hosts=["host"] * ranks)[0]
+
+
+def test_runs_do_the_same_on_any_number_of_ranks_and_streams(tmp_path: Path) -> None:
+    plan = small_plan(layout=ObjectLayout(is_per_layer=True))
+    results = [
+        run_on(ranks, plan, tmp_path / f"{ranks}", streams=streams)
+        for ranks, streams in ((1, 1), (2, 8), (4, 64))
+    ]
+    assert all(result.is_right for result in results)
+    facts = {
+        (
+            result.document["plan"]["digest"],
+            result.document["read"]["bytes"],
+            result.document["write"]["bytes"],
+            result.document["requests"]["load_ms"]["count"],
+        )
+        for result in results
+    }
+    assert len(facts) == 1
+    [folder] = (tmp_path / "1").glob("kvcache-*")
+    assert (folder / "kvcache.json").is_file()
+    assert results[0].document["ceiling"]["read_gib_per_s"] > 0
+
+
+def test_runs_without_reads_from_storage_say_so(tmp_path: Path) -> None:
+    trace = generate_trace(GeneratorSettings(requests=20, most_input_tokens=2_000))
+    plan = plan_blocks(trace, SMALL, tiers=TierSizes(gpu=10_000, storage=0))
+    assert run_on(1, plan, tmp_path).document["kind"] == "memory tiers only"
+
+
+WRITER = """
+import sys
+from tests.integration.kvcache.test_io_engine import execute, rows, Op
+from penstock.storage import open_storage
+print("ready", flush=True)
+execute(open_storage(sys.argv[1], {}), rows(*((Op.WRITE, entry) for entry in range(10**4)), size=1 << 20))
+"""
+
+
+def kill_writer(folder: Path) -> None:
+    """A process that writes entries, killed in the middle."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert writer.stdout is not None
+    writer.stdout.readline()
+    while sum(1 for _ in folder.rglob("*.kv")) < 5:
+        time.sleep(0.01)
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    writer.stdout.close()
+
+
+def test_what_a_killed_writer_left_is_reclaimed_and_all_else_is_whole(tmp_path: Path) -> None:
+    kill_writer(tmp_path)
+    storage, layout = open_storage(str(tmp_path), {}), EntryLayout(namespace="test")
+    assert reclaim_unfinished(storage, older_than_s=600) == 0
+    reclaim_unfinished(storage, older_than_s=0)
+    assert not list(tmp_path.rglob(".penstock-*"))
+    stored = {info.key for info in storage.list()}
+    operations = rows(*((Op.READ, entry) for entry in range(len(stored) + 8)), size=1 << 20)
+    engine = execute(storage, operations)
+    counts = Counter(engine.timed["outcome"].tolist())
+    assert counts == {EntryOutcome.DONE: len(stored), EntryOutcome.MISSING: 8}
+    assert layout.key(0, 0) in stored
