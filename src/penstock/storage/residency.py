@@ -10,7 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.errors import Unavailable
+from penstock.errors import StorageError, Unavailable
 from penstock.storage.capabilities import find_local_paths
 from penstock.storage.files.system_calls import raise_on_failure, translate_os_errors
 from penstock.storage.protocol import Storage
@@ -112,6 +112,28 @@ def measure_file_residency(path: str, counters: Mapping[Method, PageCounter] = C
 def measure_residency(storage: Storage, prefix: str = "") -> Residency:
     """How much of all files below `prefix` is resident."""
     return _sum(measure_file_residency(path) for path in _paths(storage, prefix))
+
+
+NUM_SAMPLED = 16
+RESIDENT_SHARE = 0.99
+
+
+def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
+    """Whether these files can be read from this machine's page cache alone, judged by a few of them.
+
+    False where that cannot be known, and for storages that read past the page cache.
+    """
+    paths = find_local_paths(storage)
+    if paths is None or not paths.uses_page_cache or not keys:
+        return False
+    try:
+        for key in keys[:: -(-len(keys) // NUM_SAMPLED)]:
+            found = measure_file_residency(paths.local_path(key))
+            if found.resident_bytes < RESIDENT_SHARE * found.total_bytes:
+                return False
+    except (StorageError, Unavailable):
+        return False
+    return True
 
 
 def evict_file(path: str) -> Eviction:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -87,6 +88,25 @@ def programs(rank: int, root: Path) -> dict[str, Any]:
     state = {f"w{number}": torch.full((TENSOR_BYTES // 4,), float(number)) for number in range(NUM_TENSORS)}
     save(state, root / "step")
     return {"interrupted": interrupted(rank, root), "raising": raising(rank, root)}
+
+
+def killed(rank: int, root: Path) -> None:
+    state = {f"w{number}": torch.full((TENSOR_BYTES // 4,), float(number)) for number in range(NUM_TENSORS)}
+    save(state, root / "step")
+    began_s = time.monotonic()
+    with pytest.raises(PenstockError) as caught:
+        load(state, root / "step", progress=AtFirstBlock(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    took_s = time.monotonic() - began_s
+    (root / f"told{rank}").write_text(f"{took_s} {caught.value}", encoding="utf-8")
+
+
+def test_a_rank_killed_while_it_shares_what_it_reads_is_named_soon(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="child 2: it was killed"):
+        on_gloo_ranks(3, killed, tmp_path)
+    for rank in (0, 1):
+        took_s, told = (tmp_path / f"told{rank}").read_text(encoding="utf-8").split(" ", 1)
+        assert "Rank 2 ended while" in told
+        assert float(took_s) < 10
 
 
 @pytest.fixture(scope="module")

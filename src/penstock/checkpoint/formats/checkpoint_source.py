@@ -94,11 +94,14 @@ class CheckpointSource:
         """The key of one of its files in `storage`."""
         return _key(self.folder, file_name)
 
-    def storage_of_files(self) -> Storage:
-        """The best access to read its files, which writes nothing: perhaps past the page cache."""
+    def storage_of_files(self, tried: int = 0) -> Storage:
+        """The best access to read its files, which writes nothing: perhaps past the page cache.
+
+        `tried` is the number of a file that this process can open.
+        """
         if not self.index.files:
             return self.storage
-        return prefer_direct_access(self.storage, reads=self.key(self.index.files[0]))
+        return prefer_direct_access(self.storage, reads=self.key(self.index.files[tried]))
 
     def shape(self, row: int) -> tuple[int, ...]:
         """The shape of one stored region."""

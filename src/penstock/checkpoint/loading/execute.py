@@ -15,13 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
 from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.checkpoint.loading import placement, reader
+from penstock.checkpoint.loading.host_links import HostLinks
+from penstock.checkpoint.loading.host_sharing import HostSharing, SharedBlocks
 from penstock.checkpoint.loading.load_requests import ByteItemIndex
 from penstock.checkpoint.loading.transport import GlooTransport, Outbox, run_rounds
 from penstock.checkpoint.plan.load_plan import LoadPlan, payload_starts
@@ -30,7 +32,7 @@ from penstock.checkpoint.saving.buffers import pin_memory
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, element_sizes
 from penstock.cluster.comm import Comm, format_cause
-from penstock.errors import RankFailed, WaitTimeout
+from penstock.errors import RankError, RankFailed, WaitTimeout
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES
@@ -38,6 +40,7 @@ from penstock.storage.capabilities import find_local_paths
 from penstock.storage.protocol import Source
 
 Result = TypeVar("Result")
+Beaten = TypeVar("Beaten")
 
 HEARTBEAT_S = 1.0
 """How late a rank may hear of another's failure. A small message of all ranks at this rate costs nothing."""
@@ -119,7 +122,7 @@ def run_with_heartbeat(
             pass
         undo.pop_all()
         cancel_token.cancel()
-        working, statuses = beating.result()
+        working, statuses = heartbeat.result(beating)
         wait([working])
     for rank, status in enumerate(statuses):
         if status.state == "failed":
@@ -128,7 +131,7 @@ def run_with_heartbeat(
     return working.result()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Heartbeat:
     """Exchanges the status of all ranks until all are done or one has failed."""
 
@@ -136,12 +139,14 @@ class _Heartbeat:
     cancel_token: CancelToken
     awaiting: str
     limit_s: float
+    working: Future[Any] | None = None
 
     def beat(self, start: Callable[[], Future[Result]]) -> tuple[Future[Result], Sequence[_RankStatus]]:
         """Start the work; returns it and the last status of each rank."""
         with ExitStack() as undo:
             undo.callback(self.cancel_token.cancel)
             working, done_s = start(), None
+            self.working = working
             while True:
                 wait([working], timeout=HEARTBEAT_S)
                 if done_s is None and working.done():
@@ -152,6 +157,16 @@ class _Heartbeat:
                 if all(status.state == "done" for status in statuses):
                     undo.pop_all()
                     return working, statuses
+
+    def result(self, beating: Future[Beaten]) -> Beaten:
+        """What `beat` returned or raised; where ranks lost each other, the work may know which one died."""
+        try:
+            return beating.result()
+        except RankError as error:
+            cause = self.working.exception() if self.working is not None else None
+            if isinstance(cause, RankError):
+                raise cause from error
+            raise
 
     def _status(self, working: Future[Result], done_s: float | None) -> _RankStatus:
         cause = ""
@@ -186,6 +201,8 @@ class LoadContext:
     progress: Progress
     storage: Storage
     """The checkpoint's, or faster access to the same files."""
+    links: HostLinks | None = None
+    """To the ranks of this host whose reads the plan has as seen ones; None if it has none."""
 
     @property
     def element_sizes(self) -> Ints:
@@ -242,10 +259,56 @@ def _move(
     begin, end = _payload_ranges(plan, context)
     items = _find_whole_items(plan, begin, end, context)
     spans = _plan_spans(plan, context.item_index.stored.file, begin, end, items)
-    settings = context.buffers.settings
-    blocks = reader.plan_blocks(spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
+    memory: reader.BlockMemory = context.buffers
+    if context.links is not None:
+        memory = SharedBlocks(context.links, context.buffers.settings)
+    settings, own_spans = memory.settings, spans[: plan.num_own]
+    blocks = reader.plan_blocks(own_spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
+    destinations, outbox = _open_destinations(plan, begin, targets, context)
+    sharing = None
+    if context.links is not None:
+        sharing = HostSharing(context.links, plan, spans, destinations, timeout_s=timeout_s)
+    files = reader.OpenFiles(blocks, context.open_file)
+    block_reader = reader.BlockReader(
+        blocks,
+        spans,
+        files=files,
+        sink=destinations,
+        items=items,
+        progress=context.progress,
+        wait_for_room=outbox.wait_for_room,
+        viewers=sharing,
+    )
+    incoming = placement.incoming_messages(plan.receives, tensors, targets)
+    context.progress.begin("loading", sum(block.end - block.begin for block in blocks))
+    is_for_cuda = any(target.memory.device.type == "cuda" for target in targets)
+    num_threads = settings.streams + 1 + (len(context.links.links) if context.links is not None else 0)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-load") as threads:
+        futures = list(block_reader.start(memory, threads, pin_memory if is_for_cuda else None))
+        if sharing is not None:
+            futures += sharing.start(threads)
+        if context.group.torch_group is not None and (outbox.messages or incoming):
+            transport = GlooTransport(context.group.torch_group)
+            futures.append(threads.submit(run_rounds, transport, outbox, incoming, timeout_s))
+        stops = [block_reader.stop, outbox.give_up] + ([sharing.stop] if sharing is not None else [])
+        _wait(futures, stops, cancel_token)
+    files.close()
+    for future in futures:
+        future.result()
+    received_bytes = sum(message.size_bytes for message in incoming)
+    return LoadTotals(
+        read_bytes=sum(block.end - block.begin for block in blocks),
+        received_bytes=received_bytes + (sharing.seen_bytes if sharing is not None else 0),
+        num_verified=len(items),
+    )
+
+
+def _open_destinations(
+    plan: LoadPlan, begin: Ints, targets: Sequence[placement.Target], context: LoadContext
+) -> tuple[placement.Destinations, Outbox]:
+    tensors = context.item_index.tensors
     messages, places = placement.outgoing_messages(plan.sends, tensors)
-    outbox = Outbox(messages, timeout_s)
+    outbox = Outbox(messages, context.group.comm.timeout_s)
     paths = find_local_paths(context.storage)
     destinations = placement.Destinations(
         plan,
@@ -257,46 +320,17 @@ def _move(
         # Direct I/O needs aligned memory, and is slower into small pages than into our huge ones.
         takes_any_address=paths is None or paths.uses_page_cache,
     )
-    files = reader.OpenFiles(blocks, context.open_file)
-    block_reader = reader.BlockReader(
-        blocks,
-        spans,
-        files=files,
-        sink=destinations,
-        items=items,
-        progress=context.progress,
-        wait_for_room=outbox.wait_for_room,
-    )
-    incoming = placement.incoming_messages(plan.receives, tensors, targets)
-    context.progress.begin("loading", sum(block.end - block.begin for block in blocks))
-    is_for_cuda = any(target.memory.device.type == "cuda" for target in targets)
-    with ThreadPoolExecutor(settings.streams + 1, thread_name_prefix="penstock-load") as threads:
-        futures = list(block_reader.start(context.buffers, threads, pin_memory if is_for_cuda else None))
-        if context.group.torch_group is not None and (messages or incoming):
-            transport = GlooTransport(context.group.torch_group)
-            futures.append(threads.submit(run_rounds, transport, outbox, incoming, timeout_s))
-        _wait(futures, block_reader, outbox, cancel_token)
-    files.close()
-    for future in futures:
-        future.result()
-    return LoadTotals(
-        read_bytes=sum(block.end - block.begin for block in blocks),
-        received_bytes=sum(message.size_bytes for message in incoming),
-        num_verified=len(items),
-    )
+    return destinations, outbox
 
 
 def _wait(
-    futures: Sequence[Future[None]],
-    block_reader: reader.BlockReader,
-    outbox: Outbox,
-    cancel_token: CancelToken,
+    futures: Sequence[Future[None]], stops: Sequence[Callable[[], None]], cancel_token: CancelToken
 ) -> None:
     """Wait for the threads, and stop all of them when one fails or the work is cancelled."""
 
     def stop() -> None:
-        block_reader.stop()
-        outbox.give_up()
+        for each in stops:
+            each()
 
     cancel_token.on_cancel(stop)
     for future in futures:
@@ -320,14 +354,15 @@ def _find_whole_items(
     """Items that this rank reads from end to end, by row of `ByteItemIndex`: they are verified while read."""
     stored = context.item_index.stored
     sizes = stored.regions.num_bytes(context.element_sizes)
-    is_first = np.ones(len(plan.row), dtype=np.bool_)
-    is_first[1:] = plan.row[1:] != plan.row[:-1]
-    bounds = [*np.flatnonzero(is_first).tolist(), len(plan.row)]
-    rows, counts = np.unique(plan.row[is_first], return_counts=True)
+    own_row = plan.row[: plan.num_own]
+    is_first = np.ones(len(own_row), dtype=np.bool_)
+    is_first[1:] = own_row[1:] != own_row[:-1]
+    bounds = [*np.flatnonzero(is_first).tolist(), len(own_row)]
+    rows, counts = np.unique(own_row[is_first], return_counts=True)
     in_one_run = dict(zip(rows.tolist(), (counts == 1).tolist(), strict=True))
     whole_items = {}
     for low, high in pairwise(bounds):
-        row = int(plan.row[low])
+        row = int(own_row[low])
         payload = int(stored.payload_offset[row])
         follows = (begin[low + 1 : high] == end[low : high - 1]).all()
         is_whole = begin[low] == payload and end[high - 1] == payload + sizes[row]
@@ -383,12 +418,13 @@ def _verify_cut_items(
 def _find_cut_rows(plan: LoadPlan, context: LoadContext) -> Ints:
     """Rows of which this rank read the beginning of the payload, and other ranks the rest."""
     element_bytes, stored = context.element_sizes, context.item_index.stored
-    outer = stored.regions.take(plan.row)
-    starts = payload_starts(plan.regions, outer) == 0
+    row, regions = plan.row[: plan.num_own], plan.regions.take(slice(plan.num_own))
+    outer = stored.regions.take(row)
+    starts = payload_starts(regions, outer) == 0
     own_bytes = np.zeros(len(stored), dtype=np.int64)
-    np.add.at(own_bytes, plan.row, plan.regions.num_bytes(element_bytes))
-    is_cut = own_bytes[plan.row] < outer.num_bytes(element_bytes)
-    return np.unique(plan.row[starts & is_cut])
+    np.add.at(own_bytes, row, regions.num_bytes(element_bytes))
+    is_cut = own_bytes[row] < outer.num_bytes(element_bytes)
+    return np.unique(row[starts & is_cut])
 
 
 def _find_loaded_item(

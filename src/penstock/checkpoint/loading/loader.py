@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open
 from penstock.checkpoint.formats.dcp_item import load_object
 from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute_plan
+from penstock.checkpoint.loading.host_links import HostLinks, connect_host, name_host
 from penstock.checkpoint.loading.placement import Target, cut_region
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings
 from penstock.checkpoint.loading.stateful_parts import LoadedParts, StoredNames, loading_into
@@ -40,11 +42,14 @@ from penstock.checkpoint.plan import load_plan
 from penstock.checkpoint.plan.save_plan import RANK_MARK
 from penstock.checkpoint.state.leaves import Leaf, require_dict
 from penstock.checkpoint.state.process_group import RankGroup
-from penstock.checkpoint.state.regions import CheckpointIndex, element_sizes
+from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, element_sizes
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent
+from penstock.storage import Storage
+from penstock.storage.files.mapped_files import MappedStorage
+from penstock.storage.residency import are_resident
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +136,10 @@ class CheckpointLoader:
         item_index = load_requests.index_byte_items(checkpoint.index)
         matched = _match_on_all_ranks(parts, checkpoint, item_index, choice, comm)
         requests = matched.requests
-        plan = self._plan(checkpoint, item_index, requests, comm, readable)
+        is_cached = readable is None and _is_cached(checkpoint, item_index, requests)
+        plan, links = self._plan(
+            checkpoint, item_index, requests, comm, is_cached=is_cached, readable=readable
+        )
         planned_s = time.perf_counter()
         targets = [*matched.targets, *item_targets(requests, item_index)]
         context = LoadContext(
@@ -140,9 +148,15 @@ class CheckpointLoader:
             group=group,
             buffers=self._buffers,
             progress=progress,
-            storage=checkpoint.storage_of_files(),
+            storage=MappedStorage(checkpoint.storage)
+            if is_cached
+            else _storage_past_cache(checkpoint, item_index, plan),
+            links=links,
         )
-        totals = execute_plan(plan, requests.regions, targets, context)
+        with ExitStack() as closing_links:
+            if links is not None:
+                closing_links.callback(links.close)
+            totals = execute_plan(plan, requests.regions, targets, context)
         values = run_on_all_ranks(
             comm,
             lambda: _finish(checkpoint, item_index, requests, targets, comm.rank, trust=choice.trust),
@@ -160,26 +174,87 @@ class CheckpointLoader:
         item_index: load_requests.ByteItemIndex,
         requests: load_requests.LoadRequests,
         comm: Comm,
+        *,
+        is_cached: bool,
         readable: Sequence[str] | None,
-    ) -> load_plan.LoadPlan:
-        wanted = comm.gather(requests.regions, awaiting="what all ranks want of the checkpoint")
+    ) -> tuple[load_plan.LoadPlan, HostLinks | None]:
+        """What this rank does, and its links to the ranks of its host if they share bytes. Collective."""
+        nothing = Regions.from_rows(())
+        # A rank that finds everything in its page cache takes it from there: each exchange costs more.
+        own_wish = (nothing if is_cached else requests.regions, name_host() if comm.size > 1 else "")
+        wishes = comm.gather(own_wish, awaiting="what all ranks want of the checkpoint")
+        wanted = [regions for regions, _ in wishes]
         element_bytes, files = element_sizes(item_index.tensors), checkpoint.index.files
         readable_by_rank = None
         if readable is not None:
             own_files = set(readable)
             own = np.array([name in own_files for name in files], dtype=np.bool_)
             readable_by_rank = np.stack(comm.gather(own, awaiting="which files each rank can open"))
-        try:
-            shared = load_plan.plan_load(
+
+        def plan_wanted(wanted: Sequence[Regions]) -> load_plan.SharedLoadPlan:
+            return load_plan.plan_load(
                 item_index.stored, element_bytes, wanted, self._options, readable=readable_by_rank
             )
+
+        def plan_own(shared: load_plan.SharedLoadPlan, hosts: Ints | None) -> load_plan.LoadPlan:
+            return load_plan.plan_rank_load(shared, element_bytes, comm.rank, self._options, hosts=hosts)
+
+        try:
+            shared = plan_wanted(wanted)
         except load_plan.UnreadableFile as error:
             raise ObjectNotFound(
                 f"None of the {comm.size} ranks can open {files[error.file]}",
                 uri=checkpoint.uri,
                 fix="Restore the file on one of their nodes, or load another step.",
             ) from error
-        return load_plan.plan_rank_load(shared, element_bytes, comm.rank, self._options)
+        hosts = _number_hosts([host for _, host in wishes])
+        links = self._link(plan_own(shared, hosts), element_bytes, hosts, comm)
+        if is_cached:
+            wanted = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
+            return plan_own(plan_wanted(wanted), None), links
+        return plan_own(shared, None if links is None else hosts), links
+
+    def _link(
+        self, plan: load_plan.LoadPlan, element_bytes: Ints, hosts: Ints, comm: Comm
+    ) -> HostLinks | None:
+        """Connect the ranks of this host if they share bytes and can. Collective."""
+        if len(np.unique(hosts)) == comm.size:
+            return None
+        own = plan.regions.take(slice(plan.num_own))
+        return connect_host(
+            comm,
+            np.flatnonzero(hosts == hosts[comm.rank]).tolist(),
+            settings=self._buffers.settings,
+            read_bytes=int(own.num_bytes(element_bytes).sum()),
+            is_needed=plan.shares_on_host,
+        )
+
+
+def _number_hosts(names: Sequence[str]) -> Ints:
+    """A number for each rank, equal on one host; a rank whose host has no name shares it with nobody."""
+    numbers = {name: number for number, name in enumerate(names) if name}
+    return np.array([numbers.get(name, rank) for rank, name in enumerate(names)], dtype=np.int64)
+
+
+def _is_cached(
+    checkpoint: CheckpointSource,
+    item_index: load_requests.ByteItemIndex,
+    requests: load_requests.LoadRequests,
+) -> bool:
+    """Whether this machine's page cache has all files in which this rank wants something."""
+    stored = item_index.stored
+    wanted = np.isin(stored.regions.tensor, requests.regions.tensor)
+    files = np.unique(stored.file[wanted]).tolist()
+    return are_resident(checkpoint.storage, [checkpoint.key(checkpoint.index.files[file]) for file in files])
+
+
+def _storage_past_cache(
+    checkpoint: CheckpointSource, item_index: load_requests.ByteItemIndex, plan: load_plan.LoadPlan
+) -> Storage:
+    """The best access to the files that this rank reads; not every rank can open the same ones."""
+    rows = plan.row[: plan.num_own]
+    file = int(item_index.stored.file[rows[0]]) if len(rows) else 0
+    return checkpoint.storage_of_files(file)
 
 
 def _match_on_all_ranks(

@@ -58,6 +58,30 @@ class SpanSink(Protocol):
         """All bytes of a part are in place, by `place` or by `take`."""
 
 
+class BlockViewers(Protocol):
+    """Other ranks of the host, to which blocks are shown in the memory that they were read into."""
+
+    def expect_blocks(self, blocks: Sequence[Block], give_back: Callable[[int], None]) -> None:
+        """Called first, with all blocks and what frees a place in memory again."""
+
+    def viewers(self, number: int) -> int:
+        """How many ranks want a block. Each of them must give its place back once."""
+
+    def show(self, number: int, place: int) -> None:
+        """A block has been read into a place."""
+
+
+class BlockMemory(Protocol):
+    """Where blocks are read to."""
+
+    settings: ReadSettings
+
+    def blocks(
+        self, num_blocks: int, prepare: Callable[[WarmMemory], object] | None = None
+    ) -> list[memoryview]:
+        """The places for a load of `num_blocks`."""
+
+
 class OpenFiles:
     """Keeps files open while blocks of them are left to read, so that few are open at a time."""
 
@@ -105,7 +129,6 @@ class ReadBuffers:
         with self._lock:
             if self._memory is None or self._memory.size_bytes < num_buffers * size:
                 self._memory = WarmMemory(num_buffers * size)
-            self._memory.touch(num_buffers * size)
             if prepare is not None:
                 prepare(self._memory)
             view = self._memory.view
@@ -121,6 +144,15 @@ class _Item:
     done_bytes: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Memory for one block, free when it has no users: this rank, and those that the block is shown to."""
+
+    number: int
+    buffer: memoryview
+    num_users: int = 0
+
+
 class BlockReader:
     """Reads some blocks once, in several threads."""
 
@@ -134,8 +166,10 @@ class BlockReader:
         items: Mapping[int, ChecksummedItem],
         progress: Progress,
         wait_for_room: Callable[[], None],
+        viewers: BlockViewers | None = None,
     ) -> None:
         self._blocks = blocks
+        self._viewers = viewers
         self._spans = spans
         self._files = files
         self._sink = sink
@@ -144,12 +178,13 @@ class BlockReader:
         self._wait_for_room = wait_for_room
         self._lock = threading.Condition()
         self._next = 0
-        self._parked: dict[int, tuple[memoryview, memoryview | None]] = {}
-        self._free: list[memoryview] = []
+        self._parked: dict[int, tuple[_Place, memoryview | None]] = {}
+        self._places: list[_Place] = []
+        self._free: list[_Place] = []
         self._is_stopped = False
 
     def start(
-        self, buffers: ReadBuffers, threads: Executor, prepare: Callable[[WarmMemory], object] | None = None
+        self, buffers: BlockMemory, threads: Executor, prepare: Callable[[WarmMemory], object] | None = None
     ) -> list[Future[None]]:
         """Begin to read in `threads`; when one fails, its future has the error and the others stop.
 
@@ -157,7 +192,11 @@ class BlockReader:
         """
         if not self._blocks:
             return []
-        self._free = buffers.blocks(len(self._blocks), prepare)
+        memory = buffers.blocks(len(self._blocks), prepare)
+        self._places = [_Place(number, buffer) for number, buffer in enumerate(memory)]
+        self._free = list(self._places)
+        if self._viewers is not None:
+            self._viewers.expect_blocks(self._blocks, lambda number: self._give_back(self._places[number]))
         num_threads = min(buffers.settings.streams, len(self._blocks))
         return [threads.submit(self._work) for _ in range(num_threads)]
 
@@ -171,30 +210,33 @@ class BlockReader:
         with ExitStack() as undo:
             undo.callback(self.stop)
             while (taken := self._take()) is not None:
-                number, buffer = taken
-                self._read(number, buffer)
+                self._read(*taken)
                 self._wait_for_room()
             undo.pop_all()
 
-    def _take(self) -> tuple[int, memoryview] | None:
-        """The next block and a free buffer, taken together so that the earliest block always has one."""
+    def _take(self) -> tuple[int, _Place] | None:
+        """The next block and a free place, taken together so that the earliest block always has one."""
         with self._lock:
             while not self._free and not self._is_stopped and self._next < len(self._blocks):
                 self._lock.wait()
             if self._is_stopped or self._next >= len(self._blocks):
                 return None
             number, self._next = self._next, self._next + 1
-            return number, self._free.pop()
+            place = self._free.pop()
+            place.num_users = 1 + (self._viewers.viewers(number) if self._viewers is not None else 0)
+            return number, place
 
-    def _give_back(self, buffer: memoryview) -> None:
+    def _give_back(self, place: _Place) -> None:
         with self._lock:
-            self._free.append(buffer)
-            self._lock.notify_all()
+            place.num_users -= 1
+            if not place.num_users:
+                self._free.append(place)
+                self._lock.notify_all()
 
-    def _read(self, number: int, buffer: memoryview) -> None:
-        block = self._blocks[number]
+    def _read(self, number: int, place: _Place) -> None:
+        block, buffer = self._blocks[number], place.buffer
         source = self._files.open(block.file)
-        in_place = self._find_destination(block)
+        in_place = self._find_destination(block) if place.num_users == 1 else None
         if in_place is not None:
             source.read_into(block.begin, in_place)
             content = in_place
@@ -204,9 +246,11 @@ class BlockReader:
             whole = min(round_up(len(content), PAGE_BYTES), source.size_bytes - block.begin)
             source.read_into(block.begin, buffer[: max(whole, len(content))])
         self._files.done(block.file)
-        if self._try_claim_turn(number, buffer, in_place):
+        if self._viewers is not None:
+            self._viewers.show(number, place.number)
+        if self._try_claim_turn(number, place, in_place):
             self._pass_on(number, content, is_in_place=in_place is not None)
-            self._give_back(buffer)
+            self._give_back(place)
             self._pass_on_parked(number)
 
     def _find_destination(self, block: Block) -> memoryview | None:
@@ -217,12 +261,12 @@ class BlockReader:
             return None
         return self._sink.place(part.span, part.begin, part.end)
 
-    def _try_claim_turn(self, number: int, buffer: memoryview, in_place: memoryview | None) -> bool:
+    def _try_claim_turn(self, number: int, place: _Place, in_place: memoryview | None) -> bool:
         """Whether it is this block's turn; if not, park it for the thread that finishes the one before."""
         with self._lock:
             if not self._blocks[number].continues or self._is_predecessor_summed(number):
                 return True
-            self._parked[number] = (buffer, in_place)
+            self._parked[number] = (place, in_place)
             return False
 
     def _is_predecessor_summed(self, number: int) -> bool:
@@ -238,11 +282,11 @@ class BlockReader:
             with self._lock:
                 if number not in self._parked:
                     return
-                buffer, in_place = self._parked.pop(number)
+                place, in_place = self._parked.pop(number)
             block = self._blocks[number]
-            content = buffer[: block.end - block.begin] if in_place is None else in_place
+            content = place.buffer[: block.end - block.begin] if in_place is None else in_place
             self._pass_on(number, content, is_in_place=in_place is not None)
-            self._give_back(buffer)
+            self._give_back(place)
 
     def _pass_on(self, number: int, content: memoryview, *, is_in_place: bool) -> None:
         block = self._blocks[number]

@@ -261,21 +261,32 @@ def _able_sets(wanting: RankSets, number: Ints, file: Ints, readable: Bools) -> 
     return find_rank_sets(pairs, np.concatenate([rank[able], helper]), len(file))
 
 
-def plan_rank_load(shared: SharedLoadPlan, element_bytes: Ints, rank: int, options: LoadOptions) -> LoadPlan:
-    """What one rank reads, where that goes, and what the rank receives from others."""
-    reads = np.flatnonzero(shared.share_rank == rank)
-    out = _deliveries_of_shares(shared, reads)
+def plan_rank_load(
+    shared: SharedLoadPlan, element_bytes: Ints, rank: int, options: LoadOptions, *, hosts: Ints | None = None
+) -> LoadPlan:
+    """What one rank reads, where that goes, and what the rank receives from others.
+
+    `hosts` has a number for each rank: ranks with the same one see what any of them reads, without messages.
+    """
+
+    def is_near(ranks: Ints) -> Bools:
+        return np.asarray(ranks == rank if hosts is None else hosts[ranks] == hosts[rank])
+
+    own = np.flatnonzero(shared.share_rank == rank)
+    out = _deliveries_of_shares(shared, own)
     to = shared.requests.rank[out.request]
-    is_own = to == rank
     incoming = _deliveries_to_requests(shared, np.flatnonzero(shared.requests.rank == rank))
     source = shared.share_rank[incoming.share]
-    others = source != rank
+    is_seen = is_near(source)
+    reads = np.concatenate([own, np.unique(incoming.share[is_seen & (source != rank)])])
+    number = np.zeros(len(shared.share_rank), dtype=np.int64)
+    number[reads] = np.arange(len(reads))
 
     def transfers(deliveries: _Deliveries, rows: Bools, peer: Ints) -> Transfers:
         regions = deliveries.regions.take(rows)
         num_bytes, in_round = regions.num_bytes(element_bytes), shared.share_round[deliveries.share[rows]]
         return Transfers(
-            read=np.searchsorted(reads, deliveries.share[rows]),
+            read=number[deliveries.share[rows]],
             peer=peer[rows],
             want=shared.requests.row[deliveries.request[rows]],
             regions=regions,
@@ -283,13 +294,18 @@ def plan_rank_load(shared: SharedLoadPlan, element_bytes: Ints, rank: int, optio
             message=_messages(peer[rows], in_round, num_bytes, options.message_bytes),
         )
 
+    shown = is_near(to) & (to != rank)
+    pairs = np.unique(np.stack([number[out.share[shown]], to[shown]], axis=1), axis=0)
     return LoadPlan(
         rank=rank,
         row=shared.share_row[reads],
         regions=shared.share_regions.take(reads),
-        local=transfers(out, is_own, to),
-        sends=transfers(out, ~is_own, to),
-        receives=transfers(incoming, others, source),
+        reader=shared.share_rank[reads],
+        shown_read=pairs[:, 0],
+        shown_to=pairs[:, 1],
+        local=transfers(incoming, is_seen, np.full(len(source), rank)),
+        sends=transfers(out, ~is_near(to), to),
+        receives=transfers(incoming, ~is_seen, source),
     )
 
 
@@ -408,14 +424,31 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadPlan:
-    """What one rank reads and passes on. Reads are in the order of files and positions.
+    """What one rank reads and passes on, and what it sees of the reads of other ranks of its host.
 
-    `row` is the stored row of each read region, which is contiguous in the row's payload.
+    Its own reads come first; both parts are in the order of files and positions. `row` is the stored row of
+    each read region, which is contiguous in the row's payload.
     """
 
     rank: int
     row: Ints
     regions: Regions
+    reader: Ints
+    """Which rank reads each of them."""
+    shown_read: Ints
+    """The own reads that other ranks of the host want, one row for each of those ranks."""
+    shown_to: Ints
     local: Transfers
+    """From own and seen reads to this rank's memory."""
     sends: Transfers
     receives: Transfers
+
+    @property
+    def num_own(self) -> int:
+        """How many of the reads are this rank's own."""
+        return int(np.count_nonzero(self.reader == self.rank))
+
+    @property
+    def shares_on_host(self) -> bool:
+        """Whether this rank and others of its host want what one of them reads."""
+        return len(self.shown_read) > 0 or self.num_own < len(self.row)

@@ -500,6 +500,11 @@ class FileSource:
         self._is_open = True
 
     @property
+    def descriptor(self) -> int:
+        """The open file's."""
+        return self._file.descriptor
+
+    @property
     def size_bytes(self) -> int:
         """The file's size when it was opened."""
         return self._size_bytes

@@ -50,11 +50,20 @@ def saved(job: list[Holdings]) -> tuple[tuple[TensorFacts, ...], StoredRegions]:
 
 
 def plans_of(
-    tensors: tuple[TensorFacts, ...], stored: StoredRegions, wanted: list[Regions], options: LoadOptions
+    tensors: tuple[TensorFacts, ...],
+    stored: StoredRegions,
+    wanted: list[Regions],
+    options: LoadOptions,
+    hosts: Ints | None = None,
 ) -> list[LoadPlan]:
     item_bytes = element_sizes(tensors)
     shared = plan_load(stored, item_bytes, wanted, options)
-    return [plan_rank_load(shared, item_bytes, rank, options) for rank in range(len(wanted))]
+    return [plan_rank_load(shared, item_bytes, rank, options, hosts=hosts) for rank in range(len(wanted))]
+
+
+def by_twos(wanted: list[Regions]) -> Ints:
+    """Hosts of two ranks each."""
+    return np.arange(len(wanted)) // 2
 
 
 @st.composite
@@ -71,7 +80,8 @@ def test_every_wanted_element_arrives_once(
     resharding: tuple[tuple[TensorFacts, ...], StoredRegions, list[Regions]], options: LoadOptions
 ) -> None:
     tensors, stored, wanted = resharding
-    for plan in plans_of(tensors, stored, wanted, options):
+    shared_hosts = plans_of(tensors, stored, wanted, options, by_twos(wanted))
+    for plan in [*plans_of(tensors, stored, wanted, options), *shared_hosts]:
         mine = wanted[plan.rank]
         for transfers in (plan.local, plan.receives):
             for row in range(len(transfers)):
@@ -89,9 +99,17 @@ def test_what_one_rank_sends_is_what_the_other_expects(
     resharding: tuple[tuple[TensorFacts, ...], StoredRegions, list[Regions]], options: LoadOptions
 ) -> None:
     tensors, stored, wanted = resharding
-    plans = plans_of(tensors, stored, wanted, options)
+    hosts = by_twos(wanted)
+    plans = plans_of(tensors, stored, wanted, options, hosts)
     for sender in plans:
+        assert (hosts[sender.sends.peer] != hosts[sender.rank]).all()
         for receiver in plans:
+            shown = sender.regions.take(sender.shown_read[sender.shown_to == receiver.rank])
+            seen = receiver.regions.take(receiver.reader == sender.rank)
+            if sender is not receiver:
+                assert shown.tensor.tolist() == seen.tensor.tolist()
+                assert shown.offsets.tolist() == seen.offsets.tolist()
+                assert shown.sizes.tolist() == seen.sizes.tolist()
             out = sender.sends.peer == receiver.rank
             into = receiver.receives.peer == sender.rank
             assert sender.sends.message[out].tolist() == receiver.receives.message[into].tolist()

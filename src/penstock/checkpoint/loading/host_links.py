@@ -1,0 +1,275 @@
+"""Connections between the ranks of one host, which end with their process, and memory without a name.
+
+A window is a memfd, so no size limit of /dev/shm applies to it, and it vanishes with the last process that
+uses it, however that ends. Invariant: either all ranks of a host are connected to each other, or none is and
+they exchange messages as ranks of different hosts do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.checkpoint.loading.reader import ReadSettings
+from penstock.checkpoint.saving.buffers import HUGE_PAGE_BYTES
+from penstock.cluster.comm import Comm
+from penstock.errors import Unavailable
+from penstock.storage.aligned import PAGE_BYTES, address_of
+from penstock.storage.files.system_calls import raise_on_failure
+from penstock.storage.process_id import current_process
+
+logger = logging.getLogger(__name__)
+
+SHARED_BYTES = 128 << 20
+"""Of the windows of all ranks of a host together."""
+MOST_BLOCK_BYTES = 4 << 20
+"""New shared memory costs as much as a copy of as many bytes, so windows and their blocks are small."""
+NUM_SPARE_BLOCKS = 2
+"""Blocks that others still copy while all streams read the next ones."""
+CONNECT_S = 10.0
+POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux 5.14, which fails where touching the memory would end the process."""
+
+_MAP_FIXED = 0x10
+_HELLO = struct.Struct("<iq")
+_PEER_CREDENTIALS = struct.Struct("<iII")
+
+
+def name_host() -> str:
+    """Equal for processes that can share memory through sockets: of one kernel and one network namespace."""
+    try:
+        return f"{current_process().kernel} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Memory that one rank of a host writes and the others read."""
+
+    descriptor: int
+    view: memoryview
+
+    @classmethod
+    def make(cls, size_bytes: int) -> Window:
+        """New memory, resident; `OSError` where there is not as much."""
+        with ExitStack() as undo:
+            descriptor = os.memfd_create("penstock-window", os.MFD_CLOEXEC)
+            undo.callback(os.close, descriptor)
+            os.ftruncate(descriptor, size_bytes)
+            view = _map_shared(descriptor, size_bytes)
+            try:
+                _advise(view, POPULATE_WRITE)
+            except OSError as error:
+                # Older kernels provide the pages one by one when they are written.
+                if error.errno != errno.EINVAL:
+                    raise
+            undo.pop_all()
+        return cls(descriptor, view)
+
+    @classmethod
+    def open(cls, descriptor: int, size_bytes: int) -> Window:
+        """The memory of another rank."""
+        return cls(descriptor, _map_shared(descriptor, size_bytes))
+
+    def close(self) -> None:
+        """Close the file; the memory is freed with the last view of it in any process."""
+        os.close(self.descriptor)
+
+
+def _map_shared(descriptor: int, size_bytes: int) -> memoryview:
+    """A file's memory, beginning at a huge page: with small pages, mapping it costs as much as copying it."""
+    whole = memoryview(mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE))
+    lead = -address_of(whole) % HUGE_PAGE_BYTES
+    view = whole[lead : lead + size_bytes]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    mapped = libc.mmap(
+        ctypes.c_void_p(address_of(view)),
+        ctypes.c_size_t(size_bytes),
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_SHARED | _MAP_FIXED,
+        descriptor,
+        ctypes.c_long(0),
+    )
+    if mapped != address_of(view):
+        raise_on_failure(-1)
+    # Refused where the kernel has no huge pages for shared memory: then it is only slower.
+    with suppress(OSError):
+        _advise(view, mmap.MADV_HUGEPAGE)
+    return view
+
+
+def _advise(view: memoryview, advice: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size_bytes = ctypes.c_void_p(address_of(view)), ctypes.c_size_t(len(view))
+    raise_on_failure(libc.madvise(address, size_bytes, advice))
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """A rank's connection to another one of its host, and that one's window."""
+
+    connection: socket.socket
+    window: Window
+
+    def close(self) -> None:
+        """End the connection. What is left to receive is read, or else what was sent would be lost."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+            while self.connection.recv(64):
+                continue
+        self.connection.close()
+        self.window.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLinks:
+    """One rank's window, which has room for `num_blocks`, and its links by rank."""
+
+    window: Window
+    block_bytes: int
+    num_blocks: int
+    links: Mapping[int, HostLink]
+
+    def close(self) -> None:
+        """Leave; the others may use what they have got."""
+        for link in self.links.values():
+            link.close()
+        self.window.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """Where a rank listens, or why it does not."""
+
+    address: str = ""
+    refusal: str = ""
+
+
+def connect_host(
+    comm: Comm, ranks: Sequence[int], *, settings: ReadSettings, read_bytes: int, is_needed: bool
+) -> HostLinks | None:
+    """Connect this rank with all others of its host, `ranks`. Collective over all ranks of `comm`.
+
+    `read_bytes` is what this rank reads itself. None if no rank of the job needs it, or where it is not
+    possible, which the log explains.
+    """
+    if not any(comm.gather(is_needed, awaiting="which ranks share bytes")):
+        return None
+    with ExitStack() as undo:
+        links, refusal, own = None, "", None
+        try:
+            if len(ranks) > 1:
+                own = _Listener.open(len(ranks), settings, read_bytes)
+                undo.callback(own.listener.close)
+        except (OSError, Unavailable) as error:
+            refusal = str(error)
+        seats = comm.gather(
+            _Seat(own.address if own else "", refusal), awaiting="the addresses of ranks of one host"
+        )
+        refusal = next((seats[rank].refusal for rank in ranks if seats[rank].refusal), "")
+        if own is not None and not refusal:
+            try:
+                links = own.connect(comm.rank, {rank: seats[rank].address for rank in ranks})
+            except (OSError, Unavailable) as error:
+                refusal = str(error)
+        refusals = comm.gather(refusal, awaiting="ranks of one host to connect")
+    refusal = next((refusals[rank] for rank in ranks if refusals[rank]), "")
+    if not refusal:
+        return links
+    if links is not None:
+        links.close()
+    elif own is not None:
+        own.links.close()
+    if comm.rank == ranks[0]:
+        logger.warning(
+            "The %d ranks of this host cannot share memory, so they send each other what several want: %s",
+            len(ranks),
+            refusal,
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    address: str
+    listener: socket.socket
+    links: HostLinks
+
+    @classmethod
+    def open(cls, num_ranks: int, settings: ReadSettings, read_bytes: int) -> _Listener:
+        room = SHARED_BYTES // num_ranks
+        block_bytes = min(settings.block_bytes, MOST_BLOCK_BYTES, room // 2) // PAGE_BYTES * PAGE_BYTES
+        most = min(settings.streams + NUM_SPARE_BLOCKS, room // block_bytes)
+        num_blocks = max(1, min(most, -(-read_bytes // block_bytes) + 1))
+        address = f"penstock-{secrets.token_hex(16)}"
+        with ExitStack() as undo:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(listener.close)
+            listener.settimeout(CONNECT_S)
+            # An address in the abstract namespace leaves no file behind.
+            listener.bind(f"\0{address}")
+            listener.listen(num_ranks)
+            window = Window.make(num_blocks * block_bytes)
+            undo.pop_all()
+        links = HostLinks(window=window, block_bytes=block_bytes, num_blocks=num_blocks, links={})
+        return cls(address, listener, links)
+
+    def connect(self, rank: int, addresses: Mapping[int, str]) -> HostLinks:
+        """Connect to the ranks below this one, and wait for those above."""
+        found: dict[int, HostLink] = {}
+        with ExitStack() as undo:
+            calling = []
+            for other in (number for number in addresses if number < rank):
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.callback(connection.close)
+                connection.settimeout(CONNECT_S)
+                connection.connect(f"\0{addresses[other]}")
+                self._say_hello(connection, rank)
+                calling.append(connection)
+            for _ in (number for number in addresses if number > rank):
+                connection, _ = self.listener.accept()
+                undo.callback(connection.close)
+                connection.settimeout(CONNECT_S)
+                _require_same_user(connection)
+                self._say_hello(connection, rank)
+                calling.append(connection)
+            for connection in calling:
+                other, window = _hear_hello(connection)
+                found[other] = HostLink(connection, window)
+            if found.keys() != addresses.keys() - {rank}:
+                raise Unavailable("Other processes than the ranks of this host have connected")
+            undo.pop_all()
+        for link in found.values():
+            link.connection.settimeout(None)
+        return replace(self.links, links=found)
+
+    def _say_hello(self, connection: socket.socket, rank: int) -> None:
+        window = self.links.window
+        socket.send_fds(connection, [_HELLO.pack(rank, len(window.view))], [window.descriptor])
+
+
+def _hear_hello(connection: socket.socket) -> tuple[int, Window]:
+    hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+    if len(hello) != _HELLO.size or len(descriptors) != 1:
+        raise Unavailable("A rank of this host ended while the others connected to it")
+    rank, size_bytes = _HELLO.unpack(hello)
+    return rank, Window.open(descriptors[0], size_bytes)
+
+
+def _require_same_user(connection: socket.socket) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    user = _PEER_CREDENTIALS.unpack(credentials)[1]
+    if user != os.geteuid():
+        raise Unavailable(f"A process of user {user} has connected in a rank's place")

@@ -1,0 +1,60 @@
+"""Reading files by copying out of a mapping: for what lies in the page cache, about half the cost of read(2).
+
+Invariant: bytes that cannot be mapped, because the file was cut or the device failed, are read by read(2),
+which says why. Only a file that is cut while it is being copied ends the process (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import mmap
+
+from penstock.storage.aligned import PAGE_BYTES, copy_bytes, flat
+from penstock.storage.files.file_storage import FileSource
+from penstock.storage.protocol import Counters, Source, WrappedSource, WrappedStorage
+
+POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux 5.14, which fails where touching the pages would end the process."""
+
+
+class MappedStorage(WrappedStorage):
+    """A storage whose files are read out of mappings; what wrappers inside watch or slow is left to them."""
+
+    def open(self, key: str) -> Source:
+        """Open and map a file; an empty one has nothing to map."""
+        source = self.inside.open(key)
+        if isinstance(source, FileSource) and source.size_bytes:
+            return MappedSource(source, self.counters)
+        return source
+
+
+class MappedSource(WrappedSource):
+    """An open file, mapped until it is closed."""
+
+    def __init__(self, inside: FileSource, counters: Counters) -> None:
+        super().__init__(inside)
+        self._counters = counters
+        self._pages = mmap.mmap(
+            inside.descriptor, inside.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
+        )
+        self._view = memoryview(self._pages)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Copy from the mapping."""
+        wanted = flat(buffer)
+        end, lead = offset + len(wanted), offset % PAGE_BYTES
+        if end > self.size_bytes or not wanted:
+            self.inside.read_into(offset, buffer)
+            return
+        try:
+            self._pages.madvise(POPULATE_READ, offset - lead, lead + len(wanted))
+        except OSError:
+            self.inside.read_into(offset, buffer)
+            return
+        copy_bytes(wanted, self._view[offset:end])
+        self._counters.add(requests=1, read_bytes=len(wanted))
+
+    def close(self) -> None:
+        """Unmap and close the file; no thread may be reading."""
+        self._view.release()
+        self._pages.close()
+        self.inside.close()

@@ -1,0 +1,225 @@
+"""Ranks of one host: all or none are connected, blocks come whole, and one that died is named."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from penstock.checkpoint.loading import host_links
+from penstock.checkpoint.loading.host_links import HostLinks, Window, connect_host
+from penstock.checkpoint.loading.host_sharing import HostSharing, SharedBlocks
+from penstock.checkpoint.loading.reader import (
+    BlockReader,
+    OpenFiles,
+    Part,
+    ReadSettings,
+    Span,
+    plan_blocks,
+)
+from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
+from penstock.checkpoint.state.regions import Regions
+from penstock.errors import RankError, StorageError
+from penstock.progress import Silent
+from penstock.testing.rank_threads import ThreadComm, on_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PAGE = 4096
+SETTINGS = ReadSettings(streams=2, block_bytes=PAGE)
+NUM_RANKS = 3
+SHARE_BYTES = 10 * PAGE + 100
+"""Read by each rank for all; neighbours meet within a block."""
+CONTENT = np.random.default_rng(5).bytes(NUM_RANKS * SHARE_BYTES)
+
+
+def connected(comm: ThreadComm) -> HostLinks:
+    links = connect_host(
+        comm, range(NUM_RANKS), settings=SETTINGS, read_bytes=SHARE_BYTES, is_needed=comm.rank == 0
+    )
+    assert links is not None
+    return links
+
+
+class File:
+    """The content, as a source; the n-th read may do something else first."""
+
+    size_bytes = len(CONTENT)
+
+    def __init__(self, before: Callable[[int], None]) -> None:
+        self._before = before
+        self._lock = threading.Lock()
+        self.num_reads = 0
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        with self._lock:
+            self.num_reads += 1
+            number = self.num_reads
+        self._before(number)
+        buffer[:] = CONTENT[offset : offset + len(buffer)]
+
+    def close(self) -> None:
+        pass
+
+
+class Memory:
+    """Where everything arrives."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        self._spans = spans
+        self.content = bytearray(len(CONTENT))
+        self.num_arrived = 0
+        self._lock = threading.Lock()
+
+    def place(self, span: int, begin: int, end: int) -> None:
+        del span, begin, end
+
+    def take(self, span: int, begin: int, content: memoryview) -> None:
+        assert self._spans[span].begin <= begin
+        self.content[begin : begin + len(content)] = content
+
+    def arrived(self, part: Part) -> None:
+        with self._lock:
+            self.num_arrived += part.end - part.begin
+
+
+def planned(rank: int) -> tuple[LoadPlan, list[Span]]:
+    """Each rank reads its part of the file, and all want all of it."""
+    order = [rank, *(other for other in range(NUM_RANKS) if other != rank)]
+    nothing = np.zeros(0, dtype=np.int64)
+    none = Transfers(
+        read=nothing,
+        peer=nothing,
+        want=nothing,
+        regions=Regions.from_rows(()),
+        in_round=nothing,
+        message=nothing,
+    )
+    plan = LoadPlan(
+        rank=rank,
+        row=np.zeros(NUM_RANKS, dtype=np.int64),
+        regions=Regions.from_rows([(0, (at * SHARE_BYTES,), (SHARE_BYTES,)) for at in order]),
+        reader=np.array(order),
+        shown_read=np.zeros(NUM_RANKS - 1, dtype=np.int64),
+        shown_to=np.array(order[1:]),
+        local=none,
+        sends=none,
+        receives=none,
+    )
+    return plan, [Span(0, at * SHARE_BYTES, (at + 1) * SHARE_BYTES) for at in order]
+
+
+def load(links: HostLinks, rank: int, before: Callable[[int], None] = lambda _: None) -> bytes:
+    """One rank's load, as `execute` does it."""
+    plan, spans = planned(rank)
+    memory, source = Memory(spans), File(before)
+    blocks = plan_blocks(spans[:1], block_bytes=links.block_bytes, alignment_bytes=PAGE)
+    sharing = HostSharing(links, plan, spans, memory, timeout_s=30)
+    reader = BlockReader(
+        blocks,
+        spans,
+        files=OpenFiles(blocks, lambda _: source),
+        sink=memory,
+        items={},
+        progress=Silent(),
+        wait_for_room=lambda: None,
+        viewers=sharing,
+    )
+    with closing(links), ThreadPoolExecutor(8) as threads:
+        futures = [*reader.start(SharedBlocks(links, SETTINGS), threads), *sharing.start(threads)]
+
+        def stop() -> None:
+            reader.stop()
+            sharing.stop()
+
+        for future in futures:
+            future.add_done_callback(lambda done: stop() if done.exception() is not None else None)
+    for future in futures:
+        future.result()
+    assert memory.num_arrived == len(CONTENT)
+    assert sharing.seen_bytes == (NUM_RANKS - 1) * SHARE_BYTES
+    assert source.num_reads == len(blocks), "the rest comes from the others"
+    return bytes(memory.content)
+
+
+def test_all_ranks_get_what_each_reads_once_through_few_small_windows() -> None:
+    def program(comm: ThreadComm) -> bytes:
+        links = connected(comm)
+        assert links.num_blocks * links.block_bytes <= 4 * PAGE, "the windows hold a part of it at a time"
+        return load(links, comm.rank)
+
+    assert on_ranks(NUM_RANKS, program) == [CONTENT] * NUM_RANKS
+
+
+def test_a_rank_that_dies_is_named_by_the_others() -> None:
+    def program(comm: ThreadComm) -> str:
+        links = connected(comm)
+
+        def die(number: int) -> None:
+            if comm.rank == 2 and number == 4:
+                # As the kernel does it for a process that was killed.
+                for link in links.links.values():
+                    link.connection.shutdown(2)
+                raise StorageError("this rank is no more", uri="file:///gone")
+
+        with pytest.raises((RankError, StorageError)) as caught:
+            load(links, comm.rank, die)
+        return str(caught.value)
+
+    first, second, _ = on_ranks(NUM_RANKS, program)
+    assert "Rank 2 ended while" in first
+    assert "Rank 2 ended while" in second
+
+
+def test_a_rank_that_fails_alone_raises_and_the_others_wait_to_be_told() -> None:
+    def program(comm: ThreadComm) -> str:
+        links = connected(comm)
+        plan, spans = planned(comm.rank)
+        sharing = HostSharing(links, plan, spans, Memory(spans), timeout_s=30)
+        with ThreadPoolExecutor(2) as threads:
+            futures = sharing.start(threads)
+            if comm.rank == 2:
+                sharing.stop()
+            comm.barrier(awaiting="rank 2 to give up")
+            sharing.stop()
+            for future in futures:
+                future.result()
+        links.close()
+        return "told by the heartbeat"
+
+    assert on_ranks(NUM_RANKS, program) == ["told by the heartbeat"] * NUM_RANKS
+
+
+def test_without_memory_for_one_rank_none_shares_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, failing = Window.make, threading.Lock()
+
+    def no_room(size_bytes: int) -> Window:
+        if failing.acquire(blocking=False):
+            raise OSError(12, "Cannot allocate memory")
+        return make(size_bytes)
+
+    monkeypatch.setattr(host_links.Window, "make", no_room)
+
+    def program(comm: ThreadComm) -> HostLinks | None:
+        return connect_host(comm, range(NUM_RANKS), settings=SETTINGS, read_bytes=SHARE_BYTES, is_needed=True)
+
+    with caplog.at_level(logging.WARNING):
+        assert on_ranks(NUM_RANKS, program) == [None] * NUM_RANKS
+    (record,) = caplog.records
+    assert "cannot share memory" in record.message
+    assert "Cannot allocate memory" in record.message
+
+
+def test_ranks_that_share_nothing_are_not_connected() -> None:
+    def program(comm: ThreadComm) -> HostLinks | None:
+        return connect_host(comm, range(NUM_RANKS), settings=SETTINGS, read_bytes=0, is_needed=False)
+
+    assert on_ranks(NUM_RANKS, program) == [None] * NUM_RANKS
