@@ -23,7 +23,6 @@ from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank
 from penstock.checkpoint.saving.saver import (
     DEFAULT_STAGING_BYTES,
     WAITING_BUFFER_BYTES,
-    SavePlanCache,
     Saver,
     TensorSave,
 )
@@ -229,15 +228,15 @@ def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
 
     with borrowed_group(process_group) as group:
         holdings = collect_for_save(expand_stateful(state)).holdings
-        agreed = SavePlanCache(group.comm).agree(holdings, save_plan.SaveOptions())
         all_holdings: list[save_plan.Holdings] = group.comm.gather(holdings, awaiting="what all ranks hold")
+    shared, objects = save_plan.plan_job(all_holdings, save_plan.SaveOptions())
     merged = save_plan.merge_holdings(all_holdings)
     element_bytes = element_sizes(merged.tensors)
     return DryRun(
-        unique_bytes=_sum(agreed.shared.regions, element_bytes),
-        ranks=tuple(_count_traffic(agreed.shared, merged, element_bytes)),
-        writes=tuple(_list_writes(agreed.shared, element_bytes)),
-        objects=tuple(tuple(placed.stored_name for placed in rank) for rank in agreed.objects),
+        unique_bytes=_sum(shared.regions, element_bytes),
+        ranks=tuple(_count_traffic(shared, merged, element_bytes)),
+        writes=tuple(_list_writes(shared, element_bytes)),
+        objects=tuple(tuple(placed.stored_name for placed in rank) for rank in objects),
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.commit.protocol import Seal
     from penstock.checkpoint.state.process_group import RankGroup
-    from penstock.checkpoint.state.regions import Ints
+    from penstock.checkpoint.state.regions import Ints, Regions, TensorFacts
     from penstock.progress import Progress
     from penstock.storage import Storage
 
@@ -124,17 +124,26 @@ class WrittenFile:
     sums: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShareContents:
+    """What one rank's files contain, to describe the checkpoint; names come with their paths in the state."""
+
+    tensors: tuple[tuple[TensorFacts, tuple[str | int, ...]], ...] = ()
+    """Tensors that this rank describes. Those of all ranks, in rank order, have the numbers 0, 1, 2..."""
+    regions: tuple[Regions, ...] = ()
+    """By file; `tensor` has these numbers."""
+    objects: tuple[tuple[tuple[str, tuple[str | int, ...]], ...], ...] = ()
+    """By file."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenShare:
-    """What one rank reports to rank 0, pickled, when all its files are durable.
-
-    `paths` has the place in the nested state of each name that this rank is to describe.
-    """
+    """What one rank reports to rank 0, pickled, when all its files are durable."""
 
     rank: int
     files: tuple[WrittenFile, ...]
     stats: RankSaveStats
-    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    contents: ShareContents = field(default_factory=ShareContents)
 
 
 Urgency = Literal["copy", "commit"]

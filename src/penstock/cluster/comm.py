@@ -6,19 +6,24 @@ alive. Point-to-point transfers stand apart because they are not collective: two
 others do something else, and any thread may call.
 
 `all_gather_results` and its kin turn one rank's error of any kind into an error of all ranks before any of
-them enters the next collective call; they need `Comm.gather` alone. `BaseComm` is everything that `Comm`
-promises on top of three ways to move bytes, which MPI and torch.distributed supply.
+them enters the next collective call. `BaseComm` is everything that `Comm` promises on top of three ways to
+move bytes and point-to-point transfers, which MPI and torch.distributed supply. What every rank gets from
+every other one (`gather`) grows with the job; `carry` has operations that do not, see `rounds`.
 """
 
 import os
 import pickle
+import struct
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
+from penstock.cluster import rounds as message_rounds
+from penstock.cluster.rounds import Round, Rounds
 from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, UsageError, WaitTimeout
 
 T = TypeVar("T")
@@ -60,6 +65,12 @@ class Comm(Protocol):
         self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float | None = None
     ) -> Number:
         """The sum, minimum or maximum over ranks, on every rank."""
+
+    def carry(self, rounds: Rounds[T], *, awaiting: str, timeout_s: float | None = None) -> T:
+        """Carry the messages of an operation of `penstock.cluster.rounds`; its result on this rank.
+
+        A `PenstockError` that it raises is raised here; it has to raise one on all ranks or on none.
+        """
 
 
 class PendingTransfer(Protocol):
@@ -126,13 +137,7 @@ def all_gather_results(
     If `work` raises on any rank, every rank raises the same `RankFailed`, which names the lowest such rank;
     on that rank its cause is the original error. Ctrl-C and `SystemExit` are not caught.
     """
-    own_error: Exception | None = None
-    outcome: Result | _Failure
-    try:
-        outcome = work()
-    except Exception as error:  # noqa: BLE001 - gathered: no rank may fail alone
-        own_error = error
-        outcome = _Failure(comm.rank, comm.host, format_cause(error))
+    outcome, own_error = _attempt(comm, work)
     results: list[Result] = []
     for rank, other in enumerate(comm.gather(outcome, awaiting=awaiting, timeout_s=timeout_s)):
         if isinstance(other, _Failure):
@@ -147,30 +152,75 @@ def run_on_all_ranks(
 ) -> Result:
     """Call `work` on each rank; this rank's own result, which is not sent anywhere. Collective.
 
-    Fails as `all_gather_results` does, except that a process without other ranks raises its own error.
+    Fails as `all_gather_results` does, except that a process without other ranks raises its own error. Two
+    bytes arrive on each rank unless one fails.
     """
     if comm.size == 1:
         return work()
-    own_results: list[Result] = []
-    all_gather_results(comm, lambda: own_results.append(work()), awaiting=awaiting, timeout_s=timeout_s)
-    return own_results[0]
+    outcome, own_error = _attempt(comm, work)
+    failure = comm.carry(_first_failure(comm, outcome), awaiting=awaiting, timeout_s=timeout_s)
+    if failure is not None:
+        raise RankFailed(failure.rank, failure.host, failure.cause) from (
+            own_error if failure.rank == comm.rank else None
+        )
+    assert not isinstance(outcome, _Failure), "a failure of any rank was raised"
+    return outcome
+
+
+def _first_failure(comm: Comm, outcome: object) -> Rounds["_Failure | None"]:
+    has_failed = isinstance(outcome, _Failure)
+    if not (yield from message_rounds.any_of_all(comm.rank, comm.size, own=has_failed)):
+        return None
+    own = pickle.dumps(outcome) if has_failed else b""
+    failure: _Failure = pickle.loads((yield from message_rounds.first_of_all(comm.rank, comm.size, own)))  # noqa: S301 - see `_unpack`
+    return failure
 
 
 def run_on_rank0(
     comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None
 ) -> Result:
-    """Call `work` on rank 0 alone; its result, on every rank. Collective.
+    """Call `work` on rank 0 alone; its result, on every rank once all have called. Collective.
 
     Fails as `all_gather_results` does, except that a process without other ranks raises its own error.
     """
     if comm.size == 1:
         return work()
+    own_error: Exception | None = None
+    packed = b""
+    if comm.rank == 0:
+        outcome, own_error = _attempt(comm, work)
+        packed = _pack(comm, outcome)
+    answer: Any = pickle.loads(  # noqa: S301 - see `_unpack`
+        comm.carry(
+            message_rounds.from_rank0(comm.rank, comm.size, packed), awaiting=awaiting, timeout_s=timeout_s
+        )
+    )
+    if isinstance(answer, _Failure):
+        raise RankFailed(answer.rank, answer.host, answer.cause) from own_error
+    result: Result = answer
+    return result
 
-    def work_on_rank0() -> Result | None:
-        return work() if comm.rank == 0 else None
 
-    results = all_gather_results(comm, work_on_rank0, awaiting=awaiting, timeout_s=timeout_s)
-    return cast("Result", results[0])
+def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple["Result | _Failure", Exception | None]:
+    """The result, or a failure that can be sent and its error."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - gathered: no rank may fail alone
+        return _Failure(comm.rank, comm.host, format_cause(error)), error
+
+
+def _pack(comm: Comm, value: object) -> bytes:
+    """The pickled value; of one that cannot be pickled, a failure for all ranks to learn of."""
+    packed = _try_to_pack(comm, value)
+    return packed if isinstance(packed, bytes) else pickle.dumps(packed, pickle.HIGHEST_PROTOCOL)
+
+
+def _try_to_pack(comm: Comm, value: object) -> "bytes | _Unsendable":
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        cause = f"cannot send a {type(value).__name__} to other ranks: {error}"
+        return _Unsendable(comm.rank, comm.host, cause)
 
 
 def format_cause(error: BaseException) -> str:
@@ -237,6 +287,78 @@ def reduce_values(values: list[Number], op: Reduction) -> Number:
     return folds[op](values)
 
 
+CARRIED = 20_011
+"""The tag of messages of `BaseComm.carry`: other transfers between the same ranks use small numbers."""
+
+
+class _Carrying(Generic[T]):
+    """An operation whose messages are being carried."""
+
+    def __init__(self, rounds: Rounds[T]) -> None:
+        self._rounds = rounds
+        self._results: list[T] = []
+        self._refusal: PenstockError | None = None
+        self.round: Round | None = None
+        """The next one; None after the last."""
+        self.is_over = threading.Event()
+        self.broken: Exception | None = None
+        """What ended it between two ranks, so that they may be out of step."""
+
+    def advance(self, received: list[bytes] | None) -> None:
+        """Let the operation use what was received, and say what is next."""
+        self.round = None
+        try:
+            self.round = next(self._rounds) if received is None else self._rounds.send(received)
+        except StopIteration as stop:
+            self._results.append(stop.value)
+        except PenstockError as error:
+            self._refusal = error
+
+    def run(self, transfer: PointToPoint, awaiting: str, timeout_s: float) -> None:
+        """Carry all messages; for a thread of its own."""
+        try:
+            while self.round is not None:
+                self.advance(move_messages(transfer, self.round, awaiting=awaiting, timeout_s=timeout_s))
+        except Exception as error:  # noqa: BLE001 - raised in the thread that waits for this one
+            self.broken = error
+        self.is_over.set()
+
+    def result(self) -> T:
+        """What the operation returned, or the error that it raised on all ranks."""
+        if self._refusal is not None:
+            raise self._refusal
+        return self._results[0]
+
+
+_SIZE = struct.Struct("<q")
+
+
+def move_messages(transfer: PointToPoint, round_: Round, *, awaiting: str, timeout_s: float) -> list[bytes]:
+    """Send and receive the messages of one round; sizes travel first where they differ."""
+
+    def move(sends: list[tuple[int, bytes]], sizes: list[tuple[int, int]]) -> list[bytearray]:
+        buffers = [bytearray(size) for _, size in sizes]
+        pending = [
+            transfer.receive(source, memoryview(buffer), tag=CARRIED)
+            for (source, _), buffer in zip(sizes, buffers, strict=True)
+        ]
+        pending += [transfer.send(to, memoryview(bytearray(content)), tag=CARRIED) for to, content in sends]
+        for each in pending:
+            each.wait(awaiting=awaiting, timeout_s=timeout_s)
+        return buffers
+
+    if round_.size_bytes is not None:
+        sizes = [(source, round_.size_bytes) for source in round_.sources]
+        return [bytes(buffer) for buffer in move(list(round_.sends), sizes)]
+    heads = move(
+        [(to, _SIZE.pack(len(content))) for to, content in round_.sends],
+        [(source, _SIZE.size) for source in round_.sources],
+    )
+    sizes = [(source, _SIZE.unpack(head)[0]) for source, head in zip(round_.sources, heads, strict=True)]
+    moved = iter(move([each for each in round_.sends if each[1]], [each for each in sizes if each[1]]))
+    return [bytes(next(moved)) if size else b"" for _, size in sizes]
+
+
 class BaseComm(ABC):
     """A `Comm` on top of three collective moves of bytes. Subclasses start transfers and never block.
 
@@ -262,14 +384,14 @@ class BaseComm(ABC):
     def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float | None = None) -> T:
         """Rank 0's `value`, on every rank; a value that cannot be packed is `RankFailed` on all of them."""
         with self._collective(awaiting, timeout_s) as wait:
-            packed = self._broadcast_bytes(self._pack(value) if self.rank == 0 else None, wait)
+            packed = self._broadcast_bytes(_pack(self, value) if self.rank == 0 else None, wait)
         received: T = self._unpack([packed])[0]
         return received
 
     def gather(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
         """Every rank's `value`, in rank order, on every rank."""
         with self._collective(awaiting, timeout_s) as wait:
-            packed = self._gather_bytes(self._pack(value), wait)
+            packed = self._gather_bytes(_pack(self, value), wait)
         return self._unpack(packed)
 
     def gather_on_rank0(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
@@ -277,12 +399,13 @@ class BaseComm(ABC):
 
         A value that cannot be packed is `RankFailed` on all ranks.
         """
-        packed = self._packed(value)
+        packed = _try_to_pack(self, value)
         # First all ranks agree that every value can be sent: a rank that raised alone would leave the others
         # waiting in the transfer below.
-        refusal = packed if isinstance(packed, _Unsendable) else None
-        self.gather(refusal, awaiting=awaiting, timeout_s=timeout_s)
-        assert isinstance(packed, bytes), "the gather has raised what could not be packed"
+        failure = self.carry(_first_failure(self, packed), awaiting=awaiting, timeout_s=timeout_s)
+        if failure is not None:
+            raise RankFailed(failure.rank, failure.host, failure.cause)
+        assert isinstance(packed, bytes), "what could not be packed was raised"
         with self._collective(awaiting, timeout_s) as wait:
             payloads = self._gather_bytes_on_rank0(packed, wait)
         return self._unpack(payloads) if self.rank == 0 else []
@@ -292,6 +415,30 @@ class BaseComm(ABC):
     ) -> Number:
         """The sum, minimum or maximum over ranks: exact for whole numbers of any size."""
         return reduce_values(self.gather(value, awaiting=awaiting, timeout_s=timeout_s), op)
+
+    def carry(self, rounds: Rounds[T], *, awaiting: str, timeout_s: float | None = None) -> T:
+        """Carry the messages of an operation; its result on this rank."""
+        carrying = _Carrying(rounds)
+        carrying.advance(None)
+        if carrying.round is not None:
+            with self._collective(awaiting, timeout_s) as wait:
+                # Waits for single messages of gloo cannot be polled: a thread waits, and this one for it.
+                transfer = self._message_transfer()
+                thread = threading.Thread(
+                    target=carrying.run, args=(transfer, awaiting, wait.timeout_s), daemon=True
+                )
+                thread.start()
+                wait.until(carrying.is_over.is_set)
+                if carrying.broken is not None:
+                    raise carrying.broken
+        return carrying.result()
+
+    def _message_transfer(self) -> PointToPoint:
+        """The transfer for `carry`, whose messages have the tag `CARRIED`."""
+        raise Unavailable(
+            f"{type(self).__name__} cannot move bytes between two ranks",
+            fix="Run under MPI or torch.distributed.",
+        )
 
     def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
         """All payloads on rank 0. A library that can gather to one rank overrides this to save copies."""
@@ -332,17 +479,6 @@ class BaseComm(ABC):
                 fix="Look for a rank that died, or for a network that drops connections.",
             ) from error
         self._left_early = None
-
-    def _pack(self, value: object) -> bytes:
-        packed = self._packed(value)
-        return packed if isinstance(packed, bytes) else pickle.dumps(packed, pickle.HIGHEST_PROTOCOL)
-
-    def _packed(self, value: object) -> bytes | _Unsendable:
-        try:
-            return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            cause = f"cannot send a {type(value).__name__} to other ranks: {error}"
-            return _Unsendable(self.rank, self.host, cause)
 
     def _unpack(self, packed: list[bytes]) -> list[Any]:
         # Ranks of one job trust each other: a process that can send here already runs code as this user.

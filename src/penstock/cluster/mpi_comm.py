@@ -42,6 +42,9 @@ class MpiComm(BaseComm):
         """A transfer between the same ranks, in a duplicate of its own."""
         return MpiPointToPoint(self._mpi.Dup())
 
+    def _message_transfer(self) -> MpiPointToPoint:
+        return MpiPointToPoint(self._mpi)
+
     def _finish(self, request: MPI.Request, wait: PollingWait) -> None:
         try:
             wait.until(request.Test)

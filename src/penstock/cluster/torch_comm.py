@@ -56,6 +56,11 @@ class TorchComm(BaseComm):
         assert isinstance(own, dist.ProcessGroup), "this process is in the group of its own communicator"
         return TorchPointToPoint(own, self.host)
 
+    def _message_transfer(self) -> TorchPointToPoint:
+        group = dist.group.WORLD if self._group is None else self._group
+        assert group is not None, "a communicator has a process group"
+        return TorchPointToPoint(group, self.host)
+
     def _finish(self, work: dist.Work | None, wait: PollingWait) -> None:
         assert work is not None, "this process is not in the group, so it has no communicator for it"
         wait.until(work.is_completed)

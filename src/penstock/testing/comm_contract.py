@@ -11,10 +11,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, SupportsPointToPoint, all_gather_results, open_point_to_point
+from penstock.cluster.rounds import Rounds
 from penstock.cluster.supervision import join_ranks
 from penstock.environment import process_environment
-from penstock.errors import RankError, RankFailed, WaitTimeout
+from penstock.errors import RankError, RankFailed, UsageError, WaitTimeout
 
 Kind = TypeVar("Kind", bound=Exception)
 
@@ -126,6 +128,28 @@ def _a_failed_step_fails_everywhere(comm: Comm) -> None:
     )
 
 
+def _operations_in_rounds_are_carried(comm: Comm) -> None:
+    numbers = np.arange(BIG_BYTES // 8)[:: comm.rank + 1]
+    rows = np.stack([np.full(len(numbers), comm.rank), numbers], axis=1)
+    received = comm.carry(
+        rounds.route(comm.rank, comm.size, numbers % comm.size, rows), awaiting="rows", timeout_s=LIMIT_S
+    )
+    assert (received[:, 1] % comm.size == comm.rank).all(), "a row is on the wrong rank"
+    total = comm.carry(
+        rounds.count_before(comm.rank, comm.size, len(received)), awaiting="a count", timeout_s=LIMIT_S
+    )[1]
+    expected = sum(len(range(0, BIG_BYTES // 8, rank + 1)) for rank in range(comm.size))
+    assert total == expected, f"{total} of {expected} rows arrived"
+    sick = comm.size - 1
+
+    def refuse() -> Rounds[None]:
+        if (yield from rounds.any_of_all(comm.rank, comm.size, own=comm.rank == sick)):
+            raise UsageError("a bad request")
+
+    error = _error_of(UsageError, lambda: comm.carry(refuse(), awaiting="a refusal", timeout_s=LIMIT_S))
+    assert str(error) == "a bad request", str(error)
+
+
 def _bytes_go_round_a_ring(comm: Comm) -> None:
     if not isinstance(comm, SupportsPointToPoint):
         return
@@ -157,6 +181,7 @@ CLAUSES: tuple[Callable[[Comm], None], ...] = (
     _reductions_agree_to_the_bit,
     _what_cannot_travel_fails_everywhere,
     _a_failed_step_fails_everywhere,
+    _operations_in_rounds_are_carried,
     _bytes_go_round_a_ring,
 )
 

@@ -279,7 +279,6 @@ def _write_files(task: WriteTask) -> WrittenShare:
         layouts=task.layouts,
         payloads=payloads,
         payload_bytes=task.num_bytes,
-        paths={},
         plan_s=task.plan_s,
     ).transformed(task.transforms)
     settings = choose_pipeline_settings(share.layouts, task.writers, task.staging_bytes)

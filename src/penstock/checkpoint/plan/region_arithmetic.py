@@ -273,6 +273,37 @@ def divide_among_ranks(
     return RegionShares(shares.source[back], shares.regions.take(back), shares.rank[back])
 
 
+def cut_own_parts(
+    regions: Regions, element_bytes: Ints, set_of_box: Ints, shares: Ints, *, min_cut_bytes: int
+) -> tuple[Rows, Ints, Ints, Ints]:
+    """What one rank takes of the regions of its sets: how they can be cut, and region, first and end row.
+
+    `shares` has, by set, begin and end of the rank's share of the set's bytes, and 1 if it is the first of
+    them, plus 2 if it is the last. Regions are in the order of the sets. Cuts as `divide_among_ranks` does.
+    """
+    rows = find_rows(regions, element_bytes)
+    num_bytes = rows.count * rows.num_bytes
+    ends = np.cumsum(num_bytes)
+    axis = _Axis(set_of_box, ends - num_bytes, ends, rows, min_cut_bytes)
+    if not len(regions):
+        return rows, ends, ends, ends
+    set_start = axis.start[np.searchsorted(set_of_box, np.arange(len(shares)))]
+    edges = []
+    for column in (0, 1):
+        region, row = _nearest_rows(axis, set_start + shares[:, column])
+        edges.append(axis.start[region] + row * rows.num_bytes[region])
+    begin = np.where(shares[:, 2] & 1, set_start, edges[0])[set_of_box]
+    end = np.where(shares[:, 2] & 2, ends[-1] + 1, edges[1])[set_of_box]
+    first, stop = np.maximum(axis.start, begin), np.minimum(axis.end, end)
+    is_empty = num_bytes == 0
+    source = np.flatnonzero(np.where(is_empty, (begin <= axis.start) & (axis.start < end), first < stop))
+    row_bytes = np.maximum(rows.num_bytes[source], 1)
+    within = np.where(is_empty[source], 0, first[source] - axis.start[source])
+    until = np.where(is_empty[source], 0, stop[source] - axis.start[source])
+    last = np.where(is_empty[source], rows.count[source], until // row_bytes)
+    return rows, source, within // row_bytes, last
+
+
 def slice_rows(regions: Regions, dim: Ints, begin: Ints, end: Ints) -> Regions:
     """Rows `begin` to `end` of each region, counted along its dimension `dim` from its own offset."""
     if regions.num_dims == 0:
@@ -325,16 +356,31 @@ def _fair_cuts(set_of_box: Ints, num_bytes: Ints, sets: RankSets, num_ranks: int
     alone = sets.size == 1
     np.add.at(load, sets.members[sets.start[alone]], total[alone])
     shared = np.flatnonzero(~alone)
-    cuts: dict[int, Ints] = {}
-    for number in shared[np.lexsort((shared, sets.size[shared]))]:
-        ranks = sets.ranks(number)
+    if not len(shared):
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    begin, _ = level_sets(sets, total, load)
+    is_cut = np.ones(len(begin), dtype=np.bool_)
+    is_cut[sets.start] = False
+    cut_set = np.repeat(np.arange(len(sets)), sets.size - 1)
+    return cut_set, set_start[cut_set] + begin[is_cut]
+
+
+def level_sets(sets: RankSets, total: Ints, load: Ints) -> tuple[Ints, Ints]:
+    """Divide the `total` of each set among its members: by member, the begin and end of its share.
+
+    `load` is what each rank has already; it grows by what is shared here.
+    """
+    end = total[np.repeat(np.arange(len(sets)), sets.size)]
+    begin = np.zeros_like(end)
+    shared = np.flatnonzero(sets.size > 1)
+    for number in shared[np.lexsort((shared, sets.size[shared]))].tolist():
+        first, stop = sets.start[number], sets.start[number] + sets.size[number]
+        ranks = sets.members[first:stop]
         share = level_loads(load[ranks], int(total[number]))
         load[ranks] += share
-        cuts[int(number)] = set_start[number] + np.cumsum(share)[:-1]
-    if not cuts:
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    cut_set = np.repeat(shared, sets.size[shared] - 1)
-    return cut_set, np.concatenate([cuts[int(number)] for number in shared])
+        end[first:stop] = np.cumsum(share)
+        begin[first:stop] = end[first:stop] - share
+    return begin, end
 
 
 def level_loads(load: Ints, amount: int) -> Ints:

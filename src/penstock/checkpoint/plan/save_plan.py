@@ -168,7 +168,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """What one rank writes. `tensors` are all tensors of the job, the same on every rank."""
+    """What one rank writes: regions of `tensors`, which may list more than is written."""
 
     rank: int
     tensors: tuple[TensorFacts, ...]
@@ -219,7 +219,7 @@ def merge_holdings(holdings: Sequence[Holdings]) -> MergedHoldings:
                     tensors.append(facts)
                     first_rank.append(rank)
                 elif facts != tensors[number]:
-                    raise _disagreement(tensors[number], first_rank[number], facts, rank)
+                    raise disagreement(tensors[number], first_rank[number], facts, rank)
             own_numbers = [numbers[facts.name] for facts in own.tensors]
             known[id(own.tensors)] = np.array(own_numbers, dtype=np.int64)
         common = known[id(own.tensors)]
@@ -228,7 +228,8 @@ def merge_holdings(holdings: Sequence[Holdings]) -> MergedHoldings:
     return MergedHoldings(tuple(tensors), Regions.concatenated(parts), ranks)
 
 
-def _disagreement(one: TensorFacts, one_rank: int, other: TensorFacts, other_rank: int) -> UsageError:
+def disagreement(one: TensorFacts, one_rank: int, other: TensorFacts, other_rank: int) -> UsageError:
+    """The error of two ranks that give one name different dtypes or shapes."""
     return UsageError(
         f"Ranks disagree on {one.name!r}: {one.dtype} {list(one.shape)} on rank {one_rank},"
         f" {other.dtype} {list(other.shape)} on rank {other_rank}",
@@ -246,7 +247,7 @@ def plan_save(holdings: Sequence[Holdings], options: SaveOptions) -> SharedSaveP
     shares = divide_among_ranks(
         unique, element_sizes(merged.tensors), sets, len(holdings), min_cut_bytes=options.min_cut_bytes
     )
-    rows = _worth_an_item(merged.tensors, shares.regions)
+    rows = worth_an_item(merged.tensors, shares.regions)
     return SharedSavePlan(
         tensors=merged.tensors,
         regions=shares.regions.take(rows),
@@ -255,12 +256,24 @@ def plan_save(holdings: Sequence[Holdings], options: SaveOptions) -> SharedSaveP
     )
 
 
+def plan_job(
+    holdings: Sequence[Holdings], options: SaveOptions
+) -> tuple[SharedSavePlan, list[list[PlacedObject]]]:
+    """What all ranks write, tensors and objects, from what all of them hold, in rank order."""
+    apart = find_own_tensors([held.small for held in holdings])
+    renamed = [
+        rename_own_tensors(held, names, rank)
+        for rank, (held, names) in enumerate(zip(holdings, apart, strict=True))
+    ]
+    return plan_save(renamed, options), assign_objects([held.objects for held in holdings])
+
+
 def _without_empty_strays(tensors: Sequence[TensorFacts], regions: Regions) -> Regions:
     """Regions without the empty ones of ranks that hold no part of a tensor, which have arbitrary offsets."""
-    return regions.take(_worth_an_item(tensors, regions))
+    return regions.take(worth_an_item(tensors, regions))
 
 
-def _worth_an_item(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
+def worth_an_item(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
     """Rows to write: every region with elements, and one of each empty tensor, so that it is listed."""
     is_empty = regions.num_elements == 0
     tensor_is_empty = np.array([0 in facts.shape for facts in tensors], dtype=np.bool_)
@@ -284,28 +297,45 @@ def plan_rank_files(
     Items are placed largest first, each in the file with the fewest bytes so far. Within a file they keep the
     order of the state, so the tensors of one layer are side by side, and equal states give equal files.
     """
-    hint = options.separation_hint
-    begins = [hint is not None and facts.name.startswith(hint) for facts in shared.tensors]
-    apart = np.array(begins, dtype=np.bool_)
-    element_bytes = element_sizes(shared.tensors)
-    ranks = range(shared.num_ranks) if only is None else (only,)
     order = np.argsort(shared.rank, kind="stable")
     ends = np.searchsorted(shared.rank[order], np.arange(shared.num_ranks + 1))
-    plans = []
-    for rank in ranks:
-        regions = shared.regions.take(order[ends[rank] : ends[rank + 1]])
-        is_apart = apart[regions.tensor]
-        objects_apart = [
-            placed for placed in objects[rank] if hint is not None and placed.name.startswith(hint)
-        ]
-        objects_together = [placed for placed in objects[rank] if placed not in objects_apart]
+    return [
+        plan_files(
+            rank,
+            shared.tensors,
+            shared.regions.take(order[ends[rank] : ends[rank + 1]]),
+            objects[rank],
+            options,
+        )
+        for rank in (range(shared.num_ranks) if only is None else (only,))
+    ]
+
+
+def plan_files(
+    rank: int,
+    tensors: tuple[TensorFacts, ...],
+    regions: Regions,
+    objects: Sequence[PlacedObject],
+    options: SaveOptions,
+) -> SavePlan:
+    """What one rank writes, divided among its files."""
+    hint = options.separation_hint
+    if hint is None:
         names = (f"__{rank}_", options.writers)
-        buckets = _deal(regions.take(~is_apart), element_bytes, objects_together, names)
-        if hint is not None:
-            names = (f"{hint}__{rank}_", options.writers)
-            buckets += _deal(regions.take(is_apart), element_bytes, objects_apart, names)
-        plans.append(SavePlan(rank=rank, tensors=shared.tensors, buckets=buckets))
-    return plans
+        return SavePlan(
+            rank=rank, tensors=tensors, buckets=_deal(regions, element_sizes(tensors), objects, names)
+        )
+    apart = np.array([facts.name.startswith(hint) for facts in tensors], dtype=np.bool_)
+    is_apart = apart[regions.tensor]
+    objects_apart = [placed for placed in objects if placed.name.startswith(hint)]
+    objects_together = [placed for placed in objects if not placed.name.startswith(hint)]
+    buckets: tuple[Bucket, ...] = ()
+    for rows, those, prefix in (
+        (~is_apart, objects_together, f"__{rank}_"),
+        (is_apart, objects_apart, f"{hint}__{rank}_"),
+    ):
+        buckets += _deal(regions.take(rows), element_sizes(tensors), those, (prefix, options.writers))
+    return SavePlan(rank=rank, tensors=tensors, buckets=buckets)
 
 
 def _deal(
@@ -358,11 +388,15 @@ def require_same_numbering(numberings: Sequence[Iterable[HeldObject]]) -> None:
         for held in numbering:
             other, digest = first.setdefault(held.name, (rank, held.digest))
             if digest != held.digest:
-                raise UsageError(
-                    f"{held.name!r} numbers other parameters on rank {rank} than on rank {other}: their"
-                    " states would be mixed",
-                    fix="Save get_optimizer_state_dict(model, optimizer) of torch, which names them.",
-                )
+                raise numbered_otherwise(held.name, rank, other)
+
+
+def numbered_otherwise(name: str, rank: int, other: int) -> UsageError:
+    """The error of two ranks whose optimizers number different parameters alike."""
+    return UsageError(
+        f"{name!r} numbers other parameters on rank {rank} than on rank {other}: their states would be mixed",
+        fix="Save get_optimizer_state_dict(model, optimizer) of torch, which names them.",
+    )
 
 
 def rename_own_tensors(holdings: Holdings, own: Container[str], rank: int) -> Holdings:

@@ -28,11 +28,21 @@ import torch
 import xxhash
 
 from penstock.checkpoint.commit.protocol import Seal
-from penstock.checkpoint.engine import NamePatterns, Replicas, SaveChoice, State, Urgency, WrittenShare
+from penstock.checkpoint.engine import (
+    NamePatterns,
+    Replicas,
+    SaveChoice,
+    ShareContents,
+    State,
+    Urgency,
+    WrittenShare,
+)
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes, paused_garbage_collection
 from penstock.checkpoint.formats.manifest import Fact, build_manifest, manifest_bytes
 from penstock.checkpoint.plan import save_plan
+from penstock.checkpoint.plan.shared_objects import SharedObjects, names_of_objects, share_objects
+from penstock.checkpoint.plan.shared_plan import Path, Place, RankShare, digest_tensors, plan_share
 from penstock.checkpoint.saving import file_layout
 from penstock.checkpoint.saving.replicas import compare_replicas
 from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
@@ -52,7 +62,9 @@ from penstock.checkpoint.state.tensors import (
     number_parameters,
     warn_of_trust,
 )
+from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
+from penstock.cluster.rounds import Rounds
 from penstock.errors import UsageError
 from penstock.storage.aligned import round_up
 
@@ -66,114 +78,108 @@ NUM_KEPT_PLANS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AgreedSave:
-    """What all ranks will write; every rank has the same."""
+    """What one rank writes; all ranks together write every byte of the state once."""
 
-    shared: save_plan.SharedSavePlan
-    objects: tuple[tuple[save_plan.PlacedObject, ...], ...]
-    """By rank."""
-    options: save_plan.SaveOptions
-
-    def plan_of(self, rank: int) -> save_plan.SavePlan:
-        """What one rank writes."""
-        return save_plan.plan_rank_files(self.shared, self.objects, self.options, only=rank)[0]
-
-    def plans(self) -> list[save_plan.SavePlan]:
-        """What each rank writes, in rank order: for rank 0, which describes the whole checkpoint."""
-        return save_plan.plan_rank_files(self.shared, self.objects, self.options)
-
-
-@dataclass(frozen=True, slots=True)
-class _HoldingsDigest:
-    """What each rank always sends: digests, and its objects, which change from step to step.
-
-    Lists of tensors and regions take megabytes on large jobs and stay the same from save to save, so ranks
-    exchange 16-byte digests of them first, and the lists only if a rank does not know the plan.
-    """
-
-    tensors: bytes
-    holdings: bytes
-    objects: tuple[save_plan.HeldObject, ...]
-    small: tuple[save_plan.HeldObject, ...]
-    numbering: tuple[save_plan.HeldObject, ...]
-    known: tuple[bytes, ...]
+    share: RankShare
+    objects: tuple[save_plan.PlacedObject, ...]
+    plan: save_plan.SavePlan
+    """Both, divided among the rank's files."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _FullHoldings:
-    """What each rank sends when a plan is needed; of equal lists of tensors only the first rank's is sent."""
+class _KeptPlan:
+    """A plan that holds while all ranks hold the same as when it was made: `number` counts a job's plans."""
 
-    tensors: tuple[TensorFacts, ...] | None
-    regions: Regions
+    number: int
+    share: RankShare
+    objects: SharedObjects
 
 
 class SavePlanCache:
-    """Plans the saves of one communicator's ranks, and keeps the last few plans."""
+    """Plans the saves of one communicator's ranks, and keeps the last few plans.
+
+    While nothing changes, ranks compare digests: no rank receives more than 36 bytes.
+    """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._plans: OrderedDict[bytes, save_plan.SharedSavePlan] = OrderedDict()
+        self._plans: OrderedDict[bytes, _KeptPlan] = OrderedDict()
+        self._last_number = 0
         self.num_planned = 0
         """How often a plan had to be made."""
 
-    def agree(self, holdings: save_plan.Holdings, options: save_plan.SaveOptions) -> AgreedSave:
-        """Collective: the plan for what all ranks hold. Raises the same on all ranks."""
-        tensors_digest = _digest_tensors(holdings.tensors)
-        regions_digest = _digest_regions(tensors_digest, holdings.regions, options)
-        own = _HoldingsDigest(
-            tensors_digest,
-            regions_digest,
-            holdings.objects,
-            holdings.small,
-            holdings.numbering,
-            tuple(self._plans),
+    def agree(
+        self, holdings: save_plan.Holdings, options: save_plan.SaveOptions, paths: Mapping[str, Path]
+    ) -> AgreedSave:
+        """Collective: what this rank writes of what all hold. Raises the same on all ranks.
+
+        `paths` are the places of its tensors in the state.
+        """
+        place = Place(self._comm.rank, self._comm.size)
+        kept = self._comm.carry(
+            self._find_or_plan(place, holdings, options, paths),
+            awaiting="all ranks to describe what they hold",
         )
-        digests = self._comm.gather(own, awaiting="all ranks to describe what they hold")
-        save_plan.require_same_numbering([digest.numbering for digest in digests])
-        objects = tuple(
-            tuple(placed) for placed in save_plan.assign_objects([digest.objects for digest in digests])
+        objects = kept.objects.placed
+        return AgreedSave(
+            share=kept.share,
+            objects=objects,
+            plan=save_plan.plan_files(place.rank, kept.share.tensors, kept.share.regions, objects, options),
         )
-        apart = save_plan.find_own_tensors([digest.small for digest in digests])
-        total = xxhash.xxh3_128(b"".join(digest.holdings for digest in digests))
-        total.update(repr([(rank, sorted(names)) for rank, names in enumerate(apart) if names]).encode())
-        key = total.digest()
-        if all(key in digest.known for digest in digests):
-            self._plans.move_to_end(key)
+
+    def _find_or_plan(
+        self,
+        place: Place,
+        holdings: save_plan.Holdings,
+        options: save_plan.SaveOptions,
+        paths: Mapping[str, Path],
+    ) -> Rounds[_KeptPlan]:
+        key = _digest_holdings(holdings, options)
+        kept = self._plans.get(key)
+        known = b"" if kept is None else _digest_number(kept.number) + kept.objects.digest(holdings)
+        if (yield from rounds.all_equal(*place, known or bytes(24), is_known=kept is not None)):
+            assert kept is not None, "what is not known equals nothing"
+            kept = replace(kept, objects=kept.objects.updated(holdings))
         else:
-            all_holdings = [
-                save_plan.rename_own_tensors(replace(own, small=digest.small), names, rank)
-                for rank, (own, digest, names) in enumerate(
-                    zip(self._exchange(holdings, digests), digests, apart, strict=True)
-                )
-            ]
-            self._plans[key] = save_plan.plan_save(all_holdings, options)
-            self.num_planned += 1
-            while len(self._plans) > NUM_KEPT_PLANS:
-                self._plans.popitem(last=False)
-        return AgreedSave(shared=self._plans[key], objects=objects, options=options)
+            objects = yield from share_objects(place, holdings)
+            is_known = kept is not None and kept.objects.own_tensors == objects.own_tensors
+            number = _digest_number(kept.number if kept else 0)
+            if (yield from rounds.all_equal(*place, number, is_known=is_known)):
+                assert kept is not None, "as above"
+                kept = replace(kept, objects=objects)
+            else:
+                kept = yield from self._plan(place, holdings, options, paths, objects)
+        self._plans[key] = kept
+        self._plans.move_to_end(key)
+        while len(self._plans) > NUM_KEPT_PLANS:
+            self._plans.popitem(last=False)
+        return kept
 
-    def _exchange(
-        self, holdings: save_plan.Holdings, digests: Sequence[_HoldingsDigest]
-    ) -> list[save_plan.Holdings]:
-        first = {digest.tensors: rank for rank, digest in reversed(list(enumerate(digests)))}
-        is_first = first[digests[self._comm.rank].tensors] == self._comm.rank
-        own = _FullHoldings(holdings.tensors if is_first else None, holdings.regions)
-        received = self._comm.gather(own, awaiting="all ranks to list the regions that they hold")
-        all_holdings = []
-        for digest, full in zip(digests, received, strict=True):
-            tensors = received[first[digest.tensors]].tensors
-            assert tensors is not None, "the first rank with a list of tensors sends it"
-            all_holdings.append(replace(holdings, tensors=tensors, regions=full.regions, objects=()))
-        return all_holdings
+    def _plan(
+        self,
+        place: Place,
+        holdings: save_plan.Holdings,
+        options: save_plan.SaveOptions,
+        paths: Mapping[str, Path],
+        objects: SharedObjects,
+    ) -> Rounds[_KeptPlan]:
+        holdings = save_plan.rename_own_tensors(holdings, objects.own_tensors, place.rank)
+        share = yield from plan_share(place, holdings, paths, options)
+        # A rank that joined later, or lost its plans, counts on with the others.
+        (last,) = yield from rounds.largest_of_all(*place, [self._last_number])
+        self._last_number = last + 1
+        self.num_planned += 1
+        return _KeptPlan(last + 1, share, objects)
 
 
-def _digest_tensors(tensors: Sequence[TensorFacts]) -> bytes:
-    rows = (f"{facts.name}\0{facts.dtype}\0{facts.shape}\0{facts.element_bytes}\0" for facts in tensors)
-    return xxhash.xxh3_128_digest("".join(rows).encode())
+def _digest_number(number: int) -> bytes:
+    return number.to_bytes(8, "big")
 
 
-def _digest_regions(tensors_digest: bytes, regions: Regions, options: save_plan.SaveOptions) -> bytes:
-    digest = xxhash.xxh3_128(tensors_digest)
-    digest.update(repr(options).encode())
+def _digest_holdings(holdings: save_plan.Holdings, options: save_plan.SaveOptions) -> bytes:
+    digest = xxhash.xxh3_128(digest_tensors(holdings.tensors))
+    digest.update(repr(options).encode() + names_of_objects(holdings))
+    regions = holdings.regions
     for column in (regions.tensor, regions.offsets, regions.sizes):
         digest.update(repr(column.shape).encode())
         digest.update(np.ascontiguousarray(column).tobytes())
@@ -225,12 +231,12 @@ class Saver:
         warn_of_trust(local_state, comm.rank, self._told)
         compare_s = compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
         planner = self._planners.setdefault(comm, SavePlanCache(comm))
-        agreed = planner.agree(local_state.holdings, self._options)
+        paths = {leaf.name: leaf.path for leaf in local_state.leaves}
+        agreed = planner.agree(local_state.holdings, self._options, paths)
         share = run_on_all_ranks(
-            comm, lambda: self._share(agreed, comm.rank, local_state, choice), awaiting=AWAITED
+            comm, lambda: self._share(agreed, paths, local_state, choice), awaiting=AWAITED
         )
         return TensorSave(
-            agreed=agreed,
             share=replace(share, compare_s=compare_s, plan_s=time.perf_counter() - start_s - compare_s),
             memory=self._memory,
             num_ranks=comm.size,
@@ -240,19 +246,21 @@ class Saver:
             timeout_s=comm.timeout_s,
         )
 
-    def _share(self, agreed: AgreedSave, rank: int, local_state: LocalState, choice: SaveChoice) -> SaveShare:
-        plan = agreed.plan_of(rank)
+    def _share(
+        self, agreed: AgreedSave, paths: Mapping[str, Path], local_state: LocalState, choice: SaveChoice
+    ) -> SaveShare:
+        plan = agreed.plan
         layouts = [file_layout.lay_out_file(bucket, plan.tensors) for bucket in plan.buckets]
         files = [
             (layout, _payloads(bucket, plan, local_state, choice.dtype))
             for layout, bucket in zip(layouts, plan.buckets, strict=True)
         ]
         share = SaveShare(
-            rank=rank,
+            rank=plan.rank,
             layouts=tuple(layout for layout, _ in files),
             payloads={layout.name: payloads for layout, payloads in files},
             payload_bytes=plan.num_bytes,
-            paths=_own_paths(agreed, plan, local_state),
+            contents=_describe_contents(agreed, paths),
         )
         return share.transformed(self._transforms)
 
@@ -265,7 +273,6 @@ class Saver:
 class TensorSave:
     """A `PreparedSave` of tensors in this process."""
 
-    agreed: AgreedSave
     share: SaveShare
     memory: StagingMemory
     num_ranks: int
@@ -297,8 +304,10 @@ class TensorSave:
             return self._seal(shares, facts)
 
     def _seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
-        index = index_written_files(self.agreed.plans(), shares, packed=bool(self.transforms))
-        paths = {name: path for share in shares for name, path in share.paths.items()}
+        index = index_written_files(shares, packed=bool(self.transforms))
+        paths = {facts.name: path for share in shares for facts, path in share.contents.tensors}
+        for share in shares:
+            paths |= dict(each for objects in share.contents.objects for each in objects)
         named = {key: cast("Fact", value) for key, value in facts.items() if key not in ("step", "save_id")}
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
         described = DcpMetadata(index=index, paths=paths, save_id=save_id)
@@ -327,33 +336,33 @@ class TensorSave:
         )
 
 
-def index_written_files(
-    plans: Sequence[save_plan.SavePlan], shares: Sequence[WrittenShare], *, packed: bool
-) -> CheckpointIndex:
-    """The index of what was planned and what ranks report to have written; both are in rank order."""
-    pairs = [
-        (bucket, file)
-        for plan, share in zip(plans, shares, strict=True)
-        for bucket, file in zip(plan.buckets, share.files, strict=True)
+def index_written_files(shares: Sequence[WrittenShare], *, packed: bool) -> CheckpointIndex:
+    """The index of what ranks report to have written, in rank order."""
+    written = [
+        (file, objects, regions)
+        for share in shares
+        for file, objects, regions in zip(
+            share.files, share.contents.objects, share.contents.regions, strict=True
+        )
     ]
     objects: list[StoredObject] = []
-    for number, (bucket, file) in enumerate(pairs):
-        for row, placed in enumerate(bucket.objects):
+    for number, (file, named, _) in enumerate(written):
+        for row, (name, _) in enumerate(named):
             offset, size = int(file.item_offset[row]), int(file.item_bytes[row])
-            objects.append(StoredObject(placed.stored_name, number, offset, size, packed))
-    regions = Regions.concatenated([bucket.regions for bucket, _ in pairs])
-    rows = [(file, slice(len(bucket.objects), None)) for bucket, file in pairs]
+            objects.append(StoredObject(name, number, offset, size, packed))
+    regions = Regions.concatenated([own for _, _, own in written])
+    rows = [(file, slice(len(named), None)) for file, named, _ in written]
     nothing = np.zeros(0, dtype=np.int64)
     stored = StoredRegions(
         regions,
-        file=np.repeat(np.arange(len(pairs)), [len(bucket.regions) for bucket, _ in pairs]),
+        file=np.repeat(np.arange(len(written)), [len(own) for _, _, own in written]),
         item_offset=np.concatenate([nothing, *(file.item_offset[own] for file, own in rows)]),
         item_bytes=np.concatenate([nothing, *(file.item_bytes[own] for file, own in rows)]),
         payload_offset=np.concatenate([nothing, *(file.payload_offset[own] for file, own in rows)]),
         packed=np.full(len(regions), packed),
     )
-    tensors = plans[0].tensors if plans else ()
-    return CheckpointIndex(tensors, stored, tuple(objects), tuple(file.name for _, file in pairs))
+    tensors = tuple(facts for share in shares for facts, _ in share.contents.tensors)
+    return CheckpointIndex(tensors, stored, tuple(objects), tuple(file.name for file, _, _ in written))
 
 
 def _collect(state: State, choice: SaveChoice, *, is_alone: bool) -> LocalState:
@@ -401,19 +410,21 @@ def _payloads(
     return payloads
 
 
-def _own_paths(
-    agreed: AgreedSave, plan: save_plan.SavePlan, local_state: LocalState
-) -> dict[str, tuple[str | int, ...]]:
-    """The place in the state of each name that this rank is the first to write, so each is sent once."""
-    paths = {leaf.name: leaf.path for leaf in local_state.leaves}
-    shared = agreed.shared
-    numbers, first = np.unique(shared.regions.tensor, return_index=True)
-    first_here = numbers[shared.rank[first] == plan.rank].tolist()
-    names = [plan.tensors[number].name for number in first_here]
-    # A tensor or object that differs on this rank has a name of its own, and must not replace the common one.
-    own = {name: paths.get(name, (name,)) for name in names}
-    for bucket in plan.buckets:
-        for placed in bucket.objects:
-            is_common = placed.stored_name == placed.name
-            own[placed.stored_name] = paths[placed.name] if is_common else (placed.stored_name,)
-    return own
+def _describe_contents(agreed: AgreedSave, paths: Mapping[str, Path]) -> ShareContents:
+    numbers = agreed.share.numbers.own
+    # An object that differs on this rank has a name of its own, and must not replace the common one.
+    stored_paths = {
+        placed.stored_name: paths[placed.name] if placed.stored_name == placed.name else (placed.stored_name,)
+        for placed in agreed.objects
+    }
+    return ShareContents(
+        tensors=agreed.share.described,
+        regions=tuple(
+            Regions(numbers[bucket.regions.tensor], bucket.regions.offsets, bucket.regions.sizes)
+            for bucket in agreed.plan.buckets
+        ),
+        objects=tuple(
+            tuple((placed.stored_name, stored_paths[placed.stored_name]) for placed in bucket.objects)
+            for bucket in agreed.plan.buckets
+        ),
+    )

@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, WrittenFile, WrittenShare
+from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, ShareContents, WrittenFile, WrittenShare
 from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM, PipelineStopped, WarmMemory
 from penstock.checkpoint.saving.file_layout import (
     DeviceStreams,
@@ -44,7 +44,7 @@ class SaveShare:
     layouts: tuple[FileLayout, ...]
     payloads: Mapping[str, Sequence[Payload]]
     payload_bytes: int
-    paths: Mapping[str, tuple[str | int, ...]]
+    contents: ShareContents = field(default_factory=ShareContents)
     compare_s: float = 0.0
     plan_s: float = 0.0
 
@@ -171,7 +171,7 @@ class StagedFiles:
             rank=self._share.rank,
             files=tuple(self._describe(layout) for layout in self._share.layouts),
             stats=self._stats(measurement),
-            paths=self._share.paths,
+            contents=self._share.contents,
         )
 
     def cancel(self) -> None:

@@ -45,6 +45,9 @@ class GroupComm(BaseComm):
         """Point-to-point transfers between the same ranks; gloo keeps them apart from collectives."""
         return GroupTransfer(self._group, f"rank {self.rank} on {self.host}")
 
+    def _message_transfer(self) -> GroupTransfer:
+        return self.transfer()
+
     def _finish(self, work: Any, wait: PollingWait) -> None:
         wait.until(work.is_completed)
         work.wait()

@@ -36,11 +36,8 @@ from penstock.checkpoint.plan.save_plan import (
     PlacedObject,
     SaveOptions,
     SharedSavePlan,
-    assign_objects,
     find_leaf_name,
-    find_own_tensors,
-    plan_save,
-    rename_own_tensors,
+    plan_job,
 )
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_trust
 from penstock.errors import UsageError
@@ -196,13 +193,7 @@ class SavePlanner(DefaultSavePlanner):
     ) -> tuple[list[planner.SavePlan], Metadata]:
         """Coordinator: decide which rank writes what."""
         facts: list[_PlannerFacts] = [plan.planner_data for plan in all_plans]
-        apart = find_own_tensors([rank_facts.holdings.small for rank_facts in facts])
-        holdings = [
-            rename_own_tensors(rank_facts.holdings, names, rank)
-            for rank, (rank_facts, names) in enumerate(zip(facts, apart, strict=True))
-        ]
-        shared = plan_save(holdings, self._options)
-        objects = assign_objects([rank_facts.holdings.objects for rank_facts in facts])
+        shared, objects = plan_job([rank_facts.holdings for rank_facts in facts], self._options)
         plans = [
             replace(
                 plan,

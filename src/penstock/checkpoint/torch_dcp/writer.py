@@ -302,7 +302,6 @@ class Writer(StorageWriter):
             layouts=items.layouts(),
             payloads=items.contents(payload_of_bytes, payload_of_tensor),
             payload_bytes=items.payload_bytes,
-            paths={},
         ).transformed(self._transforms)
         settings = choose_pipeline_settings(share.layouts, self._options.writers, self._memory.budget_bytes)
         # The memory is this writer's own, and its earlier saves have returned it.

@@ -29,7 +29,7 @@ def counts_of_plans(*states: Holdings) -> int:
     def program(comm: ThreadComm) -> int:
         planner = SavePlanCache(comm)
         for state in states:
-            planner.agree(state, SaveOptions())
+            planner.agree(state, SaveOptions(), {})
         return planner.num_planned
 
     (count,) = set(on_ranks(2, program))
@@ -56,8 +56,8 @@ def test_old_plans_are_forgotten() -> None:
 def test_options_belong_to_what_is_planned() -> None:
     def program(comm: ThreadComm) -> int:
         planner = SavePlanCache(comm)
-        planner.agree(held(4), SaveOptions())
-        planner.agree(held(4), SaveOptions(min_cut_bytes=1))
+        planner.agree(held(4), SaveOptions(), {})
+        planner.agree(held(4), SaveOptions(min_cut_bytes=1), {})
         return planner.num_planned
 
     assert on_ranks(2, program) == [2, 2]
@@ -66,10 +66,10 @@ def test_options_belong_to_what_is_planned() -> None:
 def test_a_rank_that_lost_a_plan_makes_all_plan_again() -> None:
     def program(comm: ThreadComm) -> int:
         planner = SavePlanCache(comm)
-        planner.agree(held(4), SaveOptions())
+        planner.agree(held(4), SaveOptions(), {})
         if comm.rank == 1:
             planner = SavePlanCache(comm)
-        planner.agree(held(4), SaveOptions())
+        planner.agree(held(4), SaveOptions(), {})
         return planner.num_planned
 
     assert on_ranks(2, program) == [2, 1]
@@ -78,35 +78,30 @@ def test_a_rank_that_lost_a_plan_makes_all_plan_again() -> None:
 def test_one_rank_that_holds_something_else_changes_the_plan_of_all() -> None:
     def program(comm: ThreadComm) -> int:
         planner = SavePlanCache(comm)
-        planner.agree(held(4), SaveOptions())
-        planner.agree(held(4, name="v") if comm.rank else held(4), SaveOptions())
+        planner.agree(held(4), SaveOptions(), {})
+        planner.agree(held(4, name="v") if comm.rank else held(4), SaveOptions(), {})
         return planner.num_planned
 
     assert on_ranks(3, program) == [2, 2, 2]
 
 
-def test_every_rank_derives_the_same_plan() -> None:
-    def program(comm: ThreadComm) -> tuple[SavePlan, list[SavePlan]]:
+def test_every_rank_writes_its_own_region_to_its_own_file() -> None:
+    def program(comm: ThreadComm) -> SavePlan:
         rows = [(0, (4 * comm.rank,), (4,))]
         facts = (TensorFacts("w", "float32", (16,), 4),)
-        agreed = SavePlanCache(comm).agree(
-            Holdings(tensors=facts, regions=Regions.from_rows(rows)), SaveOptions()
-        )
-        return agreed.plan_of(comm.rank), agreed.plans()
+        held_here = Holdings(tensors=facts, regions=Regions.from_rows(rows))
+        return SavePlanCache(comm).agree(held_here, SaveOptions(), {}).plan
 
-    results = on_ranks(4, program)
-    for rank, (mine, everybodys) in enumerate(results):
-        (bucket,) = mine.buckets
+    for rank, plan in enumerate(on_ranks(4, program)):
+        (bucket,) = plan.buckets
         assert bucket.regions.offsets.tolist() == [[4 * rank]]
-        assert [[bucket.file for bucket in plan.buckets] for plan in everybodys] == [
-            [f"__{other}_0.distcp"] for other in range(4)
-        ]
+        assert bucket.file == f"__{rank}_0.distcp"
 
 
 def test_a_disagreement_is_raised_on_every_rank() -> None:
     def program(comm: ThreadComm) -> str:
         with pytest.raises(UsageError) as caught:
-            SavePlanCache(comm).agree(held(4 + comm.rank), SaveOptions())
+            SavePlanCache(comm).agree(held(4 + comm.rank), SaveOptions(), {})
         return str(caught.value)
 
     assert len(set(on_ranks(3, program))) == 1
@@ -117,8 +112,8 @@ def objects_written(*digests: bytes) -> list[list[str]]:
 
     def program(comm: ThreadComm) -> list[str]:
         mine = HeldObject(name="rng", size_bytes=100, digest=digests[comm.rank])
-        agreed = SavePlanCache(comm).agree(held(4, objects=(mine,)), SaveOptions())
-        return [each.stored_name for each in agreed.objects[comm.rank]]
+        agreed = SavePlanCache(comm).agree(held(4, objects=(mine,)), SaveOptions(), {})
+        return [each.stored_name for each in agreed.objects]
 
     return on_ranks(len(digests), program)
 
@@ -141,6 +136,6 @@ def test_each_rank_finds_its_own_object_again() -> None:
 def test_objects_are_spread_over_the_ranks_that_share_them() -> None:
     def program(comm: ThreadComm) -> int:
         objects = tuple(HeldObject(name=f"o{k}", size_bytes=10, digest=b"") for k in range(8))
-        return len(SavePlanCache(comm).agree(held(4, objects=objects), SaveOptions()).objects[comm.rank])
+        return len(SavePlanCache(comm).agree(held(4, objects=objects), SaveOptions(), {}).objects)
 
     assert on_ranks(4, program) == [2, 2, 2, 2]

@@ -37,7 +37,6 @@ def _share(*tensors: torch.Tensor) -> SaveShare:
             layout.name: [payload_of_tensor(one)] for layout, one in zip(layouts, tensors, strict=True)
         },
         payload_bytes=sum(one.nbytes for one in tensors),
-        paths={},
         plan_s=0.0,
     )
 

@@ -1,0 +1,228 @@
+"""Collective operations as rounds of messages, for jobs of many ranks: trees, and tables that are routed.
+
+Each operation is a generator: it yields a `Round` (what this rank sends, and whom it hears from) and is sent
+the messages that it received. `BaseComm.run` carries them between processes; a simulation carries those of
+thousands of ranks within one. Invariant: in one round no rank hears from more than `FAN_IN` others, and no
+rank receives more than what it or those behind it on a route asked for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Result = TypeVar("Result")
+
+FAN_IN = 64
+"""Two hops of a route then serve 4,096 ranks, three 262,144."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one rank sends, and the ranks that it receives one message each from."""
+
+    sends: Sequence[tuple[int, bytes]] = ()
+    sources: Sequence[int] = ()
+    size_bytes: int | None = None
+    """Of each of these messages; None: they differ, and say it themselves."""
+
+
+Rounds = Generator[Round, list[bytes], Result]
+
+
+def combine(
+    rank: int,
+    size: int,
+    own: bytes,
+    merge: Callable[[bytes, bytes], bytes],
+    conclude: Callable[[bytes], bytes] = lambda total: total,
+    *,
+    sizes_bytes: tuple[int | None, int | None] = (None, None),
+) -> Rounds[bytes]:
+    """What `conclude` makes of all ranks' values, merged in any order, on every rank.
+
+    Through a tree in which each rank has two others below it: 2 values up and 1 down are received at most.
+    `sizes_bytes` are those of a value and of the conclusion, if they are the same everywhere.
+    """
+    size_up, size_down = sizes_bytes
+    below = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
+    total = own
+    if below:
+        for value in (yield Round((), below, size_up)):
+            total = merge(total, value)
+    if rank:
+        above = (rank - 1) // 2
+        yield Round([(above, total)], (), size_up)
+        (answer,) = yield Round((), [above], size_down)
+    else:
+        answer = conclude(total)
+    if below:
+        yield Round([(child, answer) for child in below], (), size_down)
+    return answer
+
+
+def lowest_of_all(rank: int, size: int, own: bytes) -> Rounds[bytes]:
+    """The lowest of the values that are not b"", compared byte by byte, on every rank."""
+
+    def merge(one: bytes, other: bytes) -> bytes:
+        return min(filter(None, (one, other)), default=b"")
+
+    return (yield from combine(rank, size, own, merge))
+
+
+def first_of_all(rank: int, size: int, own: bytes) -> Rounds[bytes]:
+    """The value of the lowest rank that has one (not b""), on every rank."""
+    total = yield from lowest_of_all(rank, size, struct.pack(">Q", rank) + own if own else b"")
+    return total[8:]
+
+
+def from_rank0(rank: int, size: int, value: bytes) -> Rounds[bytes]:
+    """Rank 0's value, on every rank once all have called."""
+    merge = lambda one, _: one  # noqa: E731
+    return (yield from combine(rank, size, b"-", merge, lambda _: value, sizes_bytes=(1, None)))
+
+
+def any_of_all(rank: int, size: int, *, own: bool) -> Rounds[bool]:
+    """Whether it is true on some rank: one byte from each."""
+    return (yield from mask_of_all(rank, size, int(own))) != 0
+
+
+def all_equal(rank: int, size: int, own: bytes, *, is_known: bool = True) -> Rounds[bool]:
+    """Whether all ranks have the same bytes, of one length, and none says that its own are not known."""
+    differ = bytes(len(own) + 1)
+
+    def merge(one: bytes, other: bytes) -> bytes:
+        return one if one == other else differ
+
+    return (
+        yield from combine(
+            rank,
+            size,
+            b"\1" + own if is_known else differ,
+            merge,
+            lambda total: total[:1],
+            sizes_bytes=(len(differ), 1),
+        )
+    ) == b"\1"
+
+
+def mask_of_all(rank: int, size: int, own: int) -> Rounds[int]:
+    """The bits that some rank has set, of 8."""
+    total = yield from combine(
+        rank, size, bytes([own]), lambda one, other: bytes([one[0] | other[0]]), sizes_bytes=(1, 1)
+    )
+    return total[0]
+
+
+def largest_of_all(rank: int, size: int, own: Sequence[int]) -> Rounds[list[int]]:
+    """The largest of each number."""
+    layout = struct.Struct(f"<{len(own)}q")
+
+    def merge(one: bytes, other: bytes) -> bytes:
+        return layout.pack(*map(max, layout.unpack(one), layout.unpack(other)))
+
+    total = yield from combine(rank, size, layout.pack(*own), merge, sizes_bytes=(layout.size, layout.size))
+    return list(layout.unpack(total))
+
+
+def count_before(rank: int, size: int, own: int) -> Rounds[tuple[int, int]]:
+    """The sum of the numbers of all lower ranks, and that of all ranks."""
+    to_first = np.zeros(1, dtype=np.int64)
+    counts = yield from route(rank, size, to_first, np.array([[rank, own]]))
+    answers, ranks = np.zeros((0, 2), dtype=np.int64), to_first[:0]
+    if rank == 0:
+        counts = counts[np.argsort(counts[:, 0])]
+        ends, ranks = np.cumsum(counts[:, 1]), counts[:, 0]
+        answers = np.stack([ends - counts[:, 1], np.full(size, ends[-1])], axis=1)
+    answer = yield from route(rank, size, ranks, answers)
+    before, total = answer[0].tolist()
+    return before, total
+
+
+def route(rank: int, size: int, to: Ints, rows: Ints) -> Rounds[Ints]:
+    """Send each row to the rank in `to`; the rows for this rank, in no particular order.
+
+    The distance to go is written in digits of base `FAN_IN`, and each hop takes the next digit. So every rank
+    has at most 63 neighbours in a hop, for any number of ranks.
+    """
+    table = np.concatenate([np.asarray(to)[:, None], rows], axis=1)
+    step = 1
+    while step < size:
+        digit = (table[:, 0] - rank) % size // step % FAN_IN
+        table = table[np.argsort(digit, kind="stable")]
+        ends = np.cumsum(np.bincount(digit, minlength=FAN_IN)).tolist()
+        digits = range(1, min(FAN_IN, (size - 1) // step + 1))
+        sends = [
+            ((rank + number * step) % size, _packed(table[ends[number - 1] : ends[number]]))
+            for number in digits
+        ]
+        kept = table[: ends[0]].copy()
+        del table
+        received = yield Round(sends, [(rank - number * step) % size for number in digits])
+        del sends
+        parts = [_unpacked(message, kept.shape[1]) for message in received if message]
+        table = np.concatenate([kept, *parts]) if parts else kept
+        step *= FAN_IN
+    return table[:, 1:]
+
+
+def _packed(table: Ints) -> bytes:
+    """As bytes, in four bytes a number if all fit; the last byte says so."""
+    if not len(table):
+        return b""
+    narrow = table.astype(np.int32)
+    if (narrow == table).all():
+        return narrow.tobytes() + b"\4"
+    return table.tobytes() + b"\10"
+
+
+def _unpacked(message: bytes, width: int) -> Ints:
+    kind = np.int32 if message[-1] == 4 else np.int64
+    numbers = np.frombuffer(message, dtype=kind, count=(len(message) - 1) // np.dtype(kind).itemsize)
+    return numbers.reshape(-1, width).astype(np.int64)
+
+
+_HEAD = struct.Struct("<III")
+
+
+def route_texts(rank: int, size: int, texts: Iterable[tuple[int, bytes]]) -> Rounds[list[tuple[int, bytes]]]:
+    """`route` for bytes of any length, each with the rank that it goes to; those for this rank, with senders.
+
+    Of one sender in the order in which it gave them, all in the order of the senders.
+    """
+    under_way = [(to, rank, text) for to, text in texts]
+    step = 1
+    while step < size:
+        by_digit: dict[int, list[tuple[int, int, bytes]]] = {}
+        for message in under_way:
+            by_digit.setdefault((message[0] - rank) % size // step % FAN_IN, []).append(message)
+        digits = range(1, min(FAN_IN, (size - 1) // step + 1))
+        sends = [
+            (
+                (rank + number * step) % size,
+                b"".join(
+                    part
+                    for to, source, text in by_digit.get(number, ())
+                    for part in (_HEAD.pack(to, source, len(text)), text)
+                ),
+            )
+            for number in digits
+        ]
+        received = yield Round(sends, [(rank - number * step) % size for number in digits])
+        under_way = by_digit.get(0, [])
+        for content in received:
+            position = 0
+            while position < len(content):
+                to, source, length = _HEAD.unpack_from(content, position)
+                position += _HEAD.size
+                under_way.append((to, source, content[position : position + length]))
+                position += length
+        step *= FAN_IN
+    under_way.sort(key=lambda message: message[1])
+    return [(source, text) for _, source, text in under_way]

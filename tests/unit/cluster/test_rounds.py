@@ -1,0 +1,78 @@
+"""Operations in rounds of messages, for numbers of ranks around and beyond the fan-in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tests.support.simulated_ranks import SimulatedRanks, simulate
+
+from penstock.cluster import rounds
+
+if TYPE_CHECKING:
+    from penstock.cluster.rounds import Ints, Rounds
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 5, 64, 65, 200])
+
+
+def rows_of(rank: int, size: int) -> tuple[Ints, Ints]:
+    """Up to 7 rows, to ranks all over the job; some with numbers that need 64 bits."""
+    random = np.random.default_rng(rank)
+    to = random.integers(0, size, rank % 8)
+    rows = np.stack([np.full(len(to), rank), random.integers(0, 1 << 40 if rank % 3 else 9, len(to))], axis=1)
+    return to, rows
+
+
+@SIZES
+def test_every_row_arrives_once_where_it_is_sent(size: int) -> None:
+    job = SimulatedRanks[rounds.Ints](size)
+    arrived = dict(job.run(lambda rank: rounds.route(rank, size, *rows_of(rank, size))))
+    expected = [
+        (int(to), *row)
+        for rank in range(size)
+        for to, row in zip(rows_of(rank, size)[0], rows_of(rank, size)[1].tolist(), strict=True)
+    ]
+    assert sorted((rank, *row) for rank in arrived for row in arrived[rank].tolist()) == sorted(expected)
+    assert max(cost.fan_in for cost in job.costs) < rounds.FAN_IN
+
+
+@SIZES
+def test_texts_arrive_in_the_order_of_their_senders(size: int) -> None:
+    def texts(rank: int) -> list[tuple[int, bytes]]:
+        return [((rank * 7 + number) % size, b"%d/%d" % (rank, number)) for number in range(3)]
+
+    received = simulate(size, lambda rank: rounds.route_texts(rank, size, texts(rank)))
+    expected: list[list[tuple[int, bytes]]] = [[] for _ in range(size)]
+    for rank in range(size):
+        for to, text in texts(rank):
+            expected[to].append((rank, text))
+    assert received == expected
+
+
+@SIZES
+def test_ranks_learn_what_all_have_together(size: int) -> None:
+    def operation(rank: int) -> Rounds[list[object]]:
+        return_values: list[object] = [
+            (yield from rounds.all_equal(rank, size, b"same")),
+            (yield from rounds.all_equal(rank, size, b"\1" if rank == size - 1 else b"\2")),
+            (yield from rounds.all_equal(rank, size, b"same", is_known=rank != size - 1)),
+            (yield from rounds.any_of_all(rank, size, own=rank == size - 1)),
+            (yield from rounds.largest_of_all(rank, size, [-rank, rank])),
+            (yield from rounds.first_of_all(rank, size, b"%d" % rank if rank >= size // 2 else b"")),
+            (yield from rounds.from_rank0(rank, size, b"from %d" % rank)),
+        ]
+        before, total = yield from rounds.count_before(rank, size, rank)
+        assert before == rank * (rank - 1) // 2
+        return [*return_values, total]
+
+    sums = size * (size - 1) // 2
+    alone = size == 1
+    expected = [True, alone, False, True, [0, size - 1], b"%d" % (size // 2), b"from 0", sums]
+    assert simulate(size, operation) == [expected] * size
+
+
+def test_a_comparison_costs_no_rank_more_than_its_digest_twice() -> None:
+    job = SimulatedRanks[bool](500)
+    assert all(equal for _, equal in job.run(lambda rank: rounds.all_equal(rank, 500, bytes(16))))
+    assert max(cost.received_bytes for cost in job.costs) == 2 * 17 + 1
