@@ -35,13 +35,16 @@ class Browser:
     def __init__(self, port: int) -> None:
         self._port = port
 
-    def open(self, page: Path, *, width: int, dark: bool, questions: dict[str, str]) -> Seen:
-        """Load `page` on a screen so wide, wait until it is still, and evaluate `questions`."""
-        return asyncio.run(
-            asyncio.wait_for(self._open(page, width, dark=dark, questions=questions), timeout=240)
-        )
+    def open(
+        self, page: Path, *, width: int, dark: bool, questions: dict[str, str], media: str = "screen"
+    ) -> Seen:
+        """Load `page` on a screen (or paper) so wide, wait until it is still, and evaluate `questions`."""
+        opened = self._open(page, width, dark=dark, questions=questions, media=media)
+        return asyncio.run(asyncio.wait_for(opened, timeout=240))
 
-    async def _open(self, page: Path, width: int, *, dark: bool, questions: dict[str, str]) -> Seen:
+    async def _open(
+        self, page: Path, width: int, *, dark: bool, questions: dict[str, str], media: str
+    ) -> Seen:
         from tornado.httpclient import AsyncHTTPClient
         from tornado.websocket import websocket_connect
 
@@ -56,7 +59,7 @@ class Browser:
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         await tab.ask("Emulation.setDeviceMetricsOverride", **metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        await tab.ask("Emulation.setEmulatedMedia", features=[scheme])
+        await tab.ask("Emulation.setEmulatedMedia", media=media, features=[scheme])
         await tab.ask("Page.navigate", url=page.as_uri())
         await tab.until("Page.loadEventFired")
         answers = {name: await tab.evaluate(question) for name, question in questions.items()}

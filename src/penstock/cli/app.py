@@ -99,6 +99,7 @@ RESULTS = Group(
     {
         "ls": "penstock.cli.results_runs:list_runs",
         "show": "penstock.cli.results_show:show",
+        "page": "penstock.cli.results_show:page",
         "compare": "penstock.cli.results_show:compare",
         "rerun": "penstock.cli.results_runs:rerun",
         "rm": "penstock.cli.results_runs:remove",

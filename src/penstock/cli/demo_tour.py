@@ -46,6 +46,7 @@ def _view(results: Tour) -> View:
     from penstock.bench.probe.probe_run import headline_rows
     from penstock.workflows.demo import checkpoint_rows, training_rows
 
+    yield from results.sentences()
     yield TextTable(f"The limits of {results.probe.uri}", headline_rows(results.probe.measurements))
     yield TextTable(f"Training {results.training.workload}, small", training_rows(results.training))
     yield TextTable(

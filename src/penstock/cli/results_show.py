@@ -1,4 +1,4 @@
-"""`penstock results show` and `compare`: one run in detail, and several side by side."""
+"""`penstock results show`, `page` and `compare`: one run in detail, and several side by side."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import ParentOption
-from penstock.cli.options import argument, arguments, group, verb
-from penstock.cli.parsers import TEXT
+from penstock.cli.options import argument, arguments, group, option, verb
+from penstock.cli.parsers import FILE, TEXT
 from penstock.cli.run_reports import reconciliation_lines
 from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number
 from penstock.environment import TRACE
@@ -243,6 +243,36 @@ def _time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
             }
         )
     return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PageOptions(_ShowOptions):
+    out: Path | None = option(
+        "--out", FILE, "Write this page (default: report.html in the run's directory).", short="-o"
+    )
+
+
+@verb(_PageOptions)
+def page(options: _PageOptions, terminal: Terminal) -> None:
+    """Draw the page of a run: whether it passed, what limits it, since when, and the charts that show it.
+
+    Every run leaves its page when it ends; this makes it again, also of a run that was killed or is active.
+
+    Examples:
+
+      penstock results page unet3d_h100-20260102-030405-1a2b3c
+
+      penstock results page 1a2b3c --results /mnt/results -o run.html
+    """
+    from penstock.reports.answer_page import write_answer_page
+    from penstock.results.history.run_catalog import find_run_folder
+    from penstock.results.pages.run_page import draw_run
+    from penstock.results.run_folder import PAGE_FILE
+
+    folder = find_run_folder(options.run, options.parent.path)
+    path = options.out or folder / PAGE_FILE
+    write_answer_page(draw_run(folder), path)
+    terminal.result({"page": str(path)}, [f"wrote {path}"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.terminal import TextTable, View, bold, format_number, render_text
 from penstock.errors import name_some
+from penstock.results.run_folder import PAGE_FILE
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -34,6 +36,12 @@ def reconciliation_lines(reconciliations: Sequence[IoReconciliation]) -> Iterato
         if reconciliation.verdict != "pass":
             verdict = "FLAGGED" if reconciliation.verdict == "fail" else reconciliation.verdict
             yield "", f"{verdict}: {reconciliation.why}"
+
+
+def find_page(results_dir: str) -> Path | None:
+    """The page that a run has left in its folder; None of a run without one."""
+    page = Path(results_dir) / PAGE_FILE
+    return page if page.is_file() else None
 
 
 def reconciliation_notes(reconciliations: Sequence[IoReconciliation]) -> list[str]:
@@ -78,6 +86,8 @@ def view_training(result: TrainingResult) -> View:
         rate = f", {format_rate(saved.gib_per_s * 2**30)}" if saved.gib_per_s else ""
         yield f"  saved     {saved.checkpoints} checkpoints of {format_bytes(saved.bytes_each)}{rate}"
     yield f"  results   {result.results_dir}"
+    if page := find_page(result.results_dir):
+        yield f"  page      {page}"
     if result.trace_folder is not None:
         yield f"  trace     {result.trace_folder}"
 
@@ -137,6 +147,8 @@ def view_checkpoints(result: CheckpointResult) -> View:
     for title, text in reconciliation_lines(result.deliveries):
         yield f"  {title:<16}{text}"
     yield f"  results: {result.results_dir}"
+    if page := find_page(result.results_dir):
+        yield f"  page: {page}"
     if result.trace_folder is not None:
         yield f"  trace: {result.trace_folder}"
 

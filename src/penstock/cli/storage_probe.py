@@ -1,10 +1,11 @@
 """`penstock storage probe`: what a storage system can do at best, from here."""
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from penstock.cli.option_groups import BackendOptions
-from penstock.cli.options import argument, group, option
-from penstock.cli.parsers import SIZE, URI, number, several, whole
+from penstock.cli.options import argument, flag, group, option
+from penstock.cli.parsers import FILE, SIZE, URI, number, several, whole
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, table
 from penstock.cluster.comm import Comm
@@ -34,6 +35,10 @@ class _ProbeOptions:
         "Shorten measurements that would take longer than this, in seconds.",
         default="20",
     )
+    is_exact: bool = flag(
+        "--exact", "Measure only these streams and blocks, and do not search for faster ones."
+    )
+    page: Path | None = option("--page", FILE, "Write the measurements as a page with charts to this file.")
     storage: BackendOptions = group(BackendOptions)
 
 
@@ -42,13 +47,16 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
     """Measure the limits of the storage at URI, and clean up.
 
     Sequential writes (durable at the end), cold reads, random reads, small objects and fsync latency: the
-    limits that all other measurements are compared with.
+    limits that all other measurements are compared with. More streams and larger blocks than those asked for
+    are tried until none is faster.
 
     Examples:
 
       penstock storage probe /data
 
       penstock storage probe direct:///data --size 8GiB --streams 1,16 --json
+
+      penstock storage probe /mnt/pfs --page pfs.html
 
       penstock storage probe s3://bucket/x -o client=minio -o part_bytes=16MiB --ranks 4
     """
@@ -61,6 +69,7 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
         streams=options.streams,
         block_bytes=options.block_bytes,
         max_seconds=options.max_seconds,
+        searches=not options.is_exact,
     )
     with terminal.progress() as progress:
         report = storage_probe.probe(
@@ -70,6 +79,12 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
             options=options.storage.values,
             progress=progress,
         )
+    if options.page is not None and comm.rank == 0:
+        from penstock.bench.probe.probe_page import make_probe_page
+        from penstock.reports.answer_page import write_answer_page
+
+        write_answer_page(make_probe_page(report), options.page)
+        terminal.note(f"wrote {options.page}")
     terminal.notes(report.notes)
     title = f"{options.uri} from {', '.join(report.hosts)}, {report.ranks} rank{'s' * (report.ranks > 1)}"
     terminal.result(asdict(report), table(title, measurement_rows(report.measurements)))

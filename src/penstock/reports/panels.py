@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from zlib import crc32
 
@@ -49,11 +49,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A text at a height of the drawing, in percent from its top; a limit has a line from side to side."""
+    """A limit: a line from side to side at a height, in percent from the top, and its text.
+
+    `text_percent` is where the text stands, if that is not at its line.
+    """
 
     text: str
     percent: float
-    is_line: bool = True
+    text_percent: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class Panel:
     y_ticks: Sequence[Tick] = ()
     x_title: str = ""
     marks: Sequence[Mark] = ()
+    legend: Mapping[str, str] = field(default_factory=dict)
+    """The looks of what is drawn, by its name."""
     note: str = ""
 
 
@@ -144,15 +149,17 @@ def dots_path(points: Iterable[tuple[float, float]]) -> str:
 
 
 def spread_marks(marks: Iterable[Mark], height: float) -> list[Mark]:
-    """Move texts that would cover each other apart; a limit keeps its place."""
+    """Move texts that would cover each other upwards, and those that leave the drawing down again."""
     apart = 100 * 13 / height
     placed: list[Mark] = []
-    for mark in sorted(marks, key=lambda mark: (not mark.is_line, mark.percent)):
-        percent = mark.percent
-        if not mark.is_line:
-            while any(abs(percent - other.percent) < apart for other in placed):
-                percent += apart / 4
-        placed.append(Mark(mark.text, percent, mark.is_line))
+    for mark in sorted(marks, key=lambda mark: -mark.percent):
+        above = placed[-1].text_percent - apart if placed and placed[-1].text_percent is not None else 100.0
+        placed.append(replace(mark, text_percent=min(mark.percent, above)))
+    least = apart
+    for number, mark in reversed(list(enumerate(placed))):
+        if mark.text_percent is not None and mark.text_percent < least:
+            placed[number] = replace(mark, text_percent=least)
+            least += apart
     return placed
 
 

@@ -18,6 +18,7 @@ from penstock.errors import UsageError
 from penstock.results import provenance, published_files, run_folder, run_record
 from penstock.results.history.history_file import HistoryFile, RunEntry
 from penstock.results.io_reconciliation import IoReconciliation
+from penstock.results.pages.run_page import leave_run_page
 from penstock.results.phase_figures import PhaseFigures
 
 
@@ -28,10 +29,19 @@ class ActiveRun:
     `read_record` finds out whether that is still true.
     """
 
-    def __init__(self, folder: Path, record: run_record.RunRecord, entry: RunEntry | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        record: run_record.RunRecord,
+        entry: RunEntry | None = None,
+        *,
+        has_page: bool = False,
+    ) -> None:
+        """With `has_page`, the run leaves a page in its folder when it ends."""
         self.folder = folder
         self.record = record
         self._entry = entry
+        self._has_page = has_page
         self._write()
 
     @classmethod
@@ -42,7 +52,7 @@ class ActiveRun:
         folder = parent / entry.folder_name
         with entry.starting():
             run_folder.make_run_folder(folder)
-            return cls._create(folder, request, now, entry)
+            return cls._create(folder, request, now, entry, has_page=True)
 
     @classmethod
     def start_in(cls, folder: Path, request: run_record.RunRequest, *, results: Path | None = None) -> Self:
@@ -63,9 +73,15 @@ class ActiveRun:
 
     @classmethod
     def _create(
-        cls, folder: Path, request: run_record.RunRequest, now: datetime, entry: RunEntry | None
+        cls,
+        folder: Path,
+        request: run_record.RunRequest,
+        now: datetime,
+        entry: RunEntry | None,
+        *,
+        has_page: bool = False,
     ) -> Self:
-        run = cls(folder, _first_record(request, folder.name, now), entry)
+        run = cls(folder, _first_record(request, folder.name, now), entry, has_page=has_page)
         if request.cluster is not None:
             published_files.write_text(
                 folder, run_folder.CLUSTER_FILE, request.cluster.model_dump_json(indent=2) + "\n"
@@ -112,6 +128,8 @@ class ActiveRun:
         self._write()
         if self._entry is not None:
             self._entry.end(outcome.value, why)
+        if self._has_page:
+            leave_run_page(self.folder)
 
     def _write(self) -> None:
         published_files.write_file(self.folder, run_folder.RUN_FILE, run_record.format_record(self.record))

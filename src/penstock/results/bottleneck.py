@@ -172,7 +172,7 @@ def _compute_shares(stats: Mapping[str, TimeStats], *, held_up_s: float, harness
         compute=compute_s * scale,
         wait=wait_s * scale,
         held_up=held_up_s * scale,
-        barrier=(barrier_s - held_up_s) * scale,
+        barrier=max(barrier_s - held_up_s, 0.0) * scale,
         harness=harness_s * scale,
     )
 

@@ -12,9 +12,12 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from penstock.results.counter_files import SampledHost
 from penstock.results.step_events import RankEvents, SpanEvent, SpanKind
+
+Numbers = NDArray[np.float64]
 
 _IDLE: Final = ("cpu.idle_ms", "cpu.iowait_ms")
 _WORDS: Final = {SpanKind.EPOCH: "epoch", SpanKind.SAVE: "save", SpanKind.LOAD: "load"}
@@ -99,6 +102,45 @@ def _busy_share(growth: Mapping[str, float]) -> float | None:
     return (whole - idle) / whole if whole else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRates:
+    """One host between moments: its CPU's busy share, and bytes a second of its drives and networks."""
+
+    cpu_busy_share: Numbers
+    drives_read: Numbers
+    drives_written: Numbers
+    networks_received: Numbers
+    networks_sent: Numbers
+
+
+def host_rates(host: SampledHost, counters: pa.Table, edges_ns: Numbers) -> HostRates:
+    """What a host did between neighbouring edges, moments of its CLOCK_MONOTONIC; NaN is not counted."""
+    growth = {name: np.diff(values) for name, values in _Series(counters, host.host).at(edges_ns).items()}
+    whole = _total(growth, "cpu.", len(edges_ns) - 1)
+    idle = sum((growth.get(name, np.zeros(1)) for name in _IDLE), np.zeros(len(edges_ns) - 1))
+    spans_s = np.diff(edges_ns) / 1e9
+    drives = {name: values for name, values in growth.items() if name.split(".")[1] in host.drives}
+
+    def network(ending: str) -> Numbers:
+        sums = (_total(growth, prefix, len(spans_s), ending) for prefix in ("net.", "ib."))
+        return sum(sums, np.zeros(len(spans_s))) / spans_s
+
+    with np.errstate(invalid="ignore"):
+        busy = (whole - idle) / np.where(whole > 0, whole, np.nan)
+    return HostRates(
+        cpu_busy_share=busy,
+        drives_read=_total(drives, "disk.", len(spans_s), ".read_bytes") / spans_s,
+        drives_written=_total(drives, "disk.", len(spans_s), ".written_bytes") / spans_s,
+        networks_received=network(".received_bytes"),
+        networks_sent=network(".sent_bytes"),
+    )
+
+
+def _total(growth: Mapping[str, Numbers], prefix: str, length: int, ending: str = "") -> Numbers:
+    chosen = (values for name, values in growth.items() if name.startswith(prefix) and name.endswith(ending))
+    return sum(chosen, np.zeros(length))
+
+
 class _Series:
     """One host's counters, each at every moment of a sample."""
 
@@ -117,9 +159,10 @@ class _Series:
                 latest = np.searchsorted(moments[of_name], self._moments, side="right") - 1
                 self._values[name] = values[of_name][np.maximum(latest, 0)].astype(np.float64)
 
+    def at(self, moments_ns: Any) -> dict[str, Numbers]:
+        """Each counter at these moments."""
+        return {name: np.interp(moments_ns, self._moments, values) for name, values in self._values.items()}
+
     def growth(self, start_ns: int, end_ns: int) -> dict[str, float]:
         """How much each counter grew from one moment to another."""
-        return {
-            name: float(np.interp(end_ns, self._moments, values) - np.interp(start_ns, self._moments, values))
-            for name, values in self._values.items()
-        }
+        return {name: float(after - before) for name, (before, after) in self.at((start_ns, end_ns)).items()}

@@ -4,8 +4,10 @@
         run.json                       what was requested, planned, measured; written first, outcome "running"
         steps.parquet spans.parquet    what happened, step by step (`spool/` while the run lasts)
         checkpoints.json               each checkpoint that was written or read, and their totals
+        throughput.parquet             what each rank moved of them over time
         counters.parquet               what the hosts counted (`counters/` while the run lasts)
         cluster.json                   what the hosts were, where that was collected
+        report.html                    the page of the run (`results.pages`)
         summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
 
     PARENT/.penstock/                  the history of all runs below PARENT, and the trash (`history_file`)
@@ -19,17 +21,21 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import UsageError, name_some
+from penstock.reports.html_page import is_page
 from penstock.storage.files.system_calls import translate_os_errors
 
 RUN_FILE: Final = "run.json"
 CLUSTER_FILE: Final = "cluster.json"
 SUMMARY_FILE: Final = "summary.json"
 CHECKPOINTS_FILE: Final = "checkpoints.json"
+PAGE_FILE: Final = "report.html"
+STAGES_FILE: Final = "stages.json"
+"""What a training run did outside of its score."""
 _LEFT_BY_RUNS: Final = (
     SUMMARY_FILE,
     CLUSTER_FILE,
     "*.parquet",
-    "stages.json",
+    STAGES_FILE,
     CHECKPOINTS_FILE,
     "progress",
     "spool/*.events",
@@ -60,7 +66,9 @@ def take_run_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / RUN_FILE).is_file():
             return
-        for path in [path for pattern in _LEFT_BY_RUNS for path in folder.glob(pattern)]:
+        left = [path for pattern in _LEFT_BY_RUNS for path in folder.glob(pattern)]
+        left += [page for page in (folder / PAGE_FILE,) if is_page(page)]
+        for path in left:
             path.unlink()
 
 

@@ -6,7 +6,6 @@ Invariant: the tour writes only below its own folder, and leaves nothing there b
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,10 @@ from socket import gethostname
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from penstock import __version__
 from penstock.bench.checkpoint import checkpoint_run
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.probe import ProbeRequest, ProbeResult, probe, probe_run
+from penstock.bench.probe import ProbeRequest, ProbeResult, probe
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import TrainingRequest, train
@@ -30,9 +28,10 @@ from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.environment import Environment
 from penstock.progress import Progress
-from penstock.reports.html_page import Section, render_sections
+from penstock.reports.answer_page import render_answer_page
 from penstock.storage import open_storage
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_seconds
+from penstock.workflows import demo_page
 from penstock.workload.load_workload import load, load_model
 from penstock.workload.overrides import parse_settings
 
@@ -44,24 +43,6 @@ _NUM_CHECKPOINTS = 2
 PROBE_SIZE_BYTES = 512 << 20
 PROBE_MAX_SECONDS = 4.0
 
-_LIMITS = (
-    "The fastest of each kind at {uri}, measured from one process. Everything that a training job does here "
-    "is somewhere below these limits."
-)
-_METHOD = (
-    "Each sequential measurement moved up to {size}. A write ends when its last byte is durable, fsync of "
-    "file and folder included. Before a buffered read the files were dropped from memory. Streams are "
-    "threads with one block in flight each."
-)
-_TRAINING = (
-    "{workload} with {files} small files, its computation emulated and its reading real. AU is the share of "
-    "time in which the accelerator computed instead of waiting: by DLIO's formula, and strictly."
-)
-_CHECKPOINTS = (
-    "{checkpoints} checkpoints of {model}, each scaled to {size}, at {target}: every byte is generated "
-    "while it is written, durable at the end, read from storage and verified. GiB/s: all bytes over all time."
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tour:
@@ -71,7 +52,20 @@ class Tour:
     probe: ProbeResult
     training: TrainingResult
     checkpoints: CheckpointResult
+    model_bytes: int
+    """The size of a checkpoint of the whole model, of which `checkpoints` are a part."""
     diagnoses: tuple[Diagnosis, ...]
+
+    def sentences(self) -> list[str]:
+        """What the page says first."""
+        return [
+            f"This storage {demo_page.say_headline(self)}.",
+            demo_page.say_training(self),
+            demo_page.say_checkpoints(self),
+            demo_page.say_limits(self),
+            *demo_page.find_excess(self),
+            f"What would help most: {demo_page.say_what_helps(self)}",
+        ]
 
     def document(self) -> Mapping[str, Any]:
         """The results as plain data."""
@@ -80,6 +74,7 @@ class Tour:
             "probe": asdict(self.probe),
             "training": self.training.document(),
             "checkpoints": self.checkpoints.document(),
+            "says": self.sentences(),
             "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
         }
 
@@ -91,7 +86,14 @@ def tour(
     out.mkdir(parents=True, exist_ok=True)
     diagnoses = tuple(examine(out, environment))
     limits = probe(
-        ProbeRequest(uri=str(out.resolve()), size_bytes=probe_size_bytes, max_seconds=PROBE_MAX_SECONDS),
+        ProbeRequest(
+            uri=str(out.resolve()),
+            size_bytes=probe_size_bytes,
+            streams=(1, 4, 16),
+            block_bytes=(4 << 20,),
+            max_seconds=PROBE_MAX_SECONDS,
+            searches=True,
+        ),
         comm=SoloComm(gethostname()),
         environment=environment,
         options={},
@@ -111,9 +113,10 @@ def tour(
         probe=limits,
         training=training,
         checkpoints=checkpoints,
+        model_bytes=plan_layout(LayoutRequest(model=load_model(_MODEL), num_processes=1)).total_bytes,
         diagnoses=diagnoses,
     )
-    results.report.write_text(_render(results), encoding="utf-8")
+    results.report.write_text(render_answer_page(demo_page.make_demo_page(results)), encoding="utf-8")
     results.report.with_suffix(".json").write_text(json.dumps(results.document(), indent=2), encoding="utf-8")
     return results
 
@@ -209,56 +212,3 @@ def checkpoint_rows(result: CheckpointResult) -> list[dict[str, str]]:
         for name, figures in (("write", result.write), ("read", result.read))
         if figures is not None
     ]
-
-
-def _render(results: Tour) -> str:
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    limitations = [diagnosis for diagnosis in results.diagnoses if diagnosis.state != "ok"]
-    return render_sections(
-        title="Penstock: a tour of this machine",
-        subtitle=f"{', '.join(results.probe.hosts)}, {when}, penstock {__version__}",
-        sections=(
-            Section(
-                title="What this storage can do at best",
-                prose=(_LIMITS.format(uri=results.probe.uri),),
-                rows=probe_run.headline_rows(results.probe.measurements),
-                bars="GiB/s",
-            ),
-            Section(
-                title="All measurements",
-                prose=(_METHOD.format(size=format_bytes(results.probe.size_bytes)), *results.probe.notes),
-                rows=probe_run.measurement_rows(results.probe.measurements),
-                bars="GiB/s",
-            ),
-            Section(
-                title="Can it feed an accelerator?",
-                prose=(
-                    _TRAINING.format(workload=results.training.workload, files=_NUM_FILES),
-                    *(results.training.train.verdict.evidence if results.training.train.verdict else ()),
-                ),
-                rows=training_rows(results.training),
-                bars="AU %",
-            ),
-            Section(
-                title="Can it take checkpoints and give them back?",
-                prose=(
-                    _CHECKPOINTS.format(
-                        checkpoints=_NUM_CHECKPOINTS,
-                        model=results.checkpoints.model,
-                        size=format_bytes(results.checkpoints.total_bytes),
-                        target=results.checkpoints.target,
-                    ),
-                ),
-                rows=checkpoint_rows(results.checkpoints),
-                bars="GiB/s",
-            ),
-            Section(
-                title="This machine",
-                prose=() if limitations else ("Nothing is missing or limited.",),
-                rows=[
-                    {"what": entry.subject, "state": entry.state, "found": entry.found, "fix": entry.fix}
-                    for entry in limitations
-                ],
-            ),
-        ),
-    )

@@ -92,7 +92,7 @@ def test_a_run_of_three_processes_leaves_all_its_files_and_the_same_figures_ever
         figures = close(run)
     names = {path.name for path in run.folder.iterdir()}
     assert names == {
-        "run.json", "steps.parquet", "spans.parquet", "summary.json", "dlio.log", ".hydra",
+        "run.json", "steps.parquet", "spans.parquet", "report.html", "summary.json", "dlio.log", ".hydra",
         *(f"{rank}_output.json" for rank in range(3)),
         *(f"{rank}_per_epoch_stats.json" for rank in range(3)),
     }  # fmt: skip

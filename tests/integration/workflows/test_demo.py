@@ -7,19 +7,15 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.page_checks import check_page
 
 from penstock.progress import Silent
+from penstock.units import format_rate
 from penstock.workflows.demo import Tour, tour
+from penstock.workflows.demo_page import Limit, find_excess
 
 if TYPE_CHECKING:
     from tests.support.browser import Browser
-
-FRAME = {
-    "sideways": "document.documentElement.scrollWidth - window.innerWidth",
-    "paper": "getComputedStyle(document.body).backgroundColor",
-    "requests": "performance.getEntriesByType('resource').filter(r => !r.name.startsWith('data:')).length",
-    "bars": "document.querySelectorAll('.bar').length",
-}
 
 
 class _Phases(Silent):
@@ -68,17 +64,21 @@ def test_the_tour_leaves_its_report_and_nothing_else(seen: Tour) -> None:
     assert {row["mode"] for row in document["probe"]["measurements"]} == {"buffered", "direct"}
 
 
-@pytest.mark.parametrize(
-    ("width", "dark", "paper"), [(1280, False, "rgb(251, 251, 249)"), (390, True, "rgb(20, 24, 29)")]
-)
-def test_the_page_fits_its_screen_and_loads_nothing(
-    browser: Browser, seen: Tour, *, width: int, dark: bool, paper: str
-) -> None:
-    shown = browser.open(seen.report, width=width, dark=dark, questions=FRAME)
-    assert shown.errors == []
-    assert shown.answers["sideways"] <= 0
-    assert (shown.answers["paper"], shown.answers["requests"]) == (paper, 0)
-    assert shown.answers["bars"] > 5
+def test_the_page_can_be_read_everywhere(browser: Browser, seen: Tour) -> None:
+    check_page(browser, seen.report)
+
+
+def test_no_figure_lies_above_a_limit_that_the_page_states(seen: Tour) -> None:
+    page = seen.report.read_text(encoding="utf-8")
+    for op in ("write", "read"):
+        limit = Limit.of(seen, op)
+        rates = [one.phase.gib_per_s for one in seen.checkpoints.rounds if one.round.direction == op]
+        probed = [one.gib_per_s for one in seen.probe.measurements if one.op == op]
+        assert max([*rates, *probed]) * 2**30 <= limit.bytes_per_s * (1 + 1e-9)
+        assert format_rate(limit.bytes_per_s) in page
+    for sentence in find_excess(seen):
+        assert "the limits here are the highest seen" in sentence
+        assert sentence.replace("'", "&#39;") in page
 
 
 def test_every_phase_of_the_progress_comes_to_its_end(seen: Tour, phases: _Phases) -> None:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from penstock.bench.checkpoint import checkpoint_result, read_pipeline
@@ -26,6 +26,7 @@ from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
+from penstock.results.throughput_file import RoundThroughput
 from penstock.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,8 @@ class RoundRunner:
     syncs_ranks: bool
     progress: RoundProgress
     recorder: StepRecorder
+    throughput: list[RoundThroughput] = field(default_factory=list)
+    """On rank 0: what all ranks moved over the time of each round so far."""
 
     def run(self, checkpoint: CheckpointRound, *, last: int) -> checkpoint_result.RoundFigures:
         """Run the round; its figures over all ranks. `last` is the number of its direction's last round."""
@@ -138,6 +141,14 @@ class RoundRunner:
         with self.progress.track(title, self._bytes_of_ranks(checkpoint)):
             measurements = self._move(checkpoint, planned, content)
         self.recorder.add_stall(epoch=checkpoint.epoch, step=checkpoint.step, began_ns=began_ns)
+        moved = self.comm.gather_on_rank0(
+            self.progress.moved_over_time(sum(object_.size_bytes for object_ in planned)),
+            awaiting="what all ranks moved over time",
+        )
+        if moved:
+            self.throughput.append(
+                RoundThroughput(direction=checkpoint.direction, step=checkpoint.step, ranks=moved)
+            )
         busy = [measurement for measurement in measurements if measurement is not None]
         return checkpoint_result.RoundFigures(
             round=checkpoint,
@@ -167,6 +178,7 @@ class RoundRunner:
             if checkpoint.direction == "write":
                 undo.callback(remove_objects, self.storages[0], planned)
             origin_ns = common_origin_ns(self.comm, awaiting="all ranks to begin a checkpoint")
+            self.progress.begin_at(origin_ns)
 
             def work() -> Measurement | None:
                 if not planned:

@@ -29,6 +29,7 @@ from penstock.dataset.content import CONTENT_VERSION, Content
 from penstock.progress import Progress
 from penstock.results import counter_files, event_files, published_files, run_folder, step_events
 from penstock.results.io_reconciliation import IoReconciliation
+from penstock.results.throughput_file import write_throughput
 from penstock.storage import Counters
 from penstock.storage.capabilities import find_local_root
 from penstock.workload.enums import CheckpointMode
@@ -198,6 +199,8 @@ class _Session:
             runner = self._make_runner(recorder)
             rounds = tuple(self._run_rounds(runner, folder, observer))
             recorder.add_span(_epoch_span(began_ns))
+        if self.comm.rank == 0:
+            write_throughput(folder, runner.throughput)
         deliveries = tuple(_reconcile(observer, runner, rounds))
         written = [figures.ended_at_s for figures in rounds if figures.round.direction == "write"]
         earlier = self.prepared.earlier

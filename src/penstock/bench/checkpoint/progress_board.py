@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from penstock.progress import Progress
+from penstock.results.throughput_file import MovedBytes
 from penstock.units import format_bytes, format_rate
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,9 @@ _SLOT_BYTES: Final = 8
 LOOK_INTERVAL_S: Final = 1.0
 TELL_INTERVAL_S: Final = 60.0
 SIGN_INTERVAL_S: Final = 10.0
+BUCKET_S: Final = 0.05
+MOST_BUCKETS: Final = 240
+"""Of the throughput over time of a round: buckets of longer rounds are longer."""
 
 
 class ProgressBoard:
@@ -83,19 +88,41 @@ class RoundProgress:
         self._lock = threading.Lock()
         self._moved_bytes = 0
         self._shown_bytes = 0
+        self._began_ns = time.monotonic_ns()
+        self._moved_by_bucket: Counter[int] = Counter()
 
     def begin(self, phase: str, total: float) -> None:
         """Ignored: the pipeline's phases are parts of a round, which `track` has announced."""
 
     def advance(self, amount: float) -> None:
         """Count what the pipeline has moved."""
+        bucket = max(0, int((time.monotonic_ns() - self._began_ns) / 1e9 / BUCKET_S))
         with self._lock:
             self._moved_bytes += int(amount)
+            self._moved_by_bucket[bucket] += int(amount)
+
+    def begin_at(self, origin_ns: int) -> None:
+        """The moment, of CLOCK_MONOTONIC, at which all ranks begin to move the round's bytes."""
+        self._began_ns = origin_ns
+
+    def moved_over_time(self, planned_bytes: int) -> MovedBytes:
+        """What this rank has moved of the last round's `planned_bytes`, in at most `MOST_BUCKETS` buckets."""
+        # Chunks are counted whole, so the last of a file may overshoot.
+        scale = planned_bytes / self._moved_bytes if self._moved_bytes else 0.0
+        length, fold = max(self._moved_by_bucket, default=-1) + 1, 1
+        while length > fold * MOST_BUCKETS:
+            fold *= 2
+        sizes = [0.0] * -(-length // fold)
+        for bucket, moved_bytes in self._moved_by_bucket.items():
+            sizes[bucket // fold] += moved_bytes * scale
+        return MovedBytes(BUCKET_S * fold, [round(size) for size in sizes])
 
     @contextmanager
     def track(self, title: str, bytes_of_ranks: list[int]) -> Iterator[None]:
         """Follow one round, in which each rank moves its `bytes_of_ranks`."""
         self._moved_bytes = 0
+        self._moved_by_bucket.clear()
+        self._began_ns = time.monotonic_ns()
         self._board.note(0)
         total_bytes = sum(bytes_of_ranks)
         if self._is_first:

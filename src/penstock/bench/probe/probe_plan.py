@@ -3,9 +3,11 @@
 Files are written, read back and removed group by group: a probe never holds more than one size on disk.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.errors import UsageError
 from penstock.storage.uri import Location, is_plain_path, parse_uri
 
@@ -22,13 +24,17 @@ NUM_FSYNCS: Final = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    """The user's request; each measurement moves `size_bytes`, over all streams and ranks."""
+    """The user's request; each measurement moves `size_bytes`, over all streams and ranks.
+
+    With `searches`, more streams and blocks than those asked for are tried until none is faster.
+    """
 
     uri: str
     size_bytes: int = 2 << 30
     streams: tuple[int, ...] = (1, 8)
     block_bytes: tuple[int, ...] = (1 << 20, 8 << 20)
     max_seconds: float = 20.0
+    searches: bool = False
 
     def __post_init__(self) -> None:
         if min(self.size_bytes, *self.streams, *self.block_bytes) < 1 or self.max_seconds <= 0:
@@ -86,6 +92,38 @@ def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[S
     if mode in ("buffered", "direct"):
         groups.append(StepGroup(steps=(_fsync(mode),)))
     return tuple(groups)
+
+
+MOST_TRIES: Final = 8
+"""Pairs of streams and block that a search adds to those asked for."""
+MOST_STREAMS: Final = 64
+MOST_BLOCK_BYTES: Final = 32 << 20
+LEAST_BLOCKS: Final = 2
+"""Of each stream: fewer say nothing about a rate."""
+
+Rates = Mapping[tuple[int, int], tuple[float, float]]
+"""What was measured: streams and block -> the rates of writing and reading."""
+
+
+def next_try(request: ProbeRequest, rates: Rates, mode: Mode, *, num_ranks: int) -> StepGroup | None:
+    """The pair of streams and block to measure next; None once no neighbour of the fastest ones is left.
+
+    The first try is what the pipeline of checkpoints uses; then neighbours of the fastest pair are tried,
+    with twice or half as many streams, or blocks twice or half as large.
+    """
+    share_bytes = max(1, request.size_bytes // num_ranks)
+    pipe = PipelineSettings()
+    wanted = [(pipe.streams, pipe.chunk_bytes)]
+    for direction in (1, 0):
+        streams, block_bytes = max(rates, key=lambda pair: rates[pair][direction])
+        wanted += [(2 * streams, block_bytes), (streams, 2 * block_bytes)]
+        wanted += [(streams // 2, block_bytes), (streams, block_bytes // 2)]
+    for streams, block_bytes in wanted:
+        fits = LEAST_BLOCKS * streams * block_bytes <= share_bytes
+        is_known = (streams, block_bytes) in rates
+        if fits and not is_known and 0 < streams <= MOST_STREAMS and 0 < block_bytes <= MOST_BLOCK_BYTES:
+            return _sequential(mode, streams, block_bytes, share_bytes)
+    return None
 
 
 def _sequential(mode: Mode, streams: int, block_bytes: int, share_bytes: int) -> StepGroup:

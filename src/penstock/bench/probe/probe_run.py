@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from penstock.bench.probe import timed_streams
 from penstock.bench.probe.probe_folder import FOLDER_PREFIX, ProbeFolder
-from penstock.bench.probe.probe_plan import ProbeRequest, ProbeStep, plan_groups, probe_locations
+from penstock.bench.probe.probe_plan import (
+    MOST_TRIES,
+    ProbeRequest,
+    ProbeStep,
+    StepGroup,
+    next_try,
+    plan_groups,
+    probe_locations,
+)
 from penstock.bench.probe.timed_streams import Blocks, StreamStopped, StreamTask, StreamTimes
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment
@@ -121,14 +129,35 @@ def _measure_all(
 
     What that run wrote is removed at once, so that the timed write gets the same, now warm, memory.
     """
-    groups = plan_groups(request, place.mode, num_ranks=comm.size)
-    measure(groups[0].steps[0], place, comm=comm, progress=progress)
-    place.remove_objects()
-    for group in groups:
-        for step in group.steps:
-            yield measure(step, place, comm=comm, progress=progress)
+    rates: dict[tuple[int, int], tuple[float, float]] = {}
+    for number, group in enumerate(_all_groups(request, place, rates, num_ranks=comm.size)):
+        if number == 0:
+            measure(group.steps[0], place, comm=comm, progress=progress)
+            place.remove_objects()
+        measured = [measure(step, place, comm=comm, progress=progress) for step in group.steps]
+        yield from measured
+        by_op = {seen.op: seen.gib_per_s for seen in measured}
+        if "write" in by_op:
+            rates[group.steps[0].streams, group.steps[0].block_bytes] = by_op["write"], by_op["read"]
         place.remove_objects()
         comm.barrier(awaiting="all ranks to remove their files between measurements")
+
+
+def _all_groups(
+    request: ProbeRequest,
+    place: ProbeFolder,
+    rates: Mapping[tuple[int, int], tuple[float, float]],
+    *,
+    num_ranks: int,
+) -> Iterator[StepGroup]:
+    """The groups asked for, then those of a search, which depend on the `rates` measured so far."""
+    yield from plan_groups(request, place.mode, num_ranks=num_ranks)
+    for _ in range(MOST_TRIES if request.searches else 0):
+        # All ranks have the same figures, so they choose the same.
+        group = next_try(request, rates, place.mode, num_ranks=num_ranks)
+        if group is None:
+            return
+        yield group
 
 
 def _affordable_bytes(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress) -> int:

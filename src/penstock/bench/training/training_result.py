@@ -5,7 +5,7 @@ Utilization is in percent.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
 from penstock.bench.loader.loader_protocol import LoaderOptions
 from penstock.bench.page_cache_eviction import CacheEviction
@@ -17,8 +17,6 @@ from penstock.results.phase_figures import PhaseFigures
 from penstock.results.utilization import EpochRate
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
-
-STAGES_FILE: Final = "stages.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

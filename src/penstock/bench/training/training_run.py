@@ -29,7 +29,7 @@ from penstock.dataset.external_dataset import list_external_files
 from penstock.dataset.formats import open_format
 from penstock.errors import StorageError, UsageError
 from penstock.progress import Progress
-from penstock.results import counter_files, event_files, phase_figures, published_files
+from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
 from penstock.results.active_run import ActiveRun
 from penstock.results.provenance import HostFacts
 from penstock.results.step_events import StepPhase
@@ -146,7 +146,7 @@ def _write_results(
     if train is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
     evaluation = phase_figures.compute_phase_figures(events, workload, phase=StepPhase.EVAL)
-    published_files.write_json(run.folder, training_result.STAGES_FILE, stages.document())
+    published_files.write_json(run.folder, run_folder.STAGES_FILE, stages.document())
     request.write_dlio_files(run, workload, hosts=hosts, events=events, train=train, evaluation=evaluation)
     run.finish(train=train, evaluation=evaluation, deliveries=stages.deliveries)
     return training_result.TrainingResult(

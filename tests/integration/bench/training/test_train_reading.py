@@ -13,7 +13,6 @@ import pytest
 
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.loader.sample_decoder import ContentCheck
-from penstock.bench.training.training_result import STAGES_FILE
 from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
@@ -24,6 +23,7 @@ from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.results.event_files import read_events
+from penstock.results.run_folder import STAGES_FILE
 from penstock.results.run_record import read_record
 from penstock.storage import open_storage
 from penstock.workload.enums import DataFormat, ProcessStart, ReadType, Shuffle

@@ -75,12 +75,14 @@ def test_a_run_has_its_own_colour_on_every_page_and_shares_it_only_on_crowded_on
         assert hues[run] == assign_hues([run])[run]
 
 
-def test_texts_of_lines_make_room_for_each_other_and_limits_stay() -> None:
-    marks = [Mark("a", 50, is_line=False), Mark("limit", 50), Mark("b", 50, is_line=False)]
-    first, *others = spread_marks(marks, height=100)
-    assert first == Mark("limit", 50)
-    places = sorted(mark.percent for mark in (first, *others))
-    assert all(after - before >= 13 for before, after in pairwise(places))
+@given(percents=st.lists(st.floats(0, 100), max_size=6))
+def test_texts_of_marks_make_room_for_each_other_inside_of_the_drawing(percents: list[float]) -> None:
+    marks = spread_marks([Mark(str(percent), percent) for percent in percents], height=100)
+    assert sorted(mark.percent for mark in marks) == sorted(percents), "limits stay where they are"
+    places = sorted(mark.text_percent for mark in marks if mark.text_percent is not None)
+    assert len(places) == len(percents)
+    assert all(after - before >= 13 - 1e-9 for before, after in pairwise(places))
+    assert all(13 <= place <= 100 for place in places)
 
 
 def test_a_thin_bar_is_still_seen() -> None:

@@ -1,0 +1,226 @@
+"""The page of a probe: what this storage can do at best, how many streams that takes, and whom it feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Final
+
+from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, headline_rows, measurement_rows
+from penstock.reports import charts
+from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
+from penstock.reports.charts import Series, ValueAxis
+from penstock.reports.panels import Panel, assign_hues
+from penstock.units import format_bytes, format_rate
+from penstock.workload.accelerator_forecast import forecast_accelerators
+from penstock.workload.load_workload import load, shipped
+from penstock.workload.spec import Workload
+
+GIB: Final = 2**30
+NO_LIMITS: Final[charts.Limits] = MappingProxyType({})
+_KNEE: Final = 0.9
+"""The fewest streams with this share of the best rate are enough."""
+_SEQUENTIAL: Final = {"read": "tone-2", "write": "tone-3"}
+_NAMED: Final = "unet3d_h100"
+
+
+def make_probe_page(result: ProbeResult) -> AnswerPage:
+    """The page of a probe."""
+    modes = list(dict.fromkeys(seen.mode for seen in result.measurements))
+    fastest = best(result, "read").mode
+    hue = assign_hues([result.uri])[result.uri]
+    charts_by_mode = {mode: _charts(result, mode, hue) for mode in modes}
+    return AnswerPage(
+        title=f"What {result.uri} can do at best",
+        subtitle=(
+            f"probed from {', '.join(result.hosts)} with {result.ranks} rank{'s' * (result.ranks > 1)}, "
+            f"up to {format_bytes(result.size_bytes)} a measurement"
+        ),
+        banner=_banner(result),
+        first=charts_by_mode.pop(fastest),
+        exhibits=[
+            *(
+                Exhibit(name=mode, title=f"The same, {_MODES.get(mode, mode)}", panels=panels)
+                for mode, panels in charts_by_mode.items()
+            ),
+            folded_table("feeds", "Accelerators that this storage feeds", list(_feeds(result))),
+            folded_table("best", "The best of each kind", headline_rows(result.measurements)),
+            folded_table("all", "All measurements", measurement_rows(result.measurements), bars="GiB/s"),
+        ],
+    )
+
+
+_MODES: Final = {"buffered": "through the page cache, dropped before each read", "direct": "with O_DIRECT"}
+
+
+def best(result: ProbeResult, op: str) -> ProbeMeasurement:
+    """The fastest measurement of an operation."""
+    return max(_of(result, op), key=lambda seen: seen.gib_per_s)
+
+
+def throughput_curve(result: ProbeResult, hue: int, *, limits: charts.Limits) -> Panel:
+    """Throughput against streams, in the mode that reads fastest."""
+    return _curve(result, best(result, "read").mode, hue, _CURVES[0], limits)
+
+
+def describe(seen: ProbeMeasurement) -> str:
+    """Streams and block, in words."""
+    return f"{seen.streams} stream{'s' * (seen.streams > 1)} of {format_bytes(seen.block_bytes)}"
+
+
+def _of(result: ProbeResult, op: str, mode: str = "") -> list[ProbeMeasurement]:
+    return [seen for seen in result.measurements if seen.op == op and mode in ("", seen.mode)]
+
+
+def feeds(result: ProbeResult, workload: Workload) -> int:
+    """How many accelerators of a workload the best read rate feeds."""
+    rate = Fraction(best(result, "read").gib_per_s) * GIB
+    return forecast_accelerators(workload, rate).num_accelerators
+
+
+def _banner(result: ProbeResult) -> Banner:
+    read, write = best(result, "read"), best(result, "write")
+    random = best(result, "random_read")
+    workload = load(_NAMED).workload
+    count = feeds(result, workload)
+    enough = _enough(result, read)
+    return Banner(
+        verdict="measured",
+        look=Look.PLAIN,
+        figure=(
+            f"reads with {_rate(read)}, writes with {_rate(write)}, durable; feeds {count or 'no'} H100 of "
+            "unet3d"
+        ),
+        limited_by=_say_limit(result, read),
+        since=(
+            f"{describe(enough)}, which reach {_rate(enough)}; "
+            f"random reads of {format_bytes(random.block_bytes)}: {random.operations_per_s:,.0f} a second, "
+            f"p99 {random.p99_ms:.1f} ms"
+        ),
+        to_do=(
+            f"Read with at least {enough.streams} streams (reader.read_threads) and requests of "
+            f"{format_bytes(enough.block_bytes)}; `penstock training run` shows what a workload makes of it."
+        ),
+        troubles=[*result.notes, *_from_memory(result)],
+    )
+
+
+def _rate(seen: ProbeMeasurement) -> str:
+    return format_rate(seen.gib_per_s * GIB)
+
+
+def _enough(result: ProbeResult, top: ProbeMeasurement) -> ProbeMeasurement:
+    """The fewest streams that come near the best rate."""
+    near = [seen for seen in _of(result, top.op, top.mode) if seen.gib_per_s >= _KNEE * top.gib_per_s]
+    return min(near, key=lambda seen: (seen.streams * seen.block_bytes, seen.streams))
+
+
+def _say_limit(result: ProbeResult, read: ProbeMeasurement) -> str:
+    tried = _of(result, "read", read.mode)
+    most, largest = max(seen.streams for seen in tried), max(seen.block_bytes for seen in tried)
+    at = f"{describe(read)}, {read.mode}"
+    if len(tried) > 1 and read.streams == most:
+        return f"the streams tried: {at} were the most, and the fastest. Try more with --streams."
+    if len(tried) > 1 and read.block_bytes == largest and len({seen.block_bytes for seen in tried}) > 1:
+        return f"the storage, or this host: the fastest were {at}; more streams were not faster."
+    return f"the storage, or this host: the fastest were {at}; neither more streams nor larger blocks helped."
+
+
+def _from_memory(result: ProbeResult) -> Iterator[str]:
+    held = [seen.resident_before for seen in _of(result, "read") if seen.resident_before]
+    if held and max(held) > _HELD:
+        yield f"Memory still held up to {max(held):.0%} of the files before a buffered read."
+
+
+_HELD: Final = 0.01
+
+
+def _charts(result: ProbeResult, mode: str, hue: int) -> list[Panel]:
+    """Throughput against streams and against blocks, and latency against streams."""
+    return [_curve(result, mode, hue, shown) for shown in _CURVES]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Curve:
+    """What is drawn against what: `at` is where a measurement is, `value` how high."""
+
+    title: str
+    at: Callable[[ProbeMeasurement], int]
+    name: Callable[[int], str]
+    value: Callable[[ProbeMeasurement], float]
+    axis: Callable[[Sequence[float]], ValueAxis]
+
+
+_CURVES: Final = (
+    _Curve(
+        title="Throughput by streams",
+        at=lambda seen: seen.streams,
+        name=str,
+        value=lambda seen: seen.gib_per_s * GIB,
+        axis=ValueAxis.of_rates,
+    ),
+    _Curve(
+        title="Throughput by block",
+        at=lambda seen: seen.block_bytes,
+        name=format_bytes,
+        value=lambda seen: seen.gib_per_s * GIB,
+        axis=ValueAxis.of_rates,
+    ),
+    _Curve(
+        title="p99 of a block by streams",
+        at=lambda seen: seen.streams,
+        name=str,
+        value=lambda seen: seen.p99_ms / 1e3,
+        axis=ValueAxis.of_seconds,
+    ),
+)
+
+
+def _curve(
+    result: ProbeResult, mode: str, hue: int, shown: _Curve, limits: charts.Limits = NO_LIMITS
+) -> Panel:
+    """At each place the fastest measurement, as a line for reading and one for writing."""
+    places = sorted({shown.at(seen) for op in _SEQUENTIAL for seen in _of(result, op, mode)})
+    series = [_line(_of(result, op, mode), op, places, shown) for op in _SEQUENTIAL]
+    return charts.curves(
+        shown.title,
+        hue,
+        list(map(shown.name, places)),
+        series,
+        shown.axis([*limits.values(), *(y for line in series for y in line.ys)]),
+        limits=limits,
+        note=f"{mode}; the fastest at each",
+    )
+
+
+def _line(measured: Sequence[ProbeMeasurement], op: str, places: Sequence[int], shown: _Curve) -> Series:
+    fastest = [
+        max(
+            (seen for seen in measured if shown.at(seen) == place),
+            key=lambda seen: seen.gib_per_s,
+            default=None,
+        )
+        for place in places
+    ]
+    known = [(number, shown.value(seen)) for number, seen in enumerate(fastest) if seen is not None]
+    return Series(op, _SEQUENTIAL[op], [number for number, _ in known], [y for _, y in known])
+
+
+def _feeds(result: ProbeResult) -> Iterator[dict[str, str]]:
+    """What the best read rate means for the shipped workloads."""
+    rate = best(result, "read").gib_per_s * GIB
+    for loaded in shipped():
+        workload = loaded.workload
+        if workload.train.computation_time.is_zero or not workload.metric.au:
+            continue
+        forecast = forecast_accelerators(workload, Fraction(rate))
+        yield {
+            "workload": workload.full_name,
+            "feeds": str(forecast.num_accelerators),
+            "each takes": format_rate(float(forecast.bytes_per_accelerator_per_s)),
+            "AU of one": f"{min(float(forecast.au), 1.0) * 100:.1f} %"
+            if not forecast.num_accelerators
+            else f"at least {float(forecast.threshold) * 100:.0f} %",
+        }

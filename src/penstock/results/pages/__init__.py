@@ -1,0 +1,1 @@
+"""Pages of runs: what a run's folder has recorded, as answers and charts."""

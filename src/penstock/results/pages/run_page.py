@@ -1,0 +1,44 @@
+"""`report.html` in a run's folder: written when a run ends, and again on demand.
+
+Invariant: a page never fails its run. What goes wrong is logged with how to make the page later.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Final
+
+from penstock.errors import ObjectNotFound, Unavailable
+from penstock.reports.answer_page import AnswerPage, write_answer_page
+from penstock.results.run_folder import CHECKPOINTS_FILE, PAGE_FILE
+
+logger = logging.getLogger(__name__)
+
+
+def draw_run(folder: Path) -> AnswerPage:
+    """The page of the run in `folder`; `ObjectNotFound` where it has left nothing to draw."""
+    # Most ways into a run's folder never draw.
+    from penstock.results.pages.checkpoint_page import make_checkpoint_page  # noqa: PLC0415
+    from penstock.results.pages.training_page import make_training_page  # noqa: PLC0415
+    from penstock.results.run_record import read_record  # noqa: PLC0415
+
+    record = read_record(folder)
+    is_checkpoints = record.plan.get("kind") == "checkpoint" or (folder / CHECKPOINTS_FILE).is_file()
+    return (make_checkpoint_page if is_checkpoints else make_training_page)(folder, record)
+
+
+def leave_run_page(folder: Path) -> None:
+    """Write the page at the end of a run; where that fails, say how to make it."""
+    try:
+        write_answer_page(draw_run(folder), folder / PAGE_FILE)
+    except ObjectNotFound as error:
+        logger.debug("Nothing to draw: %s", error)  # it ended before its first step, and said why
+    except Unavailable as error:
+        logger.warning("No page was made of this run: %s %s", error, _LATER.format(folder=folder))
+    except Exception as error:  # hours of measurement must not end as a failure to draw them
+        logger.warning("No page was made of this run: %r. %s", error, _LATER.format(folder=folder))
+        logger.debug("The page of %s", folder, exc_info=error)
+
+
+_LATER: Final = "`penstock results page {folder}` makes it."

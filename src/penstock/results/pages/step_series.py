@@ -1,0 +1,197 @@
+"""Steps of all ranks over the time of a run: rates, waits, and the moment from which waits were longer.
+
+Pure: events in, numbers out. Times are seconds since the first step of any rank; ranks of other hosts are
+placed by their wall clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.results.step_events import Nanoseconds, RankEvents, Rows, StepPhase, wait_ns
+
+Numbers = NDArray[np.float64]
+
+MOST_BUCKETS: Final = 120
+MOST_ROWS: Final = 64
+"""Rows of a heat map: of more ranks, neighbours share a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSteps:
+    """The steps of each rank with their moments in seconds since the first of all."""
+
+    ranks: Sequence[RankSteps]
+    end_s: float
+
+    @classmethod
+    def of_events(cls, events: Sequence[RankEvents]) -> RunSteps | None:
+        """None of a run without steps."""
+        ranks = [rank for rank in events if len(rank.steps)]
+        if not ranks:
+            return None
+        shifts = [rank.clock.wall_ns - rank.clock.monotonic_ns for rank in ranks]
+        origin = min(
+            int(rank.steps["start_ns"][0]) + shift for rank, shift in zip(ranks, shifts, strict=True)
+        )
+        placed = [
+            RankSteps(rank.clock.rank, rank.clock.host, rank.steps, shift - origin)
+            for rank, shift in zip(ranks, shifts, strict=True)
+        ]
+        return cls(placed, max(float(rank.at_s("barrier_ns")[-1]) for rank in placed))
+
+    @property
+    def edges(self) -> Numbers:
+        """The edges of buckets of one length, as many as a drawing can show and steps can fill."""
+        num_steps = max(len(rank.steps) for rank in self.ranks)
+        return np.linspace(0.0, max(self.end_s, 1e-6), max(2, min(MOST_BUCKETS, num_steps)) + 1)
+
+    def rates(self, column: str) -> Numbers:
+        """What all ranks' steps took of a column, a second, in each bucket."""
+        edges = self.edges
+        taken: Numbers = np.sum([rank.growth(column, edges) for rank in self.ranks], axis=0)
+        return taken / np.diff(edges)
+
+    def wait_shares(self) -> Numbers:
+        """For each rank, the share of each bucket in which it waited for samples."""
+        edges = self.edges
+        return np.array([rank.waited_s(edges) for rank in self.ranks]) / np.diff(edges)
+
+    def compute_shares(self) -> Numbers:
+        """The share of each bucket in which the ranks computed, on average."""
+        edges = self.edges
+        spent: Numbers = np.mean([rank.computed_s(edges) for rank in self.ranks], axis=0)
+        return spent / np.diff(edges)
+
+    def percentiles(self, measure: Callable[[Rows], Nanoseconds]) -> tuple[Numbers, Numbers]:
+        """The middles of buckets, and p50 and p99 in seconds of the steps that ended in each, as rows."""
+        edges = self.edges
+        ends = np.concatenate([rank.at_s("barrier_ns") for rank in self.ranks])
+        values = np.concatenate([measure(rank.steps) / 1e9 for rank in self.ranks])
+        bucket = np.clip(np.searchsorted(edges, ends) - 1, 0, len(edges) - 2)
+        filled = np.unique(bucket)
+        spread = [np.percentile(values[bucket == number], (50, 99)) for number in filled]
+        return (edges[filled] + edges[filled + 1]) / 2, np.array(spread).T
+
+
+@dataclass(frozen=True, slots=True)
+class RankSteps:
+    """One rank's steps; `shift_ns` makes its moments the run's."""
+
+    rank: int
+    host: str
+    steps: Rows
+    shift_ns: int
+
+    def at_s(self, moment: str) -> Numbers:
+        """One of the moments of all steps."""
+        at_s: Numbers = (self.steps[moment] + self.shift_ns) / 1e9
+        return at_s
+
+    def growth(self, column: str, edges: Numbers) -> Numbers:
+        """What steps took of a column between edges; evenly from a step's start to its end."""
+        return _growth(self.at_s("start_ns"), self.at_s("barrier_ns"), self.steps[column], edges)
+
+    def waited_s(self, edges: Numbers) -> Numbers:
+        """How long this rank waited for samples between edges."""
+        return self._spent_s("start_ns", "loaded_ns", edges)
+
+    def computed_s(self, edges: Numbers) -> Numbers:
+        """How long this rank computed between edges."""
+        return self._spent_s("loaded_ns", "computed_ns", edges)
+
+    def _spent_s(self, begin: str, end: str, edges: Numbers) -> Numbers:
+        begins, ends = self.at_s(begin), self.at_s(end)
+        return _growth(begins, ends, ends - begins, edges)
+
+
+def _growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Numbers) -> Numbers:
+    """Amounts that come evenly from their begin to their end, one after the other, between edges."""
+    after = np.cumsum(amounts, dtype=np.float64)
+    moments = np.column_stack([begins, ends]).ravel()
+    totals = np.column_stack([after - amounts, after]).ravel()
+    return np.diff(np.interp(edges, moments, totals))
+
+
+def fold_rows(names: Sequence[str], rows: Numbers) -> tuple[list[str], Numbers]:
+    """At most `MOST_ROWS` rows: neighbours become one, of the largest value of each bucket."""
+    per_row = -(-len(names) // MOST_ROWS)
+    if per_row == 1:
+        return list(names), rows
+    starts = range(0, len(names), per_row)
+    folded = [rows[start : start + per_row].max(axis=0) for start in starts]
+    labels = [f"{names[start]} +{min(per_row, len(names) - start) - 1}" for start in starts]
+    return labels, np.array(folded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitShift:
+    """From `at_s` on, at this step, a step waited longer (or shorter) than before; medians, in seconds."""
+
+    at_s: float
+    epoch: int
+    step: int
+    before_s: float
+    after_s: float
+
+
+LEAST_STEPS: Final = 6
+"""A shorter stretch of steps says nothing about a change."""
+LEAST_FACTOR: Final = 1.5
+LEAST_SHARE: Final = 0.05
+"""Waits that differ by less than this share of a step's time are of no consequence."""
+
+
+def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
+    """When the median wait of training steps changed for good; None if it did not, or hardly.
+
+    The first steps of each epoch, those up to `first`, wait for the loader to fill, and do not count.
+    """
+    keys, at_s, waited_s, took_s = _longest_waits(steps, first)
+    split = best_split(waited_s)
+    if split is None:
+        return None
+    before_s, after_s = float(np.median(waited_s[:split])), float(np.median(waited_s[split:]))
+    more, less = max(before_s, after_s), min(before_s, after_s)
+    if more < LEAST_FACTOR * less or more - less < LEAST_SHARE * float(np.median(took_s)):
+        return None
+    epoch, step = divmod(int(keys[split]), 1 << 32)
+    return WaitShift(at_s=float(at_s[split]), epoch=epoch, step=step, before_s=before_s, after_s=after_s)
+
+
+def _longest_waits(steps: RunSteps, first: int) -> tuple[NDArray[np.int64], Numbers, Numbers, Numbers]:
+    """Of each training step: its key, when it began, the longest wait of any rank, and how long it took."""
+    kept = [
+        (rank, (rank.steps["phase"] == StepPhase.TRAIN) & (rank.steps["step"] > first))
+        for rank in steps.ranks
+    ]
+    keys = np.concatenate([((r.steps["epoch"] << 32) | r.steps["step"])[some] for r, some in kept])
+    begins = np.concatenate([rank.at_s("start_ns")[some] for rank, some in kept])
+    ends = np.concatenate([rank.at_s("barrier_ns")[some] for rank, some in kept])
+    waited = np.concatenate([wait_ns(rank.steps)[some] / 1e9 for rank, some in kept])
+    unique, group = np.unique(keys, return_inverse=True)
+    longest, began, took = np.zeros(len(unique)), np.full(len(unique), np.inf), np.zeros(len(unique))
+    np.maximum.at(longest, group, waited)
+    np.minimum.at(began, group, begins)
+    np.maximum.at(took, group, ends - begins)
+    return unique, began, longest, took
+
+
+def best_split(values: Numbers) -> int | None:
+    """Where two levels explain the values best; both sides have enough of them. None of few values."""
+    count = len(values)
+    least = max(LEAST_STEPS, count // 10)
+    if count < 2 * least:
+        return None
+    # Single long waits must not decide.
+    clipped = np.minimum(values, np.percentile(values, 90))
+    totals = np.cumsum(clipped)
+    left = np.arange(1, count)
+    gain = totals[:-1] ** 2 / left + (totals[-1] - totals[:-1]) ** 2 / (count - left)
+    inner = gain[least - 1 : count - least]
+    return least + int(np.argmax(inner))

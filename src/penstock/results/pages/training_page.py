@@ -1,0 +1,435 @@
+"""The page of a training run: did the accelerators get their samples in time, and if not, what held them up.
+
+    run.json, stages.json, steps, counters -> series, troubles -> banner and charts
+
+Runs that are active or were interrupted have the page of what they completed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.errors import ObjectNotFound
+from penstock.reports import charts
+from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
+from penstock.reports.charts import Series, ValueAxis
+from penstock.reports.panels import Panel, assign_hues
+from penstock.results.bottleneck import Bottleneck, TimeBreakdown
+from penstock.results.counter_files import read_counters
+from penstock.results.event_files import read_events, recompute_figures
+from penstock.results.host_activity import HostRates, host_rates
+from penstock.results.pages.run_facts import fact_rows, outcome_verdict, run_subtitle
+from penstock.results.pages.step_series import Numbers, RunSteps, find_wait_shift, fold_rows
+from penstock.results.pages.training_troubles import TrainingEvidence, find_troubles, mean_or_none
+from penstock.results.pages.trouble import Trouble
+from penstock.results.phase_figures import PhaseFigures
+from penstock.results.run_folder import RUN_FILE, STAGES_FILE
+from penstock.results.run_record import RunRecord, read_recorded_workload
+from penstock.results.step_events import wait_ns
+from penstock.units import format_bytes, format_rate, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """What the page is made of."""
+
+    record: RunRecord
+    figures: PhaseFigures | None
+    steps: RunSteps
+    stages: Mapping[str, Any]
+    hosts: Mapping[str, HostRates]
+    asked_percent: float
+    first_step: int
+
+    @property
+    def hue(self) -> int:
+        """The run's colour."""
+        return assign_hues([self.record.id])[self.record.id]
+
+    @property
+    def ceiling(self) -> Mapping[str, Any] | None:
+        """What the run reached on storage that costs nothing; None if that was not measured."""
+        return self.stages.get("ceiling")
+
+    @property
+    def storage_uri(self) -> str:
+        """Where the data set is."""
+        return str(self.stages.get("storage", {}).get("uri", "URI"))
+
+
+def make_training_page(folder: Path, record: RunRecord) -> AnswerPage:
+    """The page of the run in `folder`; `StorageError` where it has left nothing to show."""
+    run = read_training_run(folder, record)
+    evidence = _evidence(run)
+    troubles = find_troubles(evidence)
+    return AnswerPage(
+        title=f"Training run {record.id}",
+        subtitle=run_subtitle(record),
+        banner=_banner(run, evidence, troubles),
+        first=[_utilization(run), _throughput(run), _waits(run)],
+        exhibits=[*_exhibits(run), *_tables(run)],
+    )
+
+
+def read_training_run(folder: Path, record: RunRecord) -> TrainingRun:
+    """All files of the run that the page needs."""
+    events = read_events(folder)
+    steps = RunSteps.of_events(events)
+    if steps is None:
+        raise ObjectNotFound("This run has no steps yet", uri=str(folder))
+    workload = read_recorded_workload(
+        record.workload, name=record.name, accelerator=record.accelerator, where=str(folder / RUN_FILE)
+    )
+    stages: dict[str, Any] = {}
+    if (folder / STAGES_FILE).is_file():
+        stages = json.loads((folder / STAGES_FILE).read_bytes())
+    return TrainingRun(
+        record=record,
+        figures=record.train or recompute_figures(folder, record),
+        steps=steps,
+        stages=stages,
+        hosts=_read_host_rates(folder, steps),
+        asked_percent=workload.metric.au * 100,
+        first_step=workload.metric.exclude_start_steps,
+    )
+
+
+def _read_host_rates(folder: Path, steps: RunSteps) -> dict[str, HostRates]:
+    """What each sampled host did over the time of the steps; nothing of a run without counters."""
+    try:
+        hosts, counters = read_counters(folder)
+    except ObjectNotFound:
+        return {}
+    ranks = {rank.rank: rank for rank in steps.ranks}
+    rates, machines = {}, set()
+    for host in hosts:
+        # Hosts on one machine count the same drives and processors.
+        if host.rank in ranks and host.boot_id not in machines:
+            edges_ns = steps.edges * 1e9 - ranks[host.rank].shift_ns
+            rates[host.host] = host_rates(host, counters, edges_ns)
+            machines |= {host.boot_id} - {""}
+    return rates
+
+
+def _evidence(run: TrainingRun) -> TrainingEvidence:
+    busy = [share for host in run.hosts.values() if (share := mean_or_none(host.cpu_busy_share)) is not None]
+    ceiling = run.ceiling
+    return TrainingEvidence(
+        steps=run.steps,
+        times=run.figures.times if run.figures else None,
+        shift=find_wait_shift(run.steps, first=run.first_step),
+        deliveries=run.record.deliveries,
+        loader=dict(run.stages.get("loader", {})),
+        evictions=[stage["cache"] for stage in run.stages.get("epochs", []) if stage.get("cache")],
+        ceiling_au_percent=ceiling["au_compat"] if ceiling else None,
+        asked_au_percent=run.asked_percent,
+        cpu_busy_share=max(busy, default=None),
+        storage_uri=run.storage_uri,
+        passed=run.figures is not None and run.figures.meets_threshold,
+    )
+
+
+def _banner(run: TrainingRun, evidence: TrainingEvidence, troubles: Sequence[Trouble]) -> Banner:
+    verdict, look = _verdict(run, troubles)
+    return Banner(
+        verdict=verdict,
+        look=look,
+        figure=_say_figure(run),
+        limited_by=_say_limit(run),
+        since=_say_since(run, evidence),
+        to_do=_say_to_do(run, troubles),
+        troubles=[*_say_outcome(run.record), *(trouble.says for trouble in troubles)],
+    )
+
+
+def _verdict(run: TrainingRun, troubles: Sequence[Trouble]) -> tuple[str, Look]:
+    unfinished = outcome_verdict(run.record)
+    if unfinished is not None:
+        return unfinished
+    if run.figures is None or _lacks_utilization(run.figures):
+        return "no figure", Look.DOUBT
+    if any(trouble.kind == "page cache" for trouble in troubles):
+        return "doubtful", Look.DOUBT
+    return ("passed", Look.GOOD) if run.figures.meets_threshold else ("failed", Look.BAD)
+
+
+def _lacks_utilization(figures: PhaseFigures) -> bool:
+    return figures.au_strict_percent is None
+
+
+def _say_figure(run: TrainingRun) -> str:
+    figures, ranks = run.figures, run.record.ranks
+    if figures is None:
+        return "no epoch is complete"
+    ceiling = f" (ceiling of this client {run.ceiling['au_compat']:.1f} %)" if run.ceiling else ""
+    return (
+        f"AU {figures.au_compat_percent.mean:.2f} %, {run.asked_percent:.0f} % asked{ceiling}; "
+        f"{figures.samples_per_s_strict:,.1f} samples/s and {format_rate(figures.read_bytes_per_s)} for "
+        f"{ranks} {run.record.accelerator.upper() or 'accelerator'}{'s' * (ranks > 1)}"
+    )
+
+
+def _say_limit(run: TrainingRun) -> str:
+    verdict = run.figures.verdict if run.figures else None
+    if verdict is None:
+        return "not known: no step counts"
+    if verdict.bottleneck is Bottleneck.NONE:
+        return f"nothing: {verdict.evidence[0]}"
+    return f"{verdict.bottleneck}. {verdict.evidence[0]}"
+
+
+def _say_since(run: TrainingRun, evidence: TrainingEvidence) -> str:
+    shift = evidence.shift
+    if shift is not None and shift.after_s > shift.before_s:
+        return f"{format_seconds(shift.at_s)} after the first step: epoch {shift.epoch}, step {shift.step}"
+    if shift is not None:
+        return (
+            f"the start, until {format_seconds(shift.at_s)} (epoch {shift.epoch}, step {shift.step}): then "
+            f"waits fell from {format_seconds(shift.before_s)} to {format_seconds(shift.after_s)} a step"
+        )
+    if run.figures is not None and run.figures.meets_threshold:
+        return "no change: waits were alike all the time"
+    return "the first step: waits were alike all the time"
+
+
+def _say_to_do(run: TrainingRun, troubles: Sequence[Trouble]) -> str:
+    if run.figures is not None and _lacks_utilization(run.figures) and run.figures.notes:
+        return run.figures.notes[0]
+    if troubles:
+        return troubles[0].to_do
+    verdict = run.figures.verdict if run.figures else None
+    if verdict is None or verdict.bottleneck is Bottleneck.NONE:
+        return "Nothing. `penstock training sweep` finds how many accelerators this storage feeds."
+    return _REMEDIES[verdict.bottleneck].format(uri=run.storage_uri)
+
+
+_REMEDIES: Final[Mapping[Bottleneck, str]] = {
+    Bottleneck.STORAGE: "Compare with the storage's limits: `penstock storage probe {uri}`.",
+    Bottleneck.CLIENT_CPU: "Use fewer ranks for each host, or hosts with more or faster cores.",
+    Bottleneck.BARRIER: "Look for cores that ranks share, for the network, and for uneven computation.",
+}
+
+
+def _say_outcome(record: RunRecord) -> Iterator[str]:
+    if record.why:
+        yield f"The run is {record.outcome}: {record.why}"
+
+
+def _utilization(run: TrainingRun) -> Panel:
+    epochs = run.figures.epochs if run.figures else ()
+    limits = {f"asked {run.asked_percent:.0f} %": run.asked_percent}
+    if run.ceiling:
+        limits[f"ceiling {run.ceiling['au_compat']:.1f} %"] = run.ceiling["au_compat"]
+    return charts.bar_chart(
+        "AU of each epoch",
+        run.hue,
+        {f"{rate.epoch}": rate.au_compat_percent for rate in epochs},
+        ValueAxis.of_percent(),
+        limits=limits,
+        note=f"{len(epochs)} epoch{'s' * (len(epochs) != 1)}",
+    )
+
+
+def _throughput(run: TrainingRun) -> Panel:
+    rates = run.steps.rates("samples")
+    limits = {}
+    if run.ceiling:
+        limits = {f"ceiling {run.ceiling['samples_per_s']:,.1f}": run.ceiling["samples_per_s"]}
+    return charts.area_chart(
+        "Samples a second",
+        run.hue,
+        run.steps.edges,
+        rates,
+        ValueAxis.of_counts([*rates, *limits.values()]),
+        limits=limits,
+        note=f"mean {rates.mean():,.1f}",
+    )
+
+
+def _waits(run: TrainingRun) -> Panel:
+    names = [f"rank {rank.rank}" for rank in run.steps.ranks]
+    shares = run.steps.wait_shares()
+    names, rows = fold_rows(names, np.where(shares < _HARDLY, 0.0, np.minimum(shares, 1.0)))
+    return charts.heat_map(
+        "Waiting for samples, by rank",
+        run.hue,
+        names,
+        run.steps.edges,
+        rows,
+        largest=1.0,
+        look="wait",
+        note="full tone: all of the time",
+    )
+
+
+_HARDLY: Final = 0.01
+"""A share of waiting that is drawn as none."""
+
+
+def _exhibits(run: TrainingRun) -> Iterator[Exhibit]:
+    if run.figures and run.figures.times:
+        yield Exhibit(
+            name="time",
+            title="Where the accelerators' time went",
+            says=" ".join(run.figures.verdict.evidence[1:] if run.figures.verdict else ()),
+            panels=[_shares(run, run.figures.times)],
+        )
+    yield Exhibit(
+        name="latency",
+        title="How long steps wait, and batches take",
+        says=(
+            "A wait is how long a step had no batch; the read time of a batch sums over its readers, which "
+            "overlap with the computation."
+        ),
+        panels=list(_latencies(run)),
+    )
+    yield Exhibit(
+        name="bytes",
+        title="Bytes asked for, and bytes delivered by devices",
+        says="Steps count their bytes when they take their batch; devices count those of all programs.",
+        panels=list(_bytes(run)),
+    )
+    yield Exhibit(
+        name="hosts",
+        title="Processors of the hosts",
+        panels=list(_processors(run)),
+        why_empty="This run has no sampled counters of its hosts.",
+    )
+
+
+def _shares(run: TrainingRun, times: TimeBreakdown) -> Panel:
+    shares = times.shares
+    return charts.stack_chart(
+        "Time of all accelerators",
+        run.hue,
+        {
+            "computation": ("read", shares.compute),
+            "waiting for samples": ("wait", shares.wait),
+            "held up by other ranks' samples": ("both", shares.held_up),
+            "other barriers": ("barrier", shares.barrier),
+            "between steps": ("step", shares.harness),
+        },
+        note=(
+            f"computation {shares.compute:.1%}, waiting for samples {shares.wait:.1%}, held up by other "
+            f"ranks' samples {shares.held_up:.1%}, other barriers {shares.barrier:.1%}, between steps "
+            f"{shares.harness:.1%}"
+        ),
+    )
+
+
+def _latencies(run: TrainingRun) -> Iterator[Panel]:
+    middles, (p50, p99) = run.steps.percentiles(wait_ns)
+    yield charts.time_lines(
+        "Wait of a step over time",
+        run.hue,
+        run.steps.end_s,
+        [Series("p99", "wait", middles, p99), Series("p50", "tone-2", middles, p50)],
+        ValueAxis.of_seconds(p99),
+        note=f"p50 at most {format_seconds(p50.max())}, p99 {format_seconds(p99.max())}",
+    )
+    waits = np.concatenate([wait_ns(rank.steps) for rank in run.steps.ranks]) / 1e9
+    reads = np.concatenate([rank.steps["read_ns"] for rank in run.steps.ranks]) / 1e9
+    series = {name: values.tolist() for name, values in (("wait", waits), ("read", reads)) if values.any()}
+    if series:
+        yield charts.distribution(
+            "Share of steps that took at most so long",
+            run.hue,
+            series,
+            note="; ".join(f"{name} {_spread(values)}" for name, values in series.items()),
+        )
+
+
+def _spread(values: Sequence[float]) -> str:
+    p50, p90, p99 = np.percentile(values, (50, 90, 99))
+    return f"p50 {format_seconds(p50)}, p90 {format_seconds(p90)}, p99 {format_seconds(p99)}"
+
+
+def _bytes(run: TrainingRun) -> Iterator[Panel]:
+    asked = run.steps.rates("read_bytes")
+    delivered: Numbers | None = None
+    if run.hosts:
+        delivered = np.sum([host.drives_read + host.networks_received for host in run.hosts.values()], axis=0)
+    axis = ValueAxis.of_rates([*asked, *(delivered if delivered is not None else ())])
+    total = run.figures.read_bytes if run.figures else 0
+    yield charts.area_chart(
+        "Asked for by steps",
+        run.hue,
+        run.steps.edges,
+        asked,
+        axis,
+        note=f"{format_bytes(total)} in all epochs, {format_rate(float(asked.mean()))} on average",
+    )
+    if delivered is not None:
+        notes = [delivery.why for delivery in run.record.deliveries if delivery.direction == "read"]
+        yield charts.area_chart(
+            "Delivered by drives and networks",
+            run.hue,
+            run.steps.edges,
+            delivered,
+            axis,
+            look="write",
+            note="; ".join(notes),
+        )
+
+
+def _processors(run: TrainingRun) -> Iterator[Panel]:
+    if not run.hosts:
+        return
+    names, rows = fold_rows(
+        list(run.hosts), np.nan_to_num([host.cpu_busy_share for host in run.hosts.values()])
+    )
+    means = [mean for host in run.hosts.values() if (mean := mean_or_none(host.cpu_busy_share)) is not None]
+    note = f"on average {np.mean(means):.0%} busy; full tone: all cores" if means else "nothing was counted"
+    yield charts.heat_map(
+        "Busy processors, by host", run.hue, names, run.steps.edges, rows, largest=1.0, note=note
+    )
+
+
+def _tables(run: TrainingRun) -> Iterator[Exhibit]:
+    figures = run.figures
+    if figures is not None:
+        yield folded_table("epochs", "Epochs", epoch_rows(figures), bars="AU %")
+        if figures.times is not None:
+            yield folded_table("times", "Times of a step", time_rows(figures.times))
+    yield folded_table("facts", "Run and settings", fact_rows(run.record, {"storage": run.storage_uri}))
+
+
+def epoch_rows(figures: PhaseFigures) -> list[dict[str, str]]:
+    """One row for each epoch."""
+    return [
+        {
+            "epoch": str(rate.epoch),
+            "AU %": f"{rate.au_compat_percent:.2f}",
+            "strict %": "-" if rate.au_strict_percent is None else f"{rate.au_strict_percent:.2f}",
+            "samples/s": f"{rate.samples_per_s_strict:,.1f}",
+            "samples": f"{rate.samples:,}",
+            "read": format_bytes(rate.read_bytes),
+            "took": format_seconds(rate.elapsed_s),
+        }
+        for rate in figures.epochs
+    ]
+
+
+def time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
+    """One row for each measure of a step, over all ranks, and its fastest and slowest rank."""
+    rows = []
+    for measure, stats in times.over_ranks.items():
+        skew = times.skew[measure]
+        rows.append(
+            {
+                "a step": measure,
+                "p50": format_seconds(stats.p50_s),
+                "p90": format_seconds(stats.p90_s),
+                "p99": format_seconds(stats.p99_s),
+                "max": format_seconds(stats.max_s),
+                "fastest rank": f"{format_seconds(skew.fastest_s)} ({skew.fastest_rank})",
+                "slowest rank": f"{format_seconds(skew.slowest_s)} ({skew.slowest_rank})",
+            }
+        )
+    return rows
