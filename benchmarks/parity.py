@@ -1,7 +1,7 @@
 """The kernels of parity beside numpy's in-place XOR and a copy, on one core and the same warm buffers.
 
-Figures count the bytes of the piece that is added. Goals: adding 0.8 of numpy's XOR, both parities in one
-pass 0.4 of it, and the scaled sums of a rebuild 0.4 of it.
+Figures count the bytes of the piece that is added. Goals: adding 0.8 of numpy's XOR, and both the weighted
+parity and the scaled sums of a rebuild 0.4 of it. What a save with parity costs: checkpoint_levels.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ class Sides:
         """What encoding and rebuilding do with each piece."""
         return {
             "add": _speed(lambda: gf256.add(self._plain, self._piece)),
-            "add to both parities": _speed(
-                lambda: gf256.add_to_both(self._plain, self._weighted, self._piece)
-            ),
             "double and add": _speed(lambda: gf256.double_and_add(self._weighted, self._piece)),
             "add scaled (rebuild)": _speed(lambda: gf256.add_scaled(self._plain, self._piece, FACTOR)),
             "add (beside a copy)": _speed(lambda: gf256.add(self._plain, self._piece)),
@@ -52,7 +49,6 @@ class Sides:
         added = _speed(lambda: np.bitwise_xor(total, piece, out=total))
         return {
             "add": added,
-            "add to both parities": added,
             "double and add": added,
             "add scaled (rebuild)": added,
             "add (beside a copy)": _speed(lambda: np.copyto(total, piece)),

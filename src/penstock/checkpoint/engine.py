@@ -171,10 +171,16 @@ class StagedSave(Protocol):
         With less memory than the share needs, this waits for `write_to` to write the rest to storage.
         """
 
+    def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:
+        """How many bytes `write_to` will write in all, called with the same arguments."""
+
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:
-        """Write all files durably, each under `key_of(file name)`. Called once, from any thread."""
+        """Write all files durably, each under `key_of(file name)`. Called once, from any thread.
+
+        Files that are there already are read through `storage` once, from the beginning to the end.
+        """
 
     def cancel(self) -> None:
         """Make `wait_staged` and `write_to` raise; nothing stays in flight. May be called twice."""

@@ -1,6 +1,6 @@
 """The node-local caches of all ranks as one level: steps are written, protected, committed and rebuilt.
 
-    save     drafts on all nodes -> files -> parity -> records -> manifest, metadata -> commit on all nodes
+    save     drafts on all nodes -> files and parity -> records -> manifest, metadata -> commit on all nodes
     restore  what each node has -> assessment -> lost shares are rebuilt into the caches that miss them
 
 Each node commits its own share by the protocol of any checkpoint; manifest, metadata and the records of its
@@ -23,7 +23,8 @@ from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Co
 from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
 from penstock.checkpoint.formats.checkpoint_source import DescribedStorage
 from penstock.checkpoint.levels.options import Partner, Scheme, check_schemes, scheme_for
-from penstock.checkpoint.levels.redundancy.parity_layout import build_layout, fit_scheme
+from penstock.checkpoint.levels.redundancy.parity_layout import FittedScheme, build_layout, fit_scheme
+from penstock.checkpoint.levels.redundancy.protector import GroupPlan, KeyOf, ProtectedShare, Protector
 from penstock.checkpoint.levels.redundancy.redundancy_record import (
     Assessment,
     GroupMember,
@@ -34,7 +35,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     read_record,
     record_bytes,
 )
-from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES, KeyOf, Protector
+from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES
 from penstock.cluster.comm import Comm, all_gather_results, run_on_rank0
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.storage import Storage
@@ -289,12 +290,18 @@ class CacheLevel:
         with ExitStack() as undo:
             undo.callback(staged.cancel)
             undo.callback(self.drop, draft)
-            shares = all_gather_results(
+            fitted = self._fitted[scheme_for(number, self._schemes)]
+            plans = self._plan_groups(draft, staged, fitted)
+            own = next((plan for plan in plans if self._comm.rank in plan.ranks), None)
+            written = all_gather_results(
                 self._comm,
-                lambda: staged.write_to(prefer_direct_access(self.storage), draft.key, progress),
-                awaiting=f"all ranks to write their files of {draft.name}",
+                lambda: self._protector.write(
+                    staged, prefer_direct_access(self.storage), draft.key, own, progress
+                ),
+                awaiting=f"all ranks to write their files of {draft.name} and protect them",
             )
-            records = self._protect(draft, shares, scheme_for(number, self._schemes))
+            records = _build_records(draft, fitted, plans, written, self._domains)
+            shares = [protected.share for protected in written]
             seal = run_on_rank0(
                 self._comm,
                 lambda: prepared.seal(shares, {**facts, "save_id": draft.save_id}),
@@ -360,10 +367,13 @@ class CacheLevel:
         """Compute the lost shares and commit them to the caches that miss them."""
 
         def rebuild(from_key: KeyOf, to_key: KeyOf) -> None:
-            for record in assessment.records.values():
-                self._protector.rebuild_into(
-                    record, assessment.lost, holders=assessment.holders, from_key=from_key, to_key=to_key
-                )
+            self._protector.rebuild_into(
+                assessment.records,
+                assessment.lost,
+                holders=assessment.holders,
+                from_key=from_key,
+                to_key=to_key,
+            )
 
         self._refill(name, assessment, {rank: assessment.holders[rank] for rank in assessment.lost}, rebuild)
 
@@ -439,27 +449,26 @@ class CacheLevel:
             all_gather_results(self._comm, commit, awaiting=f"all nodes to commit {name}")
             undo.pop_all()
 
-    def _protect(
-        self, draft: Draft, shares: Sequence[WrittenShare], wanted: Scheme
-    ) -> dict[int, GroupRecord]:
-        """Compute and write the parity of all groups; returns their records."""
-        scheme, groups = self._fitted[wanted].scheme, self._fitted[wanted].groups
-        number = next(number for number, group in enumerate(groups) if self._comm.rank in group)
-        plans = [
-            _plan_record(draft, group, shares, scheme, domains=self._domains, block_bytes=self._block_bytes)
-            for group in groups
-        ]
-        parity_files = all_gather_results(
+    def _plan_groups(self, draft: Draft, staged: StagedSave, fitted: FittedScheme) -> list[GroupPlan]:
+        """How each group protects what its ranks are about to write; empty if nothing is kept for others."""
+        scheme = fitted.scheme
+        if not scheme.losses:
+            return []
+        sizes = all_gather_results(
             self._comm,
-            lambda: self._protector.protect(plans[number], draft.key),
-            awaiting=f"all ranks to protect {draft.name} by {scheme.name}",
+            lambda: staged.count_bytes(self.storage, draft.key),
+            awaiting=f"all ranks to count what they write of {draft.name}",
         )
-        return {
-            group: plan.model_copy(
-                update={"kept": tuple(file for rank in plan.ranks if (file := parity_files[rank]))}
+        return [
+            GroupPlan(
+                ranks=group,
+                sizes=tuple(sizes[rank] for rank in group),
+                layout=build_layout(len(group), scheme.losses, max(sizes[rank] for rank in group)),
+                is_copy=isinstance(scheme, Partner),
+                block_bytes=self._block_bytes,
             )
-            for group, plan in enumerate(plans)
-        }
+            for group in fitted.groups
+        ]
 
     def _publish(self, draft: Draft, seal: Seal, records: Mapping[int, GroupRecord]) -> None:
         """Commit on all nodes; if one cannot, roll back on all.
@@ -483,41 +492,36 @@ class CacheLevel:
             self.node.confirm(draft.name)
 
 
-def _plan_record(
+def _build_records(
     draft: Draft,
-    group: tuple[int, ...],
-    shares: Sequence[WrittenShare],
-    scheme: Scheme,
-    *,
+    fitted: FittedScheme,
+    plans: Sequence[GroupPlan],
+    written: Sequence[ProtectedShare],
     domains: tuple[str, ...],
-    block_bytes: int,
-) -> GroupRecord:
-    """The record of a group, without the parity, which is not computed yet."""
-    members = tuple(
-        GroupMember(
-            rank=rank,
-            domain=domains[rank],
-            files=tuple(
-                RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="")
-                for file in shares[rank].files
-            ),
+) -> dict[int, GroupRecord]:
+    """The records of all groups, by their numbers; without `plans`, nothing is kept for others."""
+
+    def describe(rank: int) -> GroupMember:
+        files = tuple(
+            RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="")
+            for file in written[rank].share.files
         )
-        for rank in group
-    )
-    largest = max(member.size_bytes for member in members)
-    has_parity = scheme.losses and not isinstance(scheme, Partner)
-    chunk = build_layout(len(group), scheme.losses, largest).chunk_bytes if has_parity else 0
-    return GroupRecord(
-        step=draft.name,
-        save_id=draft.save_id,
-        domains=domains,
-        scheme=scheme.name,
-        losses=scheme.losses,
-        chunk_bytes=chunk,
-        block_bytes=block_bytes,
-        members=members,
-        kept=(),
-    )
+        return GroupMember(rank=rank, domain=domains[rank], files=files, order=written[rank].order)
+
+    return {
+        number: GroupRecord(
+            step=draft.name,
+            save_id=draft.save_id,
+            domains=domains,
+            scheme=fitted.scheme.name,
+            losses=fitted.scheme.losses,
+            chunk_bytes=plans[number].layout.chunk_bytes if plans and not plans[number].is_copy else 0,
+            block_bytes=plans[number].block_bytes if plans else BLOCK_BYTES,
+            members=tuple(describe(rank) for rank in group),
+            kept=tuple(kept for rank in group if (kept := written[rank].kept) is not None),
+        )
+        for number, group in enumerate(fitted.groups)
+    }
 
 
 def identify_cache(storage: Storage, rank: int) -> tuple[str, int, int]:

@@ -117,6 +117,10 @@ class FetchedFiles(FinishedFiles):
             if choose_home_rank(parse_writer_rank(manifest, file), manifest.world_size, num_ranks) == rank
         )
 
+    def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:  # noqa: ARG002 - as saved
+        """The sizes of this rank's files."""
+        return sum(file.size_bytes for file in self._mine)
+
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:

@@ -89,6 +89,11 @@ class UserFilesSave(FinishedFiles):
         self._rank = rank
         self._num_ranks = num_ranks
 
+    def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:
+        """The sizes of all files; one that is missing counts nothing, and is refused when it is written."""
+        paths = [local_path(storage, key_of(name)) for name in self._names]
+        return sum(path.stat().st_size for path in paths if path.is_file())
+
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:

@@ -152,6 +152,10 @@ class StagedFiles:
         except PipelineStopped as error:
             raise SaveCancelled from error
 
+    def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:  # noqa: ARG002 - as laid out
+        """The sizes of all files."""
+        return sum(layout.size_bytes for layout in self._share.layouts)
+
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:

@@ -19,7 +19,8 @@ from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.errors import PenstockError, RankFailed, UsageError
-from penstock.storage import open_storage
+from penstock.storage import Storage, open_storage
+from penstock.storage.protocol import Source, WrappedStorage
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:
@@ -92,6 +93,32 @@ def test_whichever_hosts_are_lost_their_caches_come_back_bit_for_bit(
             assert found.lost == tuple(rank for rank in range(RANKS) if rank // 2 in lost)
             assert is_right
         assert _tree(tmp_path) == before
+
+
+class CountedReads(WrappedStorage):
+    """A storage that notes what is opened for reading."""
+
+    def __init__(self, inside: Storage) -> None:
+        super().__init__(inside)
+        self.opened: list[str] = []
+
+    def open(self, key: str) -> Source:
+        self.opened.append(key)
+        return super().open(key)
+
+
+@pytest.mark.parametrize("scheme", [Partner(), Xor(group=4), DoubleParity(group=4)], ids=str)
+def test_parity_is_computed_without_opening_a_file_of_the_save(scheme: Scheme, tmp_path: Path) -> None:
+    def save(comm: ThreadComm) -> list[str]:
+        storage = CountedReads(open_storage(str(tmp_path / NAMES[comm.rank]), {}))
+        level = CacheLevel(storage, comm, schemes=[scheme], block_bytes=BLOCK_BYTES)
+        prepared = BytesEngine().prepare({"bytes": _content(comm.rank, 1)}, RankGroup(comm), SaveChoice())
+        level.complete(level.start("step-1"), prepared, prepared.stage(), number=1, facts={"step": 1})
+        return storage.opened
+
+    assert _run(save) == [[]] * RANKS
+    shutil.rmtree(tmp_path / "host-1")
+    assert all(is_right for _, is_right in _run(lambda comm: _recover(comm, tmp_path, [scheme])))
 
 
 @pytest.mark.parametrize(

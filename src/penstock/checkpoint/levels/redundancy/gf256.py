@@ -63,11 +63,6 @@ def add(total: memoryview, piece: memoryview) -> None:
     np.bitwise_xor(_words(total), _words(piece), out=_words(total))
 
 
-def add_to_both(plain: memoryview, weighted: memoryview, piece: memoryview) -> None:
-    """Add `piece` to `plain`; double `weighted`, then add `piece` to it."""
-    load_loops().add_to_both(_words(plain), _words(weighted), _words(piece))
-
-
 def double_and_add(weighted: memoryview, piece: memoryview) -> None:
     """Double `weighted`, then add `piece` to it."""
     load_loops().double_and_add(_words(weighted), _words(piece))
@@ -85,7 +80,6 @@ def add_scaled(total: memoryview, piece: memoryview, factor: int) -> None:
 class Loops(NamedTuple):
     """The loops that double, compiled or not. They take arrays of 64-bit words."""
 
-    add_to_both: Any
     double_and_add: Any
     add_scaled: Any
 
@@ -125,11 +119,6 @@ def _double_and_add_numpy(weighted: Words, piece: Words) -> None:
         np.bitwise_xor(block, added[start : start + CACHED_BYTES], out=block)
 
 
-def _add_to_both_numpy(plain: Words, weighted: Words, piece: Words) -> None:
-    np.bitwise_xor(plain, piece, out=plain)
-    _double_and_add_numpy(weighted, piece)
-
-
 def _add_scaled_numpy(total: Words, piece: Words, masks: Words) -> None:
     sums, factors = total.view(np.uint8), piece.view(np.uint8)
     bits = [bit for bit in range(8) if masks[bit]]
@@ -144,4 +133,4 @@ def _add_scaled_numpy(total: Words, piece: Words, masks: Words) -> None:
                 np.bitwise_xor(block, power, out=block)
 
 
-NUMPY_LOOPS: Final = Loops(_add_to_both_numpy, _double_and_add_numpy, _add_scaled_numpy)
+NUMPY_LOOPS: Final = Loops(_double_and_add_numpy, _add_scaled_numpy)

@@ -19,11 +19,10 @@ _SEVEN: Final = np.uint64(7)
 _EIGHT: Final = np.uint64(8)
 
 
-def compile_loops() -> tuple[Any, Any, Any]:
-    """`add_to_both`, `double_and_add` and `add_scaled`, from numba's cache if they are there."""
+def compile_loops() -> tuple[Any, Any]:
+    """`double_and_add` and `add_scaled`, from numba's cache if they are there."""
     two, three = "(uint64[::1], uint64[::1])", "(uint64[::1], uint64[::1], uint64[::1])"
     return (
-        compile_loop(_add_to_both, f"void{three}"),
         compile_loop(_double_and_add, f"void{two}"),
         compile_loop(_add_scaled, f"void{three}"),
     )
@@ -34,13 +33,6 @@ def _doubled(word: Any) -> Any:  # pragma: no cover - compiled
     """Each of eight bytes times 2: a shift, and the modulus where a bit was shifted out."""
     carries = (word >> _SEVEN) & _LOWEST
     return ((word << _ONE) & _ALL_BUT_LOWEST) ^ (((carries << _EIGHT) - carries) & _REDUCED)
-
-
-def _add_to_both(plain: Any, weighted: Any, piece: Any) -> None:  # pragma: no cover - compiled
-    for position in range(piece.size):
-        word = piece[position]
-        plain[position] ^= word
-        weighted[position] = _doubled(weighted[position]) ^ word
 
 
 def _double_and_add(weighted: Any, piece: Any) -> None:  # pragma: no cover - compiled

@@ -1,7 +1,8 @@
 """Who protects whom, and which piece of parity is where, the sum of what, and what restores a lost piece.
 
-Ranks form groups of which no two members share a failure domain. Each member's bytes are cut into chunks, one
-for each stripe in which it has no parity, so that all members do the same work and keep the same share:
+Ranks form groups of which no two members share a failure domain. Each member's bytes are dealt in blocks to
+chunks, one for each stripe in which it has no parity, so that all members do the same work and keep the same
+share:
 
     4 members, 1 parity     member 0   1   2   3        P: plain parity of the stripe
                stripe 0            P   a   b   c
@@ -54,6 +55,14 @@ class ParityLayout:
     members: int
     parities: int
     chunk_bytes: int
+    interleaved: bool = True
+    """Whether the blocks of a member's chunks take turns, so that they can be summed as they are written."""
+
+    def position(self, chunk: int, start: int, length: int) -> int:
+        """Where the block of `length` bytes from `start` of a chunk is among the bytes of its member."""
+        if self.interleaved:
+            return start * self.num_chunks + chunk * length
+        return chunk * self.chunk_bytes + start
 
     @property
     def num_chunks(self) -> int:

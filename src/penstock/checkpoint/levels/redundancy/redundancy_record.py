@@ -1,7 +1,8 @@
 """What each member of a redundancy group has of one step, and what all nodes together can still provide.
 
 The record of a group is in the cache of every member, so it survives whatever the group survives. Parity
-does not know files: it sees those of a member one after another, followed by zeros. Assessing is pure: each
+does not know files: it sees the bytes of a member's in the order in which they were written, followed by
+zeros. Assessing is pure: each
 node says what is in its cache, and every rank draws the same conclusion. The job that restores may have other
 ranks than the one that saved: each rank that saved has a share, on whichever node. Invariant: a record has
 the names, sizes and checksums of all files that a rebuild must give back; `is_rebuildable` is true only if no
@@ -11,6 +12,7 @@ group lost more shares than its scheme survives.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -37,12 +39,18 @@ class RecordedFile(_Strict):
     sum: str
 
 
+Order = tuple[tuple[int, int], ...]
+"""How parity sees the bytes of a member's files, which are written several at a time: the number of a file
+and how many of its next bytes follow, again and again. Empty: one file after another."""
+
+
 class GroupMember(_Strict):
-    """One rank and the files that it wrote, in the order in which parity sees them."""
+    """One rank and the files that it wrote."""
 
     rank: int
     domain: str
     files: tuple[RecordedFile, ...]
+    order: Order = ()
 
     @property
     def size_bytes(self) -> int:
@@ -53,7 +61,8 @@ class GroupMember(_Strict):
 class GroupRecord(_Strict):
     """How the members of one group protect each other in one step. JSON on disk."""
 
-    format: Literal[2] = 2
+    format: Literal[2, 3] = 3
+    """In format 2, a member's chunks are contiguous, and `order` is always empty."""
     step: str
     save_id: str
     """The save that wrote this: a step may have been saved twice, and one node may have missed the second."""
@@ -70,7 +79,12 @@ class GroupRecord(_Strict):
     @property
     def layout(self) -> ParityLayout:
         """Where the pieces of parity are."""
-        return ParityLayout(members=len(self.members), parities=self.losses, chunk_bytes=self.chunk_bytes)
+        return ParityLayout(
+            members=len(self.members),
+            parities=self.losses,
+            chunk_bytes=self.chunk_bytes,
+            interleaved=self.format > 2,
+        )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -109,12 +123,25 @@ def list_members(
                 yield record, place
 
 
-class ConcatenatedReader:
-    """Reads a member's files as one endless sequence of bytes: zeros follow the last file."""
+def list_extents(sizes: Sequence[int], order: Order = ()) -> list[tuple[int, int, int]]:
+    """The bytes of files in an order: number of the file, offset in it, length."""
+    offsets = [0] * len(sizes)
+    extents = []
+    for number, length in order or enumerate(sizes):
+        if length:
+            extents.append((number, offsets[number], length))
+            offsets[number] += length
+    return extents
 
-    def __init__(self, files: Sequence[RecordedFile], open_file: Callable[[str], Source]) -> None:
-        self._sizes = [file.size_bytes for file in files]
-        self._ends = np.cumsum(self._sizes, dtype=np.int64) if files else np.zeros(0, np.int64)
+
+class ConcatenatedReader:
+    """Reads a member's files as one endless sequence of bytes: zeros follow the last ones."""
+
+    def __init__(
+        self, files: Sequence[RecordedFile], open_file: Callable[[str], Source], order: Order = ()
+    ) -> None:
+        self._extents = list_extents([file.size_bytes for file in files], order)
+        self._ends = np.cumsum([length for _, _, length in self._extents], dtype=np.int64)
         self._names = [file.name for file in files]
         self._open_file = open_file
         self._sources: dict[int, Source] = {}
@@ -123,13 +150,14 @@ class ConcatenatedReader:
         """Fill `buffer` from `offset` of the sequence."""
         filled = 0
         while filled < buffer.nbytes:
-            number = int(np.searchsorted(self._ends, offset + filled, side="right"))
-            if number == len(self._sizes):
+            place = int(np.searchsorted(self._ends, offset + filled, side="right"))
+            if place == len(self._extents):
                 np.frombuffer(buffer[filled:], np.uint8)[:] = 0
                 return
-            inside = offset + filled - (int(self._ends[number]) - self._sizes[number])
-            wanted = min(buffer.nbytes - filled, self._sizes[number] - inside)
-            self._source(number).read_into(inside, buffer[filled : filled + wanted])
+            number, begin, length = self._extents[place]
+            inside = offset + filled - (int(self._ends[place]) - length)
+            wanted = min(buffer.nbytes - filled, length - inside)
+            self._source(number).read_into(begin + inside, buffer[filled : filled + wanted])
             filled += wanted
 
     def _source(self, number: int) -> Source:
@@ -146,59 +174,83 @@ class ConcatenatedReader:
         self._sources.clear()
 
 
+class _GrowingFile:
+    """A file that is being written, with its running checksum."""
+
+    def __init__(self, sink: Sink, size_bytes: int) -> None:
+        self.sink = sink
+        self.left_bytes = size_bytes
+        self.sum = start_checksum()
+
+    def append(self, part: memoryview) -> None:
+        """Write the next bytes; `part` may change once this returns."""
+        released = threading.Event()
+        self.sink.submit(part, released.set)
+        self.sum.update(part)
+        released.wait()
+        self.left_bytes -= part.nbytes
+
+
 class ConcatenatedWriter:
-    """Writes a sequence of bytes to files one after another; what follows the last file is dropped.
+    """Writes a sequence of bytes to the files whose bytes they are; what follows the last ones is dropped.
 
     Each file is finished as soon as it is full. Leaving the block before that aborts it.
     """
 
-    def __init__(self, sizes: Sequence[tuple[str, int]], create_file: Callable[[str, int], Sink]) -> None:
+    def __init__(
+        self, sizes: Sequence[tuple[str, int]], create_file: Callable[[str, int], Sink], order: Order = ()
+    ) -> None:
         self._sizes = list(sizes)
         self._create_file = create_file
-        self._undo = ExitStack()
-        self._sink: Sink | None = None
-        self._left_bytes = 0
-        self._sum = start_checksum()
-        self.written: list[RecordedFile] = []
-        self._open_next()
+        self._extents = deque(
+            (number, length) for number, _, length in list_extents([size for _, size in sizes], order)
+        )
+        self._growing: dict[int, _GrowingFile] = {}
+        self._finished: dict[int, RecordedFile] = {}
+        with ExitStack() as undo:
+            undo.push(self)
+            for number, (_, size_bytes) in enumerate(self._sizes):
+                if not size_bytes:
+                    self._begin(number)
+                    self._finish(number)
+            undo.pop_all()
+
+    @property
+    def written(self) -> list[RecordedFile]:
+        """The files that are finished, in their order."""
+        return [file for _, file in sorted(self._finished.items())]
 
     def write(self, buffer: memoryview) -> None:
         """Write the next bytes; `buffer` may change once this returns."""
-        while buffer.nbytes and self._sink is not None:
-            part = buffer[: self._left_bytes]
-            released = threading.Event()
-            self._sink.submit(part, released.set)
-            self._sum.update(part)
-            released.wait()
-            self._left_bytes -= part.nbytes
+        while buffer.nbytes and self._extents:
+            number, length = self._extents.popleft()
+            file = self._growing.get(number) or self._begin(number)
+            part = buffer[:length]
+            file.append(part)
+            if part.nbytes < length:
+                self._extents.appendleft((number, length - part.nbytes))
+            if not file.left_bytes:
+                self._finish(number)
             buffer = buffer[part.nbytes :]
-            if not self._left_bytes:
-                self._finish()
-                self._open_next()
 
-    def _open_next(self) -> None:
-        while len(self.written) < len(self._sizes):
-            name, self._left_bytes = self._sizes[len(self.written)]
-            self._sink = self._create_file(name, self._left_bytes)
-            self._undo.callback(self._sink.abort)
-            self._sum = start_checksum()
-            if self._left_bytes:
-                return
-            self._finish()
-        self._sink = None
+    def _begin(self, number: int) -> _GrowingFile:
+        file = _GrowingFile(self._create_file(*self._sizes[number]), self._sizes[number][1])
+        self._growing[number] = file
+        return file
 
-    def _finish(self) -> None:
-        assert self._sink is not None
-        self._sink.finish()
-        self._undo.pop_all()
-        name, size_bytes = self._sizes[len(self.written)]
-        self.written.append(RecordedFile(name=name, size_bytes=size_bytes, sum=self._sum.digest().hex()))
+    def _finish(self, number: int) -> None:
+        file, (name, size_bytes) = self._growing[number], self._sizes[number]
+        file.sink.finish()
+        del self._growing[number]
+        self._finished[number] = RecordedFile(name=name, size_bytes=size_bytes, sum=file.sum.digest().hex())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._undo.close()
+        for file in self._growing.values():
+            file.sink.abort()
+        self._growing.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,8 @@ def _encoded(layout: ParityLayout, stripe: int, seed: int) -> dict[StripePiece, 
     pieces = {piece: memoryview(bytearray(random.bytes(CHUNK_BYTES))) for piece in layout.data(stripe)}
     plain, weighted = memoryview(bytearray(CHUNK_BYTES)), memoryview(bytearray(CHUNK_BYTES))
     for piece in layout.data(stripe):
-        gf256.add_to_both(plain, weighted, pieces[piece])
+        gf256.add(plain, pieces[piece])
+        gf256.double_and_add(weighted, pieces[piece])
     return {**pieces, **dict(zip(layout.parity(stripe), (plain, weighted), strict=False))}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -11,114 +11,291 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.checkpoint.engine import RankSaveStats, WrittenFile, WrittenShare
 from penstock.checkpoint.formats.manifest import checksum_of
+from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Xor
+from penstock.checkpoint.levels.redundancy.gf256 import multiply
 from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout, build_layout
+from penstock.checkpoint.levels.redundancy.protector import GroupPlan, Protector, parity_file_name
 from penstock.checkpoint.levels.redundancy.redundancy_record import (
     ConcatenatedReader,
     ConcatenatedWriter,
+    GroupMember,
+    GroupRecord,
     RecordedFile,
 )
-from penstock.checkpoint.levels.redundancy.ring import (
-    RestoredMember,
-    Ring,
-    Survivor,
-    encode,
-    mirror,
-    rebuild,
-    restore_copies,
-)
+from penstock.errors import OutOfSpace, StorageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.protocol import read_object, write_object
+from penstock.storage.protocol import Sink, WrappedStorage, read_object, write_object
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.progress import Progress
+    from penstock.storage import Storage
 
 BLOCK_BYTES = 4096
 Sizes = list[list[int]]
 """The bytes of each file of each member."""
 
 sizes_of_files = st.lists(st.lists(st.integers(0, 20_000), max_size=3), min_size=3, max_size=5)
+SCHEMES: list[Scheme] = [Partner(), Xor(), DoubleParity()]
+"""By how many parities they have; copies have none."""
+NOTHING = np.zeros(0, np.int64)
 
 
-def _stored(rank: int, sizes: list[int]) -> tuple[MemoryStorage, tuple[RecordedFile, ...]]:
-    storage = MemoryStorage(f"mem://member-{rank}")
-    random = np.random.default_rng(rank)
-    files = []
-    for number, size in enumerate(sizes):
-        content = random.bytes(size)
-        write_object(storage, f"file-{number}", [content])
-        files.append(RecordedFile(name=f"file-{number}", size_bytes=size, sum=checksum_of(content).hex()))
-    return storage, tuple(files)
+def _old(name: str) -> str:
+    return f"old/{name}"
 
 
-def _ring(comm: ThreadComm, num_members: int) -> Ring:
-    return Ring(
-        ranks=tuple(member % comm.size for member in range(num_members)),
-        own_rank=comm.rank,
-        transfer=comm.transfer(),
+def _new(name: str) -> str:
+    return f"new/{name}"
+
+
+@dataclass
+class Staged:
+    """A `StagedSave` that writes its files at the same time, in pieces of random lengths."""
+
+    rank: int
+    sizes: list[int]
+    content: list[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.content = [np.random.default_rng([self.rank, size]).bytes(size) for size in self.sizes]
+
+    def name(self, number: int) -> str:
+        return f"file-{self.rank}-{number}"
+
+    def wait_staged(self, timeout_s: float | None = None) -> None:
+        """It is."""
+
+    def cancel(self) -> None:
+        """Nothing is in flight."""
+
+    def count_bytes(self, _storage: Storage, _key_of: Callable[[str], str]) -> int:
+        return sum(self.sizes)
+
+    def write_to(
+        self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
+    ) -> WrittenShare:
+        random = np.random.default_rng(self.rank)
+        sinks = [storage.create(key_of(self.name(number)), size) for number, size in enumerate(self.sizes)]
+        left = [memoryview(content) for content in self.content]
+        while any(left):
+            number = int(random.choice([number for number, rest in enumerate(left) if rest]))
+            length = int(random.integers(1, 9000))
+            sinks[number].submit(left[number][:length])
+            left[number] = left[number][length:]
+        for sink in sinks:
+            sink.finish()
+        files = tuple(
+            WrittenFile(
+                name=self.name(number),
+                size_bytes=size,
+                item_offset=NOTHING,
+                item_bytes=NOTHING,
+                payload_offset=NOTHING,
+                sums=b"",
+            )
+            for number, size in enumerate(self.sizes)
+        )
+        stats = RankSaveStats(rank=self.rank, payload_bytes=0, file_bytes=0)
+        return WrittenShare(rank=self.rank, files=files, stats=stats)
+
+
+def _plan(sizes: Sizes, parities: int) -> GroupPlan:
+    totals = tuple(sum(each) for each in sizes)
+    return GroupPlan(
+        ranks=tuple(range(len(sizes))),
+        sizes=totals,
+        layout=build_layout(len(sizes), max(parities, 1), max(totals), align_bytes=64),
+        is_copy=parities == 0,
         block_bytes=BLOCK_BYTES,
-        timeout_s=30,
     )
 
 
-def _all_of(storage: MemoryStorage) -> Mapping[str, bytes]:
-    return {seen.key: bytes(read_object(storage, seen.key)) for seen in storage.list()}
+def _protected(sizes: Sizes, parities: int) -> tuple[GroupRecord, list[dict[str, bytes]]]:
+    """The record of a group that has saved, and the files of each member."""
+    plan = _plan(sizes, parities)
+    storages = [MemoryStorage(f"mem://member-{rank}") for rank in range(len(sizes))]
+
+    def save(comm: ThreadComm) -> tuple[GroupMember, RecordedFile | None]:
+        staged, storage = Staged(comm.rank, sizes[comm.rank]), storages[comm.rank]
+        written = Protector(storage, comm).write(staged, storage, _old, plan, None)
+        files = tuple(
+            RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="") for file in written.share.files
+        )
+        return GroupMember(rank=comm.rank, domain="", files=files, order=written.order), written.kept
+
+    saved = on_ranks(len(sizes), save)
+    record = GroupRecord(
+        step="step-1",
+        save_id="a",
+        domains=("",) * len(sizes),
+        scheme=SCHEMES[parities].name,
+        losses=max(parities, 1),
+        chunk_bytes=0 if plan.is_copy else plan.layout.chunk_bytes,
+        block_bytes=BLOCK_BYTES,
+        members=tuple(member for member, _ in saved),
+        kept=tuple(kept for _, kept in saved if kept is not None),
+    )
+    return record, [_files_below("old", storage) for storage in storages]
+
+
+def _files_below(folder: str, storage: MemoryStorage) -> dict[str, bytes]:
+    return {
+        info.key.removeprefix(f"{folder}/"): bytes(read_object(storage, info.key))
+        for info in storage.list(folder)
+    }
+
+
+def _rebuild(
+    record: GroupRecord, files: Sequence[Mapping[str, bytes]], lost: tuple[int, ...], actors: int
+) -> None:
+    """Let `actors` ranks, each for several members, restore what some members have lost."""
+    storages = [MemoryStorage(f"mem://actor-{rank}") for rank in range(actors)]
+    for member, held in enumerate(files):
+        for name, content in held.items():
+            if member not in lost:
+                write_object(storages[member % actors], _old(name), [content])
+
+    def rebuild(comm: ThreadComm) -> None:
+        holders = {member: member % actors for member in range(len(files))}
+        Protector(storages[comm.rank], comm).rebuild_into(
+            {0: record}, lost, holders=holders, from_key=_old, to_key=_new
+        )
+
+    on_ranks(actors, rebuild)
+    found = {name: content for storage in storages for name, content in _files_below("new", storage).items()}
+    assert found == {name: content for member in lost for name, content in files[member].items()}
 
 
 def _lose_and_rebuild(sizes: Sizes, parities: int, lost: tuple[int, ...], actors: int | None = None) -> None:
     """`parities` 0 stands for copies; fewer actors than members each act for several at the rebuild."""
-    members = [_stored(rank, each) for rank, each in enumerate(sizes)]
-    totals = [sum(each) for each in sizes]
-    layout = build_layout(len(sizes), max(parities, 1), max(totals), align_bytes=64)
+    record, files = _protected(sizes, parities)
+    for member, held in enumerate(files):
+        staged = Staged(member, sizes[member])
+        assert [held[staged.name(number)] for number in range(len(sizes[member]))] == staged.content
+        assert record.kept[member].sum == checksum_of(held[parity_file_name(member)]).hex()
+    _rebuild(record, files, lost, actors or len(sizes))
 
-    def protect(comm: ThreadComm) -> None:
-        storage, files = members[comm.rank]
-        kept_bytes = totals[comm.rank - 1] if parities == 0 else parities * layout.chunk_bytes
-        with (
-            ConcatenatedReader(files, storage.open) as own,
-            ConcatenatedWriter([("kept", kept_bytes)], storage.create) as kept,
-        ):
-            if parities == 0:
-                mirror(_ring(comm, comm.size), totals, own, kept)
-            else:
-                encode(_ring(comm, comm.size), layout, own, kept)
-            assert [file.name for file in kept.written] == ["kept"]
 
-    on_ranks(len(sizes), protect)
-    before = [_all_of(storage) for storage, _ in members]
-    empty = {member: MemoryStorage(f"mem://replaced-{member}") for member in lost}
+def _sequence(member: GroupMember, files: Mapping[str, bytes]) -> bytes:
+    left = [files[file.name] for file in member.files]
+    parts = []
+    for number, length in member.order or [(number, len(file)) for number, file in enumerate(left)]:
+        parts.append(left[number][:length])
+        left[number] = left[number][length:]
+    return b"".join(parts)
 
-    def rebuild_into(comm: ThreadComm) -> None:
-        ring = _ring(comm, len(sizes))
-        survivors, restored = {}, {}
-        with ExitStack() as opened:
-            for place, (storage, files) in enumerate(members):
-                if not ring.is_here(place):
-                    continue
-                kept_bytes = len(before[place]["kept"])
-                if place in lost:
-                    wanted = [(file.name, file.size_bytes) for file in files]
-                    restored[place] = RestoredMember(
-                        opened.enter_context(ConcatenatedWriter(wanted, empty[place].create)),
-                        opened.enter_context(ConcatenatedWriter([("kept", kept_bytes)], empty[place].create)),
-                    )
-                else:
-                    kept_file = RecordedFile(name="kept", size_bytes=kept_bytes, sum="")
-                    survivors[place] = Survivor(
-                        own=opened.enter_context(ConcatenatedReader(files, storage.open)),
-                        kept=opened.enter_context(ConcatenatedReader([kept_file], storage.open)),
-                    )
-            if parities == 0:
-                restore_copies(ring, totals, lost, survivors, restored)
-            else:
-                rebuild(ring, layout, lost, survivors, restored)
-        for place, outlet in restored.items():
-            assert tuple(outlet.own.written) == members[place][1], "sums are those of the lost files"
 
-    on_ranks(actors or len(sizes), rebuild_into)
-    for member in lost:
-        assert _all_of(empty[member]) == before[member]
+def _summed(layout: ParityLayout, sequences: Sequence[bytes], place: int) -> bytes:
+    """The parity that a member keeps, from the arithmetic of single elements."""
+    whole = [np.frombuffer(each.ljust(1 << 20, b"\0"), np.uint8) for each in sequences]
+    kept = b""
+    for start in range(0, layout.chunk_bytes, BLOCK_BYTES):
+        length = min(BLOCK_BYTES, layout.chunk_bytes - start)
+        for stripe, is_weighted in [(place, False), ((place - 1) % layout.members, True)][: layout.parities]:
+            total = np.zeros(length, np.uint8)
+            for piece in layout.data(stripe):
+                factor = layout.weight(piece) if is_weighted else 1
+                table = np.array([multiply(factor, element) for element in range(256)], np.uint8)
+                begin = layout.position(piece.chunk, start, length)
+                total ^= table[whole[piece.member][begin : begin + length]]
+            kept += total.tobytes()
+    return kept
+
+
+@pytest.mark.parametrize("parities", [1, 2])
+def test_parity_is_the_weighted_sum_of_what_members_wrote(parities: int) -> None:
+    record, files = _protected([[50_000, 3000], [7000, 12, 9000], [1], [60_001]], parities)
+    assert record.members[0].order, "both files were written at the same time"
+    sequences = [_sequence(member, held) for member, held in zip(record.members, files, strict=True)]
+    for place, held in enumerate(files):
+        assert held[parity_file_name(place)] == _summed(record.layout, sequences, place)
+
+
+@pytest.mark.parametrize(("parities", "lost"), [(1, (2,)), (2, (0, 3))])
+def test_a_step_whose_chunks_are_contiguous_is_rebuilt_as_before(
+    parities: int, lost: tuple[int, ...]
+) -> None:
+    record, files = _protected([[50_000, 3000], [7000, 12, 9000], [1], [60_001]], parities)
+    members = tuple(member.model_copy(update={"order": ()}) for member in record.members)
+    old = record.model_copy(update={"format": 2, "members": members})
+    sequences = [_sequence(member, held) for member, held in zip(members, files, strict=True)]
+    for place, held in enumerate(files):
+        held[parity_file_name(place)] = _summed(old.layout, sequences, place)
+    _rebuild(old, files, lost, 4)
+
+
+class FullStorage(WrappedStorage):
+    """A storage without room for one of its files."""
+
+    def __init__(self, inside: MemoryStorage, full: str) -> None:
+        super().__init__(inside)
+        self._full = full
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        """Begin any other file."""
+        if key.endswith(self._full):
+            raise OutOfSpace(f"No space for {key}", uri="")
+        return super().create(key, size_bytes)
+
+
+@pytest.mark.parametrize("full", ["file-1-0", "parity-1.bin"])
+def test_a_rank_without_room_fails_alone_and_no_rank_waits_for_it(full: str) -> None:
+    sizes = [[90_000], [60_000], [80_000]]
+    plan = _plan(sizes, 1)
+
+    def save(comm: ThreadComm) -> str:
+        comm.timeout_s = 10
+        storage = FullStorage(MemoryStorage(f"mem://member-{comm.rank}"), full)
+        try:
+            Protector(storage, comm).write(Staged(comm.rank, sizes[comm.rank]), storage, _old, plan, None)
+        except OutOfSpace as error:
+            return str(error)
+        return "written"
+
+    assert on_ranks(3, save) == ["written", f"No space for old/{full}", "written"]
+
+
+def test_a_rank_that_cannot_restore_its_files_fails_alone_and_no_rank_waits_for_it() -> None:
+    record, files = _protected([[90_000], [60_000], [80_000]], 1)
+
+    def rebuild(comm: ThreadComm) -> str:
+        comm.timeout_s = 10
+        storage = MemoryStorage(f"mem://member-{comm.rank}")
+        for name, content in files[comm.rank].items() if comm.rank != 1 else ():
+            write_object(storage, _old(name), [content])
+        protector = Protector(FullStorage(storage, "file-1-0"), comm)
+        try:
+            protector.rebuild_into({0: record}, [1], holders={0: 0, 1: 1, 2: 2}, from_key=_old, to_key=_new)
+        except OutOfSpace as error:
+            return str(error)
+        return "helped"
+
+    assert on_ranks(3, rebuild) == ["helped", "No space for new/file-1-0", "helped"]
+
+
+def test_a_file_that_parity_has_not_seen_whole_is_an_error() -> None:
+    class Forgetful(Staged):
+        def count_bytes(self, _storage: Storage, _key_of: Callable[[str], str]) -> int:
+            return 10
+
+        def write_to(
+            self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
+        ) -> WrittenShare:
+            return super().write_to(getattr(storage, "inside"), key_of, progress)  # noqa: B009 - past the feed
+
+    plan = _plan([[10], [10]], 1)
+
+    def save(comm: ThreadComm) -> None:
+        storage = MemoryStorage(f"mem://member-{comm.rank}")
+        Protector(storage, comm).write(Forgetful(comm.rank, [10]), storage, _old, plan, None)
+
+    with pytest.raises(StorageError, match="Parity has not seen the 10 bytes of file-"):
+        on_ranks(2, save)
 
 
 @given(sizes_of_files, st.integers(0, 1), st.data())
@@ -151,8 +328,19 @@ def test_members_without_any_bytes_have_parity_of_nothing() -> None:
     _lose_and_rebuild([[], [0], []], 1, (1,))
 
 
+def _stored(sizes: list[int]) -> tuple[MemoryStorage, tuple[RecordedFile, ...]]:
+    storage = MemoryStorage("mem://stored")
+    staged = Staged(1, sizes)
+    for number, content in enumerate(staged.content):
+        write_object(storage, staged.name(number), [content])
+    names = enumerate(sizes)
+    return storage, tuple(
+        RecordedFile(name=staged.name(number), size_bytes=size, sum="") for number, size in names
+    )
+
+
 def test_concatenated_files_are_followed_by_zeros() -> None:
-    storage, files = _stored(1, [10, 0, 6])
+    storage, files = _stored([10, 0, 6])
     whole = b"".join(bytes(read_object(storage, file.name)) for file in files)
     with ConcatenatedReader(files, storage.open) as run:
         buffer = memoryview(bytearray(b"x" * 32))
@@ -166,7 +354,7 @@ def test_a_failed_write_leaves_no_file() -> None:
     storage = MemoryStorage("mem://half")
     with ConcatenatedWriter([("a", 4), ("b", 4)], storage.create) as out:
         out.write(memoryview(b"12345"))
-    assert list(_all_of(storage)) == ["a"]
+    assert [info.key for info in storage.list()] == ["a"]
 
 
 def test_the_chunks_of_a_layout_hold_the_largest_member() -> None:
