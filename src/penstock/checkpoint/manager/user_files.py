@@ -29,7 +29,7 @@ from penstock import __version__
 from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.engine import RankSaveStats, Urgency, WrittenFile, WrittenShare
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
 from penstock.checkpoint.formats.manifest import (
     Manifest,
     ManifestFile,
@@ -38,6 +38,7 @@ from penstock.checkpoint.formats.manifest import (
     manifest_bytes,
     read_manifest,
 )
+from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.levels.redundancy.redundancy_record import choose_home_rank
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions

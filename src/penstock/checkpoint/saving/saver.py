@@ -38,8 +38,9 @@ from penstock.checkpoint.engine import (
     WrittenShare,
 )
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes, paused_garbage_collection
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, paused_garbage_collection
 from penstock.checkpoint.formats.manifest import Fact, build_manifest, manifest_bytes
+from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.plan import save_plan
 from penstock.checkpoint.plan.shared_objects import SharedObjects, names_of_objects, share_objects
 from penstock.checkpoint.plan.shared_plan import Path, Place, RankShare, digest_tensors, plan_share

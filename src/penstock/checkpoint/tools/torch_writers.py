@@ -21,8 +21,9 @@ from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.engine import WrittenFile
 from penstock.checkpoint.formats import dcp_item
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
 from penstock.checkpoint.formats.manifest import build_manifest, checksum_of, manifest_bytes, start_checksum
+from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
     CheckpointIndex,

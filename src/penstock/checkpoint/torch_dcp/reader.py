@@ -23,7 +23,8 @@ from penstock.checkpoint.api import DEFAULT_TIMEOUT_S
 from penstock.checkpoint.commit.catalog import AnyPath
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
 from penstock.checkpoint.formats.dcp_item import object_bytes
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
+from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, execute_plan
 from penstock.checkpoint.loading.loader import item_contents, item_targets, unpack

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.dcp_metadata import metadata_bytes, read_metadata
+from penstock.checkpoint.formats.dcp_metadata import read_metadata
+from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.state.regions import ELEMENT_TYPES, UNKNOWN
 from penstock.errors import DataDamaged, UsageError
 

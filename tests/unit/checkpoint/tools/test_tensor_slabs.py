@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.formats.dcp_item import envelope, item_start
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
+from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Regions, StoredRegions, TensorFacts
 from penstock.checkpoint.tools.convert import build_header, plan_shards
 from penstock.checkpoint.tools.tensor_slabs import Slab, SlabReader, cut_into_slabs, slab_bytes
