@@ -62,6 +62,11 @@ def save_with_our_planner(rank: int, path: Path) -> None:
 
 def save_with_stock_planner(rank: int, path: Path) -> None:
     save_in_a_process(rank, path, ours=False)
+    for value in (5, 6):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        state = {**state_of(value), f"own{rank}": torch.ones(9)}
+        stock_save(state, storage_writer=pc.Writer(f"{path}-{value}"), planner=planner)
+        assert_loaded(Path(f"{path}-{value}"), value)
 
 
 @pytest.mark.parametrize("program", [save_with_our_planner, save_with_stock_planner])
@@ -98,19 +103,40 @@ class Remaking(DefaultLoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return [replace(LoadPlan(plan.items), storage_data=["mine"]) for plan in global_plan]
 
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        assert new_plan.storage_data == ["mine"]
+        return super().finish_plan(new_plan)
 
-def test_planner_that_makes_new_plans_loads(tmp_path: Path) -> None:
+
+class Forgetting(DefaultLoadPlanner):
+    """Keeps nothing but the items of a finished plan, as planners may."""
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        return LoadPlan(new_plan.items)
+
+
+@pytest.mark.parametrize("planner", [Remaking, Forgetting])
+def test_planner_that_makes_new_plans_loads(tmp_path: Path, planner: type[DefaultLoadPlanner]) -> None:
     stock_save(state_of(4), storage_writer=pc.Writer(tmp_path / "saved"))
-    assert_loaded(tmp_path / "saved", 4, planner=Remaking())
+    assert_loaded(tmp_path / "saved", 4, planner=planner())
+
+
+def test_caching_planner_saves_to_the_path_of_each_save(tmp_path: Path) -> None:
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    for value in (1, 2, 3):
+        stock_save(state_of(value), storage_writer=pc.Writer(tmp_path / str(value)), planner=planner)
+    for value in (1, 2, 3):
+        assert_loaded(tmp_path / str(value), value)
 
 
 def test_planner_raises_what_torchs_own_raises(tmp_path: Path) -> None:
     stock_save(state_of(4), storage_writer=pc.Writer(tmp_path / "saved"))
-    for wrong, kind in (
-        ({"model": {"other": torch.zeros(2)}}, RuntimeError),
-        ({"model": {"w": torch.zeros(2)}}, ValueError),
+    for wrong, kind, words in (
+        ({"model": {"other": torch.zeros(2)}}, RuntimeError, "Missing key in checkpoint"),
+        ({"model": {"w": torch.zeros(2)}}, ValueError, "Size mismatch"),
     ):
         for planner in (pc.LoadPlanner(), DefaultLoadPlanner()):
             with pytest.raises(CheckpointException) as raised:
                 stock_load(wrong, storage_reader=pc.Reader(tmp_path / "saved"), planner=planner)
             assert isinstance(raised.value.failures[0][0], kind)
+            assert str(raised.value.failures[0][0]).startswith(words)

@@ -1,7 +1,8 @@
 """Checkpoints of Lightning's Trainer and Fabric: `Trainer(plugins=[PenstockIO()])`.
 
 Lightning passes the whole checkpoint on rank 0 and expects it back on every rank; it is saved and loaded as a
-tree. Invariant: a checkpoint is removed only after every save that began before has been committed.
+tree. `load_from_checkpoint` asks no plugin: importing this module lets it load such folders, too. Invariant:
+a checkpoint is removed only after every save that began before has been committed.
 """
 
 import os
@@ -17,10 +18,11 @@ from penstock.checkpoint.adapters.tree import load_tree, save_tree, save_tree_in
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
 from penstock.checkpoint.plan.save_plan import SaveOptions
 from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES, Saver
-from penstock.errors import ObjectNotFound, Unavailable, UsageError
+from penstock.errors import ObjectNotFound, PenstockError, Unavailable, UsageError
 
 try:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.core import saving
 except ImportError as error:
     raise Unavailable(
         f"Lightning is not installed: no module {error.name!r}", fix="Run: pip install lightning"
@@ -144,6 +146,35 @@ class AsyncPenstockIO(PenstockIO):
         self._pending = [save for save in self._pending if save not in over]
         if failures:
             raise failures[0]
+
+
+def _let_modules_load_folders() -> None:
+    """Have `LightningModule.load_from_checkpoint` load folders of `PenstockIO`, and files as before."""
+    load_file = saving.pl_load
+
+    def load(path_or_file: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:  # noqa: FBT001 - as Lightning has it
+        if isinstance(path_or_file, str | os.PathLike) and _is_checkpoint_folder(path_or_file):
+            # A function would place each tensor by the device that it was saved from, which is not stored.
+            device = None if callable(map_location) else map_location
+            return load_tree(path_or_file, device=_device_of(device), trust=weights_only is False)
+        return load_file(path_or_file, map_location=map_location, weights_only=weights_only)
+
+    saving.pl_load = load
+
+
+def _is_checkpoint_folder(path: AnyPath) -> bool:
+    """Whether there is a folder, or a checkpoint on a storage that we know."""
+    if "://" not in os.fspath(path):
+        return os.path.isdir(path)  # noqa: PTH112 - as for files
+    try:
+        storage, name = open_parent(path)
+        open_catalog(storage).find(name)
+    except PenstockError:
+        return False
+    return True
+
+
+_let_modules_load_folders()
 
 
 def _refuse_options(storage_options: Any) -> None:

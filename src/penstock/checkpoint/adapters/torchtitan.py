@@ -55,6 +55,8 @@ class PenstockCheckpointManager(CheckpointManager):
             keep=config.keep_latest_k or None,
             writers=config.writers,
             staging_bytes=config.staging_bytes,
+            # torchtitan's tools take everything in this folder for steps.
+            has_pointer=False,
         )
         self._waiters = ThreadPoolExecutor(2, thread_name_prefix="penstock-wait")
         # Else torchtitan would allocate pinned memory for a copy that the engine makes in its own memory.

@@ -108,9 +108,10 @@ def parse_step(name: str) -> int | None:
 class StepCatalog:
     """The committed steps of one run. Any rank may read; only rank 0 may change anything."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, *, has_pointer: bool = True) -> None:
         self.storage = storage
         self._catalog = open_catalog(storage)
+        self._has_pointer = has_pointer
 
     def committed(self) -> list[int]:
         """All committed steps, ascending."""
@@ -126,8 +127,9 @@ class StepCatalog:
         self._catalog.remove(self._catalog.find(step_dirname(step)))
 
     def set_latest(self, step: int) -> None:
-        """Point `latest` at a step."""
-        write_object(self.storage, POINTER_NAME, [f"{step_dirname(step)}\n".encode()])
+        """Point `latest` at a step, where there is such a pointer."""
+        if self._has_pointer:
+            write_object(self.storage, POINTER_NAME, [f"{step_dirname(step)}\n".encode()])
 
 
 def open_catalog(storage: Storage) -> protocol.Catalog:

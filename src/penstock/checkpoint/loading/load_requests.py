@@ -302,7 +302,7 @@ def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) ->
     similar = nearest(wanted, list(stored)[:10_000])
     hint = f"The most similar name is {similar!r}. " if similar else ""
     return MissingName(
-        f"The checkpoint does not hold {name_some([repr(wanted), *missing[1:]], 1)}",
+        f"Missing key in checkpoint: it does not hold {name_some([repr(wanted), *missing[1:]], 1)}",
         fix=f"{hint}Map names with rename=, skip parts with exclude=, or keep missing parts unchanged with"
         " strict=False.",
     )

@@ -275,7 +275,7 @@ class Manager:
 
     `process_group` has the ranks whose checkpoints these are: by default all ranks, or this process alone.
     Managers of disjoint groups can work at the same time; each needs its own folder. Making and closing a
-    manager is collective.
+    manager is collective. With `has_pointer`, a file `latest` names the newest step.
 
     Each rank writes `writers` files in parallel, parts whose names begin with `separation_hint` to others.
     `staging_bytes` limits the memory of pending saves on a rank (2 GiB); a larger state blocks `save_async`
@@ -306,6 +306,7 @@ class Manager:
         separation_hint: str | None = None,
         staging_bytes: int | None = None,
         replicas: Replicas = "share",
+        has_pointer: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         engine: Engine | None = None,
     ) -> None:
@@ -313,11 +314,10 @@ class Manager:
             raise UsageError(f"keep must be at least 1 or None, not {keep}", fix="None keeps all steps.")
         # Two groups: a background save must not wait for a foreground call of another rank, nor the reverse.
         self._front, self._back = make_own_group(process_group), make_own_group(process_group)
-        self._front.comm.timeout_s = self._back.comm.timeout_s = timeout_s
+        self._timeout_s = self._front.comm.timeout_s = self._back.comm.timeout_s = timeout_s
         self._rank = self._front.comm.rank
         self._storage = _open_storage(durable, self._rank)
-        self._timeout_s = timeout_s
-        catalog = StepCatalog(self._storage)
+        catalog = StepCatalog(self._storage, has_pointer=has_pointer)
         durable_store = step_store.DurableStore(catalog, self._back.comm, keep=keep, timeout_s=timeout_s)
         self._store: step_store.StepStore = durable_store
         if cache is not None:

@@ -123,7 +123,8 @@ class LoadPlanner(DefaultLoadPlanner):
         (facts,) = (facts for facts in self._local_state.holdings.tensors if facts.name == name)
         if facts.shape != tuple(about.size):
             raise UsageError(
-                f"{name!r} is {list(facts.shape)} in the state and {list(about.size)} in the checkpoint",
+                f"Size mismatch: {name!r} is {list(facts.shape)} in the state and {list(about.size)} in the"
+                " checkpoint",
                 fix="Build the state with the configuration it was saved with, or skip this part.",
             )
         chunks = [

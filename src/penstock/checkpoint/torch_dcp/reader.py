@@ -139,14 +139,16 @@ class Reader(StorageReader):
         return _RankRequest(rank, regions, wanted)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Coordinator: decide which rank reads what."""
+        """Coordinator: decide which rank reads what.
+
+        A planner may have put data of its own in the place of this reader's. It finds that when it finishes
+        its plan, and each rank reads alone all that it wants, as with torch's readers.
+        """
+        if not all(isinstance(plan.storage_data, _RankRequest) for plan in plans):
+            return plans
         index = load_requests.locate_payloads(self._checkpoint, SoloComm())
         item_index = load_requests.index_byte_items(index)
-        # A planner may have made new plans, without what this reader had noted in the old ones.
-        requests = [
-            plan.storage_data if isinstance(plan.storage_data, _RankRequest) else self._request(plan, rank)
-            for rank, plan in enumerate(plans)
-        ]
+        requests: list[_RankRequest] = [plan.storage_data for plan in plans]
         built = [request.build(index, item_index) for request in requests]
         for request in built:
             load_requests.require_lengths(self._checkpoint, item_index, request.items)
@@ -167,7 +169,10 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """All ranks: read, exchange, and fill what the planner resolves."""
-        assigned: _RankAssignment = plan.storage_data
+        assigned = plan.storage_data
+        if not isinstance(assigned, _RankAssignment):
+            # Replaced by the planner, when all plans were made or when this one was finished.
+            assigned = self.prepare_global_plan([self.prepare_local_plan(plan)])[0].storage_data
         checkpoint = self._checkpoint
         rows = load_requests.unlocated_rows(checkpoint.index)
         if len(rows):

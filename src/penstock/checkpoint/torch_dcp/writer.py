@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -185,17 +186,33 @@ MEMORY_TIMEOUT_S = 60.0
 class _WriteAssignment:
     """What the coordinator sends to each rank with its plan: where to write, and as which rank."""
 
+    uri: str
     draft: Draft
     rank: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self.uri, self.draft, self.rank)
 
-class Writer(StorageWriter):
+
+_ARRIVED: dict[str, _WriteAssignment] = {}
+"""By path, what arrived last and was not used yet. Planners that cache plans give the writer one of an older
+save, and drop the one that came with the plan of this save."""
+
+
+def _arrived(uri: str, draft: Draft, rank: int) -> _WriteAssignment:
+    assigned = _ARRIVED[uri] = _WriteAssignment(uri, draft, rank)
+    return assigned
+
+
+class Writer(BlockingAsyncStager, StorageWriter):
     """A drop-in for torch's `FileSystemWriter`: `dcp.save(state, storage_writer=pc.Writer("/pfs/step-1"))`.
 
     `writers` files of each rank are written in parallel, through at most `staging_bytes` of buffers; items
     whose names begin with `separation_hint` go to separate files. With fsync=False, a power cut may destroy
     the checkpoint. `transforms` are those of `save`. With overwrite=False, it is an error if the path has a
     checkpoint already. One writer can make any number of them, with `dcp.save(..., checkpoint_id=path)`.
+    `dcp.async_save` copies the state with it as with torch's, to pinned memory that is kept for the next save
+    if `cache_staged_state_dict` is set.
     """
 
     def __init__(
@@ -208,8 +225,10 @@ class Writer(StorageWriter):
         staging_bytes: int = WAITING_BUFFER_BYTES,
         transforms: Sequence[str] = (),
         overwrite: bool = True,
+        cache_staged_state_dict: bool = False,
     ) -> None:
         require_known_transforms(transforms)
+        super().__init__(cache_staged_state_dict=cache_staged_state_dict)
         self.save_id = str(uuid4())
         self._overwrites = overwrite
         self._transforms = tuple(transforms)
@@ -221,7 +240,12 @@ class Writer(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """For the process of `dcp.async_save`: everything but memory and a save that has begun here."""
-        return {**self.__dict__, "_memory": self._memory.budget_bytes, "_transaction": None}
+        return {
+            **self.__dict__,
+            "_memory": self._memory.budget_bytes,
+            "_transaction": None,
+            "state_dict_cache": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _memory=StagingMemory(state["_memory"]))
@@ -264,7 +288,7 @@ class Writer(StorageWriter):
             )
         self._transaction = begin_save(storage, name, SoloComm())
         return [
-            replace(plan, storage_data=_WriteAssignment(self._transaction.draft, rank))
+            replace(plan, storage_data=_WriteAssignment(self._uri(), self._transaction.draft, rank))
             for rank, plan in enumerate(plans)
         ]
 
@@ -294,7 +318,9 @@ class Writer(StorageWriter):
         return bool(os.fspath(checkpoint_id))
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        assigned: _WriteAssignment = plan.storage_data
+        assigned: _WriteAssignment = _ARRIVED.pop(self._uri(), plan.storage_data)
+        if self._transaction is not None:
+            assigned = replace(assigned, draft=self._transaction.draft)
         storage, _ = open_parent(self._uri(), rank=assigned.rank)
         items = RankItems(plan.items, planner, assigned.rank, self._options)
         share = SaveShare(

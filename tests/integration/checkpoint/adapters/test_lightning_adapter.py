@@ -22,6 +22,11 @@ def test_a_resumed_fit_reaches_the_weights_of_an_uninterrupted_one(seen: Any, pl
     assert seen[f"{plugin}_same"]
 
 
+@pytest.mark.parametrize("plugin", ["blocking", "background", "own"])
+def test_load_from_checkpoint_loads_folders_and_files(seen: Any, plugin: str) -> None:
+    assert seen[f"{plugin}_module_same"]
+
+
 @pytest.mark.parametrize("plugin", ["blocking", "background"])
 def test_lightning_keeps_as_many_checkpoints_as_it_was_told(seen: Any, plugin: str) -> None:
     assert seen[f"{plugin}_kept"] == [seen[f"{plugin}_saved"]]

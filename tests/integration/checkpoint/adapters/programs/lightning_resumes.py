@@ -69,6 +69,13 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
+def is_loaded_by_the_module(model: Line, path: str) -> bool:
+    """Whether Lightning's own call, which asks no plugin, brings back the weights."""
+    found = Line.load_from_checkpoint(path)
+    pairs = zip(model.parameters(), found.parameters(), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs) and found.hparams == {"width": 8}
+
+
 def told(folder: Path) -> dict[str, Any]:
     """What happens to an older checkpoint where saving a newer one fails."""
     folder.mkdir()
@@ -112,10 +119,12 @@ def main(root: Path) -> None:
         saved = first[2].best_model_path
         seen[f"{name}_kept"] = sorted(path.name for path in folder.iterdir() if path.suffix == ".ckpt")
         seen[f"{name}_saved"] = Path(saved).name
+        seen[f"{name}_module_same"] = is_loaded_by_the_module(first[1], saved)
         resumed = trained(folder, 4, plugin, saved)
         seen[f"{name}_epochs"] = resumed[0].current_epoch
         seen[f"{name}_same"] = same(straight, resumed)
     own_file = str(trained(root / "own", 2, None)[2].best_model_path)
+    seen["own_module_same"] = is_loaded_by_the_module(Line.load_from_checkpoint(own_file), own_file)
     seen["own_file_same"] = same(straight, trained(root / "own file", 4, PenstockIO(), own_file))
     seen |= told(root / "told") | replaced(Path(own_file))
     print(json.dumps(seen))  # noqa: T201 - what the test reads

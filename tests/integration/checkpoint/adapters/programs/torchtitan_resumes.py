@@ -119,8 +119,7 @@ def runs(_rank: int, root: Path) -> dict[str, Any]:
         seen[f"{name}_step"] = resumed.progress.step
         seen[f"{name}_same"] = resumed.train(7).is_as(straight)
         resumed.manager.close()
-        steps = (path.name for path in (root / name / "checkpoint").iterdir() if path.is_dir())
-        seen[f"{name}_steps"] = sorted(steps)
+        seen[f"{name}_files"] = sorted(path.name for path in (root / name / "checkpoint").iterdir())
     seen["found_in_nothing"] = Run(ours, root / "nothing").manager.load()
     return seen
 
