@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -72,3 +73,41 @@ def _axe() -> str:
         "found.violations.filter(v => ['serious', 'critical'].includes(v.impact)).map(v => "
         "[v.id, v.nodes.length, v.nodes[0].html.slice(0, 200), v.nodes[0].failureSummary])))"
     )
+
+
+class _Banner(HTMLParser):
+    """The texts of a page's first section, by what they answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[str, str] = {"Passed?": "", "How much": "", "Troubles": ""}
+        self._asked = ""
+        self._is_open = True
+        self._is_question = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        look = dict(attrs).get("class") or ""
+        asked = {"mark": "Passed?", "troubles": "Troubles"}.get(look, "")
+        self._asked = asked or ("" if tag in ("h1", "h2", "title", "style") else self._asked)
+        self._is_question = tag == "dt"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_open = self._is_open and tag != "section"
+        if tag == "span" and self._asked == "Passed?":
+            self._asked = "How much"
+
+    def handle_data(self, data: str) -> None:
+        text = data.strip()
+        if not text or not self._is_open:
+            return
+        if self._is_question:
+            self._asked = text
+        elif self._asked:
+            self.answers[self._asked] = f"{self.answers.get(self._asked, '')} {text}".strip()
+
+
+def read_banner(page: Path) -> dict[str, str]:
+    """What a page's first section answers, by the question."""
+    reader = _Banner()
+    reader.feed(page.read_text(encoding="utf-8"))
+    return reader.answers

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.levels.options import Single
+from penstock.cli.option_groups import PageOption
 from penstock.cli.options import argument, arguments, flag, group, option, repeated, required, verb
 from penstock.cli.parsers import FOLDER_URI, TIME, URI, whole
 from penstock.cli.rank_options import ranked
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.levels.cache import CacheLevel
     from penstock.checkpoint.levels.flush.flusher import FlushState
     from penstock.checkpoint.levels.recovery import StepRepair
+    from penstock.reports.answer_page import AnswerPage
 
 
 POLL_S = 0.5
@@ -38,6 +40,7 @@ class _StatusOptions:
         "--cache", FOLDER_URI, "Include this cache, which must be reachable from here."
     )
     watches: bool = flag("--watch", "Wait until all flushes are finished.")
+    page: PageOption = group(PageOption)
 
 
 @verb(_StatusOptions)
@@ -64,6 +67,7 @@ def status(options: _StatusOptions, terminal: Terminal) -> int:
     for flush_ in levels.flushes:
         terminal.note(_describe_flush(flush_))
     rows = [_step_row(levels, step) for step in levels.steps]
+    options.page.write(lambda: _draw_status(options.run, levels, rows), terminal)
     terminal.result({"run": options.run, **asdict(levels)}, table(options.run, rows))
     failing = [
         (step, state)
@@ -74,6 +78,14 @@ def status(options: _StatusOptions, terminal: Terminal) -> int:
     for step, state in failing:
         terminal.note(f"step {step}: {state.reason}")
     return FLUSH_FAILS if failing else 0
+
+
+def _draw_status(
+    run: str, levels: cache_tools.LevelsOverview, rows: Sequence[Mapping[str, str]]
+) -> AnswerPage:
+    from penstock.workflows.levels_page import make_status_page
+
+    return make_status_page(run, levels, rows)
 
 
 def _watch(caches: Sequence[str], terminal: Terminal) -> None:

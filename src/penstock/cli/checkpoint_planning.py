@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.options import option, required, verb
+from penstock.cli.option_groups import PageOption
+from penstock.cli.options import group, option, required, verb
 from penstock.cli.parsers import RATE, SIZE, TIME, above_zero, choice, whole
 from penstock.cli.terminal import Terminal, table
 from penstock.units import format_seconds
 
 if TYPE_CHECKING:
     from penstock.checkpoint.levels.efficiency_model import Prediction, Strategy
+    from penstock.reports.answer_page import AnswerPage
 
 _RATE = above_zero(RATE)
 _TIME = above_zero(TIME)
@@ -47,7 +49,7 @@ class _PlanOptions:
         "Protect the cache by this redundancy scheme.",
         default="xor",
     )
-    group: int = option("--group", whole(), "Protect groups of this many hosts.", default="8")
+    group_size: int = option("--group", whole(), "Protect groups of this many hosts.", default="8")
     flush_every: int = option(
         "--flush-every", whole(1), "Flush every N-th checkpoint to durable storage.", default="10"
     )
@@ -58,6 +60,7 @@ class _PlanOptions:
         "--interval", _TIME, "Save at this interval (default: the best one for each strategy)."
     )
     seed: int = option("--seed", whole(), "Seed the simulated failures.", default="1")
+    page: PageOption = group(PageOption)
 
 
 @verb(_PlanOptions)
@@ -81,6 +84,7 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
     predictions = efficiency_model.predict_all(
         strategies, interval_s=options.interval_s, random=np.random.default_rng(options.seed)
     )
+    options.page.write(lambda: _draw(predictions), terminal)
     terminal.result(_document(predictions), table("What is left for training", _rows(predictions)))
     for prediction in predictions:
         for warning in prediction.strategy.warnings:
@@ -90,6 +94,12 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
                 f"{prediction.strategy.name}: the simulation says {prediction.simulated:.1%}, as failures "
                 "come faster than the formula assumes; trust the simulation"
             )
+
+
+def _draw(predictions: Sequence[Prediction]) -> AnswerPage:
+    from penstock.workflows.levels_page import make_plan_page
+
+    return make_plan_page(predictions, _rows(predictions))
 
 
 def _build_strategies(options: _PlanOptions) -> Sequence[Strategy]:
@@ -108,7 +118,7 @@ def _build_strategies(options: _PlanOptions) -> Sequence[Strategy]:
         node_mtbf_s=options.node_mtbf_s,
         system_mtbf_s=options.system_mtbf_s or math.inf,
     )
-    members = min(options.group, options.nodes)
+    members = min(options.group_size, options.nodes)
     grouped: dict[str, type[Partner | Xor | DoubleParity]] = {
         "partner": Partner,
         "xor": Xor,

@@ -1,14 +1,16 @@
 """`penstock cluster collect` and `check`: the facts of all hosts in one file, and how hosts differ."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from penstock.cli.option_groups import GATE, BackendOptions, parse_gates
+from penstock.cli.option_groups import GATE, BackendOptions, PageOption, parse_gates
 from penstock.cli.options import flag, group, option, optional_argument, repeated, verb
 from penstock.cli.parsers import FILE, FOLDER, LAUNCHER, SIZE, TEXT, TIME, URI, chosen
 from penstock.cli.rank_options import ranked
@@ -22,6 +24,9 @@ from penstock.environment import Environment, process_environment, untraced
 from penstock.errors import UsageError
 from penstock.storage import open_storage
 from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.reports.answer_page import AnswerPage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,7 @@ class _CollectOptions:
         "Run this Python interpreter on the hosts (default: this one's path).",
         metavar="PATH",
     )
+    page: PageOption = group(PageOption)
 
 
 @verb(_CollectOptions)
@@ -81,9 +87,16 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
     )
     output = options.output
     write_text(output.absolute().parent, output.name, facts.model_dump_json(indent=2) + "\n")
+    options.page.write(lambda: _draw(facts), terminal)
     for host in facts.absent:
         terminal.note(f"{host.host} is missing: {host.reason}")
     terminal.result(facts.model_dump(mode="json"), _view_hosts(facts, output))
+
+
+def _draw(facts: host_facts.ClusterFacts) -> AnswerPage:
+    from penstock.cluster.facts.cluster_page import make_cluster_page
+
+    return make_cluster_page(facts, list(map(_host_row, facts.present)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +215,7 @@ class _CheckOptions:
     written_bytes: int = option(
         "--needs", SIZE, "Check that --data has space for this many bytes of each rank.", default="0"
     )
+    page: PageOption = group(PageOption)
 
 
 @ranked(_CheckOptions)
@@ -220,6 +234,8 @@ def check(options: _CheckOptions, comm: Comm, terminal: Terminal) -> int:
       penstock cluster check --gate clock --gate versions --ranks 8 --json
     """
     if options.file is None:
+        if options.page.path is not None:
+            raise UsageError("--page takes a FILE to draw", fix="Run `penstock cluster collect` first.")
         return _check_gates(options, comm, terminal)
     if options.gates or options.data or options.results:
         raise UsageError(
@@ -227,11 +243,12 @@ def check(options: _CheckOptions, comm: Comm, terminal: Terminal) -> int:
             where=str(options.file),
             fix="Leave FILE out to inspect gates, or the options to compare hosts.",
         )
-    return _check_file(options.file, terminal)
+    return _check_file(options.file, options.page, terminal)
 
 
-def _check_file(file: Path, terminal: Terminal) -> int:
+def _check_file(file: Path, page: PageOption, terminal: Terminal) -> int:
     facts = host_facts.read_cluster_facts(file)
+    page.write(lambda: _draw(facts), terminal)
     checks = homogeneity.check_homogeneity(facts)
     verdict = homogeneity.overall_verdict(checks)
     document = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.cli.options import argument, group, option, repeated, required
-from penstock.cli.parsers import ASSIGNMENT, FOLDER, SETTING, TEXT, URI, choice
+from penstock.cli.parsers import ASSIGNMENT, FILE, FOLDER, SETTING, TEXT, URI, choice
 from penstock.cli.terminal import Terminal
 from penstock.environment import process_environment, untraced
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.cluster.gates.gate_model import Gate, PreflightRequest
     from penstock.cluster.gates.preflight import PreflightResult
+    from penstock.reports.answer_page import AnswerPage
     from penstock.workload.load_workload import CheckpointModel, LoadedWorkload
     from penstock.workload.overrides import Override
 
@@ -124,6 +125,22 @@ class ParentOption:
     path: Path = option(
         "--results", FOLDER, "Look up runs by name in this results directory.", default="results"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOption:
+    """A file for the result as a page with charts."""
+
+    path: Path | None = option("--page", FILE, "Write the result as a page with charts to this file.")
+
+    def write(self, draw: Callable[[], AnswerPage], terminal: Terminal) -> None:
+        """Write the page that `draw` makes, if one is asked for; on rank 0 only."""
+        if self.path is None or not terminal.speaks:
+            return
+        from penstock.reports.answer_page import write_answer_page
+
+        write_answer_page(draw(), self.path)
+        terminal.note(f"wrote {self.path}")
 
 
 CLOSED_GATES: Final = 3

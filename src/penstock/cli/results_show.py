@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.option_groups import ParentOption
+from penstock.cli.option_groups import PageOption, ParentOption
 from penstock.cli.options import argument, arguments, group, option, verb
 from penstock.cli.parsers import FILE, TEXT
 from penstock.cli.run_reports import reconciliation_lines
@@ -17,6 +17,7 @@ from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from penstock.reports.answer_page import AnswerPage
     from penstock.results.bottleneck import TimeBreakdown
     from penstock.results.checkpoint_figures import CheckpointFigures
     from penstock.results.host_activity import PhaseActivity
@@ -279,6 +280,7 @@ def page(options: _PageOptions, terminal: Terminal) -> None:
 class _CompareOptions:
     runs: tuple[str, ...] = arguments("RUN RUN...", TEXT, "Two or more runs, as for `penstock results show`.")
     parent: ParentOption = group(ParentOption)
+    page: PageOption = group(PageOption)
 
 
 @verb(_CompareOptions)
@@ -292,7 +294,7 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
 
       penstock results compare 1a2b3c 4d5e6f
 
-      penstock results compare /mnt/a/run1 /mnt/b/run1 --json
+      penstock results compare /mnt/a/run1 /mnt/b/run1 --page compared.html
     """
     from penstock.results.history.run_catalog import find_run_folder
     from penstock.results.run_comparison import compare_runs as compare_views
@@ -303,10 +305,17 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
     comparison = compare_views(
         [summarize_run(find_run_folder(run, options.parent.path)) for run in options.runs]
     )
+    options.page.write(lambda: _draw_comparison(comparison), terminal)
     document = {"is_comparable": comparison.is_comparable, **asdict(comparison)}
     for run in document["runs"]:
         del run["settings"]
     terminal.result(document, _view_comparison(comparison))
+
+
+def _draw_comparison(comparison: RunComparison) -> AnswerPage:
+    from penstock.results.pages.compare_page import make_comparison_page
+
+    return make_comparison_page(comparison)
 
 
 def _view_comparison(comparison: RunComparison) -> View:

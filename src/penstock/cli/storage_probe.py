@@ -1,15 +1,21 @@
 """`penstock storage probe`: what a storage system can do at best, from here."""
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from __future__ import annotations
 
-from penstock.cli.option_groups import BackendOptions
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.option_groups import BackendOptions, PageOption
 from penstock.cli.options import argument, flag, group, option
-from penstock.cli.parsers import FILE, SIZE, URI, number, several, whole
+from penstock.cli.parsers import SIZE, URI, number, several, whole
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, table
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
+
+if TYPE_CHECKING:
+    from penstock.bench.probe import ProbeResult
+    from penstock.reports.answer_page import AnswerPage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +44,7 @@ class _ProbeOptions:
     is_exact: bool = flag(
         "--exact", "Measure only these streams and blocks, and do not search for faster ones."
     )
-    page: Path | None = option("--page", FILE, "Write the measurements as a page with charts to this file.")
+    page: PageOption = group(PageOption)
     storage: BackendOptions = group(BackendOptions)
 
 
@@ -79,12 +85,13 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
             options=options.storage.values,
             progress=progress,
         )
-    if options.page is not None and comm.rank == 0:
-        from penstock.bench.probe.probe_page import make_probe_page
-        from penstock.reports.answer_page import write_answer_page
-
-        write_answer_page(make_probe_page(report), options.page)
-        terminal.note(f"wrote {options.page}")
+    options.page.write(lambda: _draw(report), terminal)
     terminal.notes(report.notes)
     title = f"{options.uri} from {', '.join(report.hosts)}, {report.ranks} rank{'s' * (report.ranks > 1)}"
     terminal.result(asdict(report), table(title, measurement_rows(report.measurements)))
+
+
+def _draw(report: ProbeResult) -> AnswerPage:
+    from penstock.bench.probe.probe_page import make_probe_page
+
+    return make_probe_page(report)

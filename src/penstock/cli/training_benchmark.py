@@ -1,8 +1,11 @@
 """`penstock training run` and `sweep`: one measured run, and the search for the largest number of ranks."""
 
-from dataclasses import asdict, dataclass
+from __future__ import annotations
 
-from penstock.cli.option_groups import CLOSED_GATES, DataOptions, WorkloadOptions
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.option_groups import CLOSED_GATES, DataOptions, PageOption, WorkloadOptions
 from penstock.cli.options import arguments, group, option, required, verb
 from penstock.cli.parsers import FOLDER_URI, TEXT, whole
 from penstock.cli.rank_options import ranked
@@ -10,6 +13,10 @@ from penstock.cli.run_reports import view_training
 from penstock.cli.terminal import Terminal, table
 from penstock.cli.training_request import TrainingRunOptions, plan_training, run_training
 from penstock.cluster.comm import Comm
+
+if TYPE_CHECKING:
+    from penstock.reports.answer_page import AnswerPage
+    from penstock.workflows.accelerator_sweep import SweepResult
 
 
 @ranked(TrainingRunOptions)
@@ -51,6 +58,7 @@ class _SweepOptions:
         whole(1),
         "Keep this many reads in flight on each rank (default: the workload's reader.read_threads).",
     )
+    page: PageOption = group(PageOption)
 
 
 @verb(_SweepOptions)
@@ -80,9 +88,16 @@ def sweep(options: _SweepOptions, terminal: Terminal) -> int:
         }
         for attempt in result.tries
     ]
+    options.page.write(lambda: _draw_sweep(result, options), terminal)
     more = ", and perhaps more" if result.is_most else ""
     terminal.result(asdict(result), table(f"{result.accelerators} accelerators are fed{more}", rows))
     return 0 if result.accelerators else 1
+
+
+def _draw_sweep(result: SweepResult, options: _SweepOptions) -> AnswerPage:
+    from penstock.workflows.accelerator_sweep import make_sweep_page
+
+    return make_sweep_page(result, options.workload.name, options.data.uri)
 
 
 def _run_words(options: _SweepOptions) -> list[str]:

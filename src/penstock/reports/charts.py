@@ -7,7 +7,7 @@ long as what is drawn. Texts are numbers with their unit, so that a chart can be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
@@ -100,26 +100,12 @@ def bar_chart(
     title: str, run: int, bars: Mapping[str, float], axis: ValueAxis, *, limits: Limits, note: str = ""
 ) -> Panel:
     """A bar for each name."""
-    width = WIDTH / max(1, len(bars))
-    every = -(-len(bars) // 12)
+    every = -(-len(bars) // _MOST_NAMES)
     return Panel(
         title=title,
         run=run,
         height=HEIGHT,
-        shapes=[
-            Shape(
-                "read",
-                bars_path(
-                    (
-                        width * (number + 0.1),
-                        width * (number + 0.9),
-                        min(axis.top(value), HEIGHT - _LEAST),
-                        HEIGHT,
-                    )
-                    for number, value in enumerate(bars.values())
-                ),
-            )
-        ],
+        shapes=[Shape("read", bars_path(_place_bars(bars.values(), axis)))],
         x_ticks=[
             Tick(name, 100 * (number + 0.5) / len(bars))
             for number, name in enumerate(bars)
@@ -129,6 +115,34 @@ def bar_chart(
         marks=_limit_marks(limits, axis),
         note=note,
     )
+
+
+_MOST_NAMES: Final = 12
+
+
+def colored_bars(
+    title: str, bars: Mapping[str, float], hues: Mapping[str, int], axis: ValueAxis, *, note: str = ""
+) -> Panel:
+    """A bar for each run in its own colour, named by the legend."""
+    places = _place_bars(bars.values(), axis)
+    looks = {run: f"run-{hues[run]} read" for run in bars}
+    return Panel(
+        title=title,
+        run=next(iter(hues.values())),
+        height=HEIGHT,
+        shapes=[Shape(looks[run], bars_path([place])) for run, place in zip(bars, places, strict=True)],
+        y_ticks=axis.ticks,
+        legend=looks,
+        note=note,
+    )
+
+
+def _place_bars(values: Collection[float], axis: ValueAxis) -> list[tuple[float, float, float, float]]:
+    width = WIDTH / max(1, len(values))
+    return [
+        (width * (number + 0.1), width * (number + 0.9), min(axis.top(value), HEIGHT - _LEAST), HEIGHT)
+        for number, value in enumerate(values)
+    ]
 
 
 def area_chart(

@@ -13,6 +13,10 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from penstock.errors import PenstockError, UsageError
+from penstock.reports import charts
+from penstock.reports.answer_page import AnswerPage, Banner, Look, folded_table
+from penstock.reports.charts import Series, ValueAxis
+from penstock.reports.panels import assign_hues
 
 _LEAVE_S: Final = 15.0
 """How long an interrupted run may take to exit: its ranks have their own, shorter limits."""
@@ -100,3 +104,73 @@ def _capture_output(command: Sequence[str], accelerators: int) -> str:
             fix="Its own message is above. A larger sweep needs more files: see `penstock training size`.",
         )
     return output
+
+
+def make_sweep_page(result: SweepResult, workload: str, storage: str) -> AnswerPage:
+    """The page of all tries, each of which has a page of its own."""
+    tries = sorted(result.tries, key=lambda one: one.accelerators)
+    hue = assign_hues([storage])[storage]
+    names = [str(one.accelerators) for one in tries]
+    places = list(range(len(tries)))
+    failed = next((one for one in tries if not one.meets_threshold), None)
+    return AnswerPage(
+        title=f"How many accelerators of {workload} {storage} feeds",
+        subtitle=f"{len(tries)} runs, from {names[0]} to {names[-1]} accelerators",
+        banner=Banner(
+            verdict="passed" if result.accelerators else "failed",
+            look=Look.GOOD if result.accelerators else Look.BAD,
+            figure=_say_figure(result),
+            limited_by="nothing up to there" if failed is None else failed.bottleneck or "not known",
+            since="-"
+            if failed is None
+            else f"{failed.accelerators} accelerators: AU {failed.au_compat:.1f} %",
+            to_do=(
+                "Try more with --most: all that were tried are fed."
+                if failed is None
+                else f"Look at the first run that failed: {failed.results_dir}/report.html"
+            ),
+        ),
+        first=[
+            charts.curves(
+                "AU by accelerators",
+                hue,
+                names,
+                [Series("AU", "tone-2", places, [one.au_compat for one in tries])],
+                ValueAxis.of_percent(),
+            ),
+            charts.curves(
+                "Samples a second by accelerators",
+                hue,
+                names,
+                [Series("samples/s", "tone-2", places, [one.samples_per_s for one in tries])],
+                ValueAxis.of_counts([one.samples_per_s for one in tries]),
+            ),
+        ],
+        exhibits=[
+            folded_table(
+                "tries",
+                "All runs",
+                [
+                    {
+                        "accelerators": str(one.accelerators),
+                        "AU %": f"{one.au_compat:.2f}",
+                        "samples/s": f"{one.samples_per_s:,.1f}",
+                        "fed": "yes" if one.meets_threshold else "no",
+                        "limited by": one.bottleneck or "-",
+                        "folder": one.results_dir,
+                    }
+                    for one in tries
+                ],
+                bars="AU %",
+            )
+        ],
+    )
+
+
+def _say_figure(result: SweepResult) -> str:
+    if not result.accelerators:
+        return "not even one accelerator is fed"
+    more = ", and perhaps more" if result.is_most else ""
+    return f"{result.accelerators} accelerator{'s' * (result.accelerators > 1)} are fed{more}".replace(
+        "1 accelerator are", "1 accelerator is"
+    )

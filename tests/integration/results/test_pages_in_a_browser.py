@@ -1,4 +1,8 @@
-"""Pages of runs in Chromium: wide, in the dark, on a phone and on paper, and for readers who cannot see."""
+"""Every page in Chromium: wide, in the dark, on a phone and on paper, and for readers who cannot see.
+
+What a page answers is below, as the first words of its banner: did it pass, how much, what limits it, since
+when, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,131 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.page_checks import check_page
+from tests.support.page_checks import check_page, read_banner
 from tests.support.recorded_runs import CheckpointStory, TrainingStory, record_checkpoints, record_training
+
+from penstock.checkpoint.levels.cache_tools import CachedStep, CacheFlush, LevelsOverview
+from penstock.checkpoint.levels.flush.flusher import FlushState
+from penstock.cli import main
+from penstock.reports.answer_page import write_answer_page
+from penstock.workflows.accelerator_sweep import SweepRun, find_most_accelerators, make_sweep_page
+from penstock.workflows.levels_page import make_status_page
 
 if TYPE_CHECKING:
     from tests.support.browser import Browser
 
-RUNS: dict[str, Callable[[Path], Path]] = {
-    "training": lambda parent: record_training(
-        parent,
-        TrainingStory(waits=lambda rank, epoch, step: 0.05 if rank == 3 or (epoch, step) > (2, 9) else 0),
+
+def trained(parent: Path, *, slow: bool = False) -> Path:
+    story = TrainingStory(waits=lambda rank, _, step: 0.05 if slow and rank == 3 else 0.002 + step * 1e-6)
+    return record_training(parent, story) / "report.html"
+
+
+def checkpointed(parent: Path) -> Path:
+    return record_checkpoints(parent, CheckpointStory()) / "report.html"
+
+
+def compared(parent: Path) -> Path:
+    runs = [str(trained(parent, slow=slow).parent) for slow in (False, True)]
+    assert main(["results", "compare", *runs, "--page", str(parent / "page.html")]) == 0
+    return parent / "page.html"
+
+
+def probed(parent: Path) -> Path:
+    assert main(["storage", "probe", "mem://x", "--size", "8MiB", "--page", str(parent / "page.html")]) == 0
+    return parent / "page.html"
+
+
+def swept(parent: Path) -> Path:
+    def run(accelerators: int) -> SweepRun:
+        return SweepRun(
+            accelerators=accelerators,
+            meets_threshold=accelerators <= 5,
+            au_compat=min(99.0, 500.0 / accelerators),
+            samples_per_s=20.0 * min(accelerators, 5),
+            bottleneck="none" if accelerators <= 5 else "storage",
+            results_dir=f"runs/{accelerators}",
+        )
+
+    page = make_sweep_page(find_most_accelerators(run, most=16), "unet3d_h100", "/mnt/pfs")
+    write_answer_page(page, parent / "page.html")
+    return parent / "page.html"
+
+
+def planned(parent: Path) -> Path:
+    words = [
+        "--state",
+        "912GiB",
+        "--nodes",
+        "64",
+        "--fast",
+        "3GiB/s",
+        "--slow",
+        "40GiB/s",
+        "--node-mtbf",
+        "200d",
+    ]
+    assert main(["checkpoint", "plan", *words, "--page", str(parent / "page.html")]) == 0
+    return parent / "page.html"
+
+
+def levels(parent: Path) -> Path:
+    cached = CachedStep(
+        step=20, size_bytes=1 << 30, num_shares=4, num_ranks=4, scheme="xor", losses=1, lost=(), reason=""
+    )
+    states = {20: FlushState(phase="copying", size_bytes=1 << 30, copied_bytes=1 << 28)}
+    flush = CacheFlush(
+        cache="/ssd", daemon=7, flushing=20, bytes_per_s=float(1 << 28), is_paused=False, states=states
+    )
+    overview = LevelsOverview(durable=(10,), cached=(cached,), flushes=(flush,))
+    write_answer_page(make_status_page("/pfs/run", overview, [{"step": "20"}]), parent / "page.html")
+    return parent / "page.html"
+
+
+def collected(parent: Path) -> Path:
+    words = ["cluster", "collect", "-o", str(parent / "cluster.json"), "--page", str(parent / "page.html")]
+    assert main(words) == 0
+    return parent / "page.html"
+
+
+PAGES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
+    "training": (trained, {"Passed?": "passed", "How much": "AU 98.02 %"}),
+    "checkpoints": (checkpointed, {"Passed?": "passed", "How much": "5 GiB of llama3-8b: written with 5.00"}),
+    "comparison": (compared, {"Passed?": "slower", "Since": "nothing differs in what was asked"}),
+    "probe": (probed, {"Passed?": "measured", "How much": "reads ", "To do": "Read with at least "}),
+    "sweep": (
+        swept,
+        {
+            "Passed?": "passed",
+            "How much": "5 accelerators are fed",
+            "Limited by": "storage",
+            "Since": "6 accelerators: AU 83.3 %",
+            "To do": "Look at the first run that failed: runs/6/report.html",
+        },
     ),
-    "checkpoints": lambda parent: record_checkpoints(parent, CheckpointStory()),
+    "plan": (planned, {"Passed?": "best", "To do": "Save every "}),
+    "levels": (
+        levels,
+        {
+            "Passed?": "copying",
+            "How much": "newest durable step 10, newest of all 20; 768 MiB to copy",
+            "Limited by": "flushes with 256 MiB/s: done in about 3.00 s",
+            "Since": "step 20 is not durable yet",
+            "To do": "Wait, or run `penstock checkpoint flush` on each node.",
+        },
+    ),
+    "cluster": (collected, {"How much": "1 of 1 hosts answered", "Since": "the facts of "}),
 }
 
 
-@pytest.mark.parametrize("record", RUNS.values(), ids=RUNS)
-def test_a_page_of_a_run_can_be_read_everywhere(
-    browser: Browser, tmp_path: Path, record: Callable[[Path], Path]
+@pytest.mark.parametrize(("make", "expected"), PAGES.values(), ids=PAGES)
+def test_a_page_answers_first_and_can_be_read_everywhere(
+    browser: Browser,
+    tmp_path: Path,
+    make: Callable[[Path], Path],
+    expected: dict[str, str],
 ) -> None:
-    check_page(browser, record(tmp_path) / "report.html")
+    page = make(tmp_path)
+    found = read_banner(page)
+    assert {question: found[question][: len(text)] for question, text in expected.items()} == expected
+    assert all(found[asked] for asked in ("Passed?", "How much", "Limited by", "Since", "To do"))
+    check_page(browser, page)

@@ -20,9 +20,8 @@ from penstock.reports.charts import ValueAxis
 from penstock.reports.panels import Panel, assign_hues
 from penstock.results.checkpoint_figures import CheckpointFigures, DirectionFigures, read_checkpoint_figures
 from penstock.results.io_reconciliation import ReconciliationVerdict
-from penstock.results.pages.run_facts import fact_rows, outcome_verdict, run_subtitle
+from penstock.results.pages.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
 from penstock.results.pages.step_series import MOST_BUCKETS, Numbers, best_split, fold_rows
-from penstock.results.pages.trouble import Trouble
 from penstock.results.run_folder import CHECKPOINTS_FILE
 from penstock.results.run_record import RunRecord
 from penstock.results.throughput_file import RoundThroughput, read_throughput

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from penstock.reports.answer_page import Look
 from penstock.results.run_record import RunOutcome, RunRecord
@@ -45,3 +46,13 @@ def fact_rows(record: RunRecord, more: Mapping[str, str]) -> list[dict[str, str]
     }
     facts |= {f"remark {number}": remark for number, remark in enumerate(record.remarks, start=1)}
     return [{"fact": name, "value": value} for name, value in facts.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """`kind` tells troubles apart, `since` says when it began, if it did not from the start."""
+
+    kind: str
+    says: str
+    to_do: str
+    since: str = ""

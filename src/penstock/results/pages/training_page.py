@@ -24,10 +24,9 @@ from penstock.results.bottleneck import Bottleneck, TimeBreakdown
 from penstock.results.counter_files import read_counters
 from penstock.results.event_files import read_events, recompute_figures
 from penstock.results.host_activity import HostRates, host_rates
-from penstock.results.pages.run_facts import fact_rows, outcome_verdict, run_subtitle
+from penstock.results.pages.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
 from penstock.results.pages.step_series import Numbers, RunSteps, find_wait_shift, fold_rows
 from penstock.results.pages.training_troubles import TrainingEvidence, find_troubles, mean_or_none
-from penstock.results.pages.trouble import Trouble
 from penstock.results.phase_figures import PhaseFigures
 from penstock.results.run_folder import RUN_FILE, STAGES_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tests.support.page_checks import read_banner
 from tests.support.recorded_runs import (
     MIB,
     CheckpointStory,
@@ -22,44 +22,6 @@ from tests.support.recorded_runs import (
 
 from penstock.errors import ObjectNotFound
 from penstock.results.pages.run_page import draw_run, leave_run_page
-
-
-class _Banner(HTMLParser):
-    """The texts of a page's first section, by what they answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: dict[str, str] = {"Passed?": "", "How much": "", "Troubles": ""}
-        self._asked = ""
-        self._is_open = True
-        self._is_question = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        look = dict(attrs).get("class") or ""
-        asked = {"mark": "Passed?", "troubles": "Troubles"}.get(look, "")
-        self._asked = asked or ("" if tag in ("h1", "h2", "title", "style") else self._asked)
-        self._is_question = tag == "dt"
-
-    def handle_endtag(self, tag: str) -> None:
-        self._is_open = self._is_open and tag != "section"
-        if tag == "span" and self._asked == "Passed?":
-            self._asked = "How much"
-
-    def handle_data(self, data: str) -> None:
-        text = data.strip()
-        if not text or not self._is_open:
-            return
-        if self._is_question:
-            self._asked = text
-        elif self._asked:
-            self.answers[self._asked] = f"{self.answers.get(self._asked, '')} {text}".strip()
-
-
-def answers(page: Path) -> dict[str, str]:
-    reader = _Banner()
-    reader.feed(page.read_text(encoding="utf-8"))
-    return reader.answers
-
 
 TRAINING = {
     "good": (
@@ -139,7 +101,7 @@ TRAINING = {
 def test_a_training_page_answers_five_questions_and_names_the_trouble(
     tmp_path: Path, story: TrainingStory, expected: dict[str, str]
 ) -> None:
-    found = answers(record_training(tmp_path, story) / "report.html")
+    found = read_banner(record_training(tmp_path, story) / "report.html")
     assert {question: found[question][: len(text)] for question, text in expected.items()} == expected
     assert all(found[question] for question in ("How much", "Limited by", "Since", "To do"))
     assert bool(found["Troubles"]) == bool(expected["Troubles"])
@@ -204,7 +166,7 @@ CHECKPOINTS = {
 def test_a_checkpoint_page_answers_five_questions_and_names_the_trouble(
     tmp_path: Path, story: CheckpointStory, expected: dict[str, str]
 ) -> None:
-    found = answers(record_checkpoints(tmp_path, story) / "report.html")
+    found = read_banner(record_checkpoints(tmp_path, story) / "report.html")
     assert {question: found[question][: len(text)] for question, text in expected.items()} == expected
     assert all(found[question] for question in ("How much", "Limited by", "Since", "To do"))
 

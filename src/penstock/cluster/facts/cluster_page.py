@@ -1,0 +1,69 @@
+"""The page of a cluster's facts: whether its hosts are alike, and what each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from penstock.cluster.facts.homogeneity import HomogeneityCheck, check_homogeneity, overall_verdict
+from penstock.cluster.facts.host_facts import ClusterFacts
+from penstock.reports import charts
+from penstock.reports.answer_page import AnswerPage, Banner, Look, folded_table
+from penstock.reports.charts import ValueAxis
+from penstock.reports.panels import Panel, assign_hues
+from penstock.units import format_bytes
+
+GIB: Final = 2**30
+_LOOKS: Final = {"pass": Look.GOOD, "fail": Look.BAD, "warning": Look.DOUBT, "not checked": Look.DOUBT}
+_WORDS: Final = {
+    "pass": "alike",
+    "fail": "not alike",
+    "warning": "nearly alike",
+    "not checked": "not checked",
+}
+
+
+def make_cluster_page(facts: ClusterFacts, rows: Sequence[Mapping[str, str]]) -> AnswerPage:
+    """The page of the hosts; `rows` have the facts of each."""
+    checks = check_homogeneity(facts)
+    verdict = overall_verdict(checks)
+    bad = [check for check in checks if check.verdict != "pass"]
+    memory = "unknown" if facts.memory_bytes is None else format_bytes(facts.memory_bytes)
+    return AnswerPage(
+        title=f"{len(facts.present)} of {len(facts.asked)} hosts",
+        subtitle=f"collected {facts.collected_at}",
+        banner=Banner(
+            verdict=_WORDS.get(verdict, verdict),
+            look=_LOOKS[verdict],
+            figure=(
+                f"{len(facts.present)} of {len(facts.asked)} hosts answered, with {memory} of memory "
+                f"together; {len(checks) - len(bad)} of {len(checks)} checks pass"
+            ),
+            limited_by=", ".join(check.subject for check in bad) or "nothing",
+            since=f"the facts of {facts.collected_at}",
+            to_do=next((check.fix for check in bad if check.fix), "Nothing."),
+            troubles=[
+                *(f"{check.subject}: {check.found}" for check in bad),
+                *(f"{host.host} is missing: {host.reason}" for host in facts.absent),
+            ],
+        ),
+        first=list(_charts(facts)),
+        exhibits=[
+            folded_table("checks", "All checks", list(map(_check_row, checks))),
+            folded_table("hosts", "Hosts", rows),
+        ],
+    )
+
+
+def _check_row(check: HomogeneityCheck) -> dict[str, str]:
+    return {"check": check.subject, "verdict": check.verdict, "found": check.found, "fix": check.fix or "-"}
+
+
+def _charts(facts: ClusterFacts) -> Iterator[Panel]:
+    """Memory and cores of each host, where a host that is not like the others is seen."""
+    hue = assign_hues(["cluster"])["cluster"]
+    memory = {host.host: host.report.memory_bytes / GIB for host in facts.present if host.report.memory_bytes}
+    cores = {host.host: float(host.report.cpu.num_logical) for host in facts.present if host.report.cpu}
+    for title, values, unit in (("Memory by host", memory, "GiB"), ("Cores by host", cores, "")):
+        if values:
+            yield charts.bar_chart(title, hue, values, ValueAxis.of_counts(values.values(), unit), limits={})
