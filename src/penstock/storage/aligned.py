@@ -12,6 +12,8 @@ from typing import cast
 import numpy as np
 
 PAGE_BYTES = mmap.PAGESIZE
+FEW_BYTES = 4096
+"""So few are copied by a plain assignment before `copy_bytes` has begun."""
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:

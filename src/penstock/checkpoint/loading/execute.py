@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -213,21 +212,30 @@ class LoadContext:
         """One of the checkpoint's files."""
         return self.storage.open(self.checkpoint.key(self.checkpoint.index.files[number]))
 
-    def checksummed_item(self, row: int) -> reader.ChecksummedItem | None:
-        """The item of a row of `item_index` with its checksum, if that is known."""
+    def checksummed_items(self, rows: Ints) -> dict[int, reader.ChecksummedItem]:
+        """The items of rows of `item_index` with their checksums; empty if these are not known."""
         summed = self.checkpoint.summed
         if summed is None:
-            return None
-        stored = self.item_index.stored
-        source = int(self.item_index.source_row[row])
-        begin = int(stored.item_offset[row])
-        return reader.ChecksummedItem(
-            name=self.item_index.tensors[int(stored.regions.tensor[row])].name,
-            file=f"{self.checkpoint.uri}/{self.checkpoint.index.files[int(stored.file[row])]}",
-            begin=begin,
-            end=begin + int(stored.item_bytes[row]),
-            expected=summed.object_sums[-1 - source] if source < 0 else summed.sums[source].tobytes(),
+            return {}
+        stored, tensors = self.item_index.stored, self.item_index.tensors
+        files = [f"{self.checkpoint.uri}/{name}" for name in self.checkpoint.index.files]
+        begin = stored.item_offset[rows]
+        columns = (
+            *(rows, stored.regions.tensor[rows], stored.file[rows]),
+            *(begin, begin + stored.item_bytes[rows], self.item_index.source_row[rows]),
         )
+        return {
+            row: reader.ChecksummedItem(
+                tensors[tensor].name,
+                files[file],
+                low,
+                high,
+                summed.object_sums[-1 - source] if source < 0 else summed.sums[source].tobytes(),
+            )
+            for row, tensor, file, low, high, source in zip(
+                *(column.tolist() for column in columns), strict=True
+            )
+        }
 
 
 def execute_plan(
@@ -355,20 +363,20 @@ def _find_whole_items(
     stored = context.item_index.stored
     sizes = stored.regions.num_bytes(context.element_sizes)
     own_row = plan.row[: plan.num_own]
+    if not len(own_row):
+        return {}
     is_first = np.ones(len(own_row), dtype=np.bool_)
     is_first[1:] = own_row[1:] != own_row[:-1]
-    bounds = [*np.flatnonzero(is_first).tolist(), len(own_row)]
-    rows, counts = np.unique(own_row[is_first], return_counts=True)
-    in_one_run = dict(zip(rows.tolist(), (counts == 1).tolist(), strict=True))
-    whole_items = {}
-    for low, high in pairwise(bounds):
-        row = int(own_row[low])
-        payload = int(stored.payload_offset[row])
-        follows = (begin[low + 1 : high] == end[low : high - 1]).all()
-        is_whole = begin[low] == payload and end[high - 1] == payload + sizes[row]
-        if in_one_run[row] and follows and is_whole and (item := context.checksummed_item(row)) is not None:
-            whole_items[row] = item
-    return whole_items
+    first = np.flatnonzero(is_first)
+    last = np.append(first[1:], len(own_row)) - 1
+    row = own_row[first]
+    _, run, counts = np.unique(row, return_inverse=True, return_counts=True)
+    skips = np.zeros(len(own_row), dtype=np.int64)
+    skips[1:] = ~is_first[1:] & (begin[1 : len(own_row)] != end[: len(own_row) - 1])
+    num_skips = np.add.reduceat(skips, first)
+    payload = stored.payload_offset[row]
+    is_whole = (begin[first] == payload) & (end[last] == payload + sizes[row])
+    return context.checksummed_items(row[is_whole & (num_skips == 0) & (counts[run] == 1)])
 
 
 def _plan_spans(
@@ -376,14 +384,17 @@ def _plan_spans(
 ) -> list[reader.Span]:
     """The bytes that each read needs: its payload and, of an item to verify, also the envelope around it."""
     spans = []
-    last = len(plan.row) - 1
-    for read, row in enumerate(plan.row.tolist()):
-        low, high = int(begin[read]), int(end[read])
+    rows = plan.row.tolist()
+    columns = (rows, files[plan.row].tolist(), begin.tolist(), end.tolist())
+    for row, before, after, file, low, high in zip(
+        rows, [-1, *rows][:-1], [*rows, -1][1:], *columns[1:], strict=True
+    ):
         item = items.get(row)
-        if item is not None:
-            low = item.begin if read == 0 or plan.row[read - 1] != row else low
-            high = item.end if read == last or plan.row[read + 1] != row else high
-        spans.append(reader.Span(int(files[row]), low, high, row if item is not None else None))
+        if item is None:
+            spans.append(reader.Span(file, low, high))
+            continue
+        first = item.begin if before != row else low
+        spans.append(reader.Span(file, first, item.end if after != row else high, row))
     return spans
 
 
@@ -430,7 +441,7 @@ def _find_cut_rows(plan: LoadPlan, context: LoadContext) -> Ints:
 def _find_loaded_item(
     row: int, wanted: Regions, targets: Sequence[placement.Target], context: LoadContext
 ) -> _LoadedItem | None:
-    item = context.checksummed_item(row)
+    item = context.checksummed_items(np.array([row])).get(row)
     if item is None:
         return None
     stored = context.item_index.stored

@@ -32,6 +32,7 @@ from penstock.checkpoint.commit.catalog import CheckpointRef
 from penstock.checkpoint.engine import LoadChoice, State
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_together
 from penstock.checkpoint.formats.dcp_item import load_object
+from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
 from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute_plan
 from penstock.checkpoint.loading.host_links import HostLinks, connect_host, name_host
@@ -94,6 +95,7 @@ class CheckpointLoader:
         checkpoint = open_together(stored.storage, stored.committed.folder, stored.uri, group.comm)
         return self.load_from(state, checkpoint, group, choice, progress, readable=stored.readable)
 
+    @paused_garbage_collection()
     def load_from(
         self,
         state: State,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 from penstock.checkpoint.loading.reader import Part
 from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
-from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
-from penstock.checkpoint.state.tensors import narrow_region
+from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, TensorFacts, element_sizes
+from penstock.checkpoint.state.tensors import contiguous_bytes, narrow_region
 from penstock.errors import UsageError
-from penstock.storage.aligned import copy_bytes
+from penstock.storage.aligned import FEW_BYTES, copy_bytes
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -53,13 +54,19 @@ class Target:
     @property
     def has_stored_dtype(self) -> bool:
         """Whether values need no conversion."""
-        return str(self.memory.dtype) == f"torch.{self.facts.dtype}"
+        return _name_dtype(self.memory.dtype) == self.facts.dtype
 
     @property
     def has_stored_layout(self) -> bool:
         """Whether the stored bytes are this memory's bytes."""
         is_on_host = self.memory.device.type == "cpu"
         return self.has_stored_dtype and is_on_host and not _is_view_of_other_bits(self.memory)
+
+    def all_bytes(self) -> ByteArray | None:
+        """The bytes of all of the memory, if they are contiguous and as stored."""
+        if not self.memory.is_contiguous() or not self.has_stored_layout:
+            return None
+        return contiguous_bytes(self.memory)
 
     def contiguous_bytes(self, offsets: Sequence[int], sizes: Sequence[int]) -> ByteArray | None:
         """The bytes of a region inside, if they are contiguous and as stored."""
@@ -84,6 +91,11 @@ class Target:
         dtype = getattr(torch, self.facts.dtype)
         words = torch.from_numpy(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
         view.copy_(words.view(dtype).reshape(tuple(sizes)))
+
+
+@cache
+def _name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _overlaps_itself(memory: torch.Tensor) -> bool:
@@ -164,9 +176,13 @@ class Destinations:
         self._outbox = outbox
         self._messages = messages
         self._takes_any_address = takes_any_address
-        sizes = [self._num_bytes(plan.regions, row) for row in range(len(plan.row))]
-        self._shares = [_Share(begin, size, size) for begin, size in zip(begins, sizes, strict=True)]
+        widths = element_sizes(tensors)
+        self._sizes = plan.regions.num_bytes(widths)
+        self._shares = [
+            _Share(begin, size, size) for begin, size in zip(begins, self._sizes.tolist(), strict=True)
+        ]
         self._local = _by_read(plan.local)
+        self._whole = self._find_whole(plan.local.regions.num_bytes(widths)).tolist()
         self._sends = _by_read(plan.sends)
         self._lock = threading.Lock()
         if any(not target.memory.is_cpu for target in targets):
@@ -194,22 +210,42 @@ class Destinations:
             part = torch.frombuffer(content[skipped : end - begin], dtype=torch.uint8)
             share.on_device[start : end - share.begin].copy_(part)
             return
+        copied = content[skipped : end - begin]
         target = memoryview(self._memory(span).data)[start : end - share.begin]
-        copy_bytes(target, content[skipped : end - begin])
+        if len(copied) <= FEW_BYTES:
+            target[:] = copied
+        else:
+            copy_bytes(target, copied)
 
     def arrived(self, part: Part) -> None:
         """Pass the share on once all of its payload has arrived."""
         share = self._shares[part.span]
-        end = min(part.end, share.begin + share.num_bytes)
+        begin, end = share.begin, share.begin + share.num_bytes
+        begin = max(begin, part.begin)
+        end = min(end, part.end)
         with self._lock:
-            share.num_missing -= max(end - max(part.begin, share.begin), 0)
+            if end > begin:
+                share.num_missing -= end - begin
             is_whole = share.num_missing == 0
         if is_whole and share.memory is not None:
             self._pass_on(part.span, share, share.memory)
             share.memory = None
 
+    def _find_whole(self, local_bytes: Ints) -> Ints:
+        """For each read that goes to all of one tensor's memory and nowhere else, its local row; else -1."""
+        local, places = self._plan.local, np.full(len(self._sizes), -1, dtype=np.int64)
+        goes_once = np.bincount(local.read, minlength=len(places)) == 1
+        goes_once[self._plan.sends.read] = False
+        memory_bytes = np.array([target.memory.nbytes for target in self._targets], dtype=np.int64)
+        is_whole = goes_once[local.read] & (local_bytes == self._sizes[local.read])
+        is_whole &= local_bytes == memory_bytes[local.want]
+        places[local.read[is_whole]] = np.flatnonzero(is_whole)
+        return places
+
     def _memory(self, number: int) -> ByteArray:
         share = self._shares[number]
+        if share.memory is not None:
+            return share.memory
         with self._lock:
             if share.memory is None:
                 own = self._own_memory(number)
@@ -229,6 +265,10 @@ class Destinations:
         return self._num_bytes(self._plan.local.regions, row) == self._shares[number].num_bytes
 
     def _own_memory(self, number: int) -> ByteArray | None:
+        if self._whole[number] >= 0:
+            own = self._targets[int(self._plan.local.want[self._whole[number]])].all_bytes()
+            if own is not None:
+                return own
         rows = self._local.get(number, ())
         for row in rows:
             if self._covers(row, number):
@@ -239,6 +279,8 @@ class Destinations:
         return None
 
     def _pass_on(self, number: int, share: _Share, memory: ByteArray) -> None:
+        if share.is_own and self._whole[number] >= 0:
+            return
         # Own tensors first: the share may lie in one of them, from which messages are then sent unbuffered.
         local, sends = self._plan.local, self._plan.sends
         for row in self._local.get(number, ()):

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.checkpoint.formats.manifest import RunningChecksum, start_checksum
+from penstock.checkpoint.formats.manifest import RunningChecksum, checksum_of, start_checksum
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import DataDamaged
 from penstock.progress import Progress
@@ -34,7 +34,7 @@ class ReadSettings:
     block_bytes: int = 8 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class ChecksummedItem:
     """An item that is read whole, and the checksum it must have."""
 
@@ -173,7 +173,8 @@ class BlockReader:
         self._spans = spans
         self._files = files
         self._sink = sink
-        self._items = {number: _Item(expected) for number, expected in items.items()}
+        self._expected = items
+        self._items: dict[int, _Item] = {}
         self._progress = progress
         self._wait_for_room = wait_for_room
         self._lock = threading.Condition()
@@ -272,8 +273,9 @@ class BlockReader:
     def _is_predecessor_summed(self, number: int) -> bool:
         item = self._spans[self._blocks[number].parts[0].span].item
         assert item is not None, "a block that continues an item begins with it"
-        progress = self._items[item]
-        return progress.expected.begin + progress.done_bytes == self._blocks[number].parts[0].begin
+        progress, expected = self._items.get(item), self._expected[item]
+        done = 0 if progress is None else progress.done_bytes
+        return expected.begin + done == self._blocks[number].parts[0].begin
 
     def _pass_on_parked(self, number: int) -> None:
         """Pass on the following blocks that were parked until this one was done."""
@@ -292,17 +294,33 @@ class BlockReader:
         block = self._blocks[number]
         for part in block.parts:
             inside = content[part.begin - block.begin : part.end - block.begin]
-            item = self._spans[part.span].item
+            item = self._running_item(part, inside)
             for start in range(0, len(inside), STEP_BYTES):
                 step = inside[start : start + STEP_BYTES]
                 if item is not None:
-                    self._items[item].sum.update(step)
+                    item.sum.update(step)
                 if not is_in_place:
                     self._sink.take(part.span, part.begin + start, step)
             if item is not None:
-                self._count(self._items[item], len(inside))
+                self._count(item, len(inside))
             self._sink.arrived(part)
         self._progress.advance(block.end - block.begin)
+
+    def _running_item(self, part: Part, content: memoryview) -> _Item | None:
+        """The item that the part belongs to, if it has a checksum to be continued."""
+        number = self._spans[part.span].item
+        if number is None:
+            return None
+        item, expected = self._items.get(number), self._expected[number]
+        if item is None:
+            if len(content) == expected.end - expected.begin <= STEP_BYTES:
+                # There may be a hundred thousand items that come at once: they need no state.
+                if checksum_of(content) != expected.expected:
+                    raise damaged(expected)
+                return None
+            # The parts of an item come one after another, so no other thread is here for the same one.
+            item = self._items[number] = _Item(expected)
+        return item
 
     def _count(self, item: _Item, num_bytes: int) -> None:
         with self._lock:

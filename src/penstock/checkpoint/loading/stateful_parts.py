@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.checkpoint.plan.save_plan import RANK_MARK
-from penstock.checkpoint.state.leaves import Path, Stateful
+from penstock.checkpoint.state.leaves import Path, Stateful, is_stateful
 from penstock.checkpoint.state.regions import CheckpointIndex, TensorFacts
 from penstock.checkpoint.state.tensors import parameter_names
 from penstock.errors import UsageError, name_some
@@ -238,7 +238,7 @@ def loading_into(
 def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping[int, str]) -> _Part:
     if isinstance(part, torch.nn.Module):
         return _Plain(part.state_dict(), part)
-    if isinstance(part, Stateful):
+    if is_stateful(part):
         own = part.state_dict()
         places = stored.below(prefix) if prefix else {}
         if isinstance(part, torch.optim.Optimizer) and {"state", "param_groups"} <= own.keys():

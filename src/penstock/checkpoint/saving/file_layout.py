@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+import xxhash
 
 from penstock.checkpoint.formats.dcp_item import apply_transforms, envelope, item_start
 from penstock.checkpoint.formats.manifest import RunningChecksum, start_checksum
 from penstock.checkpoint.saving.buffers import WarmMemory, pin_memory
 from penstock.checkpoint.state.regions import Ints, TensorFacts
+from penstock.checkpoint.state.tensors import contiguous_bytes
+from penstock.storage.aligned import FEW_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,6 +62,10 @@ HOT_BLOCK_BYTES = 512 * 1024
 """Fits into the second-level cache of a core, and takes far longer to copy than Python needs for the call."""
 
 
+SMALL_BYTES = 64 * 1024
+"""Items up to this size are put together in one go."""
+
+
 class PlainPayload:
     """Contiguous bytes in host memory: packed objects, and contiguous tensors."""
 
@@ -69,6 +76,9 @@ class PlainPayload:
 
     def copy_into(self, start: int, target: memoryview) -> None:
         """Copy a slice."""
+        if len(target) <= FEW_BYTES:
+            target[:] = self._content[start : start + len(target)].data
+            return
         np.copyto(np.frombuffer(target, dtype=np.uint8), self._content[start : start + len(target)])
 
 
@@ -124,12 +134,14 @@ def payload_of_bytes(content: bytes) -> Payload:
 
 def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) -> Payload:
     """The payload of a region: its elements in row-major order, converted to `dtype` if that is given."""
-    memory = memory.detach().resolve_conj().resolve_neg()
+    memory = memory.detach()
+    if memory.is_conj() or memory.is_neg():
+        memory = memory.resolve_conj().resolve_neg()
     wanted = memory.dtype if dtype is None else dtype
     if wanted != memory.dtype or memory.device.type != "cpu":
         return TorchPayload(memory, wanted)
     if memory.is_contiguous():
-        return PlainPayload(memory.reshape(-1).view(torch.uint8).numpy())
+        return PlainPayload(contiguous_bytes(memory))
     if memory.dim() == 0:
         memory = memory.reshape(1)
     return StridedPayload(memory.view(_PLAIN_TYPES[memory.dtype.itemsize]).numpy())
@@ -244,7 +256,10 @@ class DeviceStreams:
 
     def fetch(self, payload: Payload, start: int, target: memoryview) -> bool:
         """Have a device begin to fill `target`; False if the calling thread has to copy this payload."""
-        if not isinstance(payload, SupportsFetching) or payload.device not in self.by_device:
+        # The protocol is asked last, which takes long, for most states have no device.
+        if not self.by_device or not isinstance(payload, SupportsFetching):
+            return False
+        if payload.device not in self.by_device:
             return False
         payload.fetch_into(start, target, self.by_device[payload.device])
         return True
@@ -260,12 +275,9 @@ def open_device_streams(
     module_of: Callable[[torch.device], DeviceModule] = torch.get_device_module,
 ) -> DeviceStreams:
     """A stream for each device that has payloads, ordered after the calling thread's work on the device."""
-    devices = {
-        payload.device: None
-        for file_payloads in payloads.values()
-        for payload in file_payloads
-        if isinstance(payload, SupportsFetching)
-    }
+    # Asked for by name: asking each of a hundred thousand payloads for the protocol takes seconds.
+    every = (getattr(payload, "device", None) for each in payloads.values() for payload in each)
+    devices = {device: None for device in every if device is not None}
     for device in devices:
         if device.type == SYNCHRONIZED:
             module_of(device).current_stream(device).synchronize()
@@ -274,7 +286,7 @@ def open_device_streams(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FileItem:
     """One item in its file: `prefix`, `payload_bytes` from elsewhere, `suffix`, from `offset` on."""
 
@@ -282,21 +294,16 @@ class FileItem:
     prefix: bytes
     payload_bytes: int
     suffix: bytes
+    payload_offset: int = field(init=False)
+    payload_end: int = field(init=False)
+    """Where the suffix begins."""
+    end: int = field(init=False)
+    """Where the next item may begin."""
 
-    @property
-    def payload_offset(self) -> int:
-        """Where the payload begins in the file."""
-        return self.offset + len(self.prefix)
-
-    @property
-    def payload_end(self) -> int:
-        """Where the suffix begins."""
-        return self.payload_offset + self.payload_bytes
-
-    @property
-    def end(self) -> int:
-        """Where the next item may begin."""
-        return self.payload_end + len(self.suffix)
+    def __post_init__(self) -> None:
+        self.payload_offset = self.offset + len(self.prefix)
+        self.payload_end = self.payload_offset + self.payload_bytes
+        self.end = self.payload_end + len(self.suffix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,10 +332,10 @@ def lay_out_file(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileLayout:
     for placed in bucket.objects:
         items.append(FileItem(position, b"", placed.size_bytes, b""))
         position += placed.size_bytes
-    for row, number in enumerate(bucket.regions.tensor.tolist()):
+    all_sizes = bucket.regions.sizes.tolist()
+    for number, sizes in zip(bucket.regions.tensor.tolist(), all_sizes, strict=True):
         facts = tensors[number]
-        _, sizes = bucket.regions.region(row, len(facts.shape))
-        around = envelope(facts.dtype, sizes)
+        around = envelope(facts.dtype, tuple(sizes[: len(facts.shape)]))
         # Payloads, not items, are aligned, so that a reader with direct I/O needs no copy of them.
         start = item_start(position, around)
         items.append(FileItem(start, around.prefix, around.payload_bytes, around.suffix))
@@ -388,6 +395,12 @@ class _ItemChecksums:
         """Add the next bytes of the file; those in gaps belong to no item."""
         position, end = offset, offset + len(content)
         while (item := self.cursor.item) is not None and item.offset < end:
+            if position <= item.offset and item.end <= end:
+                whole = content[item.offset - offset : item.end - offset]
+                self.done.append(xxhash.xxh3_128_digest(whole))
+                self.cursor.number += 1
+                position = item.end
+                continue
             begin, stop = max(position, item.offset), min(end, item.end)
             self.sum.update(content[begin - offset : stop - offset])
             if stop < item.end:
@@ -428,6 +441,10 @@ class LayoutFiller:
         while position < end:
             item = cursor.item
             assert item is not None, "a file ends with its last item"
+            if position <= item.offset and item.end <= end and item.end - position <= SMALL_BYTES:
+                self._put_whole(planned.key, item, buffer[position - offset : item.end - offset], position)
+                position = item.end
+                continue
             view = buffer[position - offset :]
             if position < item.offset:
                 position += self._put(
@@ -459,6 +476,22 @@ class LayoutFiller:
         while sums.cursor.item is not None and sums.cursor.item.end == sums.cursor.layout.size_bytes:
             sums.finish_item()
         return b"".join(sums.done)
+
+    def _put_whole(self, name: str, item: FileItem, view: memoryview, position: int) -> None:
+        """Write a small item and the gap before it at once: there may be a hundred thousand of them."""
+        cursor, lead, begin = self._cursors[name], item.offset - position, item.payload_offset - position
+        if lead:
+            view[:lead] = bytes(lead)
+        view[lead:begin] = item.prefix
+        stop = begin + item.payload_bytes
+        if item.payload_bytes:
+            payload = self._payloads[name][cursor.number]
+            if not self._device_streams.fetch(payload, 0, view[begin:stop]):
+                payload.copy_into(0, view[begin:stop])
+        view[stop:] = item.suffix
+        if self._sums_hot:
+            self._sums[name].add(position, view)
+        cursor.number += 1
 
     def _put(self, name: str, position: int, view: memoryview, content: bytes) -> int:
         part = content[: len(view)]

@@ -222,6 +222,7 @@ class Saver:
         self._told: set[str] = set()
         self._planners: WeakKeyDictionary[Comm, SavePlanCache] = WeakKeyDictionary()
 
+    @paused_garbage_collection()
     def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> TensorSave:
         """Let all ranks agree who writes what of `state`. Collective."""
         start_s = time.perf_counter()

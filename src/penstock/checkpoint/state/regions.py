@@ -6,6 +6,7 @@ in the global coordinates of its tensor, and all columns of a record have the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -38,7 +39,11 @@ class TensorFacts:
     @property
     def size_bytes(self) -> int:
         """Of the whole tensor."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.element_bytes
+        return math.prod(self.shape) * self.element_bytes
+
+    def __reduce__(self) -> tuple[type[TensorFacts], tuple[object, ...]]:
+        # What dataclasses do by default takes ten times as long, and ranks exchange these by the thousand.
+        return TensorFacts, (self.name, self.dtype, self.shape, self.element_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

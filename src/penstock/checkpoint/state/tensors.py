@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.checkpoint.formats.data_classes import names_beyond_data
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.state.leaves import Leaf, flatten_state
-from penstock.checkpoint.state.regions import Regions, TensorFacts
+from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
 from penstock.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -63,12 +63,19 @@ class LocalState:
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The memory of a region, which is inside one of the shards of tensor `name`."""
         for shard in self.shards[name]:
+            if shard.offsets == offsets and shard.sizes == sizes:
+                return shard.memory
             if shard.contains(offsets, sizes):
                 return shard.view(offsets, sizes)
         raise UsageError(
             f"This rank holds no piece of {name!r} with {list(sizes)} elements at {list(offsets)}",
             fix="Write and read only what the plan assigns to this rank.",
         )
+
+
+def contiguous_bytes(memory: torch.Tensor) -> ByteArray:
+    """The bytes of contiguous host memory of any dtype."""
+    return memory.reshape(-1).view(torch.uint8).numpy()
 
 
 def narrow_region(
