@@ -92,6 +92,7 @@ KVCACHE = Group(
         "simulate": "penstock.cli.kvcache_planning:simulate",
         "run": "penstock.cli.kvcache_benchmark:run",
         "replay": "penstock.cli.kvcache_benchmark:replay",
+        "compare": "penstock.cli.kvcache_benchmark:compare",
     },
 )
 RESULTS = Group(

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.kvcache_planning import KvModelOptions, TraceFormatOptions
 from penstock.cli.option_groups import BackendOptions
-from penstock.cli.options import argument, command_line, flag, group, option, required
-from penstock.cli.parsers import FILE, FOLDER, SCALE, SIZE, TIME, URI, above_zero, choice, number, whole
+from penstock.cli.options import (
+    argument,
+    arguments,
+    command_line,
+    flag,
+    group,
+    option,
+    optional_argument,
+    required,
+    verb,
+)
+from penstock.cli.parsers import (
+    FILE,
+    FOLDER,
+    RATE,
+    SCALE,
+    SIZE,
+    TIME,
+    URI,
+    above_zero,
+    choice,
+    number,
+    several,
+    whole,
+)
 from penstock.cli.rank_options import ranked
-from penstock.cli.terminal import Terminal, TextTable, View, format_number
+from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 from penstock.units import format_bytes, format_seconds
@@ -120,29 +143,62 @@ def replay(options: _ReplayOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock kvcache replay trace.jsonl --to s3://bucket/kv --speedup 2 --model deepseek-v3 --json
     """
-    return _run(options.cache, options.engine, options.reading.load(options.trace, terminal), comm, terminal)
+    plan = options.cache.plan(options.reading.load(options.trace, terminal))
+    return _run(_build_request(options.cache, options.engine, plan), options.cache, comm, terminal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MlperfOptions:
+    """What only mlperf-v3 has."""
+
+    options: tuple[int, ...] = option(
+        "--options", several(whole(1, 3)), "Run these options of the table.", default="1,2,3"
+    )
+    trials: int = option("--trials", whole(1), "Repeat each option.", default="3")
+    pause_s: float | None = option("--pause", TIME, "Pause between options (default: the edition's, 90s).")
+    virtual_rate: float = option(
+        "--virtual-rate", RATE, "Plan each rank's requests for a storage of this speed.", default="50GiB/s"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RunOptions:
+    workload: str = optional_argument(
+        "WORKLOAD", choice("blocks", "mlperf-v3"), "blocks or mlperf-v3.", default="blocks"
+    )
     cache: KvCacheOptions = group(KvCacheOptions)
     engine: EngineOptions = group(EngineOptions)
     requests: int = option("--requests", whole(1), "Generate this many requests.", default="1000")
     users: int = option("--users", whole(1), "Requests come from this many users.", default="100")
     think_s: float = option("--think", TIME, "Time between a user's requests, on average.", default="30s")
     chunk_tokens: int = option("--chunk-tokens", whole(1), "Cache chunks of this many tokens.", default="256")
+    objective_s: float | None = option(
+        "--objective", TIME, "Search for the users whose p95 of load times stays below this time."
+    )
+    mlperf: _MlperfOptions = group(_MlperfOptions, panel="mlperf-v3")
 
 
 @ranked(_RunOptions)
 def run(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
-    r"""Generate requests with the statistics of a published trace, and run what a cache does for them.
+    r"""Run a generated workload: blocks, with the statistics of a published trace, or mlperf-v3.
+
+    mlperf-v3 has the users, the options and the files of MLPerf Storage v3.0, with each metric beside what it
+    should say; model, tiers and chunks of the command line do not apply to it.
 
     Examples:
 
       penstock kvcache run --to direct:///mnt/kv --requests 2000 --capacity 500GiB
 
       penstock kvcache run --to /mnt/kv --scale 1/100 --users 50 --speedup 1 --json
+
+      penstock kvcache run --to /mnt/kv --users 20 --requests 300 --objective 500ms
+
+      penstock kvcache run mlperf-v3 --to /mnt/kv --capacity 2TiB --ranks 4
+
+      penstock kvcache run mlperf-v3 --to /mnt/kv --scale 1/1000 --duration 10s --trials 1 --pause 0s
     """
+    if options.workload == "mlperf-v3":
+        return _run_mlperf(options, comm, terminal)
     from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
 
     trace = generate_trace(
@@ -154,16 +210,16 @@ def run(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
             seed=options.engine.seed,
         )
     )
-    return _run(options.cache, options.engine, trace, comm, terminal)
+    request = _build_request(options.cache, options.engine, options.cache.plan(trace))
+    if options.objective_s is not None:
+        request = replace(request, objective_ms=options.objective_s * 1e3, users=options.users)
+    return _run(request, options.cache, comm, terminal)
 
 
-def _run(
-    cache: KvCacheOptions, engine: EngineOptions, trace: BlockTrace, comm: Comm, terminal: Terminal
-) -> int:
+def _run(request: CacheRequest, cache: KvCacheOptions, comm: Comm, terminal: Terminal) -> int:
     from penstock.kvcache.cache_run import run_plan
     from penstock.storage import open_storage
 
-    request = _build_request(cache, engine, cache.plan(trace))
     storage = open_storage(
         cache.destination, process_environment(), options=cache.storage.values, rank=comm.rank
     )
@@ -172,6 +228,51 @@ def _run(
     terminal.notes(_warnings(result.document))
     terminal.result(result.document, view_cache_run(result.document))
     return 0 if result.is_right else MISSED
+
+
+def _run_mlperf(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
+    from penstock.kvcache.io_engine import EngineSettings
+    from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
+    from penstock.storage import open_storage
+
+    engine, cache = options.engine, options.cache
+    request = MlperfRequest(
+        results=cache.results,
+        command=command_line(),
+        environment=process_environment(),
+        limits=load_limits(),
+        engine=EngineSettings(streams=engine.streams, chunk_bytes=engine.chunk_bytes, seed=engine.seed),
+        cache=cache.destination,
+        options=options.mlperf.options,
+        trials=options.mlperf.trials,
+        scale=cache.scale,
+        duration_s=engine.duration_s,
+        pause_s=options.mlperf.pause_s,
+        capacity_bytes=cache.capacity,
+        virtual_bytes_per_s=int(options.mlperf.virtual_rate),
+    )
+    storage = open_storage(
+        cache.destination, process_environment(), options=cache.storage.values, rank=comm.rank
+    )
+    with terminal.progress() as progress:
+        document = run_mlperf(request, storage, comm=comm, progress=progress)
+    terminal.result(document, _view_mlperf(document))
+    return MISSED if any(option["misses"] for option in document["options"].values()) else 0
+
+
+def _view_mlperf(document: dict[str, Any]) -> View:
+    for name, figures in document["options"].items():
+        rows = [
+            {
+                "metric": metric.removeprefix("aggregated_"),
+                "theirs": f"{values['theirs']:,.3f}",
+                "honest": format_number(values["honest"], ",.3f"),
+                "why": values["why"],
+            }
+            for metric, values in figures["metrics"].items()
+        ]
+        yield TextTable(f"Option {name} on {document['ranks']} ranks ({figures['kind']})", rows, is_wide=True)
+    yield f"Files of the tool: {document['leaf']}"
 
 
 def _build_request(cache: KvCacheOptions, engine: EngineOptions, plan: IoPlan) -> CacheRequest:
@@ -263,6 +364,61 @@ def view_cache_run(document: dict[str, Any]) -> View:
             f"computing for {saved['hits_worth_it']:.1%} of requests with hits; break-even at "
             f"{saved['break_even_gib_per_s']:.2f} GiB/s for {saved['prefill_tokens_per_s']:,.0f} tokens/s"
         )
+    if sustained := document.get("sustained"):
+        rows = [
+            {
+                "load": f"{point['speedup']:.3g}",
+                "requests/s": f"{point['requests_per_s']:.2f}",
+                "load p95 ms": f"{point['load_p95_ms']:.1f}",
+                "lag p95 ms": f"{point['lag_p95_ms']:.1f}",
+                "objective": "met" if point["meets"] else "missed",
+            }
+            for point in sustained["points"]
+        ]
+        yield TextTable(f"Load against the objective of {sustained['objective_ms']:g} ms", rows)
+        yield bold(f"Users sustained: {sustained['users'] or 'fewer than measured'}")
     misses = {name: count for name, count in document["misses"].items() if count}
     if misses:
         yield [("Misses: " + ", ".join(f"{count:,} {name}" for name, count in misses.items()), "red")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CompareOptions:
+    runs: tuple[Path, ...] = arguments("RUN...", FOLDER, "Folders of runs of `penstock kvcache`.")
+
+
+@verb(_CompareOptions)
+def compare(options: _CompareOptions, terminal: Terminal) -> int:
+    """Compare runs on several storages: each figure, and the order of the storages that it gives.
+
+    Exits with 1 if the runs did not execute the same operations.
+
+    Examples:
+
+      penstock kvcache compare results/kvcache-*
+
+      penstock kvcache compare results/fast results/slow --json
+    """
+    from penstock.kvcache.compare_runs import compare_cache_runs, read_cache_run
+
+    comparison = compare_cache_runs([read_cache_run(folder) for folder in options.runs])
+    terminal.result(comparison, _view_comparison(comparison))
+    if not comparison["is_comparable"]:
+        terminal.note("These runs executed different operations: their figures cannot be compared.")
+    return 0 if comparison["is_comparable"] else MISSED
+
+
+def _view_comparison(comparison: dict[str, Any]) -> View:
+    yield from (f"run {index + 1}: {target}" for index, target in enumerate(comparison["targets"]))
+    rows = [
+        {
+            "figure": name,
+            **{
+                f"run {index + 1}": format_number(value, ",.3f")
+                for index, value in enumerate(figure["values"])
+            },
+            "best first": ", ".join(str(index + 1) for index in figure["best_first"]),
+        }
+        for name, figure in comparison["figures"].items()
+    ]
+    yield TextTable("Figures", rows, is_wide=True)

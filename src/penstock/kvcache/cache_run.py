@@ -6,7 +6,6 @@ are to be kept, also after an interruption. What a killed run left unfinished th
 
 from __future__ import annotations
 
-import resource
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from penstock.bench.checkpoint.checkpoint_run import peak_rss_bytes
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.bench.run_settings import RunSettings
@@ -25,6 +25,7 @@ from penstock.kvcache.cache_figures import JobTimes
 from penstock.kvcache.entries import MISSES, EntryLayout
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
+from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
 from penstock.progress import Progress
 from penstock.results import counter_files, published_files
 from penstock.storage import Counters, Storage, capabilities
@@ -44,7 +45,10 @@ LONGEST_RUN_S: Final = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheRequest(RunSettings):
-    """What a run is asked to do; `prefill_tokens_per_s` is what the accelerator computes."""
+    """What a run is asked to do; `prefill_tokens_per_s` is what the accelerator computes.
+
+    With an objective the load that meets it is searched for; `users` send the plan's requests.
+    """
 
     plan: IoPlan
     layout: EntryLayout
@@ -53,6 +57,8 @@ class CacheRequest(RunSettings):
     keeps: bool = False
     measures_ceiling: bool = True
     stale_s: float = STALE_S
+    objective_ms: float | None = None
+    users: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +91,10 @@ def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: P
                 )
             )
         folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
-        result = measure_plan(request, storage, folder, comm=comm, progress=progress)
+        if request.objective_ms is None:
+            result = measure_plan(request, storage, folder, comm=comm, progress=progress)
+        else:
+            result = _search_load(request, storage, folder, comm=comm, progress=progress)
         if run is not None:
             counter_files.gather_counters(folder)
             published_files.write_json(folder, FILE, result.document)
@@ -122,7 +131,7 @@ def measure_plan(
             ]
     finally:
         if not request.keeps:
-            _remove_entries(storage, operations, request.layout)
+            remove_entries(storage, operations, request.layout)
     mine = cache_figures.sum_up_rank(operations, engine.timed, plan.num_requests)
     times = cache_figures.merge_ranks(comm.gather(mine, awaiting="the times of all ranks"))
     counters = sum(comm.gather(after, awaiting="what the storages of all ranks counted"), Counters())
@@ -143,9 +152,37 @@ def measure_plan(
         "deliveries": [asdict(delivery) for delivery in deliveries],
         "storage_options": dict(storage.options),
         "storage_counters": counters.record(),
-        "peak_rss_bytes": comm.gather(_peak_rss_bytes(), awaiting="all ranks' memory"),
+        "peak_rss_bytes": comm.gather(peak_rss_bytes(), awaiting="all ranks' memory"),
     }
     return CacheResult(document=document, times=times)
+
+
+def _search_load(
+    request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: Progress
+) -> CacheResult:
+    """Find the largest load that meets the objective; the result is that of this load. Collective."""
+    assert request.objective_ms is not None
+    results: dict[float, CacheResult] = {}
+    ceiling = _measure_ceiling(request, comm=comm) if request.measures_ceiling else None
+
+    def measure(speedup: float) -> LoadPoint:
+        at_load = replace(request, engine=replace(request.engine, speedup=speedup), measures_ceiling=False)
+        result = results[speedup] = measure_plan(at_load, storage, folder, comm=comm, progress=progress)
+        times = result.times
+        return LoadPoint(
+            speedup=speedup,
+            requests_per_s=request.plan.num_requests / times.elapsed_s if times.elapsed_s else 0.0,
+            load_p95_ms=times.loads.percentile_ms(95) or 0.0,
+            lag_p95_ms=times.lags.percentile_ms(95) or 0.0,
+            is_complete=result.is_right,
+        )
+
+    found = find_sustained_load(
+        measure, objective_ms=request.objective_ms, first=request.engine.speedup or 1.0
+    )
+    result = results[(found.best or found.points[-1]).speedup]
+    document = result.document | {"ceiling": ceiling, "sustained": found.document(users=request.users)}
+    return replace(result, document=document)
 
 
 def _times_document(request: CacheRequest, times: JobTimes) -> dict[str, Any]:
@@ -185,7 +222,8 @@ def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> in
     return removed
 
 
-def _remove_entries(storage: Storage, operations: Operations, layout: EntryLayout) -> None:
+def remove_entries(storage: Storage, operations: Operations, layout: EntryLayout) -> None:
+    """Remove all objects that these operations write."""
     written = operations[operations["op"] == Op.WRITE]
     for entry, part in np.unique(written[["entry", "part"]]).tolist():
         with suppress(ObjectNotFound):
@@ -233,7 +271,3 @@ def _gather_cold(storage: Storage, engine: IoEngine, comm: Comm) -> ObjectEvicti
         resident_bytes=resident,
         total_bytes=total,
     )
-
-
-def _peak_rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -88,7 +88,7 @@ class EntryLayout:
     """How entries are named, and whether they have a footer.
 
     `namespace` tells the entries of one workload from those of another in the same store; `parts` is the
-    number of objects of an entry, one for each worker of vLLM and LMCache.
+    number of objects of an entry, one for each worker of vLLM and LMCache. All lie below `folder`.
     """
 
     name: LayoutName = "penstock"
@@ -97,6 +97,7 @@ class EntryLayout:
     chunk_tokens: int = 0
     parts: int = 1
     dtype: str = "float16"
+    folder: str = ""
     _folder: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
@@ -126,6 +127,10 @@ class EntryLayout:
 
     def key(self, entry: int, part: int) -> str:
         """The key of one object of an entry."""
+        name = self._name(entry, part)
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def _name(self, entry: int, part: int) -> str:
         digest = blake2b(f"{self.namespace}:{entry}".encode(), digest_size=16).hexdigest()
         if self.name == "vllm":
             return f"{self._folder}_r{part}/{digest[:3]}/{digest[3:5]}_g0/{digest}.bin"

@@ -38,7 +38,7 @@ class EngineSettings:
 
     Closed loop: as many as there are streams are in flight. Open loop (`speedup` above 0): each begins when
     the workload's time, divided by `speedup`, has come, or later by a lag if all streams are busy. After
-    `duration_s` no more operations begin.
+    `duration_s` no more operations begin. At most `most_writers` write or delete at a time; 0: no limit.
     """
 
     streams: int = 8
@@ -47,6 +47,7 @@ class EngineSettings:
     duration_s: float | None = None
     seed: int = 42
     evicts: bool = True
+    most_writers: int = 0
 
 
 @dataclass(slots=True)
@@ -150,7 +151,7 @@ class IoEngine:
                 if self._is_over(place):
                     return None
                 target, is_read = int(self._objects[place]), self._operations["op"][place] == Op.READ
-                if target not in progress.writing and (is_read or not progress.readers.get(target)):
+                if self._is_free(target, is_read=is_read):
                     progress.next_place += 1
                     if is_read:
                         progress.readers[target] = progress.readers.get(target, 0) + 1
@@ -159,6 +160,14 @@ class IoEngine:
                     return place
                 progress.changed.wait()
         return None
+
+    def _is_free(self, target: int, *, is_read: bool) -> bool:
+        progress, limit = self._progress, self._settings.most_writers
+        if target in progress.writing:
+            return False
+        return is_read or (
+            not progress.readers.get(target) and not (limit and len(progress.writing) >= limit)
+        )
 
     def _is_over(self, place: int) -> bool:
         """Whether the run ends before this operation: now, or before its time comes."""

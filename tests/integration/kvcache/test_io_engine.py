@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.errors import StorageError
 from penstock.kvcache.cache_run import CacheRequest, CacheResult, reclaim_unfinished, run_plan
@@ -228,3 +229,22 @@ def test_what_a_killed_writer_left_is_reclaimed_and_all_else_is_whole(tmp_path: 
     counts = Counter(engine.timed["outcome"].tolist())
     assert counts == {EntryOutcome.DONE: len(stored), EntryOutcome.MISSING: 8}
     assert layout.key(0, 0) in stored
+
+
+def test_objects_of_a_service_are_read_and_written_by_the_same_path(moto: S3Server, tmp_path: Path) -> None:
+    storage = open_storage(f"s3://{BUCKET}/kvcache", moto.environment)
+    plan = small_plan(requests=15)
+    request = CacheRequest(
+        results=tmp_path,
+        plan=plan,
+        layout=EntryLayout(namespace="test"),
+        engine=EngineSettings(streams=4, chunk_bytes=8192),
+        measures_ceiling=False,
+    )
+    [result] = on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Silent()))
+    assert result.is_right
+    counted = result.document["storage_counters"]
+    objects = plan.document()["writes"]
+    assert counted["written_bytes"] == objects["bytes"] + FOOTER_BYTES * objects["operations"]
+    assert result.document["cold"]["path"] == "no page cache"
+    assert not list(storage.list())

@@ -1,0 +1,463 @@
+"""The files that MLPerf Storage v3.0's key-value cache benchmark leaves, and the honest figures beside them.
+
+    kv_cache/MODEL/run/TIME/
+        summary.json                                     figures of each option, over ranks and trials
+        kv_cache_TIME_metadata.json                      the run, and the command of each trial
+        option_O/trial_T/rank_N/kvcache_results_TIME.json
+        honest_figures.json                              each of their metrics, and what it should have been
+
+Names and units are those of the tool whose results these are compared with: its "gbps" are GiB/s, its "iops"
+are counts. Pure, but for `write_files`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kvcache.entries import EntryOutcome
+from penstock.kvcache.io_plan import Op, Operations, TierNumber
+from penstock.kvcache.latency_histogram import LatencyHistogram
+from penstock.kvcache.mlperf_plan import LEVELS, OptionPlan, OptionSettings
+from penstock.results import published_files
+
+GIB: Final = 1 << 30
+_PERCENTILES: Final[Mapping[str, float]] = {"p50": 50, "p95": 95, "p99": 99, "p999": 99.9, "p9999": 99.99}
+_TARGETS_MS: Final[Mapping[str, float]] = {"interactive": 50, "responsive": 100, "batch": 1000}
+_TIERS: Final[Mapping[str, TierNumber]] = {
+    "gpu": TierNumber.GPU,
+    "cpu": TierNumber.CPU,
+    "storage": TierNumber.STORAGE,
+}
+SUMS: Final[Mapping[str, tuple[str, ...]]] = {
+    "aggregated_read_bandwidth_gbps": ("cache_stats", "tier_storage_read_bandwidth_gbps"),
+    "aggregated_write_bandwidth_gbps": ("cache_stats", "tier_storage_write_bandwidth_gbps"),
+    "aggregated_avg_throughput_tokens_per_sec": ("avg_throughput_tokens_per_sec",),
+    "aggregated_storage_throughput_tokens_per_sec": ("storage_throughput_tokens_per_sec",),
+}
+_LARGEST: Final[Mapping[str, tuple[str, ...]]] = {
+    "aggregated_p95_latency_ms": ("storage_io_latency_ms", "p95"),
+    "aggregated_device_read_p95_ms": ("cache_stats", "storage_read_device_p95_ms"),
+    "aggregated_device_write_p95_ms": ("cache_stats", "storage_write_device_p95_ms"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrial:
+    """What one rank did in one trial: the plan's storage operations with their times."""
+
+    option: int
+    trial: int
+    rank: int
+    settings: OptionSettings
+    plan: OptionPlan
+    operations: Operations
+    timed: NDArray[np.void]
+    elapsed_s: float
+    accelerator_tokens_per_s: float = 20_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """One rank's file, and what is pooled over ranks: histograms and bytes."""
+
+    option: int
+    trial: int
+    rank: int
+    document: dict[str, Any]
+    reads: LatencyHistogram
+    writes: LatencyHistogram
+    requests: LatencyHistogram
+    read_bytes: int
+    written_bytes: int
+    tokens: int
+    elapsed_s: float
+    misses: int
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The part of the file that is aggregated."""
+        found: dict[str, Any] = self.document["summary"]
+        return found
+
+
+def judge_trial(trial: RankTrial) -> TrialResult:
+    """One rank's file of one trial."""
+    ran = trial.timed["outcome"] != EntryOutcome.NOT_RUN
+    operations, timed = trial.operations[ran], trial.timed[ran]
+    is_done = timed["outcome"] == EntryOutcome.DONE
+    is_read = (operations["op"] == Op.READ) & is_done
+    is_write = (operations["op"] == Op.WRITE) & is_done
+    requests = _requests_done(trial, operations, timed)
+    read_bytes, written_bytes = (int(operations["bytes"][which].sum()) for which in (is_read, is_write))
+    summary = _summary(trial, operations, timed, requests)
+    document = {
+        "requests_completed": len(requests.numbers),
+        "total_tokens_generated": summary["total_tokens"],
+        "total_storage_io_latency": summary["total_storage_io_time"],
+        "total_generation_latency": 0.0,
+        "end_to_end_latencies": requests.span_s.tolist(),
+        "storage_latencies": requests.storage_s.tolist(),
+        "generation_latencies": [0.0] * len(requests.numbers),
+        "prefill_latencies": (timed["busy_ns"][is_write] / 1e9).tolist(),
+        "decode_latencies": (timed["busy_ns"][is_read] / 1e9).tolist(),
+        "throughput_timeline": [],
+        "multi_turn_cache_hits": summary["multi_turn_stats"]["cache_hits"],
+        "multi_turn_cache_misses": summary["multi_turn_stats"]["cache_misses"],
+        "seed": trial.settings.seed,
+        "summary": summary,
+    }
+    return TrialResult(
+        option=trial.option,
+        trial=trial.trial,
+        rank=trial.rank,
+        document=document,
+        reads=LatencyHistogram.of(timed["busy_ns"][is_read]),
+        writes=LatencyHistogram.of(timed["busy_ns"][is_write]),
+        requests=LatencyHistogram.of(requests.span_s * 1e9),
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        tokens=summary["total_tokens"],
+        elapsed_s=trial.elapsed_s,
+        misses=int((~is_done & (operations["op"] == Op.READ)).sum()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestsDone:
+    """Requests of which every operation on storage was done: their storage time, and from first to last."""
+
+    numbers: NDArray[np.int64]
+    storage_s: NDArray[np.float64]
+    span_s: NDArray[np.float64]
+
+
+def _requests_done(trial: RankTrial, operations: Operations, timed: NDArray[np.void]) -> _RequestsDone:
+    num = len(trial.plan.requests)
+    planned = np.bincount(trial.operations["request"], minlength=num)
+    done = np.bincount(operations["request"], minlength=num)
+    numbers = np.flatnonzero(trial.plan.requests["is_taken"] & (done == planned))
+    busy_s = np.zeros(num)
+    np.add.at(busy_s, operations["request"], timed["busy_ns"] / 1e9)
+    begin_ns = np.full(num, np.iinfo(np.int64).max)
+    end_ns = np.zeros(num, np.int64)
+    np.minimum.at(begin_ns, operations["request"], timed["begin_ns"])
+    np.maximum.at(end_ns, operations["request"], timed["end_ns"])
+    span_s = np.where(done > 0, (end_ns - begin_ns) / 1e9, 0.0)
+    return _RequestsDone(numbers, busy_s[numbers], span_s[numbers])
+
+
+def _summary(
+    trial: RankTrial, operations: Operations, timed: NDArray[np.void], requests: _RequestsDone
+) -> dict[str, Any]:
+    """The figures of a rank's file."""
+    tokens = int(trial.plan.requests["answer"][requests.numbers].sum())
+    elapsed_s = trial.elapsed_s
+    return {
+        "total_requests": len(requests.numbers),
+        "total_tokens": tokens,
+        "elapsed_time": elapsed_s,
+        "avg_throughput_tokens_per_sec": tokens / elapsed_s if elapsed_s else 0.0,
+        "total_storage_io_time": float(requests.storage_s.sum()),
+        "storage_throughput_tokens_per_sec": _ratio(tokens, float(requests.storage_s.sum())),
+        "requests_per_second": _ratio(len(requests.numbers), elapsed_s),
+        "end_to_end_latency_ms": _distribution(requests.span_s),
+        "storage_io_latency_ms": _distribution(requests.storage_s),
+        "generation_latency_ms": _distribution(np.zeros(len(requests.numbers))),
+        "cache_stats": _cache_stats(trial, operations, timed, requests),
+        "qos_metrics": _levels(trial, requests),
+        "prefix_cache_stats": {
+            "prefix_hits": 0,
+            "prefix_misses": int(trial.plan.requests["asks_prefix"][requests.numbers].sum()),
+            "system_prompt_reuse": 0,
+            "common_phrase_reuse": 0,
+            "bytes_saved": 0,
+        },
+        "autoscaling_stats": [],
+        "autoscaling_summary": None,
+        "multi_turn_stats": _turn_stats(trial, requests),
+    }
+
+
+def _ratio(amount: float, by: float) -> float:
+    return amount / by if by else 0.0
+
+
+def _distribution(values_s: NDArray[np.float64]) -> dict[str, float]:
+    milliseconds = values_s * 1e3
+    if not len(milliseconds):
+        return dict.fromkeys(("mean", *_PERCENTILES), 0.0)
+    return {
+        "mean": float(milliseconds.mean()),
+        **{name: float(np.percentile(milliseconds, share)) for name, share in _PERCENTILES.items()},
+    }
+
+
+def _cache_stats(
+    trial: RankTrial, operations: Operations, timed: NDArray[np.void], requests: _RequestsDone
+) -> dict[str, Any]:
+    done_requests = np.isin(trial.plan.io.operations["request"], requests.numbers)
+    in_memory = trial.plan.io.operations[
+        done_requests & (trial.plan.io.operations["tier"] != TierNumber.STORAGE)
+    ]
+    everything = np.concatenate([operations, in_memory])
+    reads = int((everything["op"] == Op.READ).sum())
+    writes = int((everything["op"] == Op.WRITE).sum())
+    turns = _turn_stats(trial, requests)
+    prefix_misses = int(trial.plan.requests["asks_prefix"][requests.numbers].sum())
+    misses = turns["cache_misses"] + prefix_misses
+    stats: dict[str, Any] = {
+        "cache_hit_rate": _ratio(reads, reads + misses),
+        "cache_hits": reads,
+        "cache_misses": misses,
+        "gpu_entries": 0,
+        "cpu_entries": len(np.unique(in_memory["entry"])),
+        "storage_entries": len(np.unique(operations["entry"][operations["op"] == Op.WRITE])),
+        "gpu_memory_used_gb": 0.0,
+        "cpu_memory_used_gb": trial.settings.cpu_bytes / GIB,
+        "offloads_cpu": int((in_memory["op"] == Op.WRITE).sum()),
+        "offloads_storage": int((operations["op"] == Op.WRITE).sum()),
+        "prefill_writes": writes,
+        "decode_reads": reads,
+        "system_prompt_hits": 0,
+        "common_phrase_hits": 0,
+        "user_cache_hits": 0,
+        "multi_turn_hits": turns["cache_hits"],
+        "total_read_bytes": int(everything["bytes"][everything["op"] == Op.READ].sum()),
+        "total_write_bytes": int(everything["bytes"][everything["op"] == Op.WRITE].sum()),
+        "read_iops": reads,
+        "write_iops": writes,
+        "storage_tokens_processed": int(
+            operations["bytes"][operations["op"] != Op.DELETE].sum() // trial.plan.io.bytes_per_token
+        ),
+    }
+    stats["total_read_gb"], stats["total_write_gb"] = (
+        stats["total_read_bytes"] / GIB,
+        stats["total_write_bytes"] / GIB,
+    )
+    stats["read_write_ratio"] = _ratio(stats["total_read_bytes"], stats["total_write_bytes"])
+    for name, tier in _TIERS.items():
+        stats |= _tier_stats(name, everything[everything["tier"] == tier], trial.elapsed_s)
+    for op, word in ((Op.READ, "read"), (Op.WRITE, "write")):
+        latencies = _distribution(timed["busy_ns"][operations["op"] == op] / 1e9)
+        for percentile in _PERCENTILES:
+            stats[f"storage_{word}_{percentile}_ms"] = latencies[percentile]
+            # The whole of a write or a read, for which the device is waited for.
+            stats[f"storage_{word}_device_{percentile}_ms"] = latencies[percentile]
+            stats[f"storage_{word}_host_{percentile}_ms"] = 0.0
+    stats["storage_health"] = _health(stats)
+    return stats
+
+
+def _tier_stats(name: str, operations: Operations, elapsed_s: float) -> dict[str, float]:
+    stats = {}
+    for op, word, done in ((Op.READ, "read", "read"), (Op.WRITE, "write", "written")):
+        moved = int(operations["bytes"][operations["op"] == op].sum()) / GIB
+        stats[f"tier_{name}_kv_bytes_{done}_gb"] = moved
+        stats[f"tier_{name}_{word}_bandwidth_gbps"] = _ratio(moved, elapsed_s)
+    return stats
+
+
+def _health(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Criteria of the tool that are no part of the benchmark."""
+    criteria = [
+        ("storage_write_device_p95_ms", 500, stats["storage_write_device_p95_ms"], "ms", True),
+        ("storage_read_device_p95_ms", 200, stats["storage_read_device_p95_ms"], "ms", True),
+        ("cache_hit_rate", 0.3, stats["cache_hit_rate"], "ratio", False),
+    ]
+    judged = [
+        {
+            "name": name,
+            "target": target,
+            "actual": actual,
+            "unit": unit,
+            "passed": bool(actual < target if is_limit else actual > target),
+        }
+        for name, target, actual, unit, is_limit in criteria
+    ]
+    passed = sum(bool(one["passed"]) for one in judged)
+    return {
+        "overall_status": "PASS" if passed == len(judged) else "FAIL",
+        "criteria": judged,
+        "passed_count": passed,
+        "total_count": len(judged),
+    }
+
+
+def _levels(trial: RankTrial, requests: _RequestsDone) -> dict[str, Any]:
+    levels: dict[str, Any] = {}
+    of_requests = trial.plan.requests["level"][requests.numbers]
+    for number, name in enumerate(LEVELS):
+        spans_s = requests.span_s[of_requests == number]
+        if not len(spans_s):
+            levels[name] = {"no_data": True}
+            continue
+        figures, target = _distribution(spans_s), _TARGETS_MS[name]
+        kept = float(np.mean(spans_s * 1e3 <= target))
+        levels[name] = {
+            "total_requests": len(spans_s),
+            "latency_ms": {key: figures[key] for key in ("mean", "p50", "p95", "p99")}
+            | {"max": float(spans_s.max() * 1e3)},
+            "sla": {
+                "target_p95_ms": target,
+                "actual_p95_ms": figures["p95"],
+                "compliance": kept,
+                "met": kept >= 0.95,
+            },
+        }
+    return levels
+
+
+def _turn_stats(trial: RankTrial, requests: _RequestsDone) -> dict[str, Any]:
+    rows = trial.plan.requests[requests.numbers]
+    hits, misses = int(rows["turn_hits"].sum()), int(rows["turn_misses"].sum())
+    return {"cache_hits": hits, "cache_misses": misses, "hit_rate": _ratio(hits, hits + misses)}
+
+
+def summarize(results: Sequence[TrialResult], *, time: str, hosts: int, ranks: int) -> dict[str, Any]:
+    """`summary.json`: sums over ranks, means over trials, the largest of their latencies."""
+    options = sorted({result.option for result in results})
+    return {
+        "schema_version": "1.0",
+        "run_datetime": time,
+        "npernode": ranks // hosts,
+        "host_count": hosts,
+        "total_ranks": ranks,
+        "trials_per_option": len({result.trial for result in results}),
+        "options": {
+            str(option): _summarize_option([result for result in results if result.option == option], ranks)
+            for option in options
+        },
+        "partial_failure": False,
+        "trial_failures": {},
+    }
+
+
+def _summarize_option(results: Sequence[TrialResult], ranks: int) -> dict[str, Any]:
+    trials = sorted({result.trial for result in results})
+    figures = {
+        name: sum(_at(result.summary, path) for result in results) / len(trials)
+        for name, path in SUMS.items()
+    }
+    largest = {name: max(_at(result.summary, path) for result in results) for name, path in _LARGEST.items()}
+    return {
+        "option": results[0].option,
+        **figures,
+        **largest,
+        "rank_count": ranks,
+        "trial_count": len(trials),
+        "partial_failure": False,
+        "missing_files": [],
+        "cpu_tier_ranks": sorted(
+            {result.rank for result in results if not result.summary["cache_stats"]["storage_entries"]}
+        ),
+    }
+
+
+def _at(summary: Mapping[str, Any], path: Sequence[str]) -> float:
+    value: Any = summary
+    for name in path:
+        value = value[name]
+    return float(value)
+
+
+def honest_figures(results: Sequence[TrialResult]) -> dict[str, Any]:
+    """Beside each metric of an option what it should say, from all ranks and trials together."""
+    return {
+        str(option): _honest_option([result for result in results if result.option == option])
+        for option in sorted({result.option for result in results})
+    }
+
+
+def _honest_option(results: Sequence[TrialResult]) -> dict[str, Any]:
+    theirs = _summarize_option(results, len({result.rank for result in results}))
+    # Trials follow each other; the ranks of one run at a time, and its time is that of the slowest.
+    elapsed_s = sum(
+        max(result.elapsed_s for result in results if result.trial == trial)
+        for trial in {result.trial for result in results}
+    )
+    reads, writes, requests = (
+        LatencyHistogram.merged(getattr(result, name) for result in results)
+        for name in ("reads", "writes", "requests")
+    )
+    read_bytes = sum(result.read_bytes for result in results)
+    written_bytes = sum(result.written_bytes for result in results)
+    honest = {
+        "aggregated_read_bandwidth_gbps": _ratio(read_bytes / GIB, elapsed_s),
+        "aggregated_write_bandwidth_gbps": _ratio(written_bytes / GIB, elapsed_s),
+        "aggregated_avg_throughput_tokens_per_sec": _ratio(sum(r.tokens for r in results), elapsed_s),
+        "aggregated_storage_throughput_tokens_per_sec": _ratio(sum(r.tokens for r in results), elapsed_s),
+        "aggregated_p95_latency_ms": requests.percentile_ms(95),
+        "aggregated_device_read_p95_ms": reads.percentile_ms(95),
+        "aggregated_device_write_p95_ms": writes.percentile_ms(95),
+    }
+    return {
+        "metrics": {
+            name: {"theirs": theirs[name], "honest": value, "why": _WHY[name]}
+            for name, value in honest.items()
+        },
+        "kind": "storage" if read_bytes and written_bytes else "no traffic of storage in one direction",
+        "misses": sum(result.misses for result in results),
+        "read_ms": reads.document(),
+        "write_ms": writes.document(),
+        "request_ms": requests.document(),
+    }
+
+
+_RATE_WHY: Final = "all bytes over the time of the slowest rank, not a sum of rates over different times"
+_POOLED_WHY: Final = "of all operations of all ranks and trials, not the largest P95 of a rank"
+_WHY: Final[Mapping[str, str]] = {
+    "aggregated_read_bandwidth_gbps": _RATE_WHY,
+    "aggregated_write_bandwidth_gbps": _RATE_WHY,
+    "aggregated_avg_throughput_tokens_per_sec": "all tokens over the time of the slowest rank",
+    "aggregated_storage_throughput_tokens_per_sec": (
+        "tokens a second of time, not of summed waiting: that sum grows with every thread that waits"
+    ),
+    "aggregated_p95_latency_ms": (
+        "from a request's first byte to its last, pooled; not its summed waiting, the largest of all ranks"
+    ),
+    "aggregated_device_read_p95_ms": _POOLED_WHY,
+    "aggregated_device_write_p95_ms": f"{_POOLED_WHY}; the whole write, not its fsync alone",
+}
+
+
+def trial_command(
+    settings: OptionSettings, *, trial: int, ranks: int, output: Path, cache: str, base_seed: int
+) -> str:
+    """The command of one trial, in the words of the tool; only what the edition allows is in it."""
+    option = settings.option
+    values = {
+        "rank-output-base": f"{output}/option_{settings.number}/trial_{trial}",
+        "rank-cache-base": cache,
+        "seed-base": base_seed,
+        "model": option.model,
+        "num-users": settings.num_users,
+        "duration": f"{settings.duration_s:g}",
+        "gpu-mem-gb": option.gpu_gib,
+        "cpu-mem-gb": option.cpu_gib if settings.scale == 1 else f"{settings.cpu_bytes / GIB:g}",
+        "max-concurrent-allocs": option.max_allocations,
+        "generation-mode": option.generation,
+    }
+    words = " ".join(f"--{name} {value}" for name, value in values.items())
+    return f"penstock-ranks -n {ranks} kvcache-mlperf-v3.py {words}"
+
+
+def write_rank_file(leaf: Path, time: str, result: TrialResult) -> None:
+    """One rank's file of one trial."""
+    folder = leaf / f"option_{result.option}" / f"trial_{result.trial}" / f"rank_{result.rank}"
+    published_files.write_json(folder, f"kvcache_results_{time}.json", result.document)
+
+
+def write_files(leaf: Path, time: str, metadata: Mapping[str, Any], results: Sequence[TrialResult]) -> None:
+    """The files of the whole run; those of ranks are there already."""
+    summary = summarize(
+        results, time=time, hosts=metadata["num_client_hosts"], ranks=metadata["num_processes"]
+    )
+    published_files.write_json(leaf, "summary.json", summary)
+    published_files.write_json(leaf, "honest_figures.json", {"options": honest_figures(results)})
+    published_files.write_json(leaf, f"kv_cache_{time}_metadata.json", metadata)

@@ -1,0 +1,252 @@
+"""The closed options of MLPerf Storage v3.0's key-value cache benchmark, each in its trials, on all ranks.
+
+Every rank has users and a cache of its own, seeded by its number, as in the tool; what they do is planned
+first. Collective: every rank calls `run_mlperf` and gets the same document.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.bench.checkpoint.checkpoint_run import peak_rss_bytes
+from penstock.bench.device_counters import DeviceObserver
+from penstock.bench.run_settings import RunSettings
+from penstock.cluster.comm import Comm, run_on_all_ranks
+from penstock.kvcache import mlperf_files
+from penstock.kvcache.cache_run import LONGEST_RUN_S, remove_entries
+from penstock.kvcache.entries import EntryLayout
+from penstock.kvcache.io_engine import EngineSettings, IoEngine
+from penstock.kvcache.mlperf_files import RankTrial, TrialResult
+from penstock.kvcache.mlperf_plan import VIRTUAL_BYTES_PER_S, OptionPlan, OptionSettings, plan_option
+from penstock.kvcache.models import find_model
+from penstock.progress import Progress
+from penstock.results import counter_files, published_files
+from penstock.storage import Storage
+from penstock.submission.edition import KvCacheLimits, load_edition
+from penstock.workload.spec import Workload
+
+FILE: Final = "kvcache.json"
+FORMAT_VERSION: Final = 1
+
+
+def load_limits() -> KvCacheLimits:
+    """The options of edition v3.0."""
+    limits = load_edition("v3.0").kv_cache
+    assert limits is not None, "edition v3.0 has them"
+    return limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlperfRequest(RunSettings):
+    """Which options in how many trials; `duration_s` and `pause_s` None: as the edition says."""
+
+    limits: KvCacheLimits
+    engine: EngineSettings
+    cache: str
+    options: tuple[int, ...] = (1, 2, 3)
+    trials: int = 3
+    scale: Fraction = Fraction(1)
+    duration_s: float | None = None
+    pause_s: float | None = None
+    capacity_bytes: int | None = None
+    virtual_bytes_per_s: int = VIRTUAL_BYTES_PER_S
+
+    def settings(self, number: int, rank: int) -> OptionSettings:
+        """One option on one rank."""
+        option = self.limits.options[str(number)]
+        return OptionSettings(
+            number=number,
+            option=option,
+            model=find_model(option.model),
+            seed=self.limits.seed + rank,
+            scale=self.scale,
+            duration_s=option.duration_s if self.duration_s is None else self.duration_s,
+            capacity_bytes=self.capacity_bytes,
+            virtual_bytes_per_s=self.virtual_bytes_per_s,
+        )
+
+
+def run_mlperf(request: MlperfRequest, storage: Storage, *, comm: Comm, progress: Progress) -> dict[str, Any]:
+    """Run all options, and write the files of the tool into the run's folder. Collective."""
+    facts = request.gather_hosts(comm)
+    plans = {number: plan_option(request.settings(number, comm.rank)) for number in request.options}
+    planned = comm.gather(
+        {number: plan.io.document() for number, plan in plans.items()}, awaiting="the plans of all ranks"
+    )
+    with ExitStack() as resources:
+        run = None
+        if comm.rank == 0:
+            run = resources.enter_context(
+                request.open_run(
+                    Workload(name="kvcache-mlperf-v3"),
+                    hosts=facts,
+                    ranks=comm.size,
+                    seeds={"content": request.engine.seed, "base": request.limits.seed},
+                    plan={"kind": "kvcache", "workload": "mlperf-v3", "ranks": planned},
+                )
+            )
+        now = datetime.now(UTC)
+        folder, began = comm.broadcast(
+            (run.folder, f"{now:%Y%m%d_%H%M%S}") if run else None, awaiting="the folder of the run"
+        )
+        model = request.limits.options[str(request.options[0])].model
+        leaf = folder / "kv_cache" / model / "run" / began
+        with DeviceObserver(comm, folder, storage) as observer:
+            before = storage.counters.snapshot()
+            with observer.during("read"), observer.during("write"):
+                mine = list(_run_options(request, storage, plans, leaf, comm=comm, progress=progress))
+            after = storage.counters.snapshot()
+            deliveries = [
+                observer.deliver("read", after.read_bytes - before.read_bytes),
+                observer.deliver("write", after.written_bytes - before.written_bytes),
+            ]
+        gathered = comm.gather([_without_lists(result) for result in mine], awaiting="all ranks' results")
+        results = [result for of_rank in gathered for result in of_rank]
+        document = {
+            "format": FORMAT_VERSION,
+            "workload": "mlperf-v3",
+            "target": storage.uri,
+            "ranks": comm.size,
+            "scale": str(request.scale),
+            "leaf": str(leaf),
+            "results_dir": str(folder),
+            "digests": {
+                str(number): [of_rank[number]["digest"] for of_rank in planned] for number in request.options
+            },
+            "options": mlperf_files.honest_figures(results),
+            "deliveries": [asdict(delivery) for delivery in deliveries],
+            "storage_counters": after.record(),
+            "peak_rss_bytes": comm.gather(peak_rss_bytes(), awaiting="all ranks' memory"),
+        }
+        if run is not None:
+            counter_files.gather_counters(folder)
+            metadata = _metadata(request, leaf, began, hosts=len(facts), ranks=comm.size)
+            mlperf_files.write_files(leaf, began, metadata, results)
+            published_files.write_json(folder, FILE, document)
+            run.finish(deliveries=deliveries)
+        return comm.broadcast(document, awaiting="rank 0 to finish the run's files")
+
+
+def _run_options(
+    request: MlperfRequest,
+    storage: Storage,
+    plans: dict[int, OptionPlan],
+    leaf: Path,
+    *,
+    comm: Comm,
+    progress: Progress,
+) -> list[TrialResult]:
+    results = []
+    pause_s = request.limits.delay_s if request.pause_s is None else request.pause_s
+    for position, number in enumerate(request.options):
+        if position:
+            time.sleep(pause_s)
+        for trial in range(request.trials):
+            measured = _run_trial(request, storage, plans[number], trial=trial, comm=comm, progress=progress)
+            results.append(result := mlperf_files.judge_trial(measured))
+            mlperf_files.write_rank_file(leaf, leaf.name, result)
+    return results
+
+
+def _run_trial(
+    request: MlperfRequest,
+    storage: Storage,
+    plan: OptionPlan,
+    *,
+    trial: int,
+    comm: Comm,
+    progress: Progress,
+) -> RankTrial:
+    number = int(plan.io.facts["option"])
+    settings, operations = request.settings(number, comm.rank), plan.io.in_storage
+    progress.begin(f"option {number}, trial {trial + 1} of {request.trials}", len(operations))
+    layout = EntryLayout(namespace=f"mlperf-v3:{number}:{trial}:{settings.seed}", folder=f"rank_{comm.rank}")
+    engine = IoEngine(
+        storage,
+        operations,
+        layout,
+        replace(
+            request.engine,
+            duration_s=settings.duration_s,
+            most_writers=settings.option.max_allocations,
+        ),
+        advance=progress.advance,
+    )
+    try:
+        run_on_all_ranks(
+            comm,
+            lambda: engine.run(lambda: comm.barrier(awaiting="all ranks to begin the trial")),
+            awaiting="all ranks to finish the trial",
+            timeout_s=LONGEST_RUN_S,
+        )
+    finally:
+        remove_entries(storage, operations[engine.timed["outcome"] > 0], layout)
+    return RankTrial(
+        option=number,
+        trial=trial,
+        rank=comm.rank,
+        settings=settings,
+        plan=plan,
+        operations=operations,
+        timed=engine.timed,
+        elapsed_s=float(engine.timed["end_ns"].max(initial=0)) / 1e9,
+    )
+
+
+def _without_lists(result: TrialResult) -> TrialResult:
+    """What travels to rank 0: the raw latencies stay in the rank's own file."""
+    return replace(result, document={"summary": result.summary})
+
+
+def _metadata(request: MlperfRequest, leaf: Path, began: str, *, hosts: int, ranks: int) -> dict[str, Any]:
+    """The run in the words of the tool's metadata."""
+    first = request.settings(request.options[0], 0)
+    commands = [
+        mlperf_files.trial_command(
+            request.settings(number, 0),
+            trial=trial,
+            ranks=ranks,
+            output=leaf,
+            cache=request.cache,
+            base_seed=request.limits.seed,
+        )
+        for number in request.options
+        for trial in range(request.trials)
+    ]
+    return {
+        "benchmark_type": "kv_cache",
+        "model": first.option.model,
+        "command": "run",
+        "run_datetime": began,
+        "num_processes": ranks,
+        "num_client_hosts": hosts,
+        "accelerator": None,
+        "result_dir": str(leaf),
+        "parameters": {
+            "model": first.option.model,
+            "num_users": first.num_users,
+            "duration": first.duration_s,
+            "cache_dir": request.cache,
+            "generation_mode": first.option.generation,
+        },
+        "override_parameters": {},
+        "exit_status": 0,
+        "verification": None,
+        "executed_command": " ".join(request.command),
+        "about_commands": "command_output_files name each trial in the words of mlpstorage's tool",
+        "command_output_files": [{"command": command} for command in commands],
+        "args": {
+            "cache_dir": request.cache,
+            "results_dir": str(request.results),
+            "inter_option_delay": request.limits.delay_s if request.pause_s is None else request.pause_s,
+            "seed": request.limits.seed,
+            "trials": request.trials,
+            "params": None,
+        },
+    }

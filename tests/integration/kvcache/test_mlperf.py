@@ -1,0 +1,147 @@
+"""MLPerf Storage v3.0's key-value cache benchmark: its plan, its files, and what our edition says to them."""
+
+from __future__ import annotations
+
+import json
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.submission.query_tree import CACHE, OPTIONS, valid_cache
+
+from penstock.kvcache.io_engine import EngineSettings
+from penstock.kvcache.io_plan import Op
+from penstock.kvcache.mlperf_files import SUMS
+from penstock.kvcache.mlperf_plan import OptionPlan, OptionSettings, plan_option
+from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
+from penstock.kvcache.models import find_model
+from penstock.progress import Silent
+from penstock.storage.in_memory import MemoryStorage
+from penstock.submission import kv_cache_runs
+from penstock.submission.check import check
+from penstock.submission.edition import load_edition
+from penstock.submission.finding import Verdict
+from penstock.submission.parsed_file import read_file
+from penstock.testing.rank_threads import ThreadComm, on_ranks
+
+LIMITS = load_limits()
+PUBLISHED = Path(os.environ.get("PENSTOCK_MLPERF_RESULTS", "/nowhere"))
+
+
+def planned(number: int, *, seed: int = 42, capacity: int | None = 100 << 20) -> OptionPlan:
+    option = LIMITS.options[str(number)]
+    return plan_option(
+        OptionSettings(
+            number=number,
+            option=option,
+            model=find_model(option.model),
+            seed=seed,
+            scale=Fraction(1, 1000),
+            duration_s=20,
+            capacity_bytes=capacity,
+        )
+    )
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_plan_reads_only_what_is_there_and_keeps_to_its_capacity(number: int) -> None:
+    plan = planned(number)
+    stored: dict[int, int] = {}
+    for row in plan.io.in_storage:
+        entry = int(row["entry"])
+        assert (entry in stored) == (row["op"] != Op.WRITE)
+        if row["op"] == Op.WRITE:
+            stored[entry] = int(row["bytes"])
+        elif row["op"] == Op.DELETE:
+            del stored[entry]
+        assert sum(stored.values()) <= 100 << 20
+    assert plan.requests["turn_hits"].sum() > 100
+    in_memory = plan.io.document()["hit_bytes_by_tier"]["cpu"]
+    assert (in_memory > 0) is (number == 2)
+
+
+def test_a_plan_follows_from_its_seed() -> None:
+    assert planned(1).io.digest == planned(1).io.digest
+    assert len({planned(1, seed=seed).io.digest for seed in range(42, 46)}) == 4
+
+
+@pytest.fixture(scope="module")
+def leaf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a small run on two ranks of each of two hosts."""
+    results = tmp_path_factory.mktemp("results")
+
+    def program(comm: ThreadComm) -> dict[str, Any]:
+        request = MlperfRequest(
+            results=results,
+            limits=LIMITS,
+            engine=EngineSettings(streams=4),
+            cache="/mnt/cache",
+            scale=Fraction(1, 100_000),
+            duration_s=1.5,
+            pause_s=0,
+        )
+        return run_mlperf(request, MemoryStorage(), comm=comm, progress=Silent())
+
+    document = on_ranks(4, program, hosts=["a", "a", "b", "b"])[0]
+    assert not any(option["misses"] for option in document["options"].values())
+    return Path(document["leaf"])
+
+
+def test_figures_are_those_of_the_files_of_ranks(leaf: Path) -> None:
+    summary = json.loads((leaf / "summary.json").read_text())
+    ranks = kv_cache_runs.read_rank_results(leaf, leaf)
+    assert len(ranks) == 3 * 3 * 4
+    for number, option in summary["options"].items():
+        for name, value in kv_cache_runs.recompute_option(ranks, int(number)).items():
+            assert option[name] == pytest.approx(value, rel=1e-9)
+    assert dict(kv_cache_runs.SUMS) == dict(SUMS)
+
+
+def test_honest_figures_stand_beside_each_metric(leaf: Path) -> None:
+    options = json.loads((leaf / "honest_figures.json").read_text())["options"]
+    summary = json.loads((leaf / "summary.json").read_text())["options"]
+    for number, option in options.items():
+        for name, metric in option["metrics"].items():
+            assert metric["theirs"] == summary[number][name]
+            assert metric["honest"] > 0
+            assert metric["why"]
+        assert option["kind"] == "storage"
+
+
+def test_the_tree_is_accepted_by_our_edition(leaf: Path, tmp_path: Path) -> None:
+    """A full run differs from a scaled one in the numbers of its commands alone: they are put into these."""
+    tree = valid_cache()
+    root = tree.write(tmp_path)
+    [place] = (root / CACHE / "run").iterdir()
+    for path in [*place.glob("option_*/*/*/*"), *place.glob("*_metadata.json"), place / "summary.json"]:
+        path.unlink()
+    for path in leaf.rglob("*.json"):
+        text = path.read_text().replace(leaf.name, place.name)
+        for entry in json.loads(text).get("command_output_files", []):
+            number = int(entry["command"].split("/option_")[1][0])
+            scaled = entry["command"][entry["command"].index("--model") :]
+            text = text.replace(scaled, OPTIONS[number])
+        target = place / str(path.relative_to(leaf)).replace(leaf.name, place.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text.replace('"inter_option_delay": 0', '"inter_option_delay": 90'))
+    [result] = check(root, load_edition("v3.0"))
+    wrong = {
+        (finding.rule, finding.proof)
+        for finding in result.findings
+        if finding.verdict in (Verdict.FAIL, Verdict.WARNING, Verdict.NOT_CHECKED)
+    }
+    assert not wrong
+
+
+@pytest.mark.skipif(
+    not (PUBLISHED / "published.csv").is_file(), reason="PENSTOCK_MLPERF_RESULTS names no results of v3.0"
+)
+def test_published_figures_have_the_fields_of_ours(leaf: Path) -> None:
+    ours = json.loads((leaf / "summary.json").read_text())
+    for path in PUBLISHED.glob("closed/*/results/*/kv_cache/*/run/*/summary.json"):
+        theirs = read_file(path, PUBLISHED).content
+        assert set(theirs) == set(ours)
+        for option in theirs["options"].values():
+            assert set(option) <= set(ours["options"]["1"])

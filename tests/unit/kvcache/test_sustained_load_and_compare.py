@@ -1,0 +1,82 @@
+"""The search for the load at an objective, and runs beside each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.errors import StorageError
+from penstock.kvcache.compare_runs import compare_cache_runs, read_cache_run
+from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
+
+
+@pytest.mark.parametrize("limit", [0.013, 0.9, 1.0, 7.3, 900.0])
+def test_search_finds_the_load_within_ten_percent(limit: float) -> None:
+    def measure(speedup: float) -> LoadPoint:
+        is_slow = speedup > limit
+        return LoadPoint(
+            speedup=speedup,
+            requests_per_s=10 * speedup,
+            load_p95_ms=900.0 if is_slow else 100.0,
+            lag_p95_ms=0.0,
+            is_complete=True,
+        )
+
+    found = find_sustained_load(measure, objective_ms=500)
+    assert found.best is not None
+    assert 0.9 * limit <= found.best.speedup <= limit
+    assert found.document(users=100)["users"] == int(100 * found.best.speedup)
+
+
+def test_a_storage_that_lags_behind_or_misses_sustains_nothing() -> None:
+    points = iter((False, True) * 20)
+
+    def measure(speedup: float) -> LoadPoint:
+        lags = next(points)
+        return LoadPoint(
+            speedup=speedup,
+            requests_per_s=1,
+            load_p95_ms=1,
+            lag_p95_ms=9000 if lags else 0,
+            is_complete=lags,
+        )
+
+    found = find_sustained_load(measure, objective_ms=500)
+    assert found.best is None
+    assert found.document(users=100)["users"] is None
+    assert len(found.points) == 13
+
+
+def document_of(target: str, rate: float, p99_ms: float, digest: str = "d") -> dict[str, Any]:
+    figures = {"gib_per_s": rate, "latency_ms": {"p99": p99_ms}}
+    return {
+        "format": 1,
+        "target": target,
+        "plan": {"digest": digest},
+        "read": figures,
+        "write": figures,
+        "requests": {"load_ms": {"count": 0}},
+        "time_to_first_token": {"hits_worth_it": None, "saved_s": 1.0},
+    }
+
+
+def test_comparison_orders_rates_down_and_times_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [document_of("slow", 1, 90), document_of("fast", 4, 20), document_of("middle", 2, 50)]
+    comparison = compare_cache_runs(runs)
+    assert comparison["is_comparable"]
+    assert comparison["figures"]["read_gib_per_s"]["best_first"] == [1, 2, 0]
+    assert comparison["figures"]["read_p99_ms"]["best_first"] == [1, 2, 0]
+    assert comparison["figures"]["load_p95_ms"]["best_first"] == []
+    for index, run in enumerate([runs[0], document_of("other", 1, 1, digest="e")]):
+        (tmp_path / f"{index}").mkdir()
+        (tmp_path / f"{index}" / "kvcache.json").write_text(json.dumps(run))
+    assert main(["kvcache", "compare", str(tmp_path / "0"), str(tmp_path / "1")]) == 1
+    assert "cannot be compared" in capsys.readouterr().err
+    with pytest.raises(StorageError, match="no run"):
+        read_cache_run(tmp_path)
