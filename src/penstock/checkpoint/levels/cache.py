@@ -36,7 +36,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     record_bytes,
 )
 from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES
-from penstock.cluster.comm import Comm, all_gather_results, run_on_rank0
+from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks, run_on_rank0
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import FolderTree, find_folder_tree, prefer_direct_access
@@ -53,6 +53,8 @@ _SEAL_NAMES: Final = (MANIFEST_NAME, METADATA_NAME)
 RECORD_PREFIX: Final = "redundancy-"
 DOUBT_PREFIX: Final = ".penstock-doubt-"
 """Prefix of a note beside a step, until all nodes are known to have committed it."""
+RUN_NOTE: Final = ".penstock-run"
+"""The durable level of the run whose steps are in a cache."""
 
 
 class NodeCache:
@@ -67,6 +69,7 @@ class NodeCache:
         self.ranks = ranks
         self._drafts, self._catalog = open_draft_store(storage), open_catalog(storage)
         self._tree = require_folders(storage)
+        self._run = ""
 
     def names(self) -> list[str]:
         """The steps of which this node has committed a share, in no particular order."""
@@ -102,9 +105,27 @@ class NodeCache:
             return NodeShares(ranks=self.ranks)
         return NodeShares(ranks=self.ranks, sizes=sizes, records=records)
 
+    def claim(self, run: str) -> None:
+        """From now on, save steps of this run; `UsageError` if the cache has those of another."""
+        try:
+            owner = bytes(read_object(self.storage, RUN_NOTE)).decode()
+        except ObjectNotFound:
+            owner = ""
+        if owner not in ("", run) and self.names():
+            raise UsageError(
+                f"This cache has steps of another run, {owner}, and not of {run}",
+                where=self.storage.uri,
+                fix="Give each run a cache of its own, or empty this one (`penstock checkpoint drop`); "
+                f"if the run was moved, remove {RUN_NOTE} there.",
+            )
+        self._run = "" if owner == run else run
+
     def start(self, name: str, save_id: str) -> Draft:
         """Begin a draft of a step, after sweeping what dead saves left."""
         sweep_dead_saves(self._drafts, self.storage)
+        if self._run:
+            write_object(self.storage, RUN_NOTE, [self._run.encode()])
+            self._run = ""
         return self._drafts.start(name, save_id)
 
     def drop(self, draft: Draft) -> None:
@@ -243,6 +264,14 @@ class CacheLevel:
         self._fitted = {scheme: fit_scheme(scheme, self._domains) for scheme in self._schemes}
         self._protector = Protector(storage, comm)
         self.node = NodeCache(storage, next(ranks for ranks in self.nodes if comm.rank in ranks))
+
+    def claim(self, run: str) -> None:
+        """Save steps of this run; `UsageError` if a node's cache has those of another. Writes nothing yet."""
+        run_on_all_ranks(
+            self._comm,
+            lambda: self.node.claim(run) if self.is_lead else None,
+            awaiting="all nodes to look whose steps their caches have",
+        )
 
     @property
     def shortfalls(self) -> list[str]:

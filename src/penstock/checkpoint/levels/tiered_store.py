@@ -103,6 +103,7 @@ def open_tiered_store(
         gf256.load_loops()
     flushers.comm.timeout_s = durable.timeout_s
     level = CacheLevel(cache, durable.comm, schemes=schemes, domain=domain)
+    level.claim(durable.uri)
     for shortfall in level.shortfalls:
         step_store.warn_once_per_job(logger, durable.comm.rank, "Redundancy: %s", shortfall)
     flusher = None if flush is None else _open_flusher(level, durable, flushers, flush, path=path)

@@ -92,7 +92,8 @@ def rebuilders_below(folder: Path, size: int, number: int) -> Sequence[Program]:
     if not (folder / "saved").exists():
         on_gloo_ranks(size, save_one, folder / "saved", size)
         shutil.rmtree(folder / f"saved/host-{size - 1}")
-    shutil.copytree(folder / "saved", root)
+    # A run that was moved: its caches name the place where it was.
+    shutil.copytree(folder / "saved", root, ignore=shutil.ignore_patterns(".penstock-run"))
     return [partial(restore_as_rank, root=root, rank=rank, size=size) for rank in range(size)]
 
 

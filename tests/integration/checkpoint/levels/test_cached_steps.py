@@ -220,3 +220,23 @@ def test_alone_a_cache_needs_no_group(tmp_path: Path) -> None:
         manager_of(0, tmp_path, Xor(group=2, strict=True))
     with pytest.raises(UsageError, match="keep_cached must be at least 1"):
         manager_of(0, tmp_path, Single(), keep_cached=0)
+
+
+def test_a_cache_with_the_steps_of_another_run_is_refused_until_it_is_empty(tmp_path: Path) -> None:
+    def open_run(name: str) -> Manager:
+        return Manager(tmp_path / name, cache=tmp_path / "cache", flush=None, keep_cached=1)
+
+    with open_run("first") as manager:
+        manager.save(1, state_of(0, 1))
+    with pytest.raises(
+        UsageError, match=r"steps of another run, file://.*/first, and not of file://.*/second"
+    ):
+        open_run("second")
+    with open_run("first") as manager:
+        assert manager.restore(blank(0)) == 1
+    shutil.rmtree(tmp_path / "cache/step-1")
+    with open_run("second") as manager:
+        assert manager.restore(blank(0)) is None
+        manager.save(2, state_of(0, 2))
+    with pytest.raises(UsageError, match=r"steps of another run, file://.*/second"):
+        open_run("first")

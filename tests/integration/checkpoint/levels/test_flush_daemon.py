@@ -17,7 +17,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, parse_entries
-from penstock.checkpoint.levels.options import Flush
+from penstock.checkpoint.levels.options import Flush, Xor
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import RankFailed, StorageError
@@ -189,6 +189,35 @@ def test_orders_that_a_kill_left_on_one_node_are_completed_or_removed(tmp_path: 
         assert FlushFolder(tmp_path / node).orders.steps() == []
     for step in (2, 3, 4):
         assert verify(str(tmp_path / f"durable/step-{step}")).is_whole
+
+
+def save_on(rank: int, root: Path, nodes: list[int], step: int, flush: Flush | None) -> None:
+    node = f"node-{nodes[rank]}"
+    with Manager(
+        root / "durable",
+        cache=root / node,
+        failure_domain=node,
+        redundancy=Xor(),
+        flush=flush,
+        keep_cached=None,
+        timeout_s=60,
+    ) as manager:
+        manager.save(step, {f"rank_{rank}": torch.full((5000,), rank + step)})
+
+
+def test_orders_of_more_nodes_than_are_left_are_divided_anew(tmp_path: Path) -> None:
+    on_gloo_ranks(3, save_on, tmp_path, [0, 1, 2], 1, None)
+    for node in (0, 2):
+        order(tmp_path, 1, "node-0", "node-1", "node-2", node=node)
+    shutil.rmtree(tmp_path / "node-1")
+    on_gloo_ranks(2, save_on, tmp_path, [2, 0], 2, BY_DAEMON)
+    wait_until(lambda: durable_steps(tmp_path) == [1, 2], "the step of three nodes is durable by two")
+    for step in (1, 2):
+        assert verify(str(tmp_path / f"durable/step-{step}")).is_whole
+    wait_until(
+        lambda: not [path for path in (tmp_path / "durable").iterdir() if path.name.startswith(".")],
+        "nothing unfinished is left",
+    )
 
 
 def test_a_foreground_save_fails_if_its_step_cannot_become_durable(tmp_path: Path) -> None:

@@ -237,8 +237,8 @@ class Daemon:
 
     def _find_task(self, order: flush_folder.FlushOrder) -> FlushTask:
         key = order.step, order.save_id
-        if key not in self._tasks:
-            # The task of an older save of this step is dropped: its order was replaced.
+        if key not in self._tasks or self._tasks[key].order != order:
+            # The task of an older save of this step, or of other nodes, is dropped: its order was replaced.
             self._tasks = {save: task for save, task in self._tasks.items() if save[0] != order.step}
             cache = self._open_storage(str(self._folder.cache))
             self._tasks[key] = FlushTask(order, cache, self._open_storage, self._journal, clock=self._clock)

@@ -25,7 +25,15 @@ from penstock.checkpoint.levels.flush.flush_task import retry_delay
 from penstock.checkpoint.levels.flush.flusher import FlushPhase, FlushState
 from penstock.checkpoint.manager.step_store import DurableStore
 from penstock.cluster.comm import Comm, all_gather_results
-from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, StorageError, Unavailable, WaitTimeout
+from penstock.errors import (
+    DataDamaged,
+    ObjectNotFound,
+    PenstockError,
+    RankFailed,
+    StorageError,
+    Unavailable,
+    WaitTimeout,
+)
 from penstock.storage.protocol import read_object
 from penstock.storage.uri import parse_uri
 
@@ -61,7 +69,10 @@ def find_orphans(nodes: Sequence[NodeOrders], num_nodes: Mapping[Save, int]) -> 
 
 
 class OrderRepair:
-    """Completes or removes orders that a kill left on some nodes only. The lead rank of each node acts."""
+    """Completes, divides anew or removes orders that a kill left on some nodes only, or whose nodes are gone.
+
+    The lead rank of each node acts.
+    """
 
     def __init__(
         self,
@@ -95,9 +106,50 @@ class OrderRepair:
             adopted = all_gather_results(
                 self._comm, partial(self._adopt, text, missing), awaiting="all nodes to look for their shares"
             )
-            if save in own_orders and (lost := missing - {node for node in adopted if node is not None}):
+            lost = missing - {node for node in adopted if node is not None}
+            if lost and not self._divide_anew(save, text) and save in own_orders:
                 logger.warning("Step %d cannot be flushed: nodes %s have lost it", save[0], sorted(lost))
                 self._folder.orders.remove(own_orders[save])
+
+    def _divide_anew(self, save: Save, text: str) -> bool:
+        """Order a step from the nodes that exist, if they have all of it or can rebuild it. Collective.
+
+        What was copied for other nodes is not copied again; a mark that says too much is taken back when the
+        step is published, because then each file is looked for.
+        """
+        name = step_dirname(save[0])
+        assessment = self._cache.assess(name)
+        if assessment.is_rebuildable:
+            try:
+                self._cache.repair(name, assessment)
+            except RankFailed as error:
+                logger.warning("%s could not be rebuilt: %s", name, error)
+                return False
+            assessment = self._cache.assess(name)
+        if not assessment.is_complete or assessment.save_id != save[1]:
+            return False
+        shares = [
+            [
+                flush_folder.OrderedFile(name=file.name, size_bytes=file.size_bytes)
+                for saved, holder in assessment.holders.items()
+                if holder in ranks
+                for file in assessment.files_of(saved)
+            ]
+            for ranks in self._cache.nodes
+        ]
+        own = next(number for number, ranks in enumerate(self._cache.nodes) if self._comm.rank in ranks)
+
+        def put() -> None:
+            order = flush_folder.read_order(text.encode(), "another node")
+            if self._cache.is_lead and shares[own]:
+                place = sum(bool(files) for files in shares[:own])
+                nodes = [files for files in shares if files]
+                self._folder.orders.put(order.model_copy(update={"node": place, "nodes": nodes}))
+            elif self._cache.is_lead:
+                self._folder.orders.remove(order)
+
+        all_gather_results(self._comm, put, awaiting=f"all nodes to order {name} anew")
+        return True
 
     def _list_orders(self) -> dict[Save, flush_folder.FlushOrder]:
         if not self._cache.is_lead:
@@ -121,6 +173,9 @@ class OrderRepair:
         if not self._cache.is_lead:
             return None
         order = flush_folder.read_order(text.encode(), "another node")
+        if any(save == (order.step, order.save_id) for save in self._list_orders()):
+            # A cache has one order for a step.
+            return None
         try:
             share = self._cache.node.find(order.name)
             manifest = read_object(share.storage, share.key(MANIFEST_NAME))
