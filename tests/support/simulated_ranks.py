@@ -34,15 +34,15 @@ class SimulatedRanks(Generic[Result]):
 
     size: int
     costs: list[RankCosts] = field(init=False)
-    inbox: list[list[list[bytes]]] | None = None
-    """By rank, what it received in each round; only kept if this is a list."""
+    inbox: dict[int, list[list[bytes]]] = field(default_factory=dict)
+    """What ranks received in each round; kept for the ranks that are in it."""
 
     def __post_init__(self) -> None:
         self.costs = [RankCosts() for _ in range(self.size)]
 
     def run(self, begin: Callable[[int], Rounds[Result]]) -> Iterator[tuple[int, Result]]:
         """The result of each rank as soon as it has one; an error of a rank is raised."""
-        mail: dict[tuple[int, int], deque[bytes]] = {}
+        mail: dict[tuple[int, int], list[bytes]] = {}
         waiting: dict[int, Round] = {}
         operations = {rank: begin(rank) for rank in range(self.size)}
         ready: deque[tuple[int, list[bytes] | None]] = deque((rank, None) for rank in range(self.size))
@@ -59,26 +59,28 @@ class SimulatedRanks(Generic[Result]):
                 self.costs[rank].cpu_s += time.process_time() - start_s
             for to, content in current.sends:
                 assert current.size_bytes in (None, len(content)), "a message has another size than announced"
-                mail.setdefault((rank, to), deque()).append(content)
-            waiting[rank] = current
-            for candidate in {rank, *(to for to, _ in current.sends)}:
+                mail.setdefault((rank, to), []).append(content)
+            received, touched = None, {rank, *(to for to, _ in current.sends)}
+            waiting[rank] = Round((), current.sources, current.size_bytes)
+            del current
+            for candidate in touched:
                 expected = waiting.get(candidate)
                 if expected and all(mail.get((source, candidate)) for source in expected.sources):
                     del waiting[candidate]
                     ready.append((candidate, self._take(candidate, expected, mail)))
         assert not operations, f"{len(operations)} ranks wait for messages that nobody sends"
 
-    def _take(self, rank: int, expected: Round, mail: dict[tuple[int, int], deque[bytes]]) -> list[bytes]:
+    def _take(self, rank: int, expected: Round, mail: dict[tuple[int, int], list[bytes]]) -> list[bytes]:
         received = []
         for source in expected.sources:
-            received.append(mail[source, rank].popleft())
+            received.append(mail[source, rank].pop(0))
             if not mail[source, rank]:
                 del mail[source, rank]
         costs = self.costs[rank]
         costs.received_bytes += sum(map(len, received))
         costs.num_received += len(received)
         costs.fan_in = max(costs.fan_in, len(received))
-        if self.inbox is not None:
+        if rank in self.inbox:
             self.inbox[rank].append(received)
         return received
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from penstock.errors import PenstockError
 from penstock.units import format_bytes, format_rate
@@ -18,8 +18,11 @@ from penstock.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.commit.protocol import Seal
+    from penstock.checkpoint.plan.shared_plan import Place
+    from penstock.checkpoint.saving.shared_description import Description, SpanReader
     from penstock.checkpoint.state.process_group import RankGroup
     from penstock.checkpoint.state.regions import Ints, Regions, TensorFacts
+    from penstock.cluster.rounds import Round, Rounds
     from penstock.progress import Progress
     from penstock.storage import Storage
 
@@ -184,6 +187,22 @@ class StagedSave(Protocol):
 
     def cancel(self) -> None:
         """Make `wait_staged` and `write_to` raise; nothing stays in flight. May be called twice."""
+
+
+@runtime_checkable
+class SupportsDescribing(Protocol):
+    """A `PreparedSave` whose ranks describe the checkpoint together: rank 0 need not hold all of it."""
+
+    def describe(self, place: Place, share: WrittenShare) -> Rounds[Description]:
+        """What this rank and rank 0 need for the description; an operation of all ranks."""
+
+    def seal_parts(
+        self,
+        description: Description,
+        facts: Mapping[str, object],
+        receive: Callable[[Round], list[bytes]],
+    ) -> SpanReader:
+        """On rank 0: the files that describe the checkpoint, part by part."""
 
 
 class PreparedSave(Protocol):

@@ -18,7 +18,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -71,6 +71,11 @@ class Comm(Protocol):
 
         A `PenstockError` that it raises is raised here; it has to raise one on all ranks or on none.
         """
+
+    def receiving(
+        self, *, awaiting: str, timeout_s: float | None = None
+    ) -> AbstractContextManager[Callable[[Round], list[bytes]]]:
+        """On one rank, while all others `carry` what it receives: a function that waits for one round."""
 
 
 class PendingTransfer(Protocol):
@@ -420,18 +425,31 @@ class BaseComm(ABC):
         """Carry the messages of an operation; its result on this rank."""
         carrying = _Carrying(rounds)
         carrying.advance(None)
-        if carrying.round is not None:
+        if self.size > 1:
             with self._collective(awaiting, timeout_s) as wait:
-                # Waits for single messages of gloo cannot be polled: a thread waits, and this one for it.
-                transfer = self._message_transfer()
-                thread = threading.Thread(
-                    target=carrying.run, args=(transfer, awaiting, wait.timeout_s), daemon=True
-                )
-                thread.start()
-                wait.until(carrying.is_over.is_set)
-                if carrying.broken is not None:
-                    raise carrying.broken
+                if carrying.round is not None:
+                    self._carry_from(carrying, wait)
         return carrying.result()
+
+    def _carry_from(self, carrying: "_Carrying[T]", wait: PollingWait) -> None:
+        # Waits for single messages of gloo cannot be polled: a thread waits, and this one for it.
+        arguments = (self._message_transfer(), wait.awaiting, wait.timeout_s)
+        threading.Thread(target=carrying.run, args=arguments, daemon=True).start()
+        wait.until(carrying.is_over.is_set)
+        if carrying.broken is not None:
+            raise carrying.broken
+
+    @contextmanager
+    def receiving(
+        self, *, awaiting: str, timeout_s: float | None = None
+    ) -> Iterator[Callable[[Round], list[bytes]]]:
+        """On one rank, while all others `carry` what it receives: a function that waits for one round.
+
+        An error raised within leaves the ranks out of step.
+        """
+        with self._collective(awaiting, timeout_s) as wait:
+            transfer = self._message_transfer()
+            yield lambda round_: move_messages(transfer, round_, awaiting=awaiting, timeout_s=wait.timeout_s)
 
     def _message_transfer(self) -> PointToPoint:
         """The transfer for `carry`, whose messages have the tag `CARRIED`."""

@@ -112,12 +112,14 @@ def all_equal(rank: int, size: int, own: bytes, *, is_known: bool = True) -> Rou
     ) == b"\1"
 
 
-def mask_of_all(rank: int, size: int, own: int) -> Rounds[int]:
-    """The bits that some rank has set, of 8."""
-    total = yield from combine(
-        rank, size, bytes([own]), lambda one, other: bytes([one[0] | other[0]]), sizes_bytes=(1, 1)
-    )
-    return total[0]
+def mask_of_all(rank: int, size: int, own: int, *, num_bytes: int = 1) -> Rounds[int]:
+    """The bits that some rank has set."""
+
+    def merge(one: bytes, other: bytes) -> bytes:
+        return (int.from_bytes(one) | int.from_bytes(other)).to_bytes(num_bytes)
+
+    total = yield from combine(rank, size, own.to_bytes(num_bytes), merge, sizes_bytes=(num_bytes, num_bytes))
+    return int.from_bytes(total)
 
 
 def largest_of_all(rank: int, size: int, own: Sequence[int]) -> Rounds[list[int]]:
@@ -131,18 +133,18 @@ def largest_of_all(rank: int, size: int, own: Sequence[int]) -> Rounds[list[int]
     return list(layout.unpack(total))
 
 
-def count_before(rank: int, size: int, own: int) -> Rounds[tuple[int, int]]:
-    """The sum of the numbers of all lower ranks, and that of all ranks."""
-    to_first = np.zeros(1, dtype=np.int64)
-    counts = yield from route(rank, size, to_first, np.array([[rank, own]]))
-    answers, ranks = np.zeros((0, 2), dtype=np.int64), to_first[:0]
+def count_before(rank: int, size: int, own: Sequence[int]) -> Rounds[list[tuple[int, int]]]:
+    """Of each number, the sum over all lower ranks, and that over all ranks."""
+    to_first, width = np.zeros(1, dtype=np.int64), len(own)
+    counts = yield from route(rank, size, to_first, np.array([[rank, *own]], dtype=np.int64))
+    answers, ranks = np.zeros((0, 2 * width), dtype=np.int64), to_first[:0]
     if rank == 0:
         counts = counts[np.argsort(counts[:, 0])]
-        ends, ranks = np.cumsum(counts[:, 1]), counts[:, 0]
-        answers = np.stack([ends - counts[:, 1], np.full(size, ends[-1])], axis=1)
+        ends, ranks = np.cumsum(counts[:, 1:], axis=0), counts[:, 0]
+        answers = np.concatenate([ends - counts[:, 1:], np.broadcast_to(ends[-1], ends.shape)], axis=1)
     answer = yield from route(rank, size, ranks, answers)
-    before, total = answer[0].tolist()
-    return before, total
+    sums: list[int] = answer[0].tolist()
+    return list(zip(sums[:width], sums[width:], strict=True))
 
 
 def route(rank: int, size: int, to: Ints, rows: Ints) -> Rounds[Ints]:
@@ -152,6 +154,7 @@ def route(rank: int, size: int, to: Ints, rows: Ints) -> Rounds[Ints]:
     has at most 63 neighbours in a hop, for any number of ranks.
     """
     table = np.concatenate([np.asarray(to)[:, None], rows], axis=1)
+    del to, rows
     step = 1
     while step < size:
         digit = (table[:, 0] - rank) % size // step % FAN_IN

@@ -135,9 +135,9 @@ def _operations_in_rounds_are_carried(comm: Comm) -> None:
         rounds.route(comm.rank, comm.size, numbers % comm.size, rows), awaiting="rows", timeout_s=LIMIT_S
     )
     assert (received[:, 1] % comm.size == comm.rank).all(), "a row is on the wrong rank"
-    total = comm.carry(
-        rounds.count_before(comm.rank, comm.size, len(received)), awaiting="a count", timeout_s=LIMIT_S
-    )[1]
+    ((_, total),) = comm.carry(
+        rounds.count_before(comm.rank, comm.size, [len(received)]), awaiting="a count", timeout_s=LIMIT_S
+    )
     expected = sum(len(range(0, BIG_BYTES // 8, rank + 1)) for rank in range(comm.size))
     assert total == expected, f"{total} of {expected} rows arrived"
     sick = comm.size - 1

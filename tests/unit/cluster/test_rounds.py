@@ -62,7 +62,7 @@ def test_ranks_learn_what_all_have_together(size: int) -> None:
             (yield from rounds.first_of_all(rank, size, b"%d" % rank if rank >= size // 2 else b"")),
             (yield from rounds.from_rank0(rank, size, b"from %d" % rank)),
         ]
-        before, total = yield from rounds.count_before(rank, size, rank)
+        ((before, total),) = yield from rounds.count_before(rank, size, [rank])
         assert before == rank * (rank - 1) // 2
         return [*return_values, total]
 

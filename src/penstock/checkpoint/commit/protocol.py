@@ -64,6 +64,28 @@ class Seal:
     sizes: Mapping[str, int]
     """Size by name of every data file of every rank: rank 0 must see exactly these."""
 
+    def manifest_parts(self) -> Iterator[bytes]:
+        """The content of the manifest, in order."""
+        return iter([self.manifest])
+
+    def metadata_parts(self) -> Iterator[bytes]:
+        """The content of `.metadata`; asked for after the manifest's."""
+        return iter([self.metadata])
+
+
+class SealParts(Protocol):
+    """A `Seal` whose files are written part by part, as they are put together."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """As in `Seal`."""
+
+    def manifest_parts(self) -> Iterator[bytes]:
+        """As in `Seal`."""
+
+    def metadata_parts(self) -> Iterator[bytes]:
+        """As in `Seal`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
@@ -135,7 +157,7 @@ class DraftStore(ABC):
         """
 
     @abstractmethod
-    def publish(self, draft: Draft, seal: Seal) -> Committed:
+    def publish(self, draft: Draft, seal: SealParts) -> Committed:
         """Check all files, write manifest and metadata, and make the checkpoint visible at once.
 
         An older checkpoint of that name is replaced and removed. On return, all of it survives a power cut.
@@ -164,13 +186,13 @@ class DraftStore(ABC):
     def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         """What a dead save may have left, each with a call that removes it if it is dead."""
 
-    def _write_seal(self, draft: Draft, seal: Seal, sizes: Mapping[str, int]) -> None:
+    def _write_seal(self, draft: Draft, seal: SealParts, sizes: Mapping[str, int]) -> None:
         """Check the files of a draft, whose `sizes` are as the storage lists them, and write the last two."""
         require_complete(sizes, seal.sizes, f"{self._storage.uri}/{draft.folder}")
         # `.metadata` comes last: without it, neither Penstock nor torch takes the folder for a checkpoint, so
         # a save killed at any earlier line leaves nothing that could be loaded.
-        write_object(self._storage, draft.key(MANIFEST_NAME), [seal.manifest])
-        write_object(self._storage, draft.key(METADATA_NAME), [seal.metadata])
+        write_object(self._storage, draft.key(MANIFEST_NAME), seal.manifest_parts())
+        write_object(self._storage, draft.key(METADATA_NAME), seal.metadata_parts())
 
     def _clear_up(self, draft: Draft, remove_older: Callable[[], None]) -> None:
         """Remove the older checkpoint and the lease. The save is committed: failures are left to a sweep."""
@@ -264,7 +286,7 @@ class FolderDraftStore(DraftStore):
         self._tree.make(draft.folder)
         return draft
 
-    def publish(self, draft: Draft, seal: Seal) -> Committed:
+    def publish(self, draft: Draft, seal: SealParts) -> Committed:
         """Check, seal and rename the draft, as the module describes."""
         sizes = {entry.name: entry.size_bytes for entry in self._tree.entries(draft.folder)}
         self._write_seal(draft, seal, sizes)

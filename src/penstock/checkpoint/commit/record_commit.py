@@ -43,7 +43,7 @@ class RecordDraftStore(protocol.DraftStore):
         self.renew(draft)
         return draft
 
-    def publish(self, draft: protocol.Draft, seal: protocol.Seal) -> protocol.Committed:
+    def publish(self, draft: protocol.Draft, seal: protocol.SealParts) -> protocol.Committed:
         """Check the files, write manifest and metadata, then the record."""
         prefix = f"{draft.folder}/"
         objects = self._storage.list(draft.folder)

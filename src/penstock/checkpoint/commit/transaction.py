@@ -12,15 +12,26 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.commit.protocol import LEASE_S, Committed, Draft, DraftStore, FolderDraftStore, Seal
+from penstock.checkpoint.commit.protocol import (
+    LEASE_S,
+    Committed,
+    Draft,
+    DraftStore,
+    FolderDraftStore,
+    Seal,
+    SealParts,
+)
 from penstock.checkpoint.commit.record_commit import RecordDraftStore
+from penstock.checkpoint.engine import SupportsDescribing
+from penstock.checkpoint.plan.shared_plan import Place
 from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks, run_on_rank0
+from penstock.cluster.rounds import FAN_IN
 from penstock.errors import PenstockError, StorageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access, require_conditional_writes
@@ -92,13 +103,22 @@ class SaveTransaction:
         Every rank's files must be finished. If this raises, the draft is gone, and an older checkpoint of
         this name is as it was.
         """
+        return self._commit(lambda: self._drafts.publish(self.draft, make_seal()))
+
+    def commit_parts(self, parts: AbstractContextManager[SealParts | None]) -> Committed:
+        """`commit` with a seal that rank 0 puts together within `parts`; others give None."""
+
+        def publish() -> Committed:
+            with parts as seal:
+                assert seal is not None, "rank 0 puts the seal together"
+                return self._drafts.publish(self.draft, seal)
+
+        return self._commit(publish)
+
+    def _commit(self, publish: Callable[[], Committed]) -> Committed:
         with ExitStack() as undo:
             undo.callback(self.abandon)
-            committed = run_on_rank0(
-                self._comm,
-                lambda: self._drafts.publish(self.draft, make_seal()),
-                awaiting=f"rank 0 to commit {self.draft.name}",
-            )
+            committed = run_on_rank0(self._comm, publish, awaiting=f"rank 0 to commit {self.draft.name}")
             self._end()
         return committed
 
@@ -183,6 +203,8 @@ def write_into(
     with ExitStack() as undo:
         undo.callback(staged.cancel)
         undo.callback(transaction.abandon)
+        awaiting = f"all ranks to write their files of {transaction.draft.name}"
+        all_facts = {**facts, "save_id": transaction.draft.save_id}
         share: WrittenShare | None = None
 
         def write() -> RankSaveStats:
@@ -190,21 +212,59 @@ def write_into(
             share = staged.write_to(transaction.data_storage, transaction.key, progress)
             return share.stats
 
-        awaiting = f"all ranks to write their files of {transaction.draft.name}"
-        # A process without other ranks raises its own error, not a `RankFailed`.
-        stats = (
-            [write()]
-            if comm.size == 1
-            else all_gather_results(comm, write, awaiting=awaiting, timeout_s=timeout_s)
-        )
-        assert share is not None, "writing gave a share or raised"
-        begin_s = time.monotonic()
-        # Offsets and checksums of a million items go to rank 0 alone, which seals; statistics go to all.
-        shares = comm.gather_on_rank0(share, awaiting="the checksums of all ranks")
-        all_facts = {**facts, "save_id": transaction.draft.save_id}
-        committed = transaction.commit(lambda: prepared.seal(shares, all_facts))
+        if comm.size >= FAN_IN and isinstance(prepared, SupportsDescribing):
+            run_on_all_ranks(comm, write, awaiting=awaiting, timeout_s=timeout_s)
+            assert share is not None, "writing gave a share or raised"
+            begin_s = time.monotonic()
+            committed, stats = _describe_and_commit(transaction, prepared, share, comm, all_facts)
+        else:
+            # A process without other ranks raises its own error, not a `RankFailed`.
+            stats = (
+                (write(),)
+                if comm.size == 1
+                else tuple(all_gather_results(comm, write, awaiting=awaiting, timeout_s=timeout_s))
+            )
+            assert share is not None, "writing gave a share or raised"
+            begin_s = time.monotonic()
+            # Few ranks: rank 0 may hear all of them at a time, which takes fewer messages.
+            shares = comm.gather_on_rank0(share, awaiting="the checksums of all ranks")
+            committed = transaction.commit(lambda: prepared.seal(shares, all_facts))
         undo.pop_all()
     return committed, tuple(replace(rank_stats, commit_s=time.monotonic() - begin_s) for rank_stats in stats)
+
+
+def _describe_and_commit(
+    transaction: SaveTransaction,
+    prepared: SupportsDescribing,
+    share: WrittenShare,
+    comm: Comm,
+    facts: Mapping[str, object],
+) -> tuple[Committed, tuple[RankSaveStats, ...]]:
+    """Let rank 0 write the description as it receives it from all ranks."""
+    described = comm.carry(
+        prepared.describe(Place(comm.rank, comm.size), share),
+        awaiting="all ranks to describe what they wrote",
+    )
+    awaiting = "rank 0 to write what describes the checkpoint"
+    if comm.rank != 0:
+        comm.carry(described.send_spans(), awaiting=awaiting)
+        return transaction.commit_parts(nullcontext()), described.stats
+
+    @contextmanager
+    def parts() -> Iterator[SealParts]:
+        failure: PenstockError | None = None
+        with comm.receiving(awaiting=awaiting) as receive:
+            reader = prepared.seal_parts(described, facts, receive)
+            try:
+                reader.survey()
+                yield reader
+            except PenstockError as error:
+                failure = error
+            reader.drain()
+        if failure is not None:
+            raise failure
+
+    return transaction.commit_parts(parts()), described.stats
 
 
 def stage_on_all_ranks(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> StagedSave:

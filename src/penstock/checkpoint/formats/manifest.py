@@ -76,7 +76,7 @@ def checksum_object(storage: Storage, key: str, progress: Callable[[int], None] 
 Fact = str | int | float | bool | None
 
 MANIFEST_VERSION: Final = 1
-_OPENING: Final = b'{"format":"penstock.checkpoint","xxh3_128":"'
+OPENING: Final = b'{"format":"penstock.checkpoint","xxh3_128":"'
 """Every manifest begins with this; the hexadecimal checksum of all other bytes follows."""
 _HEX: Final = 2 * SUM_BYTES
 
@@ -130,6 +130,14 @@ class Manifest:
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """The content of the file, with its own checksum."""
+    _, between, ending = manifest_frames(manifest, b"")
+    names, files = b",".join(map(name_text, manifest.names)), b",".join(map(file_text, manifest.files))
+    rest = manifest_head(manifest) + names + between + files + ending
+    return OPENING + checksum_of(OPENING, rest).hex().encode() + rest
+
+
+def manifest_head(manifest: Manifest) -> bytes:
+    """What stands between the file's own checksum and the names."""
     document = {
         "version": MANIFEST_VERSION,
         "step": manifest.step,
@@ -139,25 +147,39 @@ def manifest_bytes(manifest: Manifest) -> bytes:
         "mesh": dict(manifest.mesh),
         "facts": dict(manifest.facts),
         "metadata": {"size_bytes": manifest.metadata_bytes, "xxh3_128": manifest.metadata_sum.hex()},
-        "names": manifest.names,
-        "files": [
-            {
-                "name": file.name,
-                "size_bytes": file.size_bytes,
-                "items": {
-                    "name": file.item_name.tolist(),
-                    "offset": file.item_offset.tolist(),
-                    "size_bytes": file.item_bytes.tolist(),
-                    "payload_offset": file.payload_offset.tolist(),
-                    "xxh3_128": file.sums.hex(),
-                },
-            }
-            for file in manifest.files
-        ],
     }
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=True, check_circular=False)
-    rest = b'",' + text.encode()[1:] + b"\n"
-    return _OPENING + checksum_of(_OPENING, rest).hex().encode() + rest
+    return b'",' + _as_json(document)[1:-1] + b',"names":['
+
+
+def manifest_frames(manifest: Manifest, own_sum: bytes) -> tuple[bytes, bytes, bytes]:
+    """What stands before, between and after names and files; `own_sum` is hexadecimal, of all other bytes."""
+    return OPENING + own_sum + manifest_head(manifest), b'],"files":[', b"]}\n"
+
+
+def name_text(name: str) -> bytes:
+    """One of the names."""
+    return _as_json(name)
+
+
+def file_text(file: ManifestFile) -> bytes:
+    """One of the files."""
+    return _as_json(
+        {
+            "name": file.name,
+            "size_bytes": file.size_bytes,
+            "items": {
+                "name": file.item_name.tolist(),
+                "offset": file.item_offset.tolist(),
+                "size_bytes": file.item_bytes.tolist(),
+                "payload_offset": file.payload_offset.tolist(),
+                "xxh3_128": file.sums.hex(),
+            },
+        }
+    )
+
+
+def _as_json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, check_circular=False).encode()
 
 
 class _Strict(BaseModel):
@@ -226,9 +248,9 @@ def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manife
 
 
 def _check_own_sum(content: bytes, where: str) -> None:
-    end = len(_OPENING) + _HEX
-    stated = content[len(_OPENING) : end]
-    if not content.startswith(_OPENING) or stated != checksum_of(_OPENING, content[end:]).hex().encode():
+    end = len(OPENING) + _HEX
+    stated = content[len(OPENING) : end]
+    if not content.startswith(OPENING) or stated != checksum_of(OPENING, content[end:]).hex().encode():
         raise DataDamaged(
             "The manifest is not as it was written: its own checksum differs",
             where=where,

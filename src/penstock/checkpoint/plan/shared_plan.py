@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -99,11 +99,10 @@ def _number_tensors(
     place: Place, tensors: Sequence[TensorFacts], paths: Mapping[str, Path]
 ) -> Rounds[tuple[Numbers, Described]]:
     """The numbers of this rank's tensors, and those that it plans."""
-    own = tuple((facts, paths.get(facts.name, (facts.name,))) for facts in tensors)
     if (yield from rounds.all_equal(*place, digest_tensors(tensors))):
-        numbers = Numbers(np.arange(len(own)), len(own), place.size)
-        mine = numbers.planned_by(place.rank)
-        return numbers, own[mine.start : mine.stop]
+        numbers = Numbers(np.arange(len(tensors)), len(tensors), place.size)
+        return numbers, _with_paths((tensors[number] for number in numbers.planned_by(place.rank)), paths)
+    own = _with_paths(tensors, paths)
     words = [
         struct.unpack("<6i", xxhash.xxh3_128_digest(name) + xxhash.xxh3_64_digest(kind))
         for name, kind in (_identify(facts) for facts in tensors)
@@ -120,7 +119,7 @@ def _number_tensors(
     asked = np.stack([first[:, 7], np.full(len(first), place.rank), np.arange(len(first))], axis=1)
     firsts = yield from rounds.route(*place, first[:, 6], asked)
     firsts = firsts[np.argsort(firsts[:, 0], kind="stable")]
-    begin, total = yield from rounds.count_before(*place, len(firsts))
+    ((begin, total),) = yield from rounds.count_before(*place, [len(firsts)])
     given = begin + np.arange(len(firsts))
     told = yield from rounds.route(*place, firsts[:, 1], np.stack([firsts[:, 2], given], axis=1))
     number_of_name = told[np.argsort(told[:, 0]), 1]
@@ -131,6 +130,10 @@ def _number_tensors(
         place, numbers, {number: own[row] for number, row in zip(given.tolist(), firsts[:, 0], strict=True)}
     )
     return numbers, described
+
+
+def _with_paths(tensors: Iterable[TensorFacts], paths: Mapping[str, Path]) -> Described:
+    return tuple((facts, paths.get(facts.name, (facts.name,))) for facts in tensors)
 
 
 def _identify(facts: TensorFacts) -> tuple[bytes, bytes]:
@@ -234,8 +237,9 @@ def _let_plan(
     """Send this rank's regions to their planners; what it plans itself: the regions of `tensors`."""
     number = numbers.own[own.tensor]
     origin = np.stack([number, np.full(len(own), place.rank), np.arange(len(own))], axis=1)
-    table = np.concatenate([origin, own.offsets, own.sizes], axis=1)
-    table = yield from rounds.route(*place, numbers.planner(number), table)
+    table = yield from rounds.route(
+        *place, numbers.planner(number), np.concatenate([origin, own.offsets, own.sizes], axis=1)
+    )
     table = table[np.lexsort((table[:, 2], table[:, 1], table[:, 0]))]
     begin, width = numbers.planned_by(place.rank).start, own.num_dims
     regions = Regions(table[:, 0] - begin, table[:, 3 : 3 + width], table[:, 3 + width :])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast, get_args
 from weakref import WeakKeyDictionary
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import xxhash
 
+from penstock import __version__
 from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.engine import (
     NamePatterns,
@@ -39,13 +40,14 @@ from penstock.checkpoint.engine import (
 )
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, paused_garbage_collection
-from penstock.checkpoint.formats.manifest import Fact, build_manifest, manifest_bytes
+from penstock.checkpoint.formats.manifest import Fact, Manifest, build_manifest, manifest_bytes
 from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.plan import save_plan
 from penstock.checkpoint.plan.shared_objects import SharedObjects, names_of_objects, share_objects
-from penstock.checkpoint.plan.shared_plan import Path, Place, RankShare, digest_tensors, plan_share
+from penstock.checkpoint.plan.shared_plan import Numbers, Path, Place, RankShare, digest_tensors, plan_share
 from penstock.checkpoint.saving import file_layout
 from penstock.checkpoint.saving.replicas import compare_replicas
+from penstock.checkpoint.saving.shared_description import Description, SpanReader, describe
 from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
 from penstock.checkpoint.state.leaves import Leaf, expand_stateful, flatten_state, matches_pattern
 from penstock.checkpoint.state.regions import (
@@ -65,7 +67,7 @@ from penstock.checkpoint.state.tensors import (
 )
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
-from penstock.cluster.rounds import Rounds
+from penstock.cluster.rounds import Round, Rounds
 from penstock.errors import UsageError
 from penstock.storage.aligned import round_up
 
@@ -99,7 +101,7 @@ class _KeptPlan:
 class SavePlanCache:
     """Plans the saves of one communicator's ranks, and keeps the last few plans.
 
-    While nothing changes, ranks compare digests: no rank receives more than 36 bytes.
+    While nothing changes, ranks compare digests: no rank receives more than 51 bytes.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -239,6 +241,7 @@ class Saver:
             comm, lambda: self._share(agreed, paths, local_state, choice), awaiting=AWAITED
         )
         return TensorSave(
+            numbers=agreed.share.numbers,
             share=replace(share, compare_s=compare_s, plan_s=time.perf_counter() - start_s - compare_s),
             memory=self._memory,
             num_ranks=comm.size,
@@ -275,6 +278,7 @@ class Saver:
 class TensorSave:
     """A `PreparedSave` of tensors in this process."""
 
+    numbers: Numbers
     share: SaveShare
     memory: StagingMemory
     num_ranks: int
@@ -299,6 +303,37 @@ class TensorSave:
             timeout_s=self.timeout_s,
         )
 
+    def describe(self, place: Place, share: WrittenShare) -> Rounds[Description]:
+        """Make this rank's spans of the files that describe the checkpoint."""
+        return describe(place, share, self.numbers, self.transforms)
+
+    def seal_parts(
+        self,
+        description: Description,
+        facts: Mapping[str, object],
+        receive: Callable[[Round], list[bytes]],
+    ) -> SpanReader:
+        """On rank 0: metadata and manifest, put together from the spans of all ranks."""
+        save_id, step = str(facts.get("save_id", "")), facts.get("step")
+        manifest = Manifest(
+            step=step if isinstance(step, int) else None,
+            save_id=save_id,
+            written_by=f"penstock {__version__}",
+            world_size=self.num_ranks,
+            mesh=self.mesh,
+            facts=_named(facts),
+            metadata_bytes=0,
+            metadata_sum=b"",
+            names=(),
+            files=(),
+        )
+        return SpanReader(
+            description,
+            manifest,
+            DcpMetadata(index=index_written_files((), packed=False), save_id=save_id),
+            receive,
+        )
+
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: metadata and manifest of what all ranks have written."""
         # A million items make millions of short-lived objects, and collecting among them doubles the time.
@@ -310,7 +345,6 @@ class TensorSave:
         paths = {facts.name: path for share in shares for facts, path in share.contents.tensors}
         for share in shares:
             paths |= dict(each for objects in share.contents.objects for each in objects)
-        named = {key: cast("Fact", value) for key, value in facts.items() if key not in ("step", "save_id")}
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
         described = DcpMetadata(index=index, paths=paths, save_id=save_id)
         if self.transforms:
@@ -329,13 +363,18 @@ class TensorSave:
             save_id=save_id,
             world_size=self.num_ranks,
             mesh=self.mesh,
-            facts=named,
+            facts=_named(facts),
         )
         return Seal(
             manifest=manifest_bytes(manifest),
             metadata=metadata,
             sizes={file.name: file.size_bytes for share in shares for file in share.files},
         )
+
+
+def _named(facts: Mapping[str, object]) -> dict[str, Fact]:
+    """The facts without those that have fields of their own."""
+    return {key: cast("Fact", value) for key, value in facts.items() if key not in ("step", "save_id")}
 
 
 def index_written_files(shares: Sequence[WrittenShare], *, packed: bool) -> CheckpointIndex:

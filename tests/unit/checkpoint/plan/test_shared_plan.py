@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.simulated_ranks import simulate
 from tests.unit.checkpoint.plan.states import jobs
 
-from penstock.checkpoint.plan.save_plan import Holdings, SaveOptions, plan_save
+from penstock.checkpoint.plan.save_plan import Holdings, NotCovered, SaveOptions, plan_save
 from penstock.checkpoint.plan.shared_plan import Place, RankShare, plan_share
 from penstock.checkpoint.state.regions import Regions, TensorFacts
+from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,15 +68,60 @@ def jobs_of_own_lists(draw: st.DrawFn) -> list[Holdings]:
 
 
 @given(job=jobs(), min_cut_bytes=st.sampled_from([1, 16, 64 * 1024]))
-@settings(max_examples=150)
 def test_ranks_plan_together_what_one_would_plan_alone(job: list[Holdings], min_cut_bytes: int) -> None:
     assert_planned_alike(job, SaveOptions(min_cut_bytes=min_cut_bytes))
 
 
 @given(job=jobs_of_own_lists(), min_cut_bytes=st.sampled_from([1, 16]))
-@settings(max_examples=150)
 def test_ranks_that_list_different_tensors_plan_alike(job: list[Holdings], min_cut_bytes: int) -> None:
-    listed_somewhere = {facts.name for held in job for facts in held.tensors}
-    covered = {held.tensors[number].name for held in job for number in held.regions.tensor.tolist()}
-    if listed_somewhere == covered:
+    if all_are_held(job):
         assert_planned_alike(job, SaveOptions(min_cut_bytes=min_cut_bytes))
+
+
+def all_are_held(job: list[Holdings]) -> bool:
+    """Whether every tensor that a rank lists has a region on some rank: others are not covered."""
+    held = {each.tensors[number].name for each in job for number in each.regions.tensor.tolist()}
+    return held == {facts.name for each in job for facts in each.tensors}
+
+
+@pytest.mark.slow
+@given(job=st.one_of(jobs(), jobs_of_own_lists()), min_cut_bytes=st.sampled_from([1, 16, 64, 64 * 1024]))
+@settings(max_examples=1000, deadline=None)
+def test_a_thousand_random_layouts_are_planned_alike(job: list[Holdings], min_cut_bytes: int) -> None:
+    if all_are_held(job):
+        assert_planned_alike(job, SaveOptions(min_cut_bytes=min_cut_bytes))
+
+
+def meshes(size: int, num_tensors: int, random: np.random.Generator) -> list[Holdings]:
+    """Tensors that are sharded by rows over some of `size` ranks and replicated over the rest of a mesh."""
+    rows: list[list[tuple[int, tuple[int, int], tuple[int, int]]]] = [[] for _ in range(size)]
+    tensors = []
+    for number in range(num_tensors):
+        shards = int(random.choice([shards for shards in range(1, size + 1) if size % shards == 0]))
+        extent, columns = int(random.integers(0, 3 * shards)), int(random.integers(1, 9))
+        tensors.append(TensorFacts(f"t{number}", "float32", (extent, columns), 4))
+        for rank in range(size):
+            shard = rank % shards if number % 2 else rank // (size // shards)
+            begin, end = (extent * edge // shards for edge in (shard, shard + 1))
+            rows[rank].append((number, (begin, 0), (end - begin, columns)))
+    return [Holdings(tensors=tuple(tensors), regions=Regions.from_rows(each)) for each in rows]
+
+
+@pytest.mark.parametrize("size", [3, 66])
+def test_meshes_of_more_ranks_than_one_hop_serves_are_planned_alike(size: int) -> None:
+    job = meshes(size, 12, np.random.default_rng(size))
+    for min_cut_bytes in (1, 64):
+        assert_planned_alike(job, SaveOptions(min_cut_bytes=min_cut_bytes))
+
+
+def test_a_gap_and_a_disagreement_are_raised_as_by_one_planner() -> None:
+    job = meshes(5, 3, np.random.default_rng(1))
+    one = replace(job[0].tensors[1], shape=(99, job[0].tensors[1].shape[1]))
+    gap = [replace(held, tensors=(held.tensors[0], one, held.tensors[2])) for held in job]
+    other = [*job[:3], gap[3], job[4]]
+    for wrong in (gap, other):
+        with pytest.raises((NotCovered, UsageError)) as expected:
+            plan_save(wrong, SaveOptions())
+        with pytest.raises(type(expected.value)) as caught:
+            shares_of(wrong, SaveOptions())
+        assert str(caught.value) == str(expected.value)

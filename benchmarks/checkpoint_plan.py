@@ -1,0 +1,172 @@
+"""Planning a save among very many ranks: what it costs each of them, all simulated in one process.
+
+    python benchmarks/checkpoint_plan.py [ranks [tensors [replicas]]]      (16384 1000 1)
+
+Each rank runs its real code, and every message is counted. Those that receive most are run once more, each in
+a process of its own with the messages that it received, for the growth of its memory and its CPU seconds.
+Takes about ten minutes and 4 GiB for 16,384 ranks x 1,000 tensors.
+
+    python benchmarks/checkpoint_plan.py describe [ranks [tensors [folder]]]
+
+What rank 0 needs to write `.metadata` and the manifest of so many parts from the spans of all ranks, and what
+one of them needs to make its spans, which stand for those of all.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# For the simulated ranks, which the tests have, too.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+from tests.support.simulated_ranks import SimulatedRanks
+
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
+from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, file_text
+from penstock.checkpoint.formats.metadata_writing import MetadataWriting, SpanNumbers
+from penstock.checkpoint.plan.save_plan import Holdings, SaveOptions
+from penstock.checkpoint.plan.shared_plan import Place, RankShare, plan_share
+from penstock.checkpoint.saving.shared_description import Description, SpanReader
+from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions, TensorFacts
+from penstock.cluster import rounds
+from penstock.cluster.rounds import Rounds
+from penstock.storage.protocol import write_object
+from penstock.storage.uri import open_here
+
+ROWS, COLUMNS = 16_384, 1024
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def plan_on(rank: int, size: int, num_tensors: int, replicas: int) -> Rounds[RankShare]:
+    """One rank's part in the planning: tensors sharded by rows over size / replicas ranks."""
+    tensors = tuple(
+        TensorFacts(f"layers.{number}.weight", "float32", (ROWS, COLUMNS), 4) for number in range(num_tensors)
+    )
+    rows = ROWS * replicas // size
+    # As a state has them, but without memory of their own, of which the simulation has little.
+    offsets = np.broadcast_to(np.array([rank // replicas * rows, 0]), (num_tensors, 2))
+    sizes = np.broadcast_to(np.array([rows, COLUMNS]), (num_tensors, 2))
+    held = Holdings(tensors=tensors, regions=Regions(np.arange(num_tensors), offsets, sizes))
+    return plan_share(Place(rank, size), held, {}, SaveOptions())
+
+
+def replay(arguments: tuple[int, int, int, int], inbox: Sequence[list[bytes]]) -> tuple[float, float]:
+    """CPU seconds and MiB that one rank needs beyond those of its process, given what it received."""
+    start_s, start_bytes = time.process_time(), _resident_bytes()
+    most = start_bytes
+    operation = plan_on(*arguments)
+    try:
+        next(operation)
+        received = iter(inbox)
+        while True:
+            operation.send(next(received))
+            most = max(most, _resident_bytes())
+    except StopIteration:
+        most = max(most, _resident_bytes())
+    return time.process_time() - start_s, (most - start_bytes) / 2**20
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * _PAGE_BYTES
+
+
+def measure(size: int, num_tensors: int, replicas: int) -> None:
+    """Plan once with all ranks, and print what it cost them."""
+    watched = {number * size // num_tensors for number in (0, num_tensors // 2, num_tensors - 1)}
+    job = SimulatedRanks[RankShare](size, {rank: [] for rank in sorted(watched)})
+    num_parts = 0
+    gc.disable()
+    for _, share in job.run(lambda rank: plan_on(rank, size, num_tensors, replicas)):
+        num_parts += len(share.regions)
+    gc.enable()
+    print(f"{size:,} ranks x {num_tensors:,} tensors, {replicas} replica(s): {num_parts:,} parts written")
+    received = [cost.received_bytes for cost in job.costs]
+    cpu_s = [cost.cpu_s for cost in job.costs]
+    print(f"  received by a rank: median {statistics.median(received):,.0f}, most {max(received):,} bytes")
+    print(f"  messages at a time: {max(cost.fan_in for cost in job.costs)}")
+    print(f"  CPU of a rank, simulated: median {statistics.median(cpu_s):.4f}, most {max(cpu_s):.3f} s")
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
+        for rank, inbox in job.inbox.items():
+            took_s, grown_mib = processes.apply(replay, ((rank, size, num_tensors, replicas), inbox))
+            print(f"  rank {rank} alone in a process: {took_s:.3f} CPU s, {grown_mib:.1f} MiB more")
+    again = SimulatedRanks[bool](size)
+    assert all(same for _, same in again.run(lambda rank: rounds.all_equal(rank, size, bytes(24))))
+    print(f"  unchanged plan: {max(cost.received_bytes for cost in again.costs)} bytes received by a rank")
+
+
+def describe(size: int, num_tensors: int, folder: str) -> None:
+    """Write the description of tensors that are sharded over all ranks, from spans of their real sizes."""
+    writing = MetadataWriting(dtypes=("float32",), num_tensors=num_tensors, num_objects=0)
+    facts = TensorFacts("layers.0.weight", "float32", (ROWS, COLUMNS), 4)
+    rows = np.arange(size)
+    offsets = np.stack([rows * (ROWS // size), np.zeros(size, dtype=np.int64)], axis=1)
+    sizes = np.full((size, 2), (ROWS // size, COLUMNS))
+    regions = Regions(np.zeros(size, dtype=np.int64), offsets, sizes)
+    places = np.full(size, 123_456)
+    stored = StoredRegions(regions, rows, places, places, places, np.zeros(size, dtype=np.bool_))
+    start_s = time.process_time()
+    index = CheckpointIndex((facts,), stored, (), ())
+    paths: dict[str, tuple[str | int, ...]] = {facts.name: ("layers", 0, "weight")}
+    of_tensor = writing.spans(DcpMetadata(index=index, paths=paths), SpanNumbers())
+    made_s = time.process_time() - start_s
+    at = np.arange(num_tensors)
+    file = ManifestFile(
+        name="__12345_0.distcp",
+        size_bytes=1 << 30,
+        item_name=at,
+        item_offset=at * 65536,
+        item_bytes=at + 65536,
+        payload_offset=at * 65536,
+        sums=bytes(16 * num_tensors),
+    )
+    spans = (*of_tensor, b',"layers.0.weight"', b"", b"," + file_text(file))
+    is_planner = np.zeros(size, dtype=np.bool_)
+    is_planner[np.arange(num_tensors) * size // num_tensors] = True
+    lengths = np.where(is_planner[:, None], [list(map(len, spans))], 0)
+    lengths[:, -1] = len(spans[-1])
+    # Each receipt is a copy, as from a network.
+    reader = SpanReader(
+        Description(
+            Place(0, size), spans, is_small=False, stats=(), lengths=lengths, sizes={}, writing=writing
+        ),
+        Manifest(metadata_bytes=0, metadata_sum=b"", names=(), files=()),
+        DcpMetadata(index=CheckpointIndex((), stored.take(slice(0)), (), ())),
+        lambda round_: [bytes(bytearray(next(span for span in spans if len(span) == round_.size_bytes)))],
+    )
+    print(f"{size:,} ranks x {num_tensors:,} tensors: one tensor's spans take {made_s:.3f} CPU s")
+    start_s, start_bytes, begin_s = time.process_time(), _peak_bytes(), time.monotonic()
+    reader.survey()
+    with tempfile.TemporaryDirectory(dir=folder) as target:
+        storage = open_here(target)
+        for name, parts in (
+            ("penstock.json", reader.manifest_parts()),
+            (".metadata", reader.metadata_parts()),
+        ):
+            size_bytes = write_object(storage, name, parts).size_bytes
+            print(f"  {name}: {size_bytes / 2**20:,.0f} MiB")
+    took_s = time.process_time() - start_s
+    grown_mib = (_peak_bytes() - start_bytes) / 2**20
+    print(f"  rank 0: {took_s:.1f} CPU s, {time.monotonic() - begin_s:.1f} s, {grown_mib:.0f} MiB more")
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["describe"]:
+        words = sys.argv[2:] + ["16384", "1000", tempfile.gettempdir()][len(sys.argv) - 2 :]
+        describe(int(words[0]), int(words[1]), words[2])
+    else:
+        chosen = [int(argument) for argument in sys.argv[1:]]
+        measure(*(chosen + [16_384, 1000, 1][len(chosen) :]))

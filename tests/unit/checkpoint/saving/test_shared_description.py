@@ -1,0 +1,101 @@
+"""What all ranks describe together is what one would, whether rank 0 keeps it or reads it twice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from penstock.checkpoint.commit import transaction
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
+from penstock.checkpoint.commit.transaction import begin_save, write_into
+from penstock.checkpoint.engine import SaveChoice
+from penstock.checkpoint.formats.dcp_metadata import read_metadata
+from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.saving import shared_description
+from penstock.checkpoint.saving.saver import Saver
+from penstock.checkpoint.state.process_group import RankGroup
+from penstock.checkpoint.tools.verify import verify
+from penstock.errors import RankFailed, StorageError
+from penstock.storage.protocol import WrappedStorage
+from penstock.storage.uri import open_here
+from penstock.testing.rank_threads import ThreadComm, on_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.storage import Storage
+    from penstock.storage.protocol import Sink
+
+NUM_RANKS = 3
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    """Replicas, a tensor and objects of one rank, and objects that differ."""
+    state: dict[str, Any] = {
+        "model": {f"w{number}": torch.arange(number * 40.0).reshape(-1, 8) for number in range(6)},
+        "scalar": torch.tensor(1.5),
+        "step": 3,
+        "position": rank,
+    }
+    return state | ({"only": torch.ones(5, dtype=torch.int8)} if rank == 2 else {})
+
+
+def save(comm: ThreadComm, storage: Storage, transforms: tuple[str, ...] = ()) -> None:
+    saver = Saver(transforms=transforms)
+    prepared = saver.prepare(state_of(comm.rank), RankGroup(comm), SaveChoice())
+    staged = prepared.stage("commit")
+    write_into(begin_save(storage, "x", comm), prepared, staged, comm, facts={"step": 7}, timeout_s=60)
+    saver.close()
+
+
+@pytest.mark.parametrize("transforms", [(), ("stream.zstd/1",)], ids=["plain", "zstd"])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20], ids=["read twice", "kept"])
+def test_ranks_describe_together_what_one_would_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, transforms: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(shared_description, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(transaction, "FAN_IN", 2)
+    on_ranks(NUM_RANKS, lambda comm: save(comm, open_here(str(tmp_path)), transforms))
+    content = (tmp_path / "x" / METADATA_NAME).read_bytes()
+    manifest = read_manifest((tmp_path / "x" / MANIFEST_NAME).read_bytes(), "here")
+    described = read_metadata(content, "here")
+    assert [facts.name for facts in described.index.tensors] == [
+        *(f"model.w{number}" for number in range(6)),
+        "scalar",
+        "only",
+    ]
+    assert {stored.name for stored in described.index.objects} == {
+        *("step", "position", "position@rank1", "position@rank2"),
+    }
+    assert described.paths["model.w1"] == ("model", "w1")
+    assert (manifest.step, manifest.world_size, manifest.metadata_bytes) == (7, NUM_RANKS, len(content))
+    assert verify(str(tmp_path / "x")).damage == ()
+
+
+class BrokenStorage(WrappedStorage):
+    """Cannot create the metadata."""
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        if key.endswith(METADATA_NAME):
+            raise StorageError("the disk is full", uri=self.uri)
+        return super().create(key, size_bytes)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20], ids=["read twice", "kept"])
+def test_a_description_that_cannot_be_written_fails_on_all_ranks_and_leaves_them_in_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+) -> None:
+    monkeypatch.setattr(shared_description, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(transaction, "FAN_IN", 2)
+    storage = open_here(str(tmp_path))
+
+    def program(comm: ThreadComm) -> None:
+        with pytest.raises(RankFailed, match="the disk is full"):
+            save(comm, BrokenStorage(storage))
+        save(comm, storage)
+
+    on_ranks(NUM_RANKS, program)
+    assert verify(str(tmp_path / "x")).damage == ()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
