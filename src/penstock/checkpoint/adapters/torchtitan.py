@@ -107,7 +107,7 @@ class PenstockCheckpointManager(CheckpointManager):
         return self._waiters.submit(handle.result)
 
     def _find_load_step(self, folder: str = "") -> int:
-        if folder and folder != self.folder:
+        if folder:
             return int(super()._find_load_step(folder))
         latest = self._steps.latest()
         return -1 if latest is None else latest
