@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.page_checks import check_page
 from tests.support.submission.numbered_tree import valid_submission
 from tests.support.submission.timed_tree import valid_round
 
@@ -72,6 +73,10 @@ def test_the_page_of_verdicts_fits_its_screen_and_filters_as_one_asks(
     assert seen.answers["found"] == "fail structure.folders"
 
 
+def test_the_page_of_verdicts_can_be_read_by_all_and_on_paper(browser: Browser, verdicts: Path) -> None:
+    check_page(browser, verdicts)
+
+
 FIGURES: dict[str, str] = {
     **FRAME,
     "plots": "document.querySelectorAll('figure svg').length",
@@ -104,3 +109,7 @@ def test_the_page_of_figures_fits_its_screen_and_draws_every_value(
     assert (seen.answers["paper"], seen.answers["requests"]) == (paper, 0)
     assert (seen.answers["plots"], seen.answers["dots"]) == (7, 3 * 5 + 4 * 10)
     assert "336.7 samples/s" in seen.answers["outliers"]
+
+
+def test_the_page_of_figures_can_be_read_by_all_and_on_paper(browser: Browser, figures: Path) -> None:
+    check_page(browser, figures)

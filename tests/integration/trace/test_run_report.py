@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.page_checks import check_page
 from tests.support.trace_files import Writing, lines_of, make_events, write_trace
 
 from penstock.cli import main
@@ -204,6 +205,12 @@ def test_a_report_of_two_runs_fits_its_screen_and_each_run_keeps_its_colour(
     assert {name for name, _ in hues} == {"base", "new"}
     assert len(hues) == 2
     assert len({hue for _, hue in hues}) == 2
+
+
+def test_a_report_can_be_read_by_all_and_on_paper(browser: Browser, folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["trace", "report", str(folder / "base"), "-o", str(page)]) == 0
+    check_page(browser, page)
 
 
 @pytest.mark.parametrize(("width", "dark", "paper"), SCREENS)

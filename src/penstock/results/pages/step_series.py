@@ -152,7 +152,7 @@ def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
 
     The first steps of each epoch, those up to `first`, wait for the loader to fill, and do not count.
     """
-    keys, at_s, waited_s, took_s = _longest_waits(steps, first)
+    keys, at_s, waited_s, took_s = _usual_waits(steps, first)
     split = best_split(waited_s)
     if split is None:
         return None
@@ -164,8 +164,11 @@ def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
     return WaitShift(at_s=float(at_s[split]), epoch=epoch, step=step, before_s=before_s, after_s=after_s)
 
 
-def _longest_waits(steps: RunSteps, first: int) -> tuple[NDArray[np.int64], Numbers, Numbers, Numbers]:
-    """Of each training step: its key, when it began, the longest wait of any rank, and how long it took."""
+def _usual_waits(steps: RunSteps, first: int) -> tuple[NDArray[np.int64], Numbers, Numbers, Numbers]:
+    """Of each training step: its key, when it began, the wait of the median rank, and how long it took.
+
+    One rank that is slower than the others has a sentence of its own, and must not look like a change.
+    """
     kept = [
         (rank, (rank.steps["phase"] == StepPhase.TRAIN) & (rank.steps["step"] > first))
         for rank in steps.ranks
@@ -174,12 +177,10 @@ def _longest_waits(steps: RunSteps, first: int) -> tuple[NDArray[np.int64], Numb
     begins = np.concatenate([rank.at_s("start_ns")[some] for rank, some in kept])
     ends = np.concatenate([rank.at_s("barrier_ns")[some] for rank, some in kept])
     waited = np.concatenate([wait_ns(rank.steps)[some] / 1e9 for rank, some in kept])
-    unique, group = np.unique(keys, return_inverse=True)
-    longest, began, took = np.zeros(len(unique)), np.full(len(unique), np.inf), np.zeros(len(unique))
-    np.maximum.at(longest, group, waited)
-    np.minimum.at(began, group, begins)
-    np.maximum.at(took, group, ends - begins)
-    return unique, began, longest, took
+    by_wait = np.lexsort((waited, keys))
+    unique, starts, counts = np.unique(keys[by_wait], return_index=True, return_counts=True)
+    median = by_wait[starts + (counts - 1) // 2]
+    return unique, begins[median], waited[median], (ends - begins)[median]
 
 
 def best_split(values: Numbers) -> int | None:

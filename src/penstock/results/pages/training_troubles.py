@@ -59,14 +59,22 @@ class TrainingEvidence:
 
 def find_troubles(evidence: TrainingEvidence) -> list[Trouble]:
     """All that stands out."""
+    of_one, of_all = list(_slow_rank(evidence)), list(_too_few_readers(evidence))
     return [
         *_from_memory(evidence),
         *_client_too_slow(evidence),
-        *_slow_rank(evidence),
+        *([*of_all, *of_one] if _all_wait(evidence) else [*of_one, *of_all]),
         *_slower_from_then_on(evidence),
-        *_too_few_readers(evidence),
         *_no_processor_left(evidence),
     ]
+
+
+def _all_wait(evidence: TrainingEvidence) -> bool:
+    """Whether the fastest rank waits longer than the slowest rank waits beyond that."""
+    if evidence.times is None:
+        return False
+    waits = evidence.times.skew["wait"]
+    return waits.fastest_s > waits.slowest_s - waits.fastest_s
 
 
 def _from_memory(evidence: TrainingEvidence) -> Iterator[Trouble]:
@@ -154,8 +162,13 @@ def _too_few_readers(evidence: TrainingEvidence) -> Iterator[Trouble]:
 
 
 def _no_processor_left(evidence: TrainingEvidence) -> Iterator[Trouble]:
-    share = evidence.cpu_busy_share
-    # The emulated computation keeps cores busy, too: in a run that passed that is no trouble.
+    share, times = evidence.cpu_busy_share, evidence.times
+    if (
+        times is None
+        or times.shares.wait + times.shares.held_up > times.shares.barrier + times.shares.harness
+    ):
+        return
+    # The emulated computation keeps cores busy, too: that is trouble only where it is what ranks wait for.
     if share is not None and share >= BUSY and not evidence.passed:
         yield Trouble(
             "processors",
