@@ -146,7 +146,13 @@ def export(options: _ExportOptions, terminal: Terminal) -> None:
         out, options.traces.files, kind="an earlier export of traces", is_kind=is_export
     )
     with options.traces.open(terminal) as traces, terminal.progress() as progress:
-        events = view_events(traces.connection, traces.relation, dimensions, is_ordered=traces.is_ordered)
+        events = view_events(
+            traces.connection,
+            traces.relation,
+            dimensions,
+            is_ordered=traces.is_ordered,
+            ordered=traces.ordered,
+        )
         num_events = export_perfetto(events, out, progress=progress)
     document = {"file": str(out), "num_events": num_events, "size_bytes": out.stat().st_size}
     terminal.result(document, [f"{out}: {num_events:,} events"])

@@ -230,7 +230,13 @@ class QuestionOptions(DimensionOptions):
         dimensions = self.dimensions()
         with self.traces.open(terminal) as traces:
             answers = question(
-                view_events(traces.connection, traces.relation, dimensions, is_ordered=traces.is_ordered)
+                view_events(
+                    traces.connection,
+                    traces.relation,
+                    dimensions,
+                    is_ordered=traces.is_ordered,
+                    ordered=traces.ordered,
+                )
             )
             _print_answers(answers, self.form, terminal, traces.mismatches())
 

@@ -94,6 +94,7 @@ class TraceRun:
             self._opened.relation,
             self._dimensions,
             is_ordered=self._opened.is_ordered,
+            ordered=self._opened.ordered,
         )
 
     @property

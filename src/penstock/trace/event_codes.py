@@ -7,57 +7,75 @@ and two arrays give the group and the sets of each code.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.trace.event_schema import COLUMNS
+from penstock.trace.event_cells import INTEGERS, TEXTS, find_cells, find_key_columns
+from penstock.trace.ordered_events import MISSING, Part, split_part
 
 if TYPE_CHECKING:
     from penstock.trace.questions.events_view import EventsView
 
 Key = tuple[Any, ...]
+Batch = tuple[npt.NDArray[Any], ...]
 
-_INTEGERS: Final = frozenset(("kind_id", "path_id", "rank", "pid", "tid"))
-_TEXTS: Final = frozenset(("run", "host", "file"))
-"""Columns that mostly follow from the others: a process has one host."""
-_KNOWN: Final = frozenset((*(column.name for column in COLUMNS), "tier", "file_class", "phase", *_INTEGERS))
+BATCH_ROWS: Final = 1 << 15
+"""As many events as a cache holds."""
+
 _MOST_CODES: Final = 1 << 22
 _MOST_COMBINATIONS: Final = 1 << 17
-_TEXT_LITERAL: Final = re.compile(r"'(?:[^']|'')*'")
-_IDENTIFIER: Final = re.compile(r"[a-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
 class EventCodes:
-    """A query for the codes, starts and ends of all events, and what each code stands for.
+    """How to read the codes, starts and ends of all events, and what each code stands for.
 
     Events of no set have the group behind the last one.
     """
 
-    query: str
     groups: Sequence[Key]
     group_of: npt.NDArray[np.int32]
     sets_of: npt.NDArray[np.int32]
+    ranges: Sequence[_Range]
 
-    def read(self, events: EventsView, batch_rows: int) -> Iterator[tuple[npt.NDArray[Any], ...]]:
-        """Batches of the groups, sets, starts and ends of events."""
-        for batch in events.connection.sql(self.query).to_arrow_reader(batch_rows):
-            codes, starts, ends = (batch.column(place).to_numpy() for place in range(3))
-            yield self.group_of[codes], self.sets_of[codes], starts, ends
+    def batches(self, events: EventsView) -> Iterator[Callable[[], Iterator[Batch]]]:
+        """A function for each part of the events, whose batches are groups, sets, starts and ends."""
+        names = [*(one.name for one in self.ranges), "ts_us", "end_us"]
+        if events.ordered is not None:
+            return (partial(self._read, part) for part in events.ordered.parts(names))
+        return (partial(self._split, part) for part in self._ask(events, names))
+
+    def _ask(self, events: EventsView, names: Sequence[str]) -> Iterator[Part]:
+        selected = [f"coalesce({one.name}, {MISSING}) AS {one.name}" for one in self.ranges]
+        query = f"SELECT {', '.join([*selected, 'ts_us', 'end_us'])} FROM {events.relations.source}"
+        for batch in events.connection.sql(query).to_arrow_reader(BATCH_ROWS):
+            yield {name: batch.column(place).to_numpy() for place, name in enumerate(names)}
+
+    def _read(self, read: Callable[[], Part]) -> Iterator[Batch]:
+        return self._split(read())
+
+    def _split(self, part: Part) -> Iterator[Batch]:
+        for piece in split_part(part, BATCH_ROWS):
+            codes: npt.NDArray[Any] = np.zeros(len(piece["ts_us"]), dtype=np.int64)
+            for number, one in enumerate(self.ranges):
+                places = one.places(piece[one.name])
+                codes = codes * one.size + places if number else places
+            yield self.group_of[codes], self.sets_of[codes], piece["ts_us"], piece["end_us"]
 
 
 def code_events(events: EventsView, by: Sequence[str], sets: Sequence[str]) -> EventCodes | None:
     """Codes for events by group and sets; None if these do not follow from a few integer columns."""
-    columns = _find_columns(events.relations.keys, (*by, *sets, *events.conditions))
-    if columns is None:
+    columns = find_key_columns(events.relations.keys, (*by, *sets, *events.conditions))
+    cells = find_cells(events, (*by, *sets))
+    if columns is None or cells is None:
         return None
-    integers, texts = sorted(columns & _INTEGERS), sorted(columns & _TEXTS)
+    integers, texts = sorted(columns & INTEGERS), sorted(columns & TEXTS)
     # All events have a code, because a scan that filters takes longer than one that does not.
     of_all = "".join(f"({one}) AND " for one in events.conditions)
     members = " + ".join(
@@ -65,7 +83,7 @@ def code_events(events: EventsView, by: Sequence[str], sets: Sequence[str]) -> E
     )
     keyed = [*integers, *texts]
     selected = [*keyed, f"any_value({members})", *(f"any_value({key})" for key in by)]
-    rows = replace(events, conditions=()).ask(f"""
+    rows = replace(cells, conditions=()).ask(f"""
         SELECT {", ".join(selected)} FROM {{events}}
         {"GROUP BY " + ", ".join(keyed) if keyed else "HAVING count(*) > 0"}
         LIMIT {_MOST_COMBINATIONS + 1}""")
@@ -81,14 +99,7 @@ def code_events(events: EventsView, by: Sequence[str], sets: Sequence[str]) -> E
     ranges = [_Range.of(name, [key[place] for key in meanings]) for place, name in enumerate(integers)]
     if prod(one.size for one in ranges) > _MOST_CODES:
         return None
-    return _build_codes(events.relations.source, meanings, ranges)
-
-
-def _find_columns(keys: Mapping[str, str], texts: Sequence[str]) -> frozenset[str] | None:
-    """The columns that these expressions depend on; None if a code cannot hold one of them."""
-    names = {name for text in texts for name in _IDENTIFIER.findall(_TEXT_LITERAL.sub("", text).lower())}
-    columns = {keys.get(name, name) for name in names & _KNOWN}
-    return frozenset(columns) if columns <= _INTEGERS | _TEXTS else None
+    return _build_codes(meanings, ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +120,16 @@ class _Range:
         """The place of a value within the range."""
         return 0 if value is None else value - self.lowest + 1
 
+    def places(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The places of a column's values."""
+        if self.size == 1:
+            return np.zeros(len(values), dtype=np.int64)
+        # What is missing is far below.
+        places: npt.NDArray[Any] = np.maximum(values - (self.lowest - 1), 0)
+        return places
 
-def _build_codes(
-    source: str, meanings: Mapping[Key, tuple[int, Key | None]], ranges: Sequence[_Range]
-) -> EventCodes:
+
+def _build_codes(meanings: Mapping[Key, tuple[int, Key | None]], ranges: Sequence[_Range]) -> EventCodes:
     groups = list(dict.fromkeys(group for _, group in meanings.values() if group is not None))
     number_of: dict[Key | None, int] = {group: number for number, group in enumerate(groups)}
     number_of[None] = len(groups)
@@ -123,7 +140,4 @@ def _build_codes(
         for value, one in zip(key, ranges, strict=True):
             code = code * one.size + one.place(value)
         group_of[code], sets_of[code] = number_of[group], sets
-    code_sql = "0"
-    for one in ranges:
-        code_sql = f"({code_sql} * {one.size} + coalesce({one.name} - {one.lowest} + 1, 0))"
-    return EventCodes(f"SELECT ({code_sql})::INTEGER, ts_us, end_us FROM {source}", groups, group_of, sets_of)
+    return EventCodes(groups, group_of, sets_of, ranges)

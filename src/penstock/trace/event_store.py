@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.trace.reading.block_arguments import find_distinct
 from penstock.trace.reading.event_batch import BATCH_SCHEMA, FEW_ROWS
 
 Numbers = npt.NDArray[np.int64]
@@ -154,9 +155,15 @@ class EventStore:
         return pa.table(columns)
 
     def _in_order_of_files(self) -> pa.Table:
-        pending = [table for _, _, table in sorted(self._pending, key=lambda part: part[:2])]
+        self._pending.sort(key=lambda part: part[:2])
+        pending = [dict(zip(table.column_names, table.columns, strict=True)) for _, _, table in self._pending]
         self._pending, self._num_pending = [], 0
-        return pa.concat_tables(pending).unify_dictionaries().combine_chunks()
+        # Column by column, so that no more than one of them is in memory twice.
+        columns = {}
+        for name in list(pending[0]):
+            chunks = [chunk for table in pending for chunk in table.pop(name).chunks]
+            columns[name] = pa.chunked_array(chunks).unify_dictionaries().combine_chunks()
+        return pa.table(columns)
 
     def _sort_pending(self, slice_rows: int) -> Iterator[pa.Table]:
         if not self._pending:
@@ -250,7 +257,7 @@ def _number_tuples(
         codes = codes * len(values) + own
         num_codes *= len(values)
         parts.append((values, len(values)))
-    known, places = _find_distinct(codes, num_codes)
+    known, places = find_distinct(codes, num_codes)
     numbers = []
     for code in known.tolist():
         rest, values_of_code = code, []
@@ -259,16 +266,6 @@ def _number_tuples(
             values_of_code.append(values[place])
         numbers.append(numbering.number(tuple(reversed(values_of_code))))
     return pa.array(np.array(numbers, dtype=np.int32)[places])
-
-
-def _find_distinct(codes: Numbers, num_codes: int) -> tuple[Numbers, Numbers]:
-    """The distinct codes, in order, and each code's place among them."""
-    if num_codes > len(codes):
-        return np.unique(codes, return_inverse=True)
-    known = np.flatnonzero(np.bincount(codes, minlength=num_codes))
-    place_of = np.zeros(num_codes, dtype=np.int64)
-    place_of[known] = np.arange(len(known))
-    return known, place_of[codes]
 
 
 _MANY: Final = 4096

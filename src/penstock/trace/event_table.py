@@ -205,9 +205,16 @@ def _write_table(store: EventStore, path: Path, facts: EventTableFacts, progress
         compression="zstd",
         compression_level=1,
     ) as writer:
-        for table in store.tables():
-            writer.write_table(table.cast(TABLE_SCHEMA))
-            progress.advance(table.num_rows)
+        # One thread sorts and names the next events while another compresses these.
+        with ThreadPoolExecutor(1, "table") as pool:
+            writing: Future[None] | None = None
+            for table in store.tables():
+                if writing is not None:
+                    writing.result()
+                writing = pool.submit(writer.write_table, table.cast(TABLE_SCHEMA))
+                progress.advance(table.num_rows)
+            if writing is not None:
+                writing.result()
         writer.add_key_value_metadata({_KEY: _serialize_facts(facts)})
 
 

@@ -10,20 +10,23 @@ same inside of larger queries, at several times the cost.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.trace.event_codes import code_events
+from penstock.trace.event_cells import add_up
+from penstock.trace.event_codes import BATCH_ROWS, Batch, code_events
 
 if TYPE_CHECKING:
     from penstock.trace.questions.events_view import EventsView
 
-_BATCH_ROWS: Final = 1 << 15
+_MOST_THREADS: Final = 4
 _NEVER: Final = np.iinfo(np.int64).min
 
 Numbers = npt.NDArray[np.int64]
@@ -59,10 +62,16 @@ NO_TIME: Final = UnionTimes(0, 0, 0)
 def measure_groups(
     events: EventsView, by: Sequence[str], *, where: str, extra: Sequence[str] = ()
 ) -> list[tuple[Any, ...]]:
-    """Rows of `by`, num_events, sum_us, union_us, concurrency, and the SQL aggregates `extra`."""
+    """Rows of `by`, num_events, sum_us, union_us, concurrency, and the SQL aggregates `extra`.
+
+    Those are of sums of events: `max(longest_us)`, `sum(size_bytes)`, see `event_cells`.
+    """
     grouping = f"GROUP BY {', '.join(by)}" if by else ""
-    selected = ", ".join([*by, "count(*)", "coalesce(sum(dur_us), 0)::BIGINT", *extra])
-    counts = events.ask(f"SELECT {selected} FROM {{events}} WHERE {where} {grouping}")
+    selected = ", ".join(
+        [*by, "coalesce(sum(num_events), 0)::BIGINT", "coalesce(sum(sum_us), 0)::BIGINT", *extra]
+    )
+    cells = add_up(events, (*by, where), extra)
+    counts = cells.ask(f"SELECT {selected} FROM {{events}} WHERE {where} {grouping}")
     unions = union_times(events, by, where)
     width = len(by)
     rows = []
@@ -116,7 +125,7 @@ def _sweep(
     codes = code_events(events, by, sets) if events.is_ordered else None
     if codes is not None:
         sweep = make(codes.groups)
-        if sweep.add_all(codes.read(events, _BATCH_ROWS)):
+        if sweep.add_all(codes.batches(events), lambda read: read()):
             return codes.groups, sweep
     groups, batches = _read_sorted(events, by, sets)
     sweep = make(groups)
@@ -144,7 +153,7 @@ def _read_sorted(
     )
     return groups, (
         tuple(batch.column(place).to_numpy() for place in range(4))
-        for batch in events.read(query, _BATCH_ROWS)
+        for batch in events.read(query, BATCH_ROWS)
     )
 
 
@@ -158,8 +167,57 @@ def _store_groups(events: EventsView, by: Sequence[str], where: str) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What the events of one set add to the union of each group.
+
+    These are pieces of time, some empty, none of which overlaps another of its group. Those of a group stand
+    together, in order.
+    """
+
+    number: int
+    codes: Numbers
+    firsts: Numbers
+    begins: Numbers
+    ends: Numbers
+    sums: Any
+
+    def cut_before(self, reach: Numbers) -> Iterator[tuple[Numbers, Numbers, Numbers]]:
+        """Groups, begins and ends of the parts of pieces that lie before what each group has reached."""
+        lasts = np.append(self.firsts[1:], len(self.codes))
+        places = self.firsts
+        for _ in range(_SHORT_OVERLAP):
+            is_before = (places < lasts) & (self.begins[np.minimum(places, len(self.codes) - 1)] < reach)
+            places, lasts, reach = places[is_before], lasts[is_before], reach[is_before]
+            if not len(places):
+                return
+            yield self.codes[places], self.begins[places], np.minimum(self.ends[places], reach)
+            places = places + 1
+        for place, last, reached in zip(places.tolist(), lasts.tolist(), reach.tolist(), strict=True):
+            stop = place + int(np.searchsorted(self.begins[place:last], reached))
+            if stop > place:
+                ends = np.minimum(self.ends[place:stop], reached)
+                yield self.codes[place:stop], self.begins[place:stop], ends
+
+
+_SHORT_OVERLAP: Final = 8
+"""Pieces of a group that are cut together with those of other groups; more are cut group by group."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A batch without regard to what came before it."""
+
+    pieces: Sequence[_Pieces]
+    first_us: int
+    last_us: int
+
+
 class _Sweep:
-    """Adds up unions of sets of events by group, batch by batch in the order of time."""
+    """Adds up unions of sets of events by group, batch by batch in the order of time.
+
+    Threads measure batches side by side; added one after another, a batch loses what earlier events cover.
+    """
 
     def __init__(self, num_groups: int, num_sets: int) -> None:
         self.total = np.zeros((num_groups, num_sets), dtype=np.int64)
@@ -168,57 +226,78 @@ class _Sweep:
         # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
         self._code_type = np.int16 if num_groups < 1 << 15 else np.int32
 
-    def add_all(self, batches: Iterator[tuple[Numbers, ...]]) -> bool:
-        """Add groups, sets, starts and ends of events; False, and no sum holds, if they are not in order."""
+    def add_all(
+        self, parts: Iterable[Any], read: Callable[[Any], Iterable[Batch]] = lambda part: [part]
+    ) -> bool:
+        """Add batches of groups, sets, starts and ends, which `read` gives of each part.
+
+        False, and no sum holds, if events are not in order.
+        """
         last_us = _NEVER
-        for codes, members, starts, ends in batches:
-            if starts[0] < last_us or np.any(starts[1:] < starts[:-1]):
-                return False
-            last_us = int(starts[-1])
-            self.add(codes, members, starts, ends)
+        for measured in _map_side_by_side(lambda part: list(map(self._measure, read(part))), parts):
+            for batch in measured:
+                if batch is None or batch.first_us < last_us:
+                    return False
+                last_us = batch.last_us
+                self._add_measured(batch)
         return True
 
     def add(self, codes: Numbers, members: Numbers, starts: Numbers, ends: Numbers) -> None:
         """Add events in the order of their starts; `members` has a bit for each set."""
+        self.add_all([(codes, members, starts, ends)])
+
+    def _measure(self, batch: Batch) -> _Measured | None:
+        """The pieces of a batch; None if its events are not in order."""
+        codes, members, starts, ends = batch
+        if np.any(starts[1:] < starts[:-1]):
+            return None
+        first_us, last_us = int(starts[0]), int(starts[-1])
         num_groups, num_sets = self.total.shape
         if num_groups > 1:
             order = np.argsort(codes.astype(self._code_type), kind="stable")
             codes, starts, ends = codes[order], starts[order], ends[order]
             members = members[order] if num_sets > 1 else members
         if num_sets == 1:
-            self._add_set(0, codes, starts, ends)
-            return
+            return _Measured([self._measure_set(0, codes, starts, ends)], first_us, last_us)
+        pieces = []
         for number in range(num_sets):
             is_member = (members >> number) & 1
             if is_member.all():
-                self._add_set(number, codes, starts, ends)
+                pieces.append(self._measure_set(number, codes, starts, ends))
             elif is_member.any():
                 chosen = np.flatnonzero(is_member)
-                self._add_set(number, codes[chosen], starts[chosen], ends[chosen])
+                pieces.append(self._measure_set(number, codes[chosen], starts[chosen], ends[chosen]))
+        return _Measured(pieces, first_us, last_us)
 
-    def _add_set(self, number: int, codes: Numbers, starts: Numbers, ends: Numbers) -> None:
-        """Add events of one set; those of a group stand together."""
-        reach = self._reach[number]
+    def _measure_set(self, number: int, codes: Numbers, starts: Numbers, ends: Numbers) -> _Pieces:
+        """The pieces of events of one set; those of a group stand together."""
         firsts = np.zeros(1, dtype=np.int64)
-        if len(reach) > 1:
+        if len(self.total) > 1:
             firsts = np.concatenate((firsts, np.flatnonzero(codes[1:] != codes[:-1]) + 1))
-        groups = codes[firsts]
-        # What earlier batches reached counts as the end of a group's first event.
-        ends = ends.copy()
-        ends[firsts] = np.maximum(ends[firsts], reach[groups])
-        before = np.empty_like(ends)
         furthest = _running_max(ends, firsts)
-        before[1:] = furthest[:-1]
-        before[firsts] = reach[groups]
-        begins = np.maximum(starts, before, out=before)
-        self._add_pieces(number, codes, firsts, begins, furthest)
-        reach[groups] = furthest[np.append(firsts[1:], len(ends)) - 1]
+        begins = np.empty_like(furthest)
+        np.maximum(starts[1:], furthest[:-1], out=begins[1:])
+        begins[firsts] = starts[firsts]
+        return _Pieces(number, codes, firsts, begins, furthest, self._sum(codes, firsts, begins, furthest))
 
-    def _add_pieces(
-        self, number: int, codes: Numbers, firsts: Numbers, begins: Numbers, ends: Numbers
-    ) -> None:
-        """Add pieces of time, some of them empty, none of which overlaps another of its group."""
-        self.total[codes[firsts], number] += np.add.reduceat(ends - begins, firsts)
+    def _add_measured(self, batch: _Measured) -> None:
+        for pieces in batch.pieces:
+            reach, groups = self._reach[pieces.number], pieces.codes[pieces.firsts]
+            self._take(pieces.number, pieces.sums, 1)
+            for codes, begins, ends in pieces.cut_before(reach[groups]):
+                firsts = np.flatnonzero(np.append(True, codes[1:] != codes[:-1]))
+                self._take(pieces.number, self._sum(codes, firsts, begins, ends), -1)
+            lasts = np.append(pieces.firsts[1:], len(pieces.codes)) - 1
+            reach[groups] = np.maximum(reach[groups], pieces.ends[lasts])
+
+    def _sum(self, codes: Numbers, firsts: Numbers, begins: Numbers, ends: Numbers) -> Any:
+        """The lengths of pieces by group."""
+        return codes[firsts], np.add.reduceat(ends - begins, firsts)
+
+    def _take(self, number: int, sums: Any, sign: int) -> None:
+        """Add sums of lengths, or take them away."""
+        groups, times_us = sums
+        self.total[groups, number] += sign * times_us
 
 
 class _BucketSweep(_Sweep):
@@ -230,29 +309,48 @@ class _BucketSweep(_Sweep):
         self._width_us = width_us
         self.busy: Counter[tuple[int, int]] = Counter()
 
-    def _add_pieces(
-        self, number: int, codes: Numbers, firsts: Numbers, begins: Numbers, ends: Numbers
-    ) -> None:
-        """Divide the pieces at the edges of buckets."""
-        del number, firsts
+    def _sum(self, codes: Numbers, firsts: Numbers, begins: Numbers, ends: Numbers) -> Any:
+        """The lengths of pieces by group and bucket, divided at the edges of buckets."""
+        del firsts
         # The last group is of events that nobody asked for.
         chosen = np.flatnonzero((ends > begins) & (codes < len(self._origins) - 1))
         codes, begins, ends = codes[chosen], begins[chosen], ends[chosen]
         begins, ends = begins - self._origins[codes], ends - self._origins[codes]
+        sums: list[tuple[int, int, int]] = []
         while len(codes):
             buckets = begins // self._width_us
             edges = np.minimum(ends, (buckets + 1) * self._width_us)
-            self._count(codes, buckets, edges - begins)
+            sums += self._count(codes, buckets, edges - begins)
             is_longer = np.flatnonzero(ends > edges)
             codes, begins, ends = codes[is_longer], edges[is_longer], ends[is_longer]
+        return sums
 
-    def _count(self, codes: Numbers, buckets: Numbers, times_us: Numbers) -> None:
+    def _count(self, codes: Numbers, buckets: Numbers, times_us: Numbers) -> Iterator[tuple[int, int, int]]:
+        """The group, bucket and sum of the times of each bucket that has any."""
         lowest = int(buckets.min())
         num_buckets = int(buckets.max()) - lowest + 1
         sums = np.bincount(codes * num_buckets + (buckets - lowest), weights=times_us)
         for place in np.flatnonzero(sums).tolist():
             group, bucket = divmod(place, num_buckets)
-            self.busy[group, lowest + bucket] += int(sums[place])
+            yield group, lowest + bucket, int(sums[place])
+
+    def _take(self, number: int, sums: Any, sign: int) -> None:
+        del number
+        for group, bucket, time_us in sums:
+            self.busy[group, bucket] += sign * time_us
+
+
+def _map_side_by_side(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    """The results of a function, in order, by threads that are a few items ahead."""
+    num_threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    with ThreadPoolExecutor(num_threads, "union") as pool:
+        ahead: deque[Future[Any]] = deque()
+        for item in items:
+            ahead.append(pool.submit(function, item))
+            if len(ahead) > 2 * num_threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def union_sql(source: str, by: Sequence[str], *, where: str = "true", extra: str = "") -> str:

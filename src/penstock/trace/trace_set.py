@@ -36,6 +36,7 @@ from penstock.trace.event_table import (
     read_events,
     read_facts,
 )
+from penstock.trace.ordered_events import OrderedEvents, ParquetEvents, TableEvents
 from penstock.trace.reading.chunks import explain_unreadable
 from penstock.trace.reading.clock_check import find_clock_mismatches
 from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
@@ -64,6 +65,8 @@ class TraceSet:
     """The files that the connection reads."""
     is_ordered: bool = False
     """Whether a scan gives the events in the order of time."""
+    ordered: OrderedEvents | None = None
+    """The same events for threads, if they can be read past DuckDB."""
 
     def losses(self) -> list[str]:
         """What was lost or guessed, for people, one line each; empty if nothing was."""
@@ -174,11 +177,13 @@ def open_trace_set(
                     )
                     tables.append(_OpenTable.from_store(run, store, made, connection))
         connection.execute(f"CREATE TEMP VIEW {RELATION} AS {_union_tables(tables, event_filter)}")
+        is_ordered = len(tables) == 1 and "ts_us" in tables[0].columns
         yield TraceSet(
             connection=connection,
             accounts=accounts,
             files=[table.path for table in tables if table.path is not None],
-            is_ordered=len(tables) == 1 and "ts_us" in tables[0].columns,
+            is_ordered=is_ordered,
+            ordered=tables[0].ordered if is_ordered and not event_filter.where else None,
         )
 
 
@@ -189,11 +194,12 @@ class _OpenTable:
     run: str
     source: str
     columns: frozenset[str]
+    ordered: OrderedEvents
     path: Path | None = None
 
     @classmethod
     def from_file(cls, run: str, path: Path) -> Self:
-        return cls(run, f"read_parquet({sql_literal(str(path))})", frozenset(TABLE_SCHEMA.names), path)
+        return cls(run, _read_sql(path), frozenset(TABLE_SCHEMA.names), ParquetEvents(path), path)
 
     @classmethod
     def from_store(
@@ -203,11 +209,15 @@ class _OpenTable:
         if store.is_spilled:
             path = folder / "run.events"
             names = store.write(path)
-            return cls(run, f"read_parquet({sql_literal(str(path))})", names, path)
+            return cls(run, _read_sql(path), names, ParquetEvents(path), path)
         table = store.read_all()
         name = f"penstock_raw_{folder.name}"
         connection.register(name, table)
-        return cls(run, name, frozenset(table.column_names))
+        return cls(run, name, frozenset(table.column_names), TableEvents(table))
+
+
+def _read_sql(path: Path) -> str:
+    return f"read_parquet({sql_literal(str(path))})"
 
 
 def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTableFacts:

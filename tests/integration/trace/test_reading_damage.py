@@ -185,6 +185,24 @@ def test_unusual_but_whole_events_are_events(line: bytes, tmp_path: Path) -> Non
     assert account.events == NUM_EVENTS + 1
 
 
+ARGUMENTS = (
+    b'"flags":1,"mode":2', b'"mode":2,"flags":1', b'"mode":[1,{"x":"y"}],"deep":{"a":{"b":null}}',
+    b'"flags":null', b'"flags":"a\\":b"', b'"flags":1,"flags":2', b'"Flags":1,"flags":2',
+    b'"ret":"7","size":3,"count":"9"', b'"ret":"many","epoch":4294967296,"step":-2147483648',
+    b'"name":"n","value":5,"odd key":1.50', b'"fname":["a"],"hostname":7', b'"fhash":{"a":1},"late":true',
+    b'"fhash":"f","late":[]', b"",
+)  # fmt: skip
+
+
+def test_arguments_are_kept_whatever_their_keys_and_order(tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw"
+    file.write_bytes(b"".join(EVENT % (b"x", arguments) for arguments in ARGUMENTS * 60))
+    read(file)
+    kept = [[row["args"] for row in read_once(file, query_lines=lines)[0]] for lines in (0, sys.maxsize)]
+    assert sorted(kept[0]) == sorted(kept[1])
+    assert {'{"flags":1,"mode":2}', '{"mode":2,"flags":1}', "{}"} < set(kept[0])
+
+
 def test_missing_brackets_and_blank_lines_are_not_damage(tmp_path: Path) -> None:
     file = tmp_path / "a.pfw"
     file.write_bytes(b"\n \n" + b"".join(whole()[1:-1]).rstrip(b"\n"))

@@ -92,7 +92,7 @@ def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFi
 def _slowest_operations(events: EventsView) -> dict[str, tuple[Any, ...]]:
     """The operation that was under way longest in each run: its busy time, its longest call, and on what."""
     slowest: dict[str, tuple[Any, ...]] = {}
-    extra = ("max(dur_us)", "arg_max(path, dur_us)")
+    extra = ("max(longest_us)", "arg_min(path, row(-longest_us, path))")
     for run, op, _, _, union_us, _, longest_us, path in measure_groups(
         events, ("run", "op"), where=IS_IO, extra=extra
     ):

@@ -141,7 +141,13 @@ def open_study(
         if sum(account.events + account.salvaged for account in traces.accounts) <= _IN_MEMORY_EVENTS:
             traces.connection.execute(f"CREATE TEMP TABLE penstock_study AS SELECT * FROM {relation}")
             relation = "penstock_study"
-        events = view_events(traces.connection, relation, spec.dimensions(), is_ordered=traces.is_ordered)
+        events = view_events(
+            traces.connection,
+            relation,
+            spec.dimensions(),
+            is_ordered=traces.is_ordered,
+            ordered=traces.ordered,
+        )
         yield Study(events=events, accounts=_split_by_run(runs, traces.accounts), spec=spec)
 
 

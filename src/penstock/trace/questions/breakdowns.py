@@ -12,7 +12,9 @@ from typing import Any
 
 from penstock.errors import UsageError
 from penstock.trace.dimensions import NO_IO, sql_literal
+from penstock.trace.event_cells import EACH_SIZE, add_up
 from penstock.trace.interval_union import NO_TIME, UnionTimes, measure_groups, overlap_times, union_times
+from penstock.trace.questions import size_statistics as sizes_of
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import GROUPINGS, IS_IO, IS_READ, IS_WRITE, EventsView, check_keys
 
@@ -23,17 +25,19 @@ def summary(events: EventsView) -> tuple[Answer, Answer]:
 
 
 def _facts(events: EventsView) -> Answer:
-    who = events.ask_one("""
+    cells = add_up(events, ("host", "rank", "pid", "tid", "cat", "phase"))
+    who = cells.ask_one("""
         SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)),
                count(DISTINCT (host, pid, tid))
         FROM (SELECT DISTINCT host, rank, pid, tid FROM {events})""")
+    (num_files,) = events.ask_one(f"SELECT {_count_files(events)} FROM {{events}}")
     # The bytes of MPI-IO are traced again in the calls below it.
-    what = events.ask_one("""
-        SELECT count(DISTINCT path), count(*), coalesce(max(end_us) - min(ts_us), 0),
+    what = cells.ask_one("""
+        SELECT coalesce(sum(num_events), 0)::BIGINT, coalesce(max(last_us) - min(first_us), 0),
                coalesce(sum(size_bytes) FILTER (WHERE cat <> 'MPIIO'), 0)::BIGINT
         FROM {events}""")
-    counts = (*who, *what)
-    (sum_us,) = events.ask_one(f"SELECT coalesce(sum(dur_us), 0)::BIGINT FROM {{events}} WHERE {IS_IO}")
+    counts = (*who, num_files, *what)
+    (sum_us,) = cells.ask_one(f"SELECT coalesce(sum(sum_us), 0)::BIGINT FROM {{events}} WHERE {IS_IO}")
     is_compute = "phase = 'compute'"
     sets = (IS_IO, is_compute, f"{IS_IO} OR {is_compute}", "phase = 'app_io'")
     io_us, compute_us, either_us, app_us = union_times(events, (), *sets)[()]
@@ -75,11 +79,11 @@ _OVER_ALL = {
 
 
 def _functions(events: EventsView) -> Answer:
-    rows = events.ask("""
-        SELECT cat, op, count(*), sum(dur_us)::BIGINT, sum(size_bytes)::BIGINT, min(size_bytes),
-               quantile_cont(size_bytes, 0.25), avg(size_bytes), quantile_cont(size_bytes, 0.5),
-               quantile_cont(size_bytes, 0.75), max(size_bytes)
-        FROM {events} GROUP BY cat, op ORDER BY 4 DESC, 1, 2""")
+    measures = (
+        sizes_of.NUM_EVENTS, sizes_of.SUM_US, sizes_of.TOTAL, sizes_of.SMALLEST, sizes_of.quantile_sql(0.25),
+        sizes_of.MEAN, sizes_of.quantile_sql(0.5), sizes_of.quantile_sql(0.75), sizes_of.LARGEST,
+    )  # fmt: skip
+    rows = sizes_of.measure_sizes(events, ("cat", "op"), measures, where="true", order="4 DESC, 1, 2")
     columns = make_columns(
         "cat", "op", "num_events", "sum_us", "total_bytes", "min_bytes", "p25_bytes", "mean_bytes",
         "median_bytes", "p75_bytes", "max_bytes",
@@ -90,7 +94,7 @@ def _functions(events: EventsView) -> Answer:
 _EXTRA = (
     f"coalesce(sum(size_bytes) FILTER (WHERE {IS_READ}), 0)::BIGINT",
     f"coalesce(sum(size_bytes) FILTER (WHERE {IS_WRITE}), 0)::BIGINT",
-    "max(dur_us)",
+    "max(longest_us)",
 )
 
 
@@ -113,9 +117,7 @@ def _break_down(
     events: EventsView, by: Sequence[str], *, where: str, name: str, title: str, top: int | None = None
 ) -> Answer:
     by = check_keys(by, GROUPINGS)
-    # Of one table, a number stands for each path; tables of several runs number theirs apart.
-    num_files = "count(DISTINCT path_id)" if events.is_ordered else "count(DISTINCT path)"
-    extra = _EXTRA if "path" in by else (num_files, *_EXTRA)
+    extra = _EXTRA if "path" in by else (_count_files(events), *_EXTRA)
     rows = measure_groups(events, by, where=where, extra=extra)
     width = len(by)
     rows.sort(key=lambda row: (-row[width + 1], *map(str, row[:width])))
@@ -127,7 +129,12 @@ def _break_down(
     return Answer(name=name, title=f"{title} by {', '.join(by)}", columns=columns, rows=rows[:top])
 
 
-_MOVES = "size_bytes IS NOT NULL AND phase = 'io'"
+def _count_files(events: EventsView) -> str:
+    """In SQL. Of one table, a number stands for each path; tables of several runs number theirs apart."""
+    return "count(DISTINCT path_id)" if events.is_ordered else "count(DISTINCT path)"
+
+
+_MOVES = f"{EACH_SIZE} IS NOT NULL AND phase = 'io'"
 
 
 def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> tuple[Answer, Answer]:
@@ -139,11 +146,12 @@ def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> 
 def describe(events: EventsView, by: Sequence[str]) -> Answer:
     """Count, mean, sample deviation and exact quantiles, interpolated as in pandas."""
     keys = ", ".join(by)
-    rows = events.ask(f"""
-        SELECT {keys}, count(*), sum(size_bytes)::BIGINT, avg(size_bytes), stddev_samp(size_bytes),
-               min(size_bytes), quantile_cont(size_bytes, 0.25), quantile_cont(size_bytes, 0.5),
-               quantile_cont(size_bytes, 0.75), quantile_cont(size_bytes, 0.99), max(size_bytes)
-        FROM {{events}} WHERE {_MOVES} GROUP BY {keys} ORDER BY {keys}""")
+    quantiles = map(sizes_of.quantile_sql, (0.25, 0.5, 0.75, 0.99))
+    measures = (
+        sizes_of.NUM_EVENTS, sizes_of.TOTAL, sizes_of.MEAN, sizes_of.DEVIATION, sizes_of.SMALLEST, *quantiles,
+        sizes_of.LARGEST,
+    )  # fmt: skip
+    rows = sizes_of.measure_sizes(events, by, measures, where=_MOVES, order=keys)
     names = ("total", "mean", "std", "min", "p25", "median", "p75", "p99", "max")
     columns = make_columns(
         *map(Column, by), "num_events", *(Column(f"{name}_bytes", Unit.BYTES) for name in names),
@@ -154,11 +162,11 @@ def describe(events: EventsView, by: Sequence[str]) -> Answer:
 def value_counts(events: EventsView, by: Sequence[str], *, top: int) -> Answer:
     """How often each size occurs."""
     keys = ", ".join(by)
-    rows = events.ask(f"""
-        SELECT {keys}, size_bytes, count(*) AS num_events FROM {{events}} WHERE {_MOVES}
-        GROUP BY {keys}, size_bytes
-        QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY count(*) DESC, size_bytes) <= {top}
-        ORDER BY {keys}, num_events DESC, size_bytes""")
+    cells, histogram = sizes_of.count_sizes(events, by, where=_MOVES)
+    rows = cells.ask(f"""
+        SELECT {keys}, size, num FROM ({histogram})
+        QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY num DESC, size) <= {top}
+        ORDER BY {keys}, num DESC, size""")
     columns = make_columns(*map(Column, by), "size_bytes", "num_events")
     return Answer(name="size_counts", title=f"Most frequent sizes by {keys}", columns=columns, rows=rows)
 
@@ -175,11 +183,12 @@ def ranks(events: EventsView) -> Answer:
     longer than its work explains. Work is bytes, or calls in a run where most ranks move none.
     """
     busy = measure_groups(events, ("run", "rank", "pid", "host"), where=IS_IO, extra=[_MOVED_BYTES])
+    cells = add_up(events, ("run", "pid", "host", "phase"))
     spans = {
         row[:3]: row[3:]
-        for row in events.ask("""
-            SELECT run, pid, host, max(end_us) - min(min(ts_us)) OVER (PARTITION BY run),
-                   coalesce(sum(dur_us) FILTER (WHERE phase = 'app_io'), 0)::BIGINT
+        for row in cells.ask("""
+            SELECT run, pid, host, max(last_us) - min(min(first_us)) OVER (PARTITION BY run),
+                   coalesce(sum(sum_us) FILTER (WHERE phase = 'app_io'), 0)::BIGINT
             FROM {events} GROUP BY run, pid, host""")
     }
     rows = [
@@ -218,13 +227,14 @@ def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str 
     by = check_keys(by, GROUPINGS)
     notes = []
     counted = f"NOT {NO_IO}" if of == "all" else f"phase = {sql_literal(of)}"
-    if of == "io" and not events.ask_one(f"SELECT count(*) FROM {{events}} WHERE {counted}")[0]:
+    cells = add_up(events, (*by, "phase"))
+    if of == "io" and not cells.ask_one(f"SELECT count(*) FROM {{events}} WHERE {counted}")[0]:
         counted = "phase = 'app_io'"
         notes.append("No event has the phase io: the application's own spans of I/O (app_io) count, if any.")
     keys, is_compute = ", ".join(by), "phase = 'compute'"
-    counts = events.ask(f"""
-        SELECT {keys}, count(*) FILTER (WHERE {counted}),
-               coalesce(sum(dur_us) FILTER (WHERE {counted}), 0)::BIGINT
+    counts = cells.ask(f"""
+        SELECT {keys}, coalesce(sum(num_events) FILTER (WHERE {counted}), 0)::BIGINT,
+               coalesce(sum(sum_us) FILTER (WHERE {counted}), 0)::BIGINT
         FROM {{events}} WHERE {counted} OR {is_compute} GROUP BY {keys} ORDER BY {keys}""")
     if of not in ("io", "all") and not any(row[-2] for row in counts):
         known = ", ".join(row[0] for row in events.ask("SELECT DISTINCT phase FROM {events} ORDER BY phase"))

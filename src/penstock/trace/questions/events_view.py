@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import duckdb
 
 from penstock.errors import UsageError
+from penstock.trace.dimensions import OTHER, sql_literal
+from penstock.trace.event_cells import are_many_sql, sums_sql
 from penstock.trace.event_schema import COLUMNS
 from penstock.trace.needed_columns import check_query
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
     from penstock.trace.dimensions import Dimensions, PhaseOf
+    from penstock.trace.ordered_events import OrderedEvents
     from penstock.trace.trace_set import TraceSet
 
 
@@ -50,6 +53,9 @@ class Relations(Protocol):
     def find(self, sql: str) -> str:
         """The relation for a query: one with the derived columns that its text names."""
 
+    def find_cells(self, columns: frozenset[str], sql: str) -> str | None:
+        """Sums of events by these columns at least, with what `sql` names; None if there would be many."""
+
 
 @dataclass(frozen=True, slots=True)
 class OneRelation:
@@ -62,6 +68,11 @@ class OneRelation:
         """The relation, whatever the query."""
         del sql
         return self.source
+
+    def find_cells(self, columns: frozenset[str], sql: str) -> str | None:
+        """None: nobody knows what decides its columns."""
+        del columns, sql
+        return None
 
 
 _KEYED: Final = {
@@ -79,48 +90,94 @@ class DerivedRelations:
         self.keys = _KEYED | ({"phase": "kind_id"} if dimensions.phases_depend_on_kind() else {})
         self._dimensions = dimensions
         self._made: set[str] = set()
+        self._cells: dict[frozenset[str], str | None] = {}
 
     def find(self, sql: str) -> str:
         """The source itself, or a view of it with the phase, or with all derived columns."""
-        if _PATH_COLUMNS.search(sql):
+        if _PATH_COLUMNS.search(sql) or ("tier" in sql and self._dimensions.tiers):
             return self._make("penstock_events", self._join_paths)
-        return self._make("penstock_phased", self._join_phases) if "phase" in sql else self.source
+        if "phase" in sql:
+            return self._make("penstock_phased", self._join_phases)
+        return self._make("penstock_tiered", self._tell_tiers) if "tier" in sql else self.source
 
-    def _make(self, view: str, define: Callable[[], str]) -> str:
+    def find_cells(self, columns: frozenset[str], sql: str) -> str | None:
+        """Sums by these columns, or by more, which are made once; None if there would be many."""
+        made = [keys for keys, table in self._cells.items() if table is not None and columns <= keys]
+        keys = min(made, key=len, default=columns)
+        if keys not in self._cells:
+            self._cells[keys] = self._add_up(sorted(keys))
+        table = self._cells[keys]
+        return None if table is None else self._make(*self._join_cells(table, keys, sql))
+
+    def _add_up(self, columns: Sequence[str]) -> str | None:
+        if columns and self._connection.execute(are_many_sql(self.source, columns)).fetchall()[0][0]:
+            return None
+        table = f"penstock_sums_{len(self._cells)}"
+        self._connection.execute(f"CREATE OR REPLACE TEMP TABLE {table} AS {sums_sql(self.source, columns)}")
+        return table
+
+    def _join_cells(self, table: str, keys: frozenset[str], sql: str) -> tuple[str, Callable[[], str]]:
+        """The name of a view of sums with what follows from their columns, and its definition."""
+        name, selected, joins = f"{table}_view", ["*"], ""
+        if "kind_id" in keys:
+            joins = f" JOIN {self._store_kinds()} USING (kind_id)"
+        if "path_id" in keys and (_PATH_TEXTS.search(sql) or self._dimensions.tiers):
+            name, joins = f"{name}_of_paths", f"{joins} LEFT JOIN {self._store_paths()} USING (path_id)"
+        elif "path_id" in keys:
+            selected.append(f"{_TIER_OF_PATH} AS tier")
+        return name, lambda: f"SELECT {', '.join(selected)} FROM {table}{joins}"
+
+    def _make(self, view: str, define: Callable[[], str], kind: str = "VIEW") -> str:
         if view not in self._made:
-            self._connection.execute(f"CREATE OR REPLACE TEMP VIEW {view} AS {define()}")
+            self._connection.execute(f"CREATE OR REPLACE TEMP {kind} {view} AS {define()}")
             self._made.add(view)
         return view
 
-    def _join_paths(self) -> str:
-        phased, dimensions = self._make("penstock_phased", self._join_phases), self._dimensions
-        self._connection.execute(f"""
-            CREATE OR REPLACE TEMP TABLE penstock_paths AS
-            SELECT path_id, {dimensions.tier_sql()} AS tier, {dimensions.file_class_sql()} AS file_class
-            FROM (
+    def _store_paths(self) -> str:
+        tier, file_class = self._dimensions.tier_sql(), self._dimensions.file_class_sql()
+        define = f"""
+            SELECT path_id, path, {tier} AS tier, {file_class} AS file_class FROM (
                 SELECT path_id, any_value(path) AS path FROM {self.source}
-                WHERE path_id IS NOT NULL GROUP BY path_id)""")
-        return f"SELECT {phased}.*, tier, file_class FROM {phased} LEFT JOIN penstock_paths USING (path_id)"
+                WHERE path_id IS NOT NULL GROUP BY path_id)"""
+        return self._make("penstock_paths", lambda: define, "TABLE")
+
+    def _store_kinds(self) -> str:
+        phase = f", {self._dimensions.phase_sql()} AS phase" if "phase" in self.keys else ""
+        define = f"""
+            SELECT *{phase} FROM (
+                SELECT kind_id, any_value(op) AS op, any_value(name) AS name, any_value(cat) AS cat
+                FROM {self.source} GROUP BY kind_id)"""
+        return self._make("penstock_kinds", lambda: define, "TABLE")
+
+    def _join_paths(self) -> str:
+        phased = self._make("penstock_phased", self._join_phases)
+        derived = "tier, file_class" if self._dimensions.tiers else "file_class"
+        paths = f"(SELECT path_id, {derived} FROM {self._store_paths()})"
+        return f"SELECT {phased}.*, {derived} FROM {phased} LEFT JOIN {paths} USING (path_id)"
+
+    def _tell_tiers(self) -> str:
+        return f"SELECT *, {_TIER_OF_PATH} AS tier FROM {self.source}"
 
     def _join_phases(self) -> str:
         source, phase = self.source, self._dimensions.phase_sql()
+        tier = "" if self._dimensions.tiers else f", {_TIER_OF_PATH} AS tier"
         if self._dimensions.phase_of is not None:
             _store_phases(self._connection, source, self._dimensions.phase_of)
             return (
-                f"SELECT {source}.*, coalesce(own_phase, {phase}) AS phase"
+                f"SELECT {source}.*{tier}, coalesce(own_phase, {phase}) AS phase"
                 f" FROM {source} LEFT JOIN penstock_phases USING (name, cat, args)"
             )
-        if not self._dimensions.phases_depend_on_kind():
-            return f"SELECT *, {phase} AS phase FROM {source}"
-        self._connection.execute(f"""
-            CREATE OR REPLACE TEMP TABLE penstock_kinds AS SELECT kind_id, {phase} AS phase FROM (
-                SELECT kind_id, any_value(op) AS op, any_value(name) AS name, any_value(cat) AS cat
-                FROM {source} GROUP BY kind_id)""")
-        return f"SELECT {source}.*, phase FROM {source} JOIN penstock_kinds USING (kind_id)"
+        if "phase" not in self.keys:
+            return f"SELECT *{tier}, {phase} AS phase FROM {source}"
+        kinds = f"(SELECT kind_id, phase FROM {self._store_kinds()})"
+        return f"SELECT {source}.*{tier}, phase FROM {source} JOIN {kinds} USING (kind_id)"
 
 
-_PATH_COLUMNS: Final = re.compile(r"\b(?:tier|file_class)\b|(?<!count\()\*")
+_PATH_COLUMNS: Final = re.compile(r"\bfile_class\b|(?<!count\()\*")
 """Names that only the widest view has, or a star that stands for them."""
+_PATH_TEXTS: Final = re.compile(r"\b(?:path|file_class)\b")
+_TIER_OF_PATH: Final = f"CASE WHEN path_id IS NOT NULL THEN {sql_literal(OTHER)} END"
+"""The tier where there are no prefixes of tiers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +189,8 @@ class EventsView:
     conditions: tuple[str, ...] = ()
     is_ordered: bool = False
     """Whether a scan gives the events in the order of time."""
+    ordered: OrderedEvents | None = None
+    """The same events for threads, if they can be read past DuckDB."""
 
     @property
     def relation(self) -> str:
@@ -155,6 +214,10 @@ class EventsView:
         """The query with the narrowest relation that it needs in place of `{events}`."""
         return sql.replace("{events}", self._find(sql))
 
+    def of_relation(self, source: str) -> EventsView:
+        """A relation that has all columns that will be asked of it, on the same connection."""
+        return EventsView(connection=self.connection, relations=OneRelation(source))
+
     def only(self, where: str) -> EventsView:
         """The events for which the SQL condition `where` holds."""
         return replace(self, conditions=(*self.conditions, where))
@@ -168,11 +231,21 @@ class EventsView:
 
 
 def view_events(
-    connection: DuckDBPyConnection, source: str, dimensions: Dimensions, *, is_ordered: bool = False
+    connection: DuckDBPyConnection,
+    source: str,
+    dimensions: Dimensions,
+    *,
+    is_ordered: bool = False,
+    ordered: OrderedEvents | None = None,
 ) -> EventsView:
     """Events of `source` with tier, file class and phase as `dimensions` define them."""
     relations = DerivedRelations(connection, source, dimensions)
-    return EventsView(connection=connection, relations=relations, is_ordered=is_ordered)
+    return EventsView(
+        connection=connection,
+        relations=relations,
+        is_ordered=is_ordered or ordered is not None,
+        ordered=ordered,
+    )
 
 
 def _store_phases(connection: DuckDBPyConnection, source: str, phase_of: PhaseOf) -> None:

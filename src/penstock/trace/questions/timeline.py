@@ -5,41 +5,36 @@ it began. A bucket's concurrency is the mean over the whole bucket.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from penstock.errors import UsageError
 from penstock.trace.dimensions import sql_literal
+from penstock.trace.event_cells import add_up, find_cells
 from penstock.trace.interval_union import union_by_bucket
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
 
 _BUCKETS_WANTED = 100
 _MOST_BUCKETS = 100_000
-_SHARE = "(size_bytes * (CASE WHEN whole_us > 0 THEN dur_us / whole_us ELSE 1 END))"
-_COUNTS = f"""
-    count(*) FILTER (WHERE is_first),
-    coalesce(sum({_SHARE}) FILTER (WHERE {IS_READ}), 0),
-    coalesce(sum({_SHARE}) FILTER (WHERE {IS_WRITE}), 0),
-    sum(dur_us)::BIGINT"""
 
 
 def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
     """A row for each bucket of each run and tier in which there was I/O."""
-    span_us = events.ask_one(f"""
-        SELECT coalesce(max(span), 1) FROM (
-            SELECT max(end_us) FILTER (WHERE {IS_IO}) - min(ts_us) AS span FROM {{events}} GROUP BY run)""")[
-        0
-    ]
+    cells = add_up(events, ("run", "tier", "phase"))
+    starts = cells.ask(f"""
+        SELECT run, min(first_us), max(last_us) FILTER (WHERE {IS_IO}) - min(first_us)
+        FROM {{events}} GROUP BY run""")
+    origins: dict[str, int] = {run: first_us for run, first_us, _ in starts}
+    span_us = max((span for _, _, span in starts if span is not None), default=1)
     width = bucket_us or _round_width(span_us)
     if span_us // width > _MOST_BUCKETS:
         raise UsageError(
             f"The trace has {span_us // width:,} buckets of this size", fix="Use larger buckets."
         )
-    origins: dict[str, int] = dict(events.ask("SELECT run, min(ts_us) FROM {events} GROUP BY run"))
     busy_us = union_by_bucket(
         events, ("run", "tier"), IS_IO, width_us=width, origin_of=lambda key: origins[key[0]]
     )
-    pieces = events.ask(f"""
-        SELECT run, tier, bucket, {_COUNTS} FROM {_cut(origins, width)} GROUP BY run, tier, bucket""")
+    pieces = _measure_buckets(events, origins, width)
     rows = [
         (run, tier, bucket * width, width, started, read, written, read * 1e6 / width, written * 1e6 / width,
          inside / width, busy_us.get((run, tier, bucket), 0) / width)
@@ -54,24 +49,45 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
     return Answer(name="timeline", title="Timeline", columns=columns, rows=rows, notes=[note])
 
 
-def _cut(origins: Mapping[str, int], width: int) -> str:
-    """Events cut at the edges of buckets. Nearly all are within one bucket, and skip the general case."""
+def _measure_buckets(events: EventsView, origins: Mapping[str, int], width: int) -> list[tuple[Any, ...]]:
+    """Run, tier, bucket, calls that began in it, bytes read and written, and the sum of times within it.
+
+    Nearly all events are within one bucket, and skip the general case. Where numbers decide what kind of call
+    an event is, events are added up by those first.
+    """
+    kinds = find_cells(events, ("run", "tier", "op", "phase"))
+    kind, where, join = "op", IS_IO, ""
+    if kinds is not None:
+        kind, where = "kind_id", "true"
+        join = (
+            f"JOIN (SELECT DISTINCT kind_id, op, phase FROM {kinds.relation}) USING (kind_id) WHERE {IS_IO}"
+        )
     cases = "".join(f" WHEN {sql_literal(run)} THEN {origin_us}" for run, origin_us in origins.items())
     origin = f"CASE run{cases} ELSE 0 END" if cases else "0"
-    shifted = f"""
-        SELECT run, tier, op, size_bytes, dur_us AS whole_us, ts_us - {origin} AS since_us,
-               since_us + dur_us AS until_us, since_us // {width} AS first,
-               greatest(since_us, until_us - 1) // {width} AS last
-        FROM {{events}} WHERE {IS_IO}"""
-    kept = "run, tier, op, size_bytes, whole_us"
-    return f"""(
-        WITH shifted AS NOT MATERIALIZED ({shifted})
-        SELECT {kept}, first AS bucket, true AS is_first, until_us - since_us AS dur_us
-        FROM shifted WHERE first = last
-        UNION ALL
-        SELECT {kept}, bucket, bucket = first,
-               least(until_us, (bucket + 1) * {width}) - greatest(since_us, bucket * {width})
-        FROM (SELECT *, unnest(range(first, last + 1)) AS bucket FROM shifted WHERE first < last))"""
+    chosen = events.fill_in(
+        f"SELECT run, tier, {kind}, size_bytes, dur_us, ts_us FROM {{events}} WHERE {where}"
+    )
+    return events.of_relation(f"({chosen})").ask(f"""
+        WITH shifted AS NOT MATERIALIZED (
+            SELECT run, tier, {kind}, size_bytes, dur_us, ts_us - {origin} AS since_us,
+                   since_us + dur_us AS until_us, since_us // {width} AS first,
+                   greatest(since_us, until_us - 1) // {width} AS last
+            FROM {{events}}),
+        pieces AS (
+            SELECT run, tier, {kind}, first AS bucket, count(*) AS started, sum(size_bytes)::DOUBLE AS moved,
+                   sum(dur_us) AS inside_us
+            FROM shifted WHERE first = last GROUP BY ALL
+            UNION ALL
+            SELECT run, tier, {kind}, bucket, count(*) FILTER (WHERE bucket = first),
+                   sum(size_bytes * piece_us / dur_us), sum(piece_us)
+            FROM (
+                SELECT *, least(until_us, (bucket + 1) * {width}) - greatest(since_us, bucket * {width})
+                       AS piece_us
+                FROM (SELECT *, unnest(range(first, last + 1)) AS bucket FROM shifted WHERE first < last))
+            GROUP BY ALL)
+        SELECT run, tier, bucket, sum(started)::BIGINT, coalesce(sum(moved) FILTER (WHERE {IS_READ}), 0),
+               coalesce(sum(moved) FILTER (WHERE {IS_WRITE}), 0), sum(inside_us)::BIGINT
+        FROM pieces {join} GROUP BY run, tier, bucket""")
 
 
 def _round_width(span_us: int) -> int:

@@ -1,8 +1,8 @@
 """One block of JSON lines through DuckDB's JSON reader: a row of columns for each line.
 
-The block lies in a file in memory, because DuckDB reads files. A row is plain if its line is an event whose
-numbers are whole and fit a double exactly, so that nothing was rounded on the way; all other rows tell where
-lines are that need a closer look.
+The block lies in a file in memory, because DuckDB reads files. DuckDB parses and no more; what its columns
+mean is found here, by column. A row is an event if its line is one whose numbers are whole and fit a double
+exactly, so that nothing was rounded on the way; all other rows tell where lines are that need a closer look.
 """
 
 from __future__ import annotations
@@ -10,17 +10,26 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from threading import Lock
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import duckdb
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.trace.event_schema import canonical
+from penstock.trace.reading.block_arguments import (
+    LEARNED_AT_MOST,
+    BlockArguments,
+    Flags,
+    Numbers,
+    encode,
+    find_new_keys,
+    keys_of_rows,
+    sample_keys,
+)
 from penstock.trace.reading.chunks import LINE_LIMIT_BYTES, PIECE_BYTES
 from penstock.trace.reading.event_batch import (
     BYTE_LAYERS,
@@ -29,6 +38,7 @@ from penstock.trace.reading.event_batch import (
     SIZE_LIMIT,
     EventOrigin,
     FileContext,
+    parse_int64,
     select_schema,
 )
 from penstock.trace.reading.lenient_json import (
@@ -40,7 +50,10 @@ from penstock.trace.reading.lenient_json import (
     name_new_path,
 )
 
-Numbers = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
 
 _EXACT: Final = 1 << 53
 """Doubles hold all whole numbers below."""
@@ -57,73 +70,140 @@ _ARGUMENTS: Final[Mapping[str, tuple[str, ...]]] = {
     "path": ("fname", "fhash", "name", "value"),
 }
 """Which of an event's arguments a column needs; `name` and `value` are those of lines that explain hashes."""
-_TEXTS: Final = ("hostname", "hhash", "fname", "fhash", "name", "value")
-_NUMBERS: Final = {
-    "ret": "BIGINT",
-    "size": "BIGINT",
-    "offset": "BIGINT",
-    "epoch": "INTEGER",
-    "step": "INTEGER",
-}
+_TEXTS: Final = ("hostname", "hhash", "fname", "fhash")
+_VALUES: Final = ("name", "value", "size")
+"""Arguments that are read as JSON, because they have no column and stay among the others."""
+_NUMBERS: Final = ("ret", "offset", "epoch", "step")
+_LIMITS: Final = dict.fromkeys(_NUMBERS, _EXACT) | dict.fromkeys(("epoch", "step"), 1 << 31)
+"""Below which magnitudes a column holds a number."""
 _EXPLAINING: Final = (*HASH_KINDS, "SH")
 _ODD_TEXT: Final = re.compile(r"[\[{\d-]|(?:true|false)\Z")
-_OWN_COLUMNS: Final = ("ret", "offset", "epoch", "step")
+_ODD_HASH: Final = re.compile(r"[\[{]|(?:true|false)\Z")
+_MANY_UNREAD: Final = 1 / 64
+"""The share of rows from which on it pays to parse a block again, with more keys."""
 
 
 class BlockRows:
     """A row for each line of a block that is not blank."""
 
-    def __init__(self, table: pa.Table) -> None:
-        self.table = table
-        plain: npt.NDArray[np.bool_] = table["is_plain"].to_numpy()
-        self.is_plain = plain & ~self._have_odd_text()
+    def __init__(self, table: pa.Table, ns_per_tick: int, keys: Sequence[str] = ()) -> None:
+        self._num_rows = int(table.num_rows)
+        self._keys = keys
+        self._raw = table["raw"].combine_chunks() if "raw" in table.column_names else None
+        self.texts: dict[str, pa.DictionaryArray] = {}
+        self.numbers: dict[str, npt.NDArray[Any]] = {}
+        for name in table.column_names:
+            if pa.types.is_string(table[name].type):
+                if name != "raw":
+                    self.texts[name] = encode(table[name])
+            else:
+                # Times in nanoseconds are integers, which are none where they are missing.
+                column = table[name].fill_null(-1) if pa.types.is_int64(table[name].type) else table[name]
+                self.numbers[name] = column.to_numpy()
+        is_plain = self._have_times(ns_per_tick) & self._have_whole_numbers(table) & self._have_plain_texts()
+        self.events: Numbers = np.flatnonzero(is_plain)
         """Rows that are events."""
-        others = np.flatnonzero(~self.is_plain)
+        others = np.flatnonzero(~is_plain)
         is_metadata = np.array(self._are_metadata(others), dtype=bool)
         self.odd: Numbers = others[~is_metadata]
         """Rows of lines that Python must parse."""
         self.metadata: Numbers = others[is_metadata]
         """Rows of lines that explain hashes, or take no time."""
-        self.num_events = len(self) - len(others)
 
     def __len__(self) -> int:
-        return int(self.table.num_rows)
+        return self._num_rows
 
-    def first(self, num_rows: int) -> BlockRows:
-        """The rows before the one of this number."""
-        return self if num_rows >= len(self) else BlockRows(self.table.slice(0, num_rows))
+    def keep_first(self, num_rows: int) -> None:
+        """Forget the rows from this number on."""
+        self.events = self.events[self.events < num_rows]
+        self.odd = self.odd[self.odd < num_rows]
+        self.metadata = self.metadata[self.metadata < num_rows]
+        self._num_rows = min(self._num_rows, num_rows)
 
     def explained_hashes(self) -> Iterator[tuple[HashKind, str, str]]:
         """The hashes that lines of metadata explain, and their texts."""
-        if "arg_value" not in self.table.column_names:
+        if "arg_value" not in self.texts:
             return
-        rows = self.table.select(["name", "arg_value", "arg_name"]).take(pa.array(self.metadata))
-        for name, value, text in zip(*(column.to_pylist() for column in rows.columns), strict=True):
+        rows = pa.array(self.metadata)
+        columns = (self.texts[name].take(rows).to_pylist() for name in ("name", "arg_value", "arg_name"))
+        for name, value, text in zip(*columns, strict=True):
             if name in HASH_KINDS and value is not None and text is not None:
-                yield HASH_KINDS[name], value, text
+                yield HASH_KINDS[name], _plain_text(value), _plain_text(text)
+
+    def arguments(self) -> BlockArguments:
+        """The arguments; only if all columns were asked for."""
+        held = [column.is_valid().to_numpy(zero_copy_only=False) for column in self._columns_of(_TEXTS)]
+        for name in _NUMBERS:
+            values = self.numbers[f"arg_{name}"]
+            held.append(np.abs(values) < _LIMITS[name])
+        rest = {key: self.texts[f"arg_{key}"] for key in (*_VALUES, *self._keys)}
+        return BlockArguments(self._raw, held, rest)
+
+    def find_more_keys(self) -> list[str]:
+        """The keys of arguments that were not taken, if they are worth it."""
+        if self._raw is None:
+            return []
+        unread = self.arguments().find_unread()
+        return keys_of_rows(self._raw, unread) if len(unread) > _MANY_UNREAD * len(self) else []
+
+    def _columns_of(self, keys: Sequence[str]) -> list[pa.DictionaryArray]:
+        return [self.texts[f"arg_{key}"] for key in keys]
 
     def _are_metadata(self, rows: Numbers) -> list[bool]:
         """Whether these rows, none of which is plain, explain hashes or are of events that take no time."""
-        others = self.table.select(["name", "phase"]).take(pa.array(rows))
+        names, phases = (self.texts[name].take(pa.array(rows)).to_pylist() for name in ("name", "ph"))
         return [
             phase in PASSING_PHASES or (phase in METADATA_PHASES and name in _EXPLAINING)
-            for name, phase in zip(others["name"].to_pylist(), others["phase"].to_pylist(), strict=True)
+            for name, phase in zip(names, phases, strict=True)
         ]
 
-    def _have_odd_text(self) -> npt.NDArray[np.bool_]:
-        """Rows whose texts may be numbers, lists or objects, of which DuckDB makes texts."""
-        is_odd = np.zeros(len(self), dtype=bool)
-        for name in ("name", "arg_fname", "arg_hostname"):
-            if name not in self.table.column_names:
+    def _have_times(self, ns_per_tick: int) -> Flags:
+        """Rows that begin, and last, whole ticks."""
+        limit = min(_EXACT if ns_per_tick >= 1000 else _TIME_LIMIT_US, _TIME_LIMIT_US * 1000 // ns_per_tick)
+        have = np.ones(len(self), dtype=bool)
+        for name in ("ts", "dur"):
+            ticks = self.numbers[name]
+            # Comparisons with what is missing, NaN, are false.
+            have &= (ticks >= 0) & (ticks < limit) & (ticks == np.trunc(ticks))
+        return have
+
+    def _have_whole_numbers(self, table: pa.Table) -> Flags:
+        """Rows whose other numbers are missing, or whole and exact."""
+        have = np.ones(len(self), dtype=bool)
+        for name in self.numbers.keys() - {"ts", "dur"}:
+            values, num_missing = self.numbers[name], table[name].null_count
+            if num_missing == len(values):
                 continue
-            column = self.table[name].combine_chunks().dictionary_encode()
-            self.table = self.table.set_column(self.table.column_names.index(name), name, column)
-            odd = [
-                number for number, text in enumerate(column.dictionary.to_pylist()) if _ODD_TEXT.match(text)
-            ]
-            if odd:
-                is_odd |= np.isin(column.indices.fill_null(-1).to_numpy(), odd)
-        return is_odd
+            is_nan = np.isnan(values)
+            if np.count_nonzero(is_nan) > num_missing:
+                is_nan = table[name].combine_chunks().is_null().to_numpy(zero_copy_only=False)
+            have &= is_nan | ((np.abs(values) < _EXACT) & (values == np.trunc(values)))
+        return have
+
+    def _have_plain_texts(self) -> Flags:
+        """Rows of complete events whose texts are none that DuckDB made of numbers, lists or objects."""
+        have = _are_in(self.texts["ph"], lambda phase: phase in COMPLETE_PHASES)
+        have &= _are_in(self.texts["name"], lambda name: name != "end" and not _ODD_TEXT.match(name))
+        for name in ("arg_fname", "arg_hostname"):
+            if name in self.texts and self.texts[name].null_count < len(self):
+                have &= ~_are_in(self.texts[name], lambda text: _ODD_TEXT.match(text) is not None)
+        for name in ("arg_fhash", "arg_hhash"):
+            if name in self.texts:
+                have &= ~_are_in(self.texts[name], lambda text: _ODD_HASH.match(text) is not None)
+        return have
+
+
+def _are_in(column: pa.DictionaryArray, is_wanted: Callable[[str], bool]) -> Flags:
+    """Rows with a text for which this holds; a missing text is none."""
+    wanted = [is_wanted(text) for text in column.dictionary.to_pylist()]
+    flags: Flags = np.array([*wanted, False])[column.indices.fill_null(len(wanted)).to_numpy()]
+    return flags
+
+
+def _plain_text(value: str) -> str:
+    """The text of a JSON value, which may be a number."""
+    text = json.loads(value)
+    return text if isinstance(text, str) else value
 
 
 class BlockQuery:
@@ -131,6 +211,7 @@ class BlockQuery:
 
     def __init__(self, columns: frozenset[str]) -> None:
         self._columns = columns
+        self._keys: list[str] | None = None
         self._cursor = _share_database().cursor()
         self._file = os.memfd_create("penstock-trace-block")
 
@@ -140,12 +221,23 @@ class BlockQuery:
         os.pwritev(self._file, parts, 0)
         # Cut behind the block, not before it: the pages of the last block are written again.
         os.ftruncate(self._file, size_bytes)
-        source = (
-            f"read_json('/proc/self/fd/{self._file}', format = 'newline_delimited', ignore_errors = true,"
-            f" compression = 'uncompressed', maximum_object_size = {_LONGEST_LINE},"
-            f" columns = {_json_columns(self._columns, ns_per_tick)})"
-        )
-        return BlockRows(self._cursor.sql(_build_query(self._columns, ns_per_tick, source)).to_arrow_table())
+        if self._keys is None:
+            self._keys = []
+            self._learn_keys(sample_keys(parts[0]) if "args" in self._columns else ())
+        rows = self._parse(ns_per_tick)
+        return self._parse(ns_per_tick) if self._learn_keys(rows.find_more_keys()) else rows
+
+    def _parse(self, ns_per_tick: int) -> BlockRows:
+        query = _build_query(self._columns, ns_per_tick, self._file, tuple(self._keys or ()))
+        keys = self._keys or []
+        return BlockRows(self._cursor.sql(query).to_arrow_table(), ns_per_tick, list(keys))
+
+    def _learn_keys(self, found: Sequence[str]) -> bool:
+        """Take these keys, too; False if there are none to be taken."""
+        keys = self._keys if self._keys is not None else []
+        new = find_new_keys((*_TEXTS, *_VALUES, *_NUMBERS, *keys), found)[: LEARNED_AT_MOST - len(keys)]
+        keys += new
+        return bool(new)
 
     def close(self) -> None:
         """Give back the memory."""
@@ -161,16 +253,9 @@ def build_block_batch(
     resolve: ResolveHashOfEvents,
 ) -> pa.RecordBatch:
     """The events of a block, as a batch."""
-    table = rows.table
-    if rows.num_events < len(rows):
-        table = table.filter(pa.array(rows.is_plain))
-    events = _BlockEvents(table, origin, context, resolve)
+    events = _BlockEvents(rows, origin, context, resolve)
     schema = select_schema(columns)
-    arrays = [events.column(field.name) for field in schema]
-    return pa.RecordBatch.from_arrays(
-        [array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array for array in arrays],
-        schema=schema,
-    )
+    return pa.RecordBatch.from_arrays([events.column(field.name) for field in schema], schema=schema)
 
 
 ResolveHashOfEvents = Callable[[HashKind, str, int], str]
@@ -181,53 +266,79 @@ class _BlockEvents:
     """The events of a block by column. Texts are mapped once each, because most of them repeat."""
 
     def __init__(
-        self, table: pa.Table, origin: EventOrigin, context: FileContext, resolve: ResolveHashOfEvents
+        self, rows: BlockRows, origin: EventOrigin, context: FileContext, resolve: ResolveHashOfEvents
     ) -> None:
-        self._table = table
+        self._rows = rows
+        self._events = rows.events
         self._origin = origin
         self._context = context
         self._resolve = resolve
 
-    def column(self, name: str) -> Any:
+    def column(self, name: str) -> pa.Array:
         """One column of the event schema."""
         match name:
-            case "op" | "name" | "cat":
-                return self._map("name", canonical) if name == "op" else self._encode(name)
+            case "op":
+                return self._map(self._text("name"), canonical)
+            case "name" | "cat":
+                return _fill_missing(self._text(name))
             case "host":
                 return self._resolve_names("arg_hostname", "arg_hhash", HashKind.HOST)
             case "path":
                 return self._resolve_names("arg_fname", "arg_fhash", HashKind.FILE)
             case "args":
-                return self._name_new_paths()
-            case "run" | "file":
-                zeros = np.zeros(len(self._table), dtype=np.int32)
-                return pa.DictionaryArray.from_arrays(zeros, [getattr(self._origin, name)])
-        return self._number_column(name)
+                return self._name_new_paths(self._rows.arguments().texts(self._events))
+        return self._other_column(name)
 
-    def _number_column(self, name: str) -> Any:
+    def _other_column(self, name: str) -> pa.Array:
         match name:
-            case "end_us":
-                return pa.array(self._table["ts_us"].to_numpy() + self._table["dur_us"].to_numpy())
+            case "ts_us" | "dur_us" | "end_us":
+                return pa.array(self._times_us(name))
+            case "pid" | "tid":
+                return pa.array(self._ids(name))
             case "size_bytes":
                 return self._transfer_sizes()
             case "rank":
                 return self._ranks()
-            case "offset" | "ret" | "epoch" | "step":
-                return self._table[f"arg_{name}"]
-            case _:
-                return self._table[name]
+            case "run" | "file":
+                zeros = np.zeros(len(self._events), dtype=np.int32)
+                return pa.DictionaryArray.from_arrays(zeros, [getattr(self._origin, name)])
+        values = self._number(f"arg_{name}")
+        # What is missing, NaN, is not within the limit either.
+        is_held = np.abs(values) < _LIMITS[name]
+        kind = np.int32 if name in ("epoch", "step") else np.int64
+        return pa.array(np.where(is_held, values, 0).astype(kind), mask=~is_held)
 
-    def _encode(self, column: str) -> pa.DictionaryArray:
-        array = self._table[column].combine_chunks()
-        return array if isinstance(array, pa.DictionaryArray) else array.dictionary_encode()
+    def _number(self, name: str) -> npt.NDArray[Any]:
+        return self._rows.numbers[name][self._events]
 
-    def _map(self, column: str, function: Callable[[str], str]) -> pa.DictionaryArray:
-        encoded = self._encode(column)
+    def _times_us(self, name: str) -> Numbers:
+        ns_per_tick = self._context.ns_per_tick
+        start, duration = (self._number(ticks).astype(np.int64) for ticks in ("ts", "dur"))
+        if ns_per_tick >= 1000:
+            start, duration = start * (ns_per_tick // 1000), duration * (ns_per_tick // 1000)
+        else:
+            # Ends are cut like starts, see `lenient_json`.
+            end, start = (start + duration) // 1000, start // 1000
+            duration = end - start
+        times: Numbers = {"ts_us": start, "dur_us": duration}.get(name, start + duration)
+        return times
+
+    def _ids(self, name: str) -> Numbers:
+        values = self._number(name)
+        if name == "tid":
+            values = np.where(np.isnan(values), self._number("pid"), values)
+        ids: Numbers = np.nan_to_num(values, nan=0.0).astype(np.int64)
+        return ids
+
+    def _text(self, name: str) -> pa.DictionaryArray:
+        column = self._rows.texts[name]
+        return column if len(self._events) == len(column) else column.take(pa.array(self._events))
+
+    def _map(self, encoded: pa.DictionaryArray, function: Callable[[str], str]) -> pa.DictionaryArray:
         texts = [function(text) for text in encoded.dictionary.to_pylist()]
         return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(texts, pa.string()))
 
-    def _name_new_paths(self) -> pa.DictionaryArray:
-        encoded = self._encode("args")
+    def _name_new_paths(self, encoded: pa.DictionaryArray) -> pa.DictionaryArray:
         texts = encoded.dictionary.to_pylist()
         if not any('"newpath_hash"' in text for text in texts):
             return encoded
@@ -243,7 +354,7 @@ class _BlockEvents:
 
     def _resolve_names(self, plain: str, hashed: str, kind: HashKind) -> pa.DictionaryArray:
         """Names as they were traced, else those that hashes stand for."""
-        names, hashes = self._encode(plain), self._encode(hashed)
+        names, hashes = self._text(plain), self._text(hashed)
         if hashes.null_count == len(hashes):
             return names
         size = len(hashes.dictionary)
@@ -267,32 +378,42 @@ class _BlockEvents:
 
     def _transfer_sizes(self) -> pa.Array:
         """The bytes that each event moved; `event_batch.transfer_size` is the same rule for one event."""
-        names, cats = self._encode("name"), self._encode("cat")
+        names, cats = self._text("name"), _fill_missing(self._text("cat"))
         ops = [canonical(name) for name in names.dictionary.to_pylist()]
         layers = cats.dictionary.to_pylist()
         name_codes, cat_codes = names.indices.to_numpy(), cats.indices.to_numpy()
         moves_bytes = np.isin(ops, list(BYTE_MOVERS))[name_codes] & np.isin(layers, BYTE_LAYERS)[cat_codes]
         moves_items = np.isin(ops, list(ITEM_MOVERS))[name_codes] & np.isin(layers, ["STDIO"])[cat_codes]
-        ret = self._table["arg_ret"].combine_chunks()
-        is_valid = ret.is_valid().to_numpy(zero_copy_only=False)
-        sizes = ret.fill_null(-1).to_numpy()
-        factors = np.ones(1, dtype=np.int64)
+        sizes = self._number("arg_ret")
         if moves_items.any():
-            item_bytes = self._table["arg_size"].combine_chunks()
-            is_valid = is_valid & (moves_bytes | item_bytes.is_valid().to_numpy(zero_copy_only=False))
-            factors = np.where(moves_items, item_bytes.fill_null(0).to_numpy(), 1)
-        # A product of doubles, because that of integers may exceed 64 bits.
-        is_valid = is_valid & (sizes.astype(float) * factors < SIZE_LIMIT)
-        sizes = sizes * factors
-        is_valid = is_valid & (moves_bytes | moves_items) & (sizes >= 0)
-        return pa.array(sizes, mask=~is_valid)
+            sizes = np.where(moves_items, sizes * self._item_sizes(), sizes)
+        # Also false for what is missing.
+        is_valid = (moves_bytes | moves_items) & (sizes >= 0) & (sizes < SIZE_LIMIT)
+        return pa.array(np.where(is_valid, sizes, 0).astype(np.int64), mask=~is_valid)
+
+    def _item_sizes(self) -> npt.NDArray[np.float64]:
+        """The argument `size`; NaN where it is none."""
+        column = self._text("arg_size")
+        sizes = [parse_int64(json.loads(text)) for text in column.dictionary.to_pylist()]
+        values = np.array([np.nan if size is None else size for size in (*sizes, None)], dtype=float)
+        found: npt.NDArray[np.float64] = values[column.indices.fill_null(len(sizes)).to_numpy()]
+        return found
 
     def _ranks(self) -> pa.Array:
         ranks, own = self._context.ranks, self._origin.rank
         if not ranks:
-            return pa.repeat(pa.scalar(own, pa.int32()), len(self._table))
-        known, places = np.unique(self._table["pid"].to_numpy(), return_inverse=True)
+            return pa.repeat(pa.scalar(own, pa.int32()), len(self._events))
+        known, places = np.unique(self._ids("pid"), return_inverse=True)
         return pa.array([ranks.get(pid, own) for pid in known.tolist()], pa.int32()).take(pa.array(places))
+
+
+def _fill_missing(column: pa.DictionaryArray) -> pa.DictionaryArray:
+    """The column with an empty text wherever there is none."""
+    if not column.null_count:
+        return column
+    texts = column.dictionary.to_pylist()
+    indices = column.indices.fill_null(len(texts))
+    return pa.DictionaryArray.from_arrays(indices, pa.array([*texts, ""], pa.string()))
 
 
 _DATABASE_LOCK: Final = Lock()
@@ -310,110 +431,58 @@ def _open_database() -> duckdb.DuckDBPyConnection:
     return duckdb.connect(config={"threads": 1})
 
 
-def _arguments_of(columns: frozenset[str]) -> list[str]:
-    needed = {key for column in columns for key in _ARGUMENTS.get(column, ())}
-    if "args" in columns:
-        needed |= {"hostname", "hhash", "fname", "fhash", *_OWN_COLUMNS}
-    return [key for key in (*_TEXTS, *_NUMBERS) if key in needed]
-
-
-def _json_columns(columns: frozenset[str], ns_per_tick: int) -> str:
-    """What DuckDB takes of each object. Doubles hold microseconds since 1970, but not nanoseconds."""
-    time = "DOUBLE" if ns_per_tick >= 1000 else "DECIMAL(28, 3)"
-    types = {"name": "VARCHAR", "ph": "VARCHAR", "ts": time, "dur": time}
+def _build_query(columns: frozenset[str], ns_per_tick: int, file: int, keys: Sequence[str]) -> str:
+    """SELECT what these columns need of each object, as DuckDB parses it."""
+    types = {"name": "VARCHAR", "ph": "VARCHAR", **dict.fromkeys(("ts", "dur"), _time_type(ns_per_tick))}
     if columns & {"cat", "size_bytes"}:
         types["cat"] = "VARCHAR"
     if columns & {"pid", "tid", "rank"}:
         types["pid"] = "DOUBLE"
     if "tid" in columns:
         types["tid"] = "DOUBLE"
-    arguments = _arguments_of(columns)
+    arguments = _arguments_of(columns) | dict.fromkeys(keys, "JSON")
     if "args" in columns:
         types["args"] = "JSON"
     elif arguments:
-        fields = ", ".join(f'"{key}" {_type_of(key)}' for key in arguments)
-        types["args"] = f"STRUCT({fields})"
-    return "{" + ", ".join(f"{name}: '{kind}'" for name, kind in types.items()) + "}"
-
-
-def _type_of(argument: str) -> str:
-    return "VARCHAR" if argument in _TEXTS else "DOUBLE"
-
-
-@cache
-def _build_query(columns: frozenset[str], ns_per_tick: int, source: str) -> str:
-    arguments = _arguments_of(columns)
-    given = f"SELECT * FROM {source}"
-    if "args" in columns:
-        spec = json.dumps({key: _type_of(key) for key in arguments})
-        given = f"SELECT * EXCLUDE (args), args AS raw, from_json(args, '{spec}') AS args FROM {source}"
-    whole = [column for column in ("pid", "tid") if f"{column}: " in source]
-    whole += [f'args."{key}"' for key in arguments if key in _NUMBERS]
-    plain = [
-        f"ph IN {_sql_list(COMPLETE_PHASES)}",
-        "name <> 'end'",
-        "ts >= 0",
-        f"ts < {_EXACT if ns_per_tick >= 1000 else _TIME_LIMIT_US}",
-        f"ts < {_TIME_LIMIT_US * 1000 // ns_per_tick}",
-        "ts = trunc(ts)",
-        "dur >= 0",
-        f"dur < {_EXACT}",
-        f"dur < {_TIME_LIMIT_US * 1000 // ns_per_tick}",
-        "dur = trunc(dur)",
-        *(
-            f"({number} IS NULL OR ({number} = trunc({number}) AND abs({number}) < {_EXACT}))"
-            for number in whole
-        ),
-    ]
-    duration = _scale("dur", ns_per_tick)
-    if ns_per_tick < 1000:
-        # Ends are cut like starts, see `lenient_json`.
-        duration = f"{_scale('ts + dur', ns_per_tick)} - {_scale('ts', ns_per_tick)}"
-    selected = [
-        "name",
-        "is_plain",
-        "CASE WHEN is_plain THEN NULL ELSE ph END AS phase",
-        f"{_scale('ts', ns_per_tick)} AS ts_us",
-        f"{duration} AS dur_us",
-    ]
-    if "cat: " in source:
-        selected.append("coalesce(cat, '') AS cat")
-    if "pid: " in source:
-        selected.append("coalesce(TRY_CAST(pid AS BIGINT), 0) AS pid")
-    if "tid: " in source:
-        selected.append("coalesce(TRY_CAST(tid AS BIGINT), TRY_CAST(pid AS BIGINT), 0) AS tid")
-    for key in arguments:
-        value = f'args."{key}"'
-        value = f"TRY_CAST({value} AS {_NUMBERS[key]})" if key in _NUMBERS else value
-        selected.append(f'{value} AS "arg_{key}"')
-    if "args" in columns:
-        selected.append(f"{_rest_of_arguments()} AS args")
-    return (
-        f"SELECT {', '.join(selected)} FROM"
-        f" (SELECT *, coalesce({' AND '.join(plain)}, false) AS is_plain FROM ({given}))"
+        types["args"] = "STRUCT(" + ", ".join(f'"{key}" {kind}' for key, kind in arguments.items()) + ")"
+    listed = ", ".join(f"{name}: '{kind}'" for name, kind in types.items())
+    source = (
+        f"read_json('/proc/self/fd/{file}', format = 'newline_delimited', ignore_errors = true,"
+        f" compression = 'uncompressed', maximum_object_size = {_LONGEST_LINE},"
+        f" columns = {{{listed}}})"
     )
+    selected = ["name", "ph", *(_time_sql(name, ns_per_tick) for name in ("ts", "dur"))]
+    selected += [name for name in ("cat", "pid", "tid") if name in types]
+    for key, kind in arguments.items():
+        value = f'args."{key}"'
+        selected.append(f'{value}::VARCHAR AS "arg_{key}"' if kind == "JSON" else f'{value} AS "arg_{key}"')
+    if "args" in columns:
+        selected.append("raw::VARCHAR AS raw")
+        source = f"(SELECT *, args AS raw FROM {source})"
+        source = f"(SELECT * REPLACE (from_json(raw, '{json.dumps(arguments)}') AS args) FROM {source})"
+    return f"SELECT {', '.join(selected)} FROM {source}"
 
 
-def _scale(time: str, ns_per_tick: int) -> str:
-    """A plain row's time in microseconds, cut. Elsewhere the number may be too large to be scaled."""
-    if ns_per_tick == 1000:
-        return f"TRY_CAST({time} AS BIGINT)"
-    whole = f"({time})::BIGINT"
-    scaled = f"{whole} * {ns_per_tick // 1000}" if ns_per_tick > 1000 else f"{whole} // 1000"
-    return f"CASE WHEN is_plain THEN {scaled} END"
+def _arguments_of(columns: frozenset[str]) -> dict[str, str]:
+    """The arguments that columns need, and their types."""
+    needed = {key for column in columns for key in _ARGUMENTS.get(column, ())}
+    if "args" in columns:
+        needed |= {*_TEXTS, *_VALUES, *_NUMBERS}
+    types = (
+        dict.fromkeys(_TEXTS, "VARCHAR") | dict.fromkeys(_VALUES, "JSON") | dict.fromkeys(_NUMBERS, "DOUBLE")
+    )
+    return {key: kind for key, kind in types.items() if key in needed}
 
 
-def _rest_of_arguments() -> str:
-    """The arguments without those that have a column, unless the column could not hold the value."""
-    patch = '{"fname":null,"fhash":null,"hostname":null,"hhash":null'
-    held = [
-        f"CASE WHEN TRY_CAST(args.\"{key}\" AS {_NUMBERS[key]}) IS NULL THEN '' ELSE ',\"{key}\":null' END"
-        for key in _OWN_COLUMNS
-    ]
-    merged = f"json_merge_patch(raw, concat('{patch}', {', '.join(held)}, '}}'))::VARCHAR"
-    return f"CASE WHEN starts_with(raw, '{{') THEN {merged} ELSE '{{}}' END"
+def _time_type(ns_per_tick: int) -> str:
+    """Doubles hold microseconds since 1970, but not nanoseconds."""
+    return "DOUBLE" if ns_per_tick >= 1000 else "DECIMAL(28, 3)"
 
 
-def _sql_list(texts: Sequence[str]) -> str:
-    quoted = ", ".join("'" + text.replace("'", "''") + "'" for text in texts)
-    return f"({quoted})"
+def _time_sql(name: str, ns_per_tick: int) -> str:
+    """A time in ticks. NULL where a decimal is no whole number that fits: numpy has no decimals."""
+    if ns_per_tick >= 1000:
+        return name
+    limit = _EXACT if name == "dur" else _TIME_LIMIT_US
+    is_whole = f"{name} = trunc({name}) AND {name} BETWEEN 0 AND {limit - 1}"
+    return f"CASE WHEN {is_whole} THEN {name}::BIGINT END AS {name}"

@@ -24,7 +24,7 @@ UNEXPLAINED: Final = "hash:"
 """Prefix of a path or host whose hash its file never explains."""
 
 _TEXT: Final = pa.dictionary(pa.int32(), pa.string())
-TEXT_COLUMNS: Final = ("op", "name", "cat", "host", "path", "run", "file")
+TEXT_COLUMNS: Final = ("op", "name", "cat", "host", "path", "args", "run", "file")
 BATCH_SCHEMA: Final = pa.schema(
     [
         pa.field(column.name, _TEXT if column.name in TEXT_COLUMNS else column.type, column.may_be_missing)

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 
 from penstock.trace.event_schema import ALL_COLUMNS, FileAccount
-from penstock.trace.reading.block_query import BlockQuery, BlockRows, Numbers, build_block_batch
+from penstock.trace.reading.block_arguments import Numbers
+from penstock.trace.reading.block_query import BlockQuery, BlockRows, build_block_batch
 from penstock.trace.reading.chunks import Chunk
 from penstock.trace.reading.event_batch import (
     BATCH_ROWS,
@@ -133,14 +134,15 @@ class JsonLines:
             if self._learn(parsed):
                 taken = number + 1
                 break
-        for _, line in block.find_lines(line_of[rows.metadata[:1]]):
-            self._note_metadata(has_id=b'"id":' in line)
-        rows = rows.first(int(np.searchsorted(line_of, taken)))
+        if self._counts_metadata is None:
+            for _, line in block.find_lines(line_of[rows.metadata[:1]]):
+                self._note_metadata(has_id=b'"id":' in line)
+        rows.keep_first(int(np.searchsorted(line_of, taken)))
         account.lines = lines_before + taken
-        account.events += rows.num_events
+        account.events += len(rows.events)
         account.metadata += len(rows.metadata)
         account.blank += taken - len(rows)
-        if rows.num_events:
+        if len(rows.events):
             yield build_block_batch(rows, self._columns, self._origin, self._context, self._resolve_of_block)
         yield from self._build(parsed_rows)
         if taken < block.num_lines:

@@ -84,7 +84,7 @@ def parse_line(line: bytes, resolve: ResolveHash, ns_per_tick: int) -> ParsedLin
     if not bare:
         return ParsedLine(LineFate.BLANK)
     try:
-        document = _load(bare.decode())
+        document = load_json(bare.decode())
     except (ValueError, RecursionError) as error:
         return _salvage(bare, _describe_damage(bare, error), resolve, ns_per_tick)
     if not isinstance(document, dict):
@@ -119,7 +119,7 @@ def _describe_lack(document: Mapping[str, Any], ns_per_tick: int) -> str:
     return "dur is negative" if dur_ns < 0 else "time out of range"
 
 
-def _load(text: str) -> Any:
+def load_json(text: str) -> Any:
     """A JSON value. A comma behind the last member is no damage: the earliest tracers wrote it."""
     try:
         return json.loads(text, parse_constant=str, object_pairs_hook=_first_of_each)
@@ -204,15 +204,17 @@ def _build_row(document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: i
         "ret": parse_int64(arguments.get("ret")),
         "epoch": _parse_int32(arguments.get("epoch")),
         "step": _parse_int32(arguments.get("step")),
-        "args": _format_arguments(arguments, resolve),
+        "args": format_arguments(arguments, resolve),
     }
 
 
-def _format_arguments(arguments: Mapping[str, Any], resolve: ResolveHash) -> str:
+def format_arguments(arguments: Mapping[str, Any], resolve: ResolveHash | None = None) -> str:
     """JSON text of the arguments without a column of their own."""
-    rest = {key: value for key, value in arguments.items() if key not in _TAKEN or not _fits(key, value)}
-    text = json.dumps(name_new_path(rest, resolve), separators=(",", ":"), ensure_ascii=False)
-    return clean_text(text)
+    rest: Mapping[str, Any] = {
+        key: value for key, value in arguments.items() if key not in _TAKEN or not _fits(key, value)
+    }
+    rest = rest if resolve is None else name_new_path(rest, resolve)
+    return clean_text(json.dumps(rest, separators=(",", ":"), ensure_ascii=False))
 
 
 def name_new_path(arguments: Mapping[str, Any], resolve: ResolveHash) -> Mapping[str, Any]:
