@@ -33,6 +33,8 @@ BENCHMARKS = (
     "checkpoint_pipe",
     "checkpoint_clients",
     "checkpoint_engine",
+    "checkpoint_limits",
+    "checkpoint_ranks",
     "checkpoint_adapters",
     "checkpoint_metadata",
     "checkpoint_levels",
