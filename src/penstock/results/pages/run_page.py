@@ -35,7 +35,7 @@ def leave_run_page(folder: Path) -> None:
     except ObjectNotFound as error:
         logger.debug("Nothing to draw: %s", error)  # it ended before its first step, and said why
     except Unavailable as error:
-        logger.warning("No page was made of this run: %s %s", error, _LATER.format(folder=folder))
+        logger.warning("No page was made of this run: %s; then %s", error, _LATER.format(folder=folder))
     except Exception as error:  # hours of measurement must not end as a failure to draw them
         logger.warning("No page was made of this run: %r. %s", error, _LATER.format(folder=folder))
         logger.debug("The page of %s", folder, exc_info=error)
