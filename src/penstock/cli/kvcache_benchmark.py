@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.kvcache_planning import KvModelOptions, TraceFormatOptions
-from penstock.cli.option_groups import BackendOptions
+from penstock.cli.option_groups import BackendOptions, PageOption
 from penstock.cli.options import (
     argument,
     arguments,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.kvcache.block_trace import BlockTrace
     from penstock.kvcache.cache_run import CacheRequest
     from penstock.kvcache.io_plan import IoPlan
+    from penstock.reports.answer_page import AnswerPage
 
 MISSED = 1
 
@@ -63,6 +64,7 @@ class KvCacheOptions:
     capacity: int | None = option("--capacity", SIZE, "Room for entries on storage (default: without limit).")
     tensor: int = option("--tensor-parallel", whole(1), "One object for each tensor rank.", default="1")
     pipeline: int = option("--pipeline-parallel", whole(1), "One for each pipeline rank.", default="1")
+    page: PageOption = group(PageOption)
     is_per_layer: bool = flag("--per-layer", "One object for each layer.")
     layout: str = option(
         "--layout",
@@ -227,7 +229,14 @@ def _run(request: CacheRequest, cache: KvCacheOptions, comm: Comm, terminal: Ter
         result = run_plan(request, storage, comm=comm, progress=progress)
     terminal.notes(_warnings(result.document))
     terminal.result(result.document, view_cache_run(result.document))
+    cache.page.write(lambda: _draw_run(result.document), terminal)
     return 0 if result.is_right else MISSED
+
+
+def _draw_run(document: dict[str, Any]) -> AnswerPage:
+    from penstock.kvcache.cache_pages import make_run_page
+
+    return make_run_page(document)
 
 
 def _run_mlperf(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
@@ -385,6 +394,7 @@ def view_cache_run(document: dict[str, Any]) -> View:
 @dataclass(frozen=True, kw_only=True)
 class _CompareOptions:
     runs: tuple[Path, ...] = arguments("RUN...", FOLDER, "Folders of runs of `penstock kvcache`.")
+    page: PageOption = group(PageOption)
 
 
 @verb(_CompareOptions)
@@ -403,9 +413,16 @@ def compare(options: _CompareOptions, terminal: Terminal) -> int:
 
     comparison = compare_cache_runs([read_cache_run(folder) for folder in options.runs])
     terminal.result(comparison, _view_comparison(comparison))
+    options.page.write(lambda: _draw_comparison(comparison), terminal)
     if not comparison["is_comparable"]:
         terminal.note("These runs executed different operations: their figures cannot be compared.")
     return 0 if comparison["is_comparable"] else MISSED
+
+
+def _draw_comparison(comparison: dict[str, Any]) -> AnswerPage:
+    from penstock.kvcache.cache_pages import make_comparison_page
+
+    return make_comparison_page(comparison)
 
 
 def _view_comparison(comparison: dict[str, Any]) -> View:

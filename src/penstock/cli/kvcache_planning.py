@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.option_groups import PageOption
 from penstock.cli.options import argument, group, option, optional_argument, verb
 from penstock.cli.parsers import FILE, SIZE, TEXT, above_zero, choice, number, several, whole
 from penstock.cli.terminal import Terminal, TextTable, View, table
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.kvcache.block_trace import BlockTrace
     from penstock.kvcache.lru_simulation import Reuse
     from penstock.kvcache.models import KvModel
+    from penstock.reports.answer_page import AnswerPage
 
 _DEFAULT_BLOCKS = "1000,10000,100000"
 TRACE_FORMAT = choice("auto", "mooncake", "bailian", "burstgpt", "sharegpt")
@@ -190,6 +192,7 @@ class _SimulateOptions:
     cpu: int = option("--cpu", SIZE, "Host memory for the cache.", default="0B")
     storage: int | None = option("--storage", SIZE, "Storage for the cache (default: without limit).")
     model: KvModelOptions = group(KvModelOptions)
+    page: PageOption = group(PageOption)
     reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace")
 
 
@@ -220,6 +223,13 @@ def simulate(options: _SimulateOptions, terminal: Terminal) -> None:
         "tiers": _simulate_tiers(options, trace, reuse, block_bytes),
     }
     terminal.result(document, _view_simulation(document))
+    options.page.write(lambda: _draw_simulation(document), terminal)
+
+
+def _draw_simulation(document: dict[str, Any]) -> AnswerPage:
+    from penstock.kvcache.cache_pages import make_simulation_page
+
+    return make_simulation_page(document)
 
 
 def _row(reuse: Reuse, capacity: int | None, block_bytes: int) -> dict[str, Any]:

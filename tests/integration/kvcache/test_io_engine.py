@@ -17,6 +17,7 @@ import pytest
 from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.errors import StorageError
+from penstock.kvcache.cache_pages import make_run_page
 from penstock.kvcache.cache_run import CacheRequest, CacheResult, reclaim_unfinished, run_plan
 from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome, LayoutName, make_footer
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
@@ -24,6 +25,7 @@ from penstock.kvcache.io_plan import OPERATION, IoPlan, ObjectLayout, Op, Operat
 from penstock.kvcache.models import MODELS, change_model
 from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
 from penstock.progress import Silent
+from penstock.reports.answer_page import render_answer_page
 from penstock.storage import Storage, open_storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage
@@ -183,6 +185,7 @@ def test_runs_do_the_same_on_any_number_of_ranks_and_streams(tmp_path: Path) -> 
     [folder] = (tmp_path / "1").glob("kvcache-*")
     assert (folder / "kvcache.json").is_file()
     assert results[0].document["ceiling"]["read_gib_per_s"] > 0
+    assert "operations" in render_answer_page(make_run_page(results[0].document))
 
 
 def test_runs_without_reads_from_storage_say_so(tmp_path: Path) -> None:

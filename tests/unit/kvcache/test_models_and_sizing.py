@@ -95,6 +95,9 @@ def test_commands_print_their_documents(tmp_path: Path, capsys: pytest.CaptureFi
         (None, 0.5),
     ]
     assert [tier["hit_blocks"] for tier in document["tiers"]] == [0, 0, 2]
+    page = tmp_path / "page.html"
+    assert main(["kvcache", "simulate", str(trace), "--page", str(page)]) == 0
+    assert "50.0% of all blocks hit" in page.read_text()
     for words in (["simulate", str(trace)], ["size", str(trace)], ["models", "--layers", "2"]):
         assert main(["kvcache", *words]) == 0
     shown = capsys.readouterr().out

@@ -76,7 +76,9 @@ def test_comparison_orders_rates_down_and_times_up(
     for index, run in enumerate([runs[0], document_of("other", 1, 1, digest="e")]):
         (tmp_path / f"{index}").mkdir()
         (tmp_path / f"{index}" / "kvcache.json").write_text(json.dumps(run))
-    assert main(["kvcache", "compare", str(tmp_path / "0"), str(tmp_path / "1")]) == 1
+    page = tmp_path / "page.html"
+    assert main(["kvcache", "compare", str(tmp_path / "0"), str(tmp_path / "1"), "--page", str(page)]) == 1
+    assert "not comparable" in page.read_text()
     assert "cannot be compared" in capsys.readouterr().err
     with pytest.raises(StorageError, match="no run"):
         read_cache_run(tmp_path)
