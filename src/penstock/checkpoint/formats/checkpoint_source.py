@@ -30,7 +30,7 @@ from penstock.checkpoint.formats.manifest import (
 )
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, StoredObject
-from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks
+from penstock.cluster.comm import Comm, run_on_all_ranks, run_on_rank0
 from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
@@ -371,13 +371,13 @@ class DescribedStorage(WrappedStorage):
 
 def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> CheckpointSource:
     """Open the checkpoint in a folder. Collective. Rank 0 reads `.metadata` and manifest for all ranks."""
-
-    def read() -> dict[str, bytes | None]:
-        return _read_description(storage, folder) if comm.rank == 0 else {}
-
     if comm.size == 1:
         return open_folder(storage, folder, uri)
-    known = all_gather_results(comm, read, awaiting="rank 0 to read what describes the checkpoint")[0]
+    known = run_on_rank0(
+        comm,
+        lambda: _read_description(storage, folder),
+        awaiting="rank 0 to read what describes the checkpoint",
+    )
     return run_on_all_ranks(
         comm,
         lambda: open_folder(_described(storage, folder, known), folder, uri),
