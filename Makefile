@@ -10,13 +10,15 @@ RECIPE := pyproject.toml constraints.txt tests/peers.txt
 # Tests start some thousand processes: without bytecode files, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow check format bench clean
+.PHONY: help demo test test-slow check docs examples format bench clean
 
 help:
 	@echo "make demo       a tour of this machine's storage, about a minute; leaves build/demo/report.html"
 	@echo "make test       install all the tests need and run them"
 	@echo "make test-slow  the long sweeps, and many examples of each property"
 	@echo "make check      formatting, lint, types, import rules, size limits, structure"
+	@echo "make docs       build the site of docs/ into build/site, and follow every link in it"
+	@echo "make examples   run every block of README and docs, and the programs of examples/"
 	@echo "make bench      speed beside peers and the raw limit, against the records in benchmarks/records"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make clean      remove .venv and build"
@@ -26,7 +28,7 @@ demo: $(VENV)/.holds-demo
 
 test: $(VENV)/.holds-all
 	@bash scripts/components.sh
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow and not examples" $(PARALLEL)
 
 test-slow: $(VENV)/.holds-all
 	@bash scripts/components.sh
@@ -39,6 +41,12 @@ check: $(VENV)/.holds-all
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/limits.py
 	$(BIN)/python scripts/structure.py
+
+docs: $(VENV)/.holds-all
+	$(BIN)/python scripts/docs_site.py
+
+examples: $(VENV)/.holds-all
+	$(BIN)/python -m pytest -m examples $(PARALLEL)
 
 format: $(VENV)/.holds-all
 	$(BIN)/ruff format .

@@ -72,3 +72,21 @@ def pytest_collection_finish() -> None:
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
             logger.propagate = True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many blocks of the pages were run: `make examples` prints it."""
+    ran = [report for report in terminalreporter.stats.get("passed", []) if report.when == "call"]
+    blocks = [value for report in ran for name, value in report.user_properties if name == "block"]
+    if blocks:
+        named = blocks.count("named")
+        asked = [
+            report
+            for kind in ("passed", "failed", "skipped", "error")
+            for report in terminalreporter.stats.get(kind, [])
+            if "test_every_block.py::test_a_block" in report.nodeid and report.when == "call"
+        ]
+        terminalreporter.write_line(
+            f"blocks of README and docs: {len(blocks) - named} run and {named} named with a reason, "
+            f"{len(blocks)} of {len(asked)}"
+        )

@@ -4,4 +4,4 @@ Nothing is imported here: a program imports the packages that it uses by name (`
 `penstock.cluster`, ...), and pays for no others.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

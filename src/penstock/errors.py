@@ -4,7 +4,7 @@
     ├── UsageError (ValueError)                 the request is invalid                          exit 2
     ├── Unavailable                             something is missing on this machine            exit 3
     ├── StorageError (OSError)                  storage refused, failed or returned wrong data  exit 1
-    │   ├── ObjectNotFound (FileNotFoundError)
+    │   ├── ObjectNotFound (FileNotFoundError)                                                  exit 2
     │   ├── AccessRefused (PermissionError)
     │   ├── AlreadyThere (FileExistsError)      the name is taken, or another writer came first
     │   ├── OutOfSpace
@@ -88,7 +88,9 @@ class StorageError(PenstockError, OSError):
 
 
 class ObjectNotFound(StorageError, FileNotFoundError):
-    """No object has this key."""
+    """No object has this key, or no file this name: most often a mistyped path, hence the exit code."""
+
+    exit_code = 2
 
 
 class AccessRefused(StorageError, PermissionError):

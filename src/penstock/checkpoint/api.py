@@ -60,6 +60,8 @@ def load(  # noqa: PLR0913 - each option is independent of the others
     state to names in the checkpoint, as in `{"model.*": "module.*"}`. With `strict=False`, parts that are
     missing from the checkpoint stay as they are. A different shape is always an error, a different dtype
     unless `convert_dtypes` is set. `trust` allows objects whose unpickling may run code from the checkpoint.
+    `only` and `exclude` choose names, with `*` for any text; `process_group` names the ranks that load
+    (default: all); `progress` is told of every byte, and cancels the load on all ranks by raising.
     """
     choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
     with borrowed_group(process_group) as group, closing(CheckpointLoader()) as loader:
@@ -92,7 +94,9 @@ def save(  # noqa: PLR0913 - each option is independent of the others
     An existing checkpoint at `path` is replaced in one step, once the new one is complete. `only` saves the
     parts whose names match, `dtype` converts floating-point tensors. With `transforms`, as in
     `["stream.zstd/1"]`, items are smaller but can only be read whole. With `replicas="compare"`, an error
-    names tensors and ranks if what several ranks hold is not equal.
+    names tensors and ranks if what several ranks hold is not equal. Each rank writes `writers` files in
+    parallel; parts whose names begin with `separation_hint` go to files of their own. `process_group` names
+    the ranks that save (default: all); `progress` is told of every byte.
     """
     options = save_plan.SaveOptions(writers=writers, separation_hint=separation_hint)
     saver = Saver(options, staging_bytes=WAITING_BUFFER_BYTES, transforms=transforms, replicas=replicas)
@@ -177,7 +181,7 @@ class PlannedWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """Which rank would write and read what. `print` it, or look at its fields."""
+    """Which of the `ranks` would write and read what. `print` it, or look at its fields."""
 
     unique_bytes: int
     """Of all tensors, each element counted once: what all ranks together write, and read."""
@@ -222,7 +226,7 @@ def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
 
     >>> print(pc.dry_run({"model": model.state_dict()}))
 
-    The load is planned for the same ranks and placements as the save.
+    The load is planned for the same ranks and placements as the save; `process_group` names others than all.
     """
     from penstock.checkpoint.state.tensors import collect_for_save  # noqa: PLC0415 - loads torch
 

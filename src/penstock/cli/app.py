@@ -145,6 +145,7 @@ app = Group(
         "workloads": "penstock.cli.workload_catalog:workloads",
         "doctor": "penstock.cli.doctor_report:doctor",
         "demo": "penstock.cli.demo_tour:demo",
+        "docs": "penstock.cli.docs_pages:docs",
         "training": TRAINING,
         "checkpoint": CHECKPOINT,
         "kvcache": KVCACHE,
@@ -211,6 +212,11 @@ def _explain_error(error: Exception, *, traceback: bool) -> int:
     if isinstance(error, click.ClickException):
         error.show()
         return error.exit_code
+    if isinstance(error, OSError) and not isinstance(error, PenstockError) and error.filename is not None:
+        # The system refused a path, most often one that the user named: a fact about this machine.
+        from penstock.storage.files.system_calls import map_os_error
+
+        error = map_os_error(error, "Opening", str(error.filename))
     if isinstance(error, PenstockError):
         return _explain(str(error), error.exit_code, traceback=traceback)
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

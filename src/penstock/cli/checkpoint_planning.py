@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.option_groups import PageOption
 from penstock.cli.options import group, option, required, verb
-from penstock.cli.parsers import RATE, SIZE, TIME, above_zero, choice, whole
+from penstock.cli.parsers import RATE, SIZE, TIME, above_zero, choice, whole, with_unit
 from penstock.cli.terminal import Terminal, table
 from penstock.units import format_seconds
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _RATE = above_zero(RATE)
 _TIME = above_zero(TIME)
+_MTBF = above_zero(with_unit(TIME, "90d"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +30,15 @@ class _PlanOptions:
     slow_bytes_per_s: float = required(
         "--slow", _RATE, "Assume this write bandwidth of the durable storage, in total."
     )
-    node_mtbf_s: float = required("--node-mtbf", _TIME, "Assume this mean time between failures of one host.")
+    node_mtbf_s: float = required("--node-mtbf", _MTBF, "Assume this mean time between failures of one host.")
     process_mtbf_s: float | None = option(
         "--process-mtbf",
-        _TIME,
+        _MTBF,
         "Assume this mean time between failures of a process of the job (default: never).",
     )
     system_mtbf_s: float | None = option(
         "--system-mtbf",
-        _TIME,
+        _MTBF,
         "Assume this mean time between failures of several hosts at once (default: never).",
     )
     network_bytes_per_s: float = option(

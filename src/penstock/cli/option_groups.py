@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.cli.options import argument, group, option, repeated, required
-from penstock.cli.parsers import ASSIGNMENT, FILE, FOLDER, SETTING, TEXT, URI, choice
+from penstock.cli.parsers import ASSIGNMENT, FILE, FOLDER, MODEL, SETTING, TEXT, URI, WORKLOAD, choice
 from penstock.cli.terminal import Terminal
 from penstock.environment import process_environment, untraced
 
@@ -36,7 +36,7 @@ def parse_overrides(settings: Iterable[str]) -> Sequence[Override]:
 class WorkloadOptions:
     """A training workload and its changed values."""
 
-    name: str = argument("WORKLOAD", TEXT, "Shipped workload (see `penstock workloads`) or a YAML file.")
+    name: str = argument("WORKLOAD", WORKLOAD, "Shipped workload (see `penstock workloads`) or a YAML file.")
     accelerator: str = option(
         "--accelerator",
         TEXT,
@@ -62,7 +62,10 @@ class BackendOptions:
     """Options of a storage back end."""
 
     assignments: tuple[tuple[str, str], ...] = repeated(
-        "--option", ASSIGNMENT, "Set an option of the storage back end (docs/storage.md).", short="-o"
+        "--option",
+        ASSIGNMENT,
+        "Set an option of the storage back end (see `penstock docs storage`).",
+        short="-O",
     )
 
     @property
@@ -92,7 +95,7 @@ class DataOptions:
 class ModelOptions:
     """A model whose checkpoints are measured, and its changed values."""
 
-    name: str = argument("MODEL", TEXT, "Shipped model (see `penstock checkpoint models`) or a YAML file.")
+    name: str = argument("MODEL", MODEL, "Shipped model (see `penstock checkpoint models`) or a YAML file.")
     settings: tuple[str, ...] = repeated("--set", SETTING, "Change a value, e.g. model.num_layers=4.")
 
     def load(self) -> CheckpointModel:
@@ -123,7 +126,7 @@ class ParentOption:
     """The results directory in which runs are looked up."""
 
     path: Path = option(
-        "--results", FOLDER, "Look up runs by name in this results directory.", default="results"
+        "--results", FOLDER, "Look up runs by name in this results directory.", default="runs"
     )
 
 
@@ -165,7 +168,9 @@ def inspect_gates(
     """Inspect all gates and print those that do not pass; `is_strict` makes a closed one stop the run."""
     from penstock.cluster.gates.preflight import run_preflight
 
-    inspection = run_preflight(request, comm, skips=parse_gates(options.skipped), is_strict=is_strict)
+    inspection = run_preflight(
+        request, comm, skips=parse_gates(options.skipped), is_strict=is_strict, is_private=not is_strict
+    )
     preflight = inspection.preflight
     if not preflight.is_stopped:
         for finding in preflight.findings:

@@ -182,10 +182,15 @@ class _ParsedType(click.ParamType):  # type: ignore[type-arg]  # generic since c
 
     def shell_complete(
         self,
-        ctx: click.Context,  # noqa: ARG002 - click's signature
-        param: click.Parameter,  # noqa: ARG002
+        ctx: click.Context,
+        param: click.Parameter,  # noqa: ARG002 - click's signature
         incomplete: str,
     ) -> list[CompletionItem]:
+        if self._parser.list_names is not None:
+            folders = [value for name, value in ctx.params.items() if name.endswith("path") and value]
+            parent = str(folders[0]) if folders else ""
+            names = [name for name in self._parser.list_names(parent) if name.startswith(incomplete)]
+            return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
         if self._parser.completes:
             return [CompletionItem(incomplete, type=self._parser.completes)]
         return [CompletionItem(word) for word in self._parser.choices if word.startswith(incomplete)]

@@ -30,6 +30,8 @@ class Parser(Generic[T]):
     choices: tuple[str, ...] = ()
     completes: str = ""
     """What a shell completes: "file", "dir", or nothing but the choices."""
+    list_names: Callable[[str], Iterable[str]] | None = None
+    """Names that a shell completes; called with the value of `--results`, else with ""."""
 
     def __call__(self, text: str) -> T:
         """Parse the text; raises UsageError."""
@@ -105,6 +107,17 @@ def above_zero(parser: Parser[N]) -> Parser[N]:
     return Parser(parser.metavar, parse)
 
 
+def with_unit(parser: Parser[N], example: str) -> Parser[N]:
+    """The same values, but for numbers without a unit, where a guess of it could be wrong by far."""
+
+    def parse(text: str) -> N:
+        if text.strip()[-1:].isdigit():
+            raise UsageError(f"{text!r} has no unit", fix=f"Write for example {example}.")
+        return parser(text)
+
+    return Parser(parser.metavar, parse)
+
+
 def parse_assignment(text: str) -> tuple[str, str]:
     """`NAME=VALUE` as a pair."""
     name, equals, value = text.partition("=")
@@ -137,7 +150,43 @@ def _content_check(word: str) -> ContentCheck:
     return ContentCheck(word)
 
 
+def _list_workloads(_: str) -> Iterable[str]:
+    from penstock.workload.shipped_catalog import families
+
+    return [name for family in families().values() for name in (family.name, *family.full_names())]
+
+
+def _list_models(_: str) -> Iterable[str]:
+    from penstock.workload.shipped_catalog import cards
+
+    return cards()
+
+
+def _list_rules(_: str) -> Iterable[str]:
+    from penstock.submission.rules import RULES
+
+    return [rule.id for rule in RULES]
+
+
+def _list_runs(parent: str) -> Iterable[str]:
+    from penstock.results.run_folder import run_folders
+
+    folder = Path(parent or "runs")
+    return [run.name for run in run_folders(folder)] if folder.is_dir() else []
+
+
+def _list_topics(_: str) -> Iterable[str]:
+    from penstock.cli.docs_pages import find_pages
+
+    return find_pages()
+
+
 TEXT = Parser("TEXT", str)
+WORKLOAD = Parser("TEXT", str, list_names=_list_workloads)
+MODEL = Parser("TEXT", str, list_names=_list_models)
+RULE = Parser("TEXT", str, list_names=_list_rules)
+RUN = Parser("TEXT", str, list_names=_list_runs)
+TOPIC = Parser("TEXT", str, list_names=_list_topics)
 NAME = Parser("NAME", str)
 URI = Parser("URI", str, completes="file")
 FOLDER_URI = Parser("DIR", str, completes="dir")

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.cli.option_groups import ParentOption
 from penstock.cli.options import argument, arguments, flag, group, option, optional_argument, verb
-from penstock.cli.parsers import FOLDER, TEXT, whole
+from penstock.cli.parsers import FOLDER, RUN, TEXT, whole
 from penstock.cli.terminal import Terminal, View, bold, format_number
 from penstock.environment import process_environment
 from penstock.errors import UsageError
@@ -52,7 +52,7 @@ class CriteriaOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _ListOptions:
-    folder: Path = optional_argument("[DIR]", FOLDER, "Results directory.", default="results")
+    folder: Path = optional_argument("[DIR]", FOLDER, "Results directory.", default="runs")
     selection: CriteriaOptions = group(CriteriaOptions)
     shows_deleted: bool = flag("--all", "List runs that were deleted from the trash as well.")
 
@@ -293,7 +293,7 @@ def restore(options: _RestoreOptions, terminal: Terminal) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _RerunOptions:
-    run: str = argument("RUN", TEXT, "Run by id, directory, or a part of its name.")
+    run: str = argument("RUN", RUN, "Run by id, directory, or a part of its name.")
     parent: ParentOption = group(ParentOption)
     is_dry: bool = flag("--dry-run", "Show the command and its directory, and run nothing.")
 

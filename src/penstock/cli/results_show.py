@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import PageOption, ParentOption
 from penstock.cli.options import argument, arguments, group, option, verb
-from penstock.cli.parsers import FILE, TEXT
+from penstock.cli.parsers import FILE, RUN
 from penstock.cli.run_reports import reconciliation_lines
 from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number
 from penstock.environment import TRACE
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _ShowOptions:
-    run: str = argument("RUN", TEXT, "Run by directory, id, or a part of its name.")
+    run: str = argument("RUN", RUN, "Run by directory, id, or a part of its name.")
     parent: ParentOption = group(ParentOption)
 
 
@@ -278,7 +278,7 @@ def page(options: _PageOptions, terminal: Terminal) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _CompareOptions:
-    runs: tuple[str, ...] = arguments("RUN RUN...", TEXT, "Two or more runs, as for `penstock results show`.")
+    runs: tuple[str, ...] = arguments("RUN RUN...", RUN, "Two or more runs, as for `penstock results show`.")
     parent: ParentOption = group(ParentOption)
     page: PageOption = group(PageOption)
 

@@ -64,7 +64,7 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
 
       penstock storage probe /mnt/pfs --page pfs.html
 
-      penstock storage probe s3://bucket/x -o client=minio -o part_bytes=16MiB --ranks 4
+      penstock storage probe s3://bucket/x -O client=minio -O part_bytes=16MiB --ranks 4
     """
     from penstock.bench import probe as storage_probe
     from penstock.bench.probe.probe_run import measurement_rows

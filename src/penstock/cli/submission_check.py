@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import argument, flag, option, optional_argument, verb
-from penstock.cli.parsers import EDITION, FILE, FOLDER, TEXT
+from penstock.cli.parsers import EDITION, FILE, FOLDER, RULE
 from penstock.cli.terminal import Terminal, TextTable, View, bold
 from penstock.errors import name_some, printable
 from penstock.submission.check import CheckedResult, check_lone_descriptions
@@ -219,7 +219,7 @@ def _view_reports(reports: Sequence[ResultReport], written: Sequence[str]) -> Vi
 
 @dataclass(frozen=True, kw_only=True)
 class _RulesOptions:
-    rule_id: str | None = optional_argument("[ID]", TEXT, "Rule to explain (default: list all).")
+    rule_id: str | None = optional_argument("[ID]", RULE, "Rule to explain (default: list all).")
 
 
 @verb(_RulesOptions)

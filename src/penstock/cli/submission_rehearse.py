@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock import __version__
 from penstock.cli import option_groups
 from penstock.cli.options import argument, group, option, repeated
-from penstock.cli.parsers import FOLDER, NAME, SCALE, SETTING, TEXT, URI
+from penstock.cli.parsers import FOLDER, NAME, SCALE, SETTING, TEXT, URI, WORKLOAD
 from penstock.cli.rank_options import ranked
 from penstock.cli.submission_options import DivisionOptions, TreeOptions
 from penstock.cli.submission_run import (
@@ -50,7 +50,7 @@ _MOST_LOCAL_RANKS: Final = 8
 @dataclass(frozen=True, kw_only=True)
 class _RehearseOptions:
     workload: str = argument(
-        "WORKLOAD", TEXT, "Training workload (unet3d) or checkpointing model (llama3-8b)."
+        "WORKLOAD", WORKLOAD, "Training workload (unet3d) or checkpointing model (llama3-8b)."
     )
     folder: Path = argument("DIR", FOLDER, "New or empty directory, or that of a rehearsal to continue.")
     scale: Fraction = option(

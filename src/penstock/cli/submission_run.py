@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli import option_groups
 from penstock.cli.checkpoint_request import CheckpointRunOptions, run_checkpoint_benchmark
 from penstock.cli.options import argument, flag, group, option, required
-from penstock.cli.parsers import TEXT, URI, choice, whole
+from penstock.cli.parsers import MODEL, TEXT, URI, choice, whole
 from penstock.cli.rank_options import ranked
 from penstock.cli.run_reports import capture_training_output, view_checkpoints
 from penstock.cli.submission_options import ResultOptions, TreeOptions
@@ -41,7 +41,7 @@ REHEARSED_STEPS = 2
 class CheckpointingOptions:
     """All options of a checkpointing result."""
 
-    model: str = argument("MODEL", TEXT, "Shipped model (see `penstock checkpoint models`) or a YAML file.")
+    model: str = argument("MODEL", MODEL, "Shipped model (see `penstock checkpoint models`) or a YAML file.")
     destination: str = required(
         "--to", URI, "Save checkpoints here: a directory, direct:///directory or s3://bucket/prefix."
     )

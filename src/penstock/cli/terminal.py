@@ -14,6 +14,8 @@ from io import StringIO
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Self
 
+from click import get_current_context
+
 from penstock.environment import PROGRESS_COLUMNS, process_environment
 from penstock.errors import printable
 from penstock.progress import Progress, Silent
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 _WIDE = 1000
+SCHEMA_VERSIONS: Mapping[str, int] = {}
+"""The versions of verbs' documents that lost a key, or changed the meaning of one, since version 1."""
 
 Line = str | list[str | tuple[str, str]]
 """A line of text, or its pieces, each plain or with a style: `["1 of 2 ", ("failed", "red")]`."""
@@ -57,7 +61,23 @@ class TextTable:
             grid.add_row(*(printable(text, keep="") for text in row.values()))
         if self.is_wide:
             console = _open_console(file=console.file, width=_WIDE, color_system=None)
-        console.print(grid)
+        with console.capture() as drawn:
+            console.print(grid)
+        # Rich ends what it cuts with an ellipsis, and a number that is cut is a wrong number.
+        had_one = any("…" in text for row in self.rows for text in row.values())
+        if "…" in drawn.get().partition("─")[2] and not had_one:
+            self._list(console)
+        else:
+            console.print(grid)
+
+    def _list(self, console: Console) -> None:
+        """Print each row as a paragraph, where the terminal is too narrow for a table."""
+        console.print(self.title)
+        indent = max(len(column) for column in self.rows[0]) + 2
+        for row in self.rows:
+            console.print()
+            for column, text in row.items():
+                console.print(f"{column:<{indent}}{printable(text, keep='')}".rstrip())
 
 
 View = Iterable[Line | TextTable]
@@ -140,9 +160,21 @@ class Terminal:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one document on stdout. NaN is an error, because it is no JSON."""
-    json.dump(document, sys.stdout, indent=2, allow_nan=False)
+    """Print one document on stdout, with its schema first. NaN is an error, because it is no JSON."""
+    json.dump({**_name_schema(document), **document}, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
+
+
+def _name_schema(document: Mapping[str, Any]) -> Mapping[str, str]:
+    """The schema of the running verb's document, as `checkpoint-run/1`; docs/schemas has it.
+
+    A document with a `version` of its own, which other commands read again, stays as it is.
+    """
+    context = get_current_context(silent=True)
+    if context is None or "version" in document:
+        return {}
+    verb = "-".join(context.command_path.split()[1:])
+    return {"schema": f"{verb}/{SCHEMA_VERSIONS.get(verb, 1)}"} if verb else {}
 
 
 def render_text(view: View) -> str:

@@ -23,7 +23,7 @@ _DASK_TEXT = "Read with the workers of Dask: local, or a scheduler's address."
 
 @dataclass(frozen=True, kw_only=True)
 class _CompareOptions:
-    description: Path = argument("RUNS.yaml", FILE, "Runs, tiers and baseline (docs/trace.md).")
+    description: Path = argument("RUNS.yaml", FILE, "Runs, tiers and baseline (see `penstock docs trace`).")
     out: Path | None = option(
         "--out", FOLDER, "Write report.html, report.md and tables.parquet into DIR.", short="-o"
     )
@@ -88,7 +88,7 @@ def _open_study(
 
 @dataclass(frozen=True, kw_only=True)
 class _ExpectOptions:
-    description: Path = argument("CHECKS.yaml", FILE, "Comparison with checks (docs/trace.md).")
+    description: Path = argument("CHECKS.yaml", FILE, "Comparison with checks (see `penstock docs trace`).")
     dask: str = option("--dask", TEXT, _DASK_TEXT, default="", metavar="ADDRESS")
 
 

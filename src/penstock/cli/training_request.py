@@ -128,6 +128,7 @@ def plan_training(
         decodes=options.decode or decodes_arrow(workload),
         check=options.check,
         reader=load_reader(options.reader),
+        needs_counted_step=True,
         command=command_line(),
         environment=environment,
         overrides=tuple(f"++workload.{text}" for text in options.workload.settings),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.option_groups import WorkloadOptions
 from penstock.cli.options import option, optional_argument, repeated, verb
-from penstock.cli.parsers import SETTING, TEXT
+from penstock.cli.parsers import SETTING, TEXT, WORKLOAD
 from penstock.cli.terminal import Terminal, View, bold, table
 from penstock.units import format_bytes, format_seconds
 
@@ -22,7 +22,7 @@ MAX_LIST_CHARACTERS = 60
 @dataclass(frozen=True, kw_only=True)
 class _CatalogOptions:
     name: str | None = optional_argument(
-        "[WORKLOAD]", TEXT, "Workload to show: unet3d_h100, unet3d with --accelerator, or a YAML file."
+        "[WORKLOAD]", WORKLOAD, "Workload to show: unet3d_h100, unet3d with --accelerator, or a YAML file."
     )
     accelerator: str = option(
         "--accelerator",

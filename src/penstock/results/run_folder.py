@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from penstock.errors import UsageError, name_some
+from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.reports.html_page import is_page
 from penstock.storage.files.system_calls import translate_os_errors
 
@@ -97,5 +97,11 @@ def run_folders(parent: Path) -> list[Path]:
     """The runs directly below `parent`, by name, or `parent` itself if it is a run."""
     if is_run(parent):
         return [parent]
+    if not parent.exists():
+        raise ObjectNotFound(
+            "No such directory of runs",
+            uri=str(parent),
+            fix="Give the one that runs were written to: --results DIR.",
+        )
     with translate_os_errors("Listing the runs", str(parent)):
         return sorted(folder for folder in parent.iterdir() if is_run(folder))

@@ -24,7 +24,10 @@ Release = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One stored object. `key` is relative to the storage's root; `checksum` is the service's own, if any."""
+    """One stored object of `size_bytes`, changed at `modified_s` (seconds since 1970).
+
+    `key` is relative to the storage's root; `checksum` is the service's own, if any.
+    """
 
     key: str
     size_bytes: int
@@ -82,11 +85,11 @@ class Storage(Protocol):
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
         """Begin an object; an older one of this key stays readable until `finish`.
 
-        Declaring the size saves requests; `finish` checks it.
+        Declaring `size_bytes` saves requests; `finish` checks it.
         """
 
     def open(self, key: str) -> Source:
-        """Open an object for ranged reads; `ObjectNotFound` if there is none."""
+        """Open the object `key` for ranged reads; `ObjectNotFound` if there is none."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All objects below the folder `prefix` ("": all): an unordered stream, in bounded memory.
@@ -96,10 +99,10 @@ class Storage(Protocol):
         """
 
     def stat(self, key: str) -> ObjectInfo:
-        """Describe one object; `ObjectNotFound` if there is none."""
+        """Describe the object `key`; `ObjectNotFound` if there is none."""
 
     def delete(self, key: str) -> None:
-        """Remove one object; `ObjectNotFound` if there is none, unless the service does not report that."""
+        """Remove the object `key`; `ObjectNotFound` if there is none and the service says so."""
 
     def sync(self, prefix: str = "") -> None:
         """Make every finished object under `prefix`, and its name, survive a power cut."""
@@ -109,6 +112,7 @@ class Storage(Protocol):
 class Counters:
     """What a storage really did, for the record of a run. Threads change it by `add` and `add_copy` only.
 
+    `requests` are those sent, `retries` and `errors` among them; `written_bytes` and `read_bytes` were moved.
     `copied_bytes` is keyed by the reason of the copy, `requests_by_endpoint` by the endpoint's URL. Counts
     never decrease.
     """
@@ -132,7 +136,7 @@ class Counters:
         read_bytes: int = 0,
         endpoint: str = "",
     ) -> None:
-        """Count one event."""
+        """Count one event: by how much each counter grows, and at which `endpoint`."""
         with self._lock:
             self.requests += requests
             self.retries += retries

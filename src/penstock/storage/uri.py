@@ -72,6 +72,7 @@ def parse_uri(text: str) -> Location:
     if not text:
         raise UsageError("The storage URI is empty", fix="Give a path or a URI such as s3://bucket/prefix.")
     if is_plain_path(text):
+        _require_no_scheme(text)
         return Location("file", os.path.abspath(text))
     scheme, _, rest = text.partition("://")
     if not scheme.isalnum():
@@ -86,6 +87,17 @@ def parse_uri(text: str) -> Location:
         if not root:
             raise UsageError(f"{text!r} has no bucket", fix=f"Write {scheme}://bucket/prefix.")
     return Location(scheme, root, _parse_query(text, query))
+
+
+def _require_no_scheme(path: str) -> None:
+    """Refuse `s3:/bucket` and `s3:bucket`, which would become a folder called `s3:`."""
+    scheme, colon, rest = path.partition(":")
+    if colon and scheme in (*_PATH_SCHEMES, *_BUCKET_SCHEMES):
+        slashes = "///" if scheme in _PATH_SCHEMES else "//"
+        raise UsageError(
+            f"{path!r} is neither a URI nor a path",
+            fix=f"Write {scheme}:{slashes}{rest.lstrip('/')}, or ./{path} for a path.",
+        )
 
 
 def _absolute_path(text: str, path: str) -> str:
@@ -223,7 +235,10 @@ ENTRY_POINTS = "penstock.storage"
 def open_storage(
     uri: str, environment: Environment, *, options: Mapping[str, str] | None = None, rank: int = 0
 ) -> Storage:
-    """Open the storage that `uri` names. `options` override those of the same name in the URI."""
+    """Open the storage that `uri` names, with the credentials of `environment`, for the process `rank`.
+
+    `options` override those of the same name in the URI.
+    """
     location = parse_uri(uri)
     merged = Location(location.scheme, location.root, {**location.options, **(options or {})})
     storage = _opener(merged.scheme)(merged, environment, rank)

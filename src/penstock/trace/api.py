@@ -131,7 +131,9 @@ def load(
     `where` is an SQL expression over the events' columns, as `"path LIKE '%checkpoint%' AND op = 'write'"`;
     lines that it rules out are not parsed where their bytes show that. `rank_pattern` is a regular expression
     whose first group is the rank in a file's name. `dask` is `local` or a scheduler's address: its workers
-    read the files. Raises UsageError for a name that matches no file.
+    read the files. The run of `files` without a mapping is called `run`; `dimensions` are the tiers, classes
+    and phases of questions; `progress` is told of every file. Raises UsageError for a name that matches no
+    file.
     """
     runs = files if isinstance(files, Mapping) else {run: files}
     resources = ExitStack()

@@ -36,12 +36,12 @@ def load_document(model: type[AnyDocument], path: Path) -> AnyDocument:
 
 def parse_document(model: type[AnyDocument], text: str, *, source: str) -> AnyDocument:
     """Validate YAML text; `source` is its name in errors."""
-    tree = parse_yaml(text, source=source, kind="A description of runs", page="docs/trace.md")
+    tree = parse_yaml(text, source=source, kind="A description of runs", page="trace")
     try:
         return model.model_validate(tree)
     except ValidationError as refused:
         problems = [_problem(model, error) for error in refused.errors(include_url=False)]
-        raise UsageError("; ".join(problems), where=source, fix="See docs/trace.md.") from refused
+        raise UsageError("; ".join(problems), where=source, fix="See `penstock docs trace`.") from refused
 
 
 def _problem(model: type[YamlDocument], error: Any) -> str:

@@ -115,5 +115,7 @@ def read_card(tree: Mapping[str, Any], *, name: str, source: str) -> ModelCard:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         known = ", ".join(FileRule.model_fields)
-        fix = f"A rule of files has: {known}." if place.startswith("files") else "See docs/checkpointing.md."
+        fix = "See `penstock docs checkpointing`."
+        if place.startswith("files"):
+            fix = f"A rule of files has: {known}."
         raise UsageError(f"{place} is not understood: {first['msg']}", where=source, fix=fix) from error

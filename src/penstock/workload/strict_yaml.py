@@ -52,9 +52,9 @@ def _strict(loader: Any) -> Any:
 
 
 def parse_yaml(
-    text: str, *, source: str, kind: str = "A workload", page: str = "docs/workloads.md"
+    text: str, *, source: str, kind: str = "A workload", page: str = "workloads"
 ) -> dict[str, Any]:
-    """The mapping that `text` holds; errors name `source`, and what `page` describes such documents."""
+    """The mapping that `text` holds; errors name `source`, and the page that describes such documents."""
     try:
         tree = yaml.load(text, Loader=_strict(choose_loader(text)))  # noqa: S506 - safe loaders
     except yaml.MarkedYAMLError as error:
@@ -68,6 +68,6 @@ def parse_yaml(
         raise UsageError(
             f"{kind} is a mapping of sections, not {tree!r:.60}",
             where=source,
-            fix=f"See {page}.",
+            fix=f"See `penstock docs {page}`.",
         )
     return tree

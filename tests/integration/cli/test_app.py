@@ -87,7 +87,7 @@ def test_a_table_for_people_fits_a_narrow_terminal(tmp_path: Path) -> None:
         ((*PROBE, "/tmp", "--size", "4G"), 2, "Write GiB (1024-based) or GB (1000-based)"),
         ((*PROBE, "ftp://x/y"), 2, "Unsupported storage scheme 'ftp'"),
         ((*PROBE, "direct://tmp/x"), 2, "three slashes"),
-        ((*PROBE, "/tmp", "-o", "fsink=no"), 2, "Did you mean 'fsync'?"),
+        ((*PROBE, "/tmp", "-O", "fsink=no"), 2, "Did you mean 'fsync'?"),
         ((*PROBE, "/tmp", "--streams", "0"), 2, "must be positive"),
         ((*PROBE, "/proc/here"), 1, "/proc"),
         ((*PROBE, "/tmp", "--size", "1EiB"), 1, "smaller --size"),

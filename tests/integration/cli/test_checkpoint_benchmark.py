@@ -98,7 +98,7 @@ def test_checkpoints_are_written_to_and_read_from_an_object_store(
     tmp_path: Path, moto: S3Server, client: str
 ) -> None:
     place = ("--to", f"s3://{BUCKET}/ckpt-{client}", "--results", str(tmp_path / "runs"))
-    words = ("--writes", "1", "--reads", "1", "-o", f"client={client}", "-o", "part_bytes=5MiB", "--json")
+    words = ("--writes", "1", "--reads", "1", "-O", f"client={client}", "-O", "part_bytes=5MiB", "--json")
     small = ("llama3-8b", "--scale", "0.00005", "--chunk", "5MiB", "--buffer-memory", "20MiB")
     found = document(penstock("run", *small, *place, *words, **moto.environment))
     assert found["read"]["verified_bytes"] == found["write"]["bytes"] == found["checkpoint_bytes"]

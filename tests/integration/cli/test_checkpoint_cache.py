@@ -73,7 +73,10 @@ def test_flush_makes_pending_steps_of_a_dead_job_durable(left: Path) -> None:
     assert found["durable"] == [2]
     assert found["flushes"][0]["states"]["2"]["phase"] == "durable"
     # Again, with nothing to do.
-    assert document_of("flush", left / "cache") == {"caches": {str(left / "cache"): {}}}
+    assert document_of("flush", left / "cache") == {
+        "schema": "checkpoint-flush/1",
+        "caches": {str(left / "cache"): {}},
+    }
 
 
 def test_steps_that_stay_undurable_are_reported_with_the_reason(left: Path) -> None:
@@ -150,14 +153,14 @@ def test_rebuild_exits_with_1_for_what_cannot_be_rebuilt(cached: Path) -> None:
 def test_recovery_names_what_the_caches_lack(cached: Path, verb: tuple[str, ...]) -> None:
     command, *more = verb
     absent = checkpoint(command, cached / "cache", *more, "--step", "7")
-    assert absent.returncode == 1
+    assert absent.returncode == 2
     assert "Step 7 is in none of these caches. The caches hold: 1, 2." in absent.stderr
     too_many = checkpoint(command, cached / "cache", cached / "cache", *more)
     assert too_many.returncode == 2
     assert "2 caches for 1 ranks" in too_many.stderr
     (cached / "empty").mkdir()
     empty = checkpoint(command, cached / "empty", *more)
-    assert empty.returncode == 1
+    assert empty.returncode == 2
     assert "No step is in these caches" in empty.stderr
 
 
@@ -196,7 +199,7 @@ def test_drop_needs_durable_copies_or_force(cached: Path) -> None:
     dropped = checkpoint("drop", cache, "--all", "--durable", durable)
     assert dropped.stdout.startswith("dropped")
     assert [(row[0], row[3], row[4]) for row in rows(dropped.stdout)] == [("2", "yes", "-")]
-    assert checkpoint("rebuild", cache).returncode == 1
+    assert checkpoint("rebuild", cache).returncode == 2
 
 
 def test_halt_requests_shows_and_withdraws_a_stop(tmp_path: Path) -> None:
@@ -210,5 +213,9 @@ def test_halt_requests_shows_and_withdraws_a_stop(tmp_path: Path) -> None:
     assert document["order"]["reason"] == "maintenance"
     assert checkpoint("halt", tmp_path, "--cancel").stdout.endswith(": withdrawn\n")
     assert checkpoint("halt", tmp_path, "--cancel").stdout.endswith(": no stop was requested\n")
-    assert checkpoint("halt", tmp_path, "--status", "--json").document == {"asked": False, "order": None}
+    assert checkpoint("halt", tmp_path, "--status", "--json").document == {
+        "schema": "checkpoint-halt/1",
+        "asked": False,
+        "order": None,
+    }
     assert checkpoint("halt", tmp_path, "--cancel", "--status").returncode == 2

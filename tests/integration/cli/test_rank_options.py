@@ -65,7 +65,7 @@ def test_command_joins_the_job_of_torchrun(tmp_path: Path) -> None:
 
 
 def test_wrong_usage_on_ranks_is_reported_once_with_its_exit_code(tmp_path: Path) -> None:
-    result = _run(_probe(tmp_path, "-o", "fsink=no", "--ranks", "2"))
+    result = _run(_probe(tmp_path, "-O", "fsink=no", "--ranks", "2"))
     assert result.returncode == 2
     assert result.stderr.count("Did you mean 'fsync'?") == 1
 

@@ -96,8 +96,8 @@ def test_empty_directory_lists_no_runs_and_a_missing_one_is_an_error(tmp_path: P
     result = penstock("ls", str(tmp_path))
     assert (result.returncode, result.stdout.strip()) == (0, f"No runs in {tmp_path}")
     result = penstock("ls", str(tmp_path / "absent"))
-    assert result.returncode == 1
-    assert "Listing the runs" in result.stderr
+    assert result.returncode == 2
+    assert "No such directory of runs" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -349,7 +349,7 @@ def test_reasons_against_a_comparison_come_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("show", "nothing"), 1, "Listing the runs"),
+        (("show", "nothing"), 2, "No such directory of runs"),
         (("compare", "one"), 2, "at least two"),
         (("show", "nothing", "--results", "/tmp"), 2, "No run is called 'nothing'"),
     ],

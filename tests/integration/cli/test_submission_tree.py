@@ -48,7 +48,12 @@ def tree(tmp_path: Path, penstock: Penstock) -> str:
 
 def test_tree_belongs_to_its_first_organisation(tree: str, penstock: Penstock) -> None:
     again = penstock("submission", "init", "acme", tree, "--json")
-    assert json.loads(again.stdout) == {"root": tree, "organisation": "acme", "is_new": False}
+    assert json.loads(again.stdout) == {
+        "schema": "submission-init/1",
+        "root": tree,
+        "organisation": "acme",
+        "is_new": False,
+    }
     other = penstock("submission", "init", "umbrella", tree)
     assert other.returncode == 2
     assert "already belongs to" in other.stderr

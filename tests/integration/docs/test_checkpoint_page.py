@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -11,7 +9,6 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,20 +23,6 @@ WORDS = " ".join(PAGE.split())
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def test_its_examples_run_and_print_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(1)
-    names: dict[str, Any] = {}
-    printed = io.StringIO()
-    for block in BLOCKS[1:]:
-        with contextlib.redirect_stdout(printed):
-            exec(compile(block, "docs/checkpoint.md", "exec"), names)
-    shown = [line.strip() for line in printed.getvalue().splitlines() if line.strip()]
-    assert shown[0] == "('model.weight', 'model.bias', 'step')"
-    page = [line.strip() for line in PAGE.splitlines()]
-    assert all(line in page for line in shown[1:])
 
 
 STOPPED_AT = 10
@@ -72,6 +55,7 @@ def run_first_example(rank: int, folder: Path, port: int, killed: bool) -> list[
     return printed
 
 
+@pytest.mark.examples
 def test_its_first_example_is_killed_and_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     def run(folder: str, *, killed: bool = False) -> list[list[str]]:
         (tmp_path / folder).mkdir(exist_ok=True)

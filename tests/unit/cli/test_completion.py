@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 
 from penstock.cli import main
 from penstock.cli.app import app
@@ -61,3 +62,27 @@ def test_an_unknown_shell_is_refused(monkeypatch: pytest.MonkeyPatch, shell: str
     monkeypatch.setenv("SHELL", shell)
     with pytest.raises(UsageError, match="Use bash, zsh, fish"):
         current_shell()
+
+
+@pytest.mark.parametrize(
+    ("words", "start", "expected"),
+    [
+        (["training", "run"], "unet", {"unet3d", "unet3d_h100"}),
+        (["checkpoint", "size"], "llama3-", {"llama3-8b", "llama3-70b"}),
+        (["submission", "rules"], "sizing.", {"sizing.memory", "sizing.steps"}),
+        (["results", "show"], "unet", {"unet3d-1"}),
+        (["results", "show", "--results", "elsewhere"], "", {"bert-1"}),
+        (["docs"], "tr", {"trace", "training"}),
+    ],
+)
+def test_names_are_completed(
+    words: list[str], start: str, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in ("runs/unet3d-1", "elsewhere/bert-1"):
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / "run.json").touch()
+    monkeypatch.chdir(tmp_path)
+    shell = ShellComplete(app, {}, "penstock", "_PENSTOCK_COMPLETE")
+    found = {item.value for item in shell.get_completions(words, start)}
+    assert expected <= found
+    assert all(name.startswith(start) for name in found)

@@ -132,7 +132,14 @@ def test_wide_tables_are_never_cut() -> None:
     rows = [{f"column{number}": "0123456789" for number in range(20)}]
     text = render_text(table("Wide", rows, is_wide=True))
     assert text.count("0123456789") == 20
-    assert render_text(table("Wide", rows)).count("0123456789") < 20
+
+
+def test_a_table_that_would_be_cut_is_a_paragraph_for_each_row() -> None:
+    rows = [{f"column{number}": "0123456789" for number in range(20)}] * 2
+    lines = render_text(table("Narrow", rows)).splitlines()
+    assert lines[0] == "Narrow"
+    assert lines.count("column19  0123456789") == 2
+    assert "…" in render_text(table("Cut already", [{"a": "b…"}]))
 
 
 def test_numbers_are_aligned_to_the_right() -> None:

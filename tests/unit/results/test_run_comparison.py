@@ -206,5 +206,5 @@ def test_the_figures_of_a_run_that_was_cut_short_are_those_of_its_complete_epoch
 
 
 def test_missing_parent_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="Listing the runs"):
+    with pytest.raises(StorageError, match="No such directory of runs"):
         read_catalog(tmp_path / "absent")

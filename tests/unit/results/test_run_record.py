@@ -396,7 +396,7 @@ def test_a_run_is_named_by_folder_name_or_part(tmp_path: Path) -> None:
         run_folder.resolve_run("unet", tmp_path)
     with pytest.raises(UsageError, match="No run is called 'bert'"):
         run_folder.resolve_run("bert", tmp_path)
-    with pytest.raises(StorageError, match="Listing the runs"):
+    with pytest.raises(StorageError, match="No such directory of runs"):
         run_folder.resolve_run("x", tmp_path / "absent")
 
 

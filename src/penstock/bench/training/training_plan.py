@@ -196,6 +196,33 @@ def plan_training(
     )
 
 
+def require_counted_step(workload: Workload, plan: TrainingPlan) -> None:
+    """Refuse a run of which no step counts: its utilization would be 0 % on any storage."""
+    metric, sharding = workload.metric, plan.sharding
+    excluded = metric.exclude_start_steps + metric.exclude_end_steps
+    longest = max(epoch.num_steps for epoch in plan.epochs)
+    if longest > excluded:
+        return
+    needed = (excluded + 1) * sharding.batch_size
+    limit = workload.train.total_training_steps
+    if limit is not None and limit <= excluded:
+        fix = f"Set train.total_training_steps to {excluded + 1} or more."
+    else:
+        files = -(-needed * sharding.num_ranks // sharding.samples_per_file)
+        ways = [f"use {files:,} files or more (dataset.num_files_train)"]
+        if ranks := sharding.num_samples // needed:
+            ways.append(f"at most {ranks:,} rank{'s' * (ranks != 1)}")
+        if batch := sharding.num_samples // (sharding.num_ranks * (excluded + 1)):
+            ways.append(f"batches of {batch:,} or less (reader.batch_size)")
+        fix = f"{', or '.join(ways)}.".capitalize()
+    raise UsageError(
+        f"No step would count: an epoch has {longest} for each of {sharding.num_ranks} ranks, and "
+        f"utilization excludes the first {metric.exclude_start_steps} and the last "
+        f"{metric.exclude_end_steps} of an epoch (metric.exclude_start_steps, exclude_end_steps)",
+        fix=fix,
+    )
+
+
 def _plan_epoch(order: RankEpoch, comm: Comm, *, epoch: int, num_steps: int, full_steps: int) -> EpochPlan:
     mine = count_rank_share(order, num_steps=num_steps, full_steps=full_steps)
     shares = comm.gather(mine, awaiting="all ranks to plan an epoch")

@@ -23,7 +23,7 @@ from penstock.bench.training import harness_limit, training_files, training_loop
 from penstock.bench.training.batch_requests import SampleHandling
 from penstock.bench.training.training_checkpoints import CheckpointsRequest, TrainingCheckpoints
 from penstock.bench.training.training_loop import PreparedTraining
-from penstock.bench.training.training_plan import eval_epochs, plan_training
+from penstock.bench.training.training_plan import eval_epochs, plan_training, require_counted_step
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.external_dataset import list_external_files
 from penstock.dataset.formats import open_format
@@ -44,7 +44,8 @@ class TrainingRequest(RunSettings):
 
     `reopen` is for loaders whose processes open the storage themselves. `checkpoints` says what is saved on
     the way, and where. `decodes` makes samples of what is read; `check` compares them with their generator,
-    which takes decoding. `reader` opens files of a format of its own.
+    which takes decoding. `reader` opens files of a format of its own. `needs_counted_step` refuses a run
+    whose utilization could only be 0 %, as DLIO calls it.
     """
 
     workload: Workload
@@ -56,6 +57,7 @@ class TrainingRequest(RunSettings):
     decodes: bool = False
     check: ContentCheck = ContentCheck.OFF
     reader: training_files.OpenFormat | None = None
+    needs_counted_step: bool = False
 
 
 def prepare_training(
@@ -110,6 +112,8 @@ def train(
         progress=progress,
         reader=request.reader or open_format,
     )
+    if request.needs_counted_step:
+        require_counted_step(request.workload, prepared.plan)
     hosts = request.gather_hosts(comm)
     with ExitStack() as resources:
         run = None

@@ -21,6 +21,7 @@ from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrde
 from penstock.checkpoint.levels.flush.flusher import FlushState
 from penstock.checkpoint.levels.redundancy.redundancy_record import assess
 from penstock.errors import ObjectNotFound, UsageError
+from penstock.storage.capabilities import find_local_paths
 from penstock.storage.uri import find_local_paths_at, open_here
 
 if TYPE_CHECKING:
@@ -111,8 +112,17 @@ def require_cache_folder(path: str) -> Path:
 def inspect_levels(run: str, caches: Sequence[str]) -> LevelsOverview:
     """The levels of the run whose durable steps are at `run`."""
     folders = [require_cache_folder(path) for path in caches]
+    durable = open_here(run)
+    paths = find_local_paths(durable)
+    # With caches alone, no step may ever have been flushed.
+    if paths is not None and not folders and not Path(paths.local_root).exists():
+        raise ObjectNotFound(
+            "There is no such directory of checkpoints",
+            uri=durable.uri,
+            fix="Give the one that the manager was made with, or its caches with --cache.",
+        )
     return LevelsOverview(
-        durable=tuple(StepCatalog(open_here(run)).committed()),
+        durable=tuple(StepCatalog(durable).committed()),
         cached=tuple(_inspect_steps(folders)),
         flushes=tuple(inspect_flush(folder) for folder in folders),
     )

@@ -49,7 +49,10 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Single(Scheme):
-    """One copy, where it was written: survives the end of a process, not the loss of its host."""
+    """One copy, where it was written: survives the end of a process, not the loss of its host.
+
+    Of several schemes, the one with the largest `every` that divides a checkpoint's number protects it.
+    """
 
     name: ClassVar[str] = "single"
     losses: ClassVar[int] = 0
@@ -100,7 +103,11 @@ class _GroupScheme(Scheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xor(_GroupScheme):
-    """One parity, distributed over the group: survives the loss of any one member."""
+    """One parity, distributed over the group: survives the loss of any one member.
+
+    A `group` has so many members; `strict` refuses a job with too few failure domains for it. Of several
+    schemes, the one with the largest `every` that divides a checkpoint's number protects it.
+    """
 
     name: ClassVar[str] = "xor"
     losses: ClassVar[int] = 1
@@ -108,7 +115,11 @@ class Xor(_GroupScheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoubleParity(_GroupScheme):
-    """Two independent parities, distributed over the group: survives the loss of any two members."""
+    """Two independent parities, distributed over the group: survives the loss of any two members.
+
+    A `group` has so many members; `strict` refuses a job with too few failure domains for it. Of several
+    schemes, the one with the largest `every` that divides a checkpoint's number protects it.
+    """
 
     name: ClassVar[str] = "double-parity"
     losses: ClassVar[int] = 2
@@ -116,7 +127,11 @@ class DoubleParity(_GroupScheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partner(_GroupScheme):
-    """A second copy of each member's bytes on the next member: survives any loss but that of neighbours."""
+    """A second copy of each member's bytes on the next member: survives any loss but that of neighbours.
+
+    A `group` has so many members; `strict` refuses a job with too few failure domains for it. Of several
+    schemes, the one with the largest `every` that divides a checkpoint's number protects it.
+    """
 
     group: int = 2
 

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """The result of a save: where the step is, and the statistics of each rank, in rank order."""
+    """The result of a save: the `step`, its `uri`, and the statistics of the `ranks`, in rank order."""
 
     step: int
     uri: str
@@ -73,7 +73,7 @@ class SaveReport:
         return sum(stats.payload_bytes for stats in self.ranks)
 
     def format_line(self, rank: int) -> str:
-        """The statistics of one rank as a line of the log."""
+        """The statistics of one `rank` as a line of the log."""
         return f"step {self.step}, rank {rank}: {self.ranks[rank].describe()}"
 
 
@@ -108,9 +108,10 @@ class SaveProgress:
 
 
 class SaveHandle:
-    """A save in the background. Any thread may call; nothing here is collective.
+    """A save in the background, by `save_async(step, state)`. Any thread may call; nothing is collective.
 
-    `number` counts the saves of a manager from 1, the same on all ranks.
+    `number` counts the saves of a manager from 1, the same on all ranks; `staged`, `future`, `meter` and
+    `timeout_s` come from the manager.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class SaveHandle:
         self._is_reported = True
 
     def wait_done(self, timeout_s: float) -> None:
-        """Return when it is over, successful or not."""
+        """Return when it is over, successful or not; `WaitTimeout` after `timeout_s`."""
         try:
             self._future.exception(timeout_s)
         except FutureTimeout as error:
@@ -275,7 +276,7 @@ class Manager:
 
     `process_group` has the ranks whose checkpoints these are: by default all ranks, or this process alone.
     Managers of disjoint groups can work at the same time; each needs its own folder. Making and closing a
-    manager is collective. With `has_pointer`, a file `latest` names the newest step.
+    manager is collective; waits last `timeout_s` at most. `has_pointer`: a file `latest` names the last step.
 
     Each rank writes `writers` files in parallel, parts whose names begin with `separation_hint` to others.
     `staging_bytes` limits the memory of pending saves on a rank (2 GiB); a larger state blocks `save_async`
@@ -283,7 +284,7 @@ class Manager:
 
     With `cache`, a folder on each node, steps are saved there, protected by `redundancy`, and copied to
     `durable` in the background as `flush` says; the newest `keep_cached` stay. `failure_domain` names what
-    fails together (default: this host); its ranks never protect each other. See docs/levels.md.
+    fails together (default: this host); its ranks never protect each other. See `penstock docs levels`.
 
     `save_policy` answers `should_save`: `if manager.should_save(step): manager.save_async(step, state)`.
     `stop` lists what else ends the job: then `should_save` is true and `stop_reason` says why.
@@ -378,7 +379,7 @@ class Manager:
         """Save `state` as `step`, and return when it is committed. Collective.
 
         An older checkpoint of this step is replaced, and stays usable until then. `only` saves the parts
-        whose names match; `dtype` converts floating-point tensors.
+        whose names match; `dtype` converts floating-point tensors; `progress` is told of every byte.
         """
         with self._scheduler.measure():
             return self._start(
@@ -395,7 +396,7 @@ class Manager:
         dtype: Any = None,
         progress: Progress | None = None,
     ) -> SaveHandle:
-        """Save `state` as `step` in the background. Collective.
+        """Save `state` as `step` in the background, with `only`, `dtype`, `progress` as `save`. Collective.
 
         Returns when the state is copied and its tensors may change; with staging="background" at once, and
         they may change after `wait_staged`. If the save fails, `result` or the next call here raises.
@@ -457,18 +458,12 @@ class Manager:
 
         Returns the step; None if no step was ever committed. Steps that cannot be loaded are skipped with a
         warning and listed in `skipped_steps`; if none can, every rank raises `StorageError` with the reasons.
+        `only`, `exclude`, `rename`, `strict`, `convert_dtypes`, `trust` and `progress`: as of `pc.load`.
         """
         self.skipped_steps = ()
         self._in_flight.wait()
         self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}")
-        choice = LoadChoice(
-            only=only,
-            exclude=exclude,
-            rename=rename,
-            strict=strict,
-            convert_dtypes=convert_dtypes,
-            trust=trust,
-        )
+        choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
         search = step_store.RestoreSearch(self._store, step, self._rank)
         while copy := search.next_copy():
             load = partial(_load_copy, copy, partial(self._engine.load, state), self._front, choice, progress)
@@ -491,8 +486,8 @@ class Manager:
         ...     torch.save(state, out.path(f"rank_{rank}.pt"))
 
         The step is kept, protected and flushed like any other. It is discarded on all ranks if one of them
-        calls `out.mark_invalid()` or raises. Results (`checkpoint=False`) have any other name, go to the
-        durable level at once and are never removed.
+        calls `out.mark_invalid()` or raises. Results (`checkpoint=False`) have another `name` than `step-N`,
+        go to the durable level at once and are never removed.
         """
         from penstock.checkpoint.manager.user_files import UserOutput, check_output_name  # noqa: PLC0415
 

@@ -44,7 +44,7 @@ class EverySteps:
             raise UsageError(f"steps must be at least 1, not {self.steps}", where="EverySteps")
 
     def is_due(self, measured: SaveTiming) -> bool:
-        """Whether the step is a multiple of `steps`."""
+        """Whether the step is a multiple of `steps`; nothing else of what was `measured` counts."""
         return measured.step % self.steps == 0
 
 
@@ -61,7 +61,7 @@ class EverySeconds:
         _require_positive("seconds", self.seconds)
 
     def is_due(self, measured: SaveTiming) -> bool:
-        """Whether they have passed."""
+        """Whether they have passed, by what was `measured` so far."""
         return measured.since_last_s >= self.seconds
 
 
@@ -75,7 +75,7 @@ class Overhead:
         _require_positive("percent", self.percent)
 
     def is_due(self, measured: SaveTiming) -> bool:
-        """Whether a save now would stay below that."""
+        """Whether a save now would stay below that, by what was `measured` so far."""
         return measured.blocked_s is None or measured.since_last_s * self.percent / 100 >= measured.blocked_s
 
 
@@ -89,7 +89,7 @@ class Daly:
         _require_positive("mtbf_s", self.mtbf_s)
 
     def is_due(self, measured: SaveTiming) -> bool:
-        """Whether that interval has passed."""
+        """Whether that interval has passed, by what was `measured` so far."""
         blocked_s = measured.blocked_s
         return blocked_s is None or measured.since_last_s >= daly_interval_s(blocked_s, self.mtbf_s)
 

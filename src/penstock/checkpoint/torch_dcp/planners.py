@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class LoadPlanner(DefaultLoadPlanner):
     """A drop-in for torch's `DefaultLoadPlanner`: `dcp.load(state, planner=pc.LoadPlanner(), ...)`.
 
-    The options are those of `pc.load`; after the load, `selection` says what was not loaded. Works with
-    torch's storage readers as well as with `pc.Reader`.
+    `only`, `exclude`, `rename`, `strict`, `trust` and the others are those of `pc.load`; after the load,
+    `selection` says what was not loaded. Works with torch's storage readers as well as with `pc.Reader`.
     """
 
     def __init__(

@@ -74,9 +74,9 @@ def _own_rank() -> int:
 class Reader(StorageReader):
     """A drop-in for torch's `FileSystemReader`: `dcp.load(state, storage_reader=pc.Reader("/pfs/step-1"))`.
 
-    Reads torch's distributed checkpoints, archives of torch.save and safetensors. Checksums are verified if
-    the checkpoint has any. `trust` allows objects whose unpickling may run code; `convert_dtypes` allows
-    tensors of another dtype than the checkpoint's.
+    At `path`, it reads torch's distributed checkpoints, archives of torch.save and safetensors. Checksums are
+    verified if the checkpoint has any. `trust` allows objects whose unpickling may run code; `convert_dtypes`
+    allows tensors of another dtype than the checkpoint's.
     """
 
     def __init__(self, path: AnyPath, *, trust: bool = False, convert_dtypes: bool = False) -> None:

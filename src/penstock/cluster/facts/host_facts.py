@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from penstock.errors import DataDamaged, Unavailable
+from penstock.errors import DataDamaged, ObjectNotFound, Unavailable
 
 VERSION: Final = 1
 """Incremented with every change that an older reader would misinterpret."""
@@ -166,13 +166,14 @@ def parse_facts(kind: type[Model], text: str | bytes, *, where: str) -> Model:
 
 def read_cluster_facts(path: Path) -> ClusterFacts:
     """Read the cluster facts that `penstock cluster collect` wrote to `path`."""
+    fix = "Collect them with: penstock cluster collect -o cluster.json"
     try:
         content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ObjectNotFound("There are no cluster facts here", uri=str(path), fix=fix) from error
     except OSError as error:
         raise Unavailable(
-            f"The cluster facts cannot be read: {error.strerror}",
-            where=str(path),
-            fix="Collect them with: penstock cluster collect -o cluster.json",
+            f"The cluster facts cannot be read: {error.strerror}", where=str(path), fix=fix
         ) from error
     return parse_facts(ClusterFacts, content, where=str(path))
 

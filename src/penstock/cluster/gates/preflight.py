@@ -56,8 +56,12 @@ def run_preflight(
     gates: Collection[Gate] = tuple(Gate),
     skips: Collection[Gate] = (),
     is_strict: bool = False,
+    is_private: bool = False,
 ) -> PreflightResult:
-    """Check `gates` except `skips`; the same result on every rank. Collective."""
+    """Check `gates` except `skips`; the same result on every rank. Collective.
+
+    `is_private` is for a run that nobody will submit, whose results may lie beside its data.
+    """
     selected = [gate for gate in Gate if gate in gates and gate not in skips]
     cluster = (
         collect_from_ranks(comm, request.environment, now=_now, root=request.root)
@@ -69,7 +73,7 @@ def run_preflight(
         reports = comm.gather(
             _attempt(comm, lambda: read_rank_report(request, comm)), awaiting="the reports of all ranks"
         )
-    inspector = _Inspector(request, comm, cluster, reports)
+    inspector = _Inspector(request, comm, cluster, reports, is_private)
     findings = {gate: inspector.find(gate) for gate in selected}
     for gate in skips:
         if gate in gates:
@@ -88,6 +92,7 @@ class _Inspector:
     comm: Comm
     cluster: ClusterFacts | None
     reports: Sequence[RankReport | MissingReport]
+    is_private: bool
 
     def find(self, gate: Gate) -> GateFinding:
         """The finding of one gate, from the reports or by a measurement."""
@@ -123,6 +128,8 @@ class _Inspector:
             return "nothing is written"
         if gate is Gate.APART and (doing.uri is None or doing.results is None):
             return "data or results are not used"
+        if gate is Gate.APART and self.is_private:
+            return "only results for a submission need a file system of their own"
         return ""
 
     def _storage(self) -> GateFinding:

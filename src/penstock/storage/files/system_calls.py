@@ -13,7 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from penstock.errors import AccessRefused, ObjectNotFound, OutOfSpace, StorageError, StorageTimeout
+from penstock.errors import (
+    AccessRefused,
+    AlreadyThere,
+    ObjectNotFound,
+    OutOfSpace,
+    StorageError,
+    StorageTimeout,
+)
 
 
 def _pread_into(descriptor: int, buffer: memoryview, offset: int) -> int:
@@ -69,6 +76,7 @@ REAL_CALLS = FileCalls()
 _FIXES: dict[type[StorageError], str] = {
     ObjectNotFound: "Check the name, and that its writer has finished.",
     AccessRefused: "Check owner and mode of the file and its folders, and that the mount is writable.",
+    AlreadyThere: "Choose another name, or remove what has this one.",
     OutOfSpace: "Free some space or quota there, or use another file system.",
     StorageTimeout: "Check the file server and the network to it.",
 }
@@ -81,6 +89,7 @@ _KINDS: dict[int, type[StorageError]] = {
     errno.EPERM: AccessRefused,
     errno.EROFS: AccessRefused,
     errno.ELOOP: AccessRefused,
+    errno.EEXIST: AlreadyThere,
     errno.ENOSPC: OutOfSpace,
     errno.EDQUOT: OutOfSpace,
     errno.ETIMEDOUT: StorageTimeout,

@@ -29,7 +29,10 @@ _CHOSEN: ContextVar[TraceRecorder | None] = ContextVar("recorder", default=None)
 
 @contextmanager
 def tracing_to(folder: str | Path, *, rank: int | None = None, size: int = 1) -> Iterator[None]:
-    """Trace the spans of this thread or task into `folder`; the trace is complete when the block ends."""
+    """Trace the spans of this thread or task into `folder`; the trace is complete when the block ends.
+
+    A program of several processes gives each its `rank` of `size`.
+    """
     recorder = get_recorder(str(folder), "" if rank is None else f"{rank}/{size}")
     chosen = _CHOSEN.set(recorder)
     try:
@@ -41,7 +44,7 @@ def tracing_to(folder: str | Path, *, rank: int | None = None, size: int = 1) ->
 
 @contextmanager
 def span(name: str, *, cat: str = "app", **args: Value) -> Iterator[None]:
-    """Trace the block as one event, with `args` such as `step=` and `epoch=`."""
+    """Trace the block as one event `name` of category `cat`, with `args` such as `step=` and `epoch=`."""
     recorder = _CHOSEN.get() or _from_environment()
     if recorder is None:
         yield
@@ -56,7 +59,7 @@ def span(name: str, *, cat: str = "app", **args: Value) -> Iterator[None]:
 def traced(
     name: str | None = None, *, cat: str = "app"
 ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """A decorator: every call of the function is a span of the function's name, or of `name`."""
+    """A decorator: every call is a span of category `cat` with the name of the function, or `name`."""
 
     def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
         @wraps(function)
@@ -72,7 +75,10 @@ def traced(
 def steps(
     items: Iterable[Item], name: str = "loop", *, cat: str = "compute", **args: Value
 ) -> Iterator[Item]:
-    """Iterate with two spans per step: `NAME.wait` for the next item, `NAME.step` for the loop's body."""
+    """Iterate over `items` with two spans per step, which begin with `name`.
+
+    `NAME.wait` is the wait for the next item, `NAME.step` the loop's body, of category `cat`.
+    """
     source = iter(items)
     number = 0
     while True:

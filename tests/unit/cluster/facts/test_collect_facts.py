@@ -22,7 +22,7 @@ from penstock.cluster.facts.host_facts import (
     parse_facts,
     read_cluster_facts,
 )
-from penstock.errors import DataDamaged, HostsAbsent, Unavailable, UsageError
+from penstock.errors import DataDamaged, HostsAbsent, ObjectNotFound, UsageError
 
 if TYPE_CHECKING:
     from penstock.cluster.facts.agent_processes import AgentOutput
@@ -167,5 +167,5 @@ def test_a_file_that_does_not_account_for_every_host_is_refused(change: dict[str
 
 
 def test_a_missing_facts_file_error_names_the_command_that_writes_it(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match="penstock cluster collect"):
+    with pytest.raises(ObjectNotFound, match="penstock cluster collect"):
         read_cluster_facts(tmp_path / "cluster.json")
