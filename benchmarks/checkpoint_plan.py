@@ -36,7 +36,7 @@ from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, file_te
 from penstock.checkpoint.formats.metadata_writing import MetadataWriting, SpanNumbers
 from penstock.checkpoint.plan.save_plan import Holdings, SaveOptions
 from penstock.checkpoint.plan.shared_plan import Place, RankShare, plan_share
-from penstock.checkpoint.saving.shared_description import Description, SpanReader
+from penstock.checkpoint.saving.shared_description import RankDescription, SpanReader
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions, TensorFacts
 from penstock.cluster import rounds
 from penstock.cluster.rounds import Rounds
@@ -136,7 +136,7 @@ def describe(size: int, num_tensors: int, folder: str) -> None:
     lengths[:, -1] = len(spans[-1])
     # Each receipt is a copy, as from a network.
     reader = SpanReader(
-        Description(
+        RankDescription(
             Place(0, size), spans, is_small=False, stats=(), lengths=lengths, sizes={}, writing=writing
         ),
         Manifest(metadata_bytes=0, metadata_sum=b"", names=(), files=()),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.commit.protocol import Seal
     from penstock.checkpoint.plan.shared_plan import Place
-    from penstock.checkpoint.saving.shared_description import Description, SpanReader
+    from penstock.checkpoint.saving.shared_description import RankDescription, SpanReader
     from penstock.checkpoint.state.process_group import RankGroup
     from penstock.checkpoint.state.regions import Ints, Regions, TensorFacts
     from penstock.cluster.rounds import Round, Rounds
@@ -193,12 +193,12 @@ class StagedSave(Protocol):
 class SupportsDescribing(Protocol):
     """A `PreparedSave` whose ranks describe the checkpoint together: rank 0 need not hold all of it."""
 
-    def describe(self, place: Place, share: WrittenShare) -> Rounds[Description]:
+    def describe(self, place: Place, share: WrittenShare) -> Rounds[RankDescription]:
         """What this rank and rank 0 need for the description; an operation of all ranks."""
 
     def seal_parts(
         self,
-        description: Description,
+        description: RankDescription,
         facts: Mapping[str, object],
         receive: Callable[[Round], list[bytes]],
     ) -> SpanReader:

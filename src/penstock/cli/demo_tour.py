@@ -12,7 +12,7 @@ from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.environment import process_environment
 
 if TYPE_CHECKING:
-    from penstock.workflows.demo import Tour
+    from penstock.workflows.demo_page import Tour
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def demo(options: _DemoOptions, terminal: Terminal) -> None:
 
 def _view(results: Tour) -> View:
     from penstock.bench.probe.probe_run import headline_rows
-    from penstock.workflows.demo import checkpoint_rows, training_rows
+    from penstock.workflows.demo_page import checkpoint_rows, training_rows
 
     yield from results.sentences()
     yield TextTable(f"The limits of {results.probe.uri}", headline_rows(results.probe.measurements))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cli.options import optional_argument, verb
-from penstock.cli.parsers import TOPIC
+from penstock.cli.parsers import Parser
 from penstock.cli.terminal import Terminal, table
 from penstock.errors import Unavailable, UsageError
 
@@ -17,9 +17,20 @@ _FOLDERS = (_PACKAGE / "pages", _PACKAGE.parents[1] / "docs")
 """Where pages are: in an installed package, and in a checkout."""
 
 
+def find_pages() -> Mapping[str, Path]:
+    """The pages by topic: the names of their files."""
+    folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
+    if folder is None:
+        raise Unavailable("This installation has no pages", fix="Install Penstock from its wheel.")
+    return {page.stem: page for page in sorted(folder.glob("*.md"))}
+
+
+_TOPIC = Parser("TEXT", str, list_names=lambda _: find_pages())
+
+
 @dataclass(frozen=True, kw_only=True)
 class _DocsOptions:
-    topic: str | None = optional_argument("[TOPIC]", TOPIC, "Page to show (default: list them).")
+    topic: str | None = optional_argument("[TOPIC]", _TOPIC, "Page to show (default: list them).")
 
 
 @verb(_DocsOptions)
@@ -51,14 +62,6 @@ def docs(options: _DocsOptions, terminal: Terminal) -> None:
         Console().print(Markdown(text))
         return
     terminal.result({"topic": options.topic, "text": text}, text.splitlines())
-
-
-def find_pages() -> Mapping[str, Path]:
-    """The pages by topic: the names of their files."""
-    folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
-    if folder is None:
-        raise Unavailable("This installation has no pages", fix="Install Penstock from its wheel.")
-    return {page.stem: page for page in sorted(folder.glob("*.md"))}
 
 
 def _title(page: Path) -> str:

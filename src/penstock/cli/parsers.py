@@ -175,18 +175,11 @@ def _list_runs(parent: str) -> Iterable[str]:
     return [run.name for run in run_folders(folder)] if folder.is_dir() else []
 
 
-def _list_topics(_: str) -> Iterable[str]:
-    from penstock.cli.docs_pages import find_pages
-
-    return find_pages()
-
-
 TEXT = Parser("TEXT", str)
 WORKLOAD = Parser("TEXT", str, list_names=_list_workloads)
 MODEL = Parser("TEXT", str, list_names=_list_models)
 RULE = Parser("TEXT", str, list_names=_list_rules)
 RUN = Parser("TEXT", str, list_names=_list_runs)
-TOPIC = Parser("TEXT", str, list_names=_list_topics)
 NAME = Parser("NAME", str)
 URI = Parser("URI", str, completes="file")
 FOLDER_URI = Parser("DIR", str, completes="dir")

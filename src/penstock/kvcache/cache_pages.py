@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from penstock.reports import charts
 from penstock.reports.answer_page import AnswerPage, Banner, Look, folded_table
-from penstock.reports.charts import Series, ValueAxis
+from penstock.reports.charts import Curve, ValueAxis
 from penstock.reports.panels import Panel, assign_hues
 from penstock.units import format_bytes, format_seconds
 
@@ -33,7 +33,7 @@ def make_simulation_page(document: Mapping[str, Any]) -> AnswerPage:
         hue,
         [format_bytes(row["capacity_bytes"]) for row in rows],
         [
-            Series(
+            Curve(
                 "hits",
                 "tone-2",
                 list(range(len(rows))),
@@ -151,7 +151,7 @@ def _load_charts(document: Mapping[str, Any], hue: int) -> list[Panel]:
             hue,
             [f"{point['requests_per_s']:.3g}/s" for point in points],
             [
-                Series(
+                Curve(
                     "p95",
                     "tone-2",
                     list(range(len(points))),

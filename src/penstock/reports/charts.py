@@ -87,7 +87,7 @@ def _end(values: Iterable[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class Curve:
     """A line of a chart: its name, its tone, and where it is."""
 
     name: str
@@ -178,7 +178,7 @@ def area_chart(
 
 
 def time_lines(
-    title: str, run: int, end_s: float, series: Sequence[Series], axis: ValueAxis, *, note: str = ""
+    title: str, run: int, end_s: float, series: Sequence[Curve], axis: ValueAxis, *, note: str = ""
 ) -> Panel:
     """Lines over time, whose `xs` are seconds."""
     ticks, unit = time_ticks(end_s * 1e6)
@@ -191,7 +191,7 @@ def curves(
     title: str,
     run: int,
     names: Sequence[str],
-    series: Sequence[Series],
+    series: Sequence[Curve],
     axis: ValueAxis,
     *,
     limits: Limits | None = None,
@@ -236,7 +236,7 @@ def distribution(title: str, run: int, series: Mapping[str, Sequence[float]], *,
         return min(max((math.log10(max(value, _SHORTEST_S)) - first) / (last - first), 0.0), 1.0)
 
     lines = [
-        Series(name, f"tone-{2 * (number % 2) + 1}", *_ranks(values))
+        Curve(name, f"tone-{2 * (number % 2) + 1}", *_ranks(values))
         for number, (name, values) in enumerate(sorted_series.items())
     ]
     panel = Panel(
@@ -257,7 +257,7 @@ _SHORTEST_S: Final = 1e-6
 
 
 def _with_lines(
-    panel: Panel, series: Sequence[Series], axis: ValueAxis, across: Callable[[float], float]
+    panel: Panel, series: Sequence[Curve], axis: ValueAxis, across: Callable[[float], float]
 ) -> Panel:
     lines = [
         Shape(f"line {line.look}", line_path(_points(line, axis, across))) for line in series if len(line.xs)
@@ -266,7 +266,7 @@ def _with_lines(
     return replace(panel, shapes=[*lines, *panel.shapes], y_ticks=axis.ticks, legend=legend)
 
 
-def _points(line: Series, axis: ValueAxis, across: Callable[[float], float]) -> list[tuple[float, float]]:
+def _points(line: Curve, axis: ValueAxis, across: Callable[[float], float]) -> list[tuple[float, float]]:
     return [(across(x), axis.top(y)) for x, y in zip(line.xs, line.ys, strict=True)]
 
 

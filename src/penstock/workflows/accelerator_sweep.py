@@ -15,7 +15,7 @@ from typing import Final
 from penstock.errors import PenstockError, UsageError
 from penstock.reports import charts
 from penstock.reports.answer_page import AnswerPage, Banner, Look, folded_table
-from penstock.reports.charts import Series, ValueAxis
+from penstock.reports.charts import Curve, ValueAxis
 from penstock.reports.panels import assign_hues
 
 _LEAVE_S: Final = 15.0
@@ -135,14 +135,14 @@ def make_sweep_page(result: SweepResult, workload: str, storage: str) -> AnswerP
                 "AU by accelerators",
                 hue,
                 names,
-                [Series("AU", "tone-2", places, [one.au_compat for one in tries])],
+                [Curve("AU", "tone-2", places, [one.au_compat for one in tries])],
                 ValueAxis.of_percent(),
             ),
             charts.curves(
                 "Samples a second by accelerators",
                 hue,
                 names,
-                [Series("samples/s", "tone-2", places, [one.samples_per_s for one in tries])],
+                [Curve("samples/s", "tone-2", places, [one.samples_per_s for one in tries])],
                 ValueAxis.of_counts([one.samples_per_s for one in tries]),
             ),
         ],

@@ -4,25 +4,22 @@ Invariant: the tour writes only below its own folder, and leaves nothing there b
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from socket import gethostname
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from penstock.bench.checkpoint import checkpoint_run
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.probe import ProbeRequest, ProbeResult, probe
+from penstock.bench.probe import ProbeRequest, probe
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
-from penstock.cluster.doctor import Diagnosis, examine
+from penstock.cluster.doctor import examine
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
@@ -30,8 +27,8 @@ from penstock.environment import Environment
 from penstock.progress import Progress
 from penstock.reports.answer_page import render_answer_page
 from penstock.storage import open_storage
-from penstock.units import format_seconds
 from penstock.workflows import demo_page
+from penstock.workflows.demo_page import Tour
 from penstock.workload.load_workload import load, load_model
 from penstock.workload.overrides import parse_settings
 
@@ -42,41 +39,6 @@ _MODEL = "llama3-8b"
 _NUM_CHECKPOINTS = 2
 PROBE_SIZE_BYTES = 512 << 20
 PROBE_MAX_SECONDS = 4.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tour:
-    """The results of the tour, and its page."""
-
-    report: Path
-    probe: ProbeResult
-    training: TrainingResult
-    checkpoints: CheckpointResult
-    model_bytes: int
-    """The size of a checkpoint of the whole model, of which `checkpoints` are a part."""
-    diagnoses: tuple[Diagnosis, ...]
-
-    def sentences(self) -> list[str]:
-        """What the page says first."""
-        return [
-            f"This storage {demo_page.say_headline(self)}.",
-            demo_page.say_training(self),
-            demo_page.say_checkpoints(self),
-            demo_page.say_limits(self),
-            *demo_page.find_excess(self),
-            f"What would help most: {demo_page.say_what_helps(self)}",
-        ]
-
-    def document(self) -> Mapping[str, Any]:
-        """The results as plain data."""
-        return {
-            "report": str(self.report),
-            "probe": asdict(self.probe),
-            "training": self.training.document(),
-            "checkpoints": self.checkpoints.document(),
-            "says": self.sentences(),
-            "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
-        }
 
 
 def tour(
@@ -119,31 +81,6 @@ def tour(
     results.report.write_text(render_answer_page(demo_page.make_demo_page(results)), encoding="utf-8")
     results.report.with_suffix(".json").write_text(json.dumps(results.document(), indent=2), encoding="utf-8")
     return results
-
-
-def training_rows(result: TrainingResult) -> list[dict[str, str]]:
-    """One row an epoch, and the ceiling: the same run on storage without cost."""
-    rows = [
-        {
-            "run": f"epoch {rate.epoch}",
-            "AU %": f"{rate.au_compat_percent:.2f}",
-            "strictly": "-" if rate.au_strict_percent is None else f"{rate.au_strict_percent:.2f}",
-            "samples/s": f"{rate.samples_per_s_strict:,.1f}",
-        }
-        for rate in result.train.epochs
-    ]
-    ceiling = result.stages.ceiling
-    if ceiling is not None:
-        strict = ceiling.au_strict_percent
-        rows.append(
-            {
-                "run": "ceiling",
-                "AU %": f"{ceiling.au_compat_percent:.2f}",
-                "strictly": "-" if strict is None else f"{strict:.2f}",
-                "samples/s": f"{ceiling.samples_per_s:,.1f}",
-            }
-        )
-    return rows
 
 
 def _train(out: Path, *, environment: Environment, progress: Progress) -> TrainingResult:
@@ -197,18 +134,3 @@ def _take_checkpoints(
         return checkpoint_run.run_checkpoints(
             request, partial(open_storage, f"{scheme}://{folder}", environment), comm=comm, progress=progress
         )
-
-
-def checkpoint_rows(result: CheckpointResult) -> list[dict[str, str]]:
-    """One row for each direction."""
-    return [
-        {
-            "direction": name,
-            "GiB/s": "-" if figures.gib_per_s is None else f"{figures.gib_per_s:.2f}",
-            "content, GiB/s": f"{figures.content_gib_per_s or 0:.2f}",
-            "took": format_seconds(figures.duration_s),
-            "held up by": figures.bottleneck,
-        }
-        for name, figures in (("write", result.write), ("read", result.read))
-        if figures is not None
-    ]

@@ -6,16 +6,19 @@ limit is the run's, and a sentence says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from penstock import __version__
-from penstock.bench.probe import probe_page, probe_run
+from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
+from penstock.bench.probe import ProbeResult, probe_page, probe_run
 from penstock.bench.probe.probe_run import ProbeMeasurement
+from penstock.bench.training.training_result import TrainingResult
+from penstock.cluster.doctor import Diagnosis
 from penstock.errors import name_some
 from penstock.reports import charts
 from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
@@ -27,13 +30,45 @@ from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.workload.accelerator_forecast import forecast_accelerators
 from penstock.workload.load_workload import load
 
-if TYPE_CHECKING:
-    from penstock.workflows.demo import Tour
-
 GIB: Final = 2**30
 _NEAR: Final = 1.02
 """A run that is this much faster than the probe is said to be; less is noise."""
 _WORKLOADS: Final = ("unet3d_h100", "resnet50_h100", "cosmoflow_h100")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tour:
+    """The results of the tour, and its page."""
+
+    report: Path
+    probe: ProbeResult
+    training: TrainingResult
+    checkpoints: CheckpointResult
+    model_bytes: int
+    """The size of a checkpoint of the whole model, of which `checkpoints` are a part."""
+    diagnoses: tuple[Diagnosis, ...]
+
+    def sentences(self) -> list[str]:
+        """What the page says first."""
+        return [
+            f"This storage {say_headline(self)}.",
+            say_training(self),
+            say_checkpoints(self),
+            say_limits(self),
+            *find_excess(self),
+            f"What would help most: {say_what_helps(self)}",
+        ]
+
+    def document(self) -> Mapping[str, Any]:
+        """The results as plain data."""
+        return {
+            "report": str(self.report),
+            "probe": asdict(self.probe),
+            "training": self.training.document(),
+            "checkpoints": self.checkpoints.document(),
+            "says": self.sentences(),
+            "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +277,6 @@ def _checkpoints(tour: Tour, hue: int) -> Panel:
 
 
 def _tables(tour: Tour) -> Iterator[Exhibit]:
-    from penstock.workflows.demo import checkpoint_rows, training_rows  # noqa: PLC0415 - demo draws this page
 
     measurements = tour.probe.measurements
     yield folded_table(
@@ -281,3 +315,43 @@ _CHECKPOINTS: Final = (
     "At {target}: every byte is generated while it is written, durable at the end, read from storage and "
     "verified. GiB/s: all bytes over all time."
 )
+
+
+def training_rows(result: TrainingResult) -> list[dict[str, str]]:
+    """One row an epoch, and the ceiling: the same run on storage without cost."""
+    rows = [
+        {
+            "run": f"epoch {rate.epoch}",
+            "AU %": f"{rate.au_compat_percent:.2f}",
+            "strictly": "-" if rate.au_strict_percent is None else f"{rate.au_strict_percent:.2f}",
+            "samples/s": f"{rate.samples_per_s_strict:,.1f}",
+        }
+        for rate in result.train.epochs
+    ]
+    ceiling = result.stages.ceiling
+    if ceiling is not None:
+        strict = ceiling.au_strict_percent
+        rows.append(
+            {
+                "run": "ceiling",
+                "AU %": f"{ceiling.au_compat_percent:.2f}",
+                "strictly": "-" if strict is None else f"{strict:.2f}",
+                "samples/s": f"{ceiling.samples_per_s:,.1f}",
+            }
+        )
+    return rows
+
+
+def checkpoint_rows(result: CheckpointResult) -> list[dict[str, str]]:
+    """One row for each direction."""
+    return [
+        {
+            "direction": name,
+            "GiB/s": "-" if figures.gib_per_s is None else f"{figures.gib_per_s:.2f}",
+            "content, GiB/s": f"{figures.content_gib_per_s or 0:.2f}",
+            "took": format_seconds(figures.duration_s),
+            "held up by": figures.bottleneck,
+        }
+        for name, figures in (("write", result.write), ("read", result.read))
+        if figures is not None
+    ]

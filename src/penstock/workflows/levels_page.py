@@ -8,7 +8,7 @@ from penstock.checkpoint.levels.cache_tools import LevelsOverview
 from penstock.checkpoint.levels.efficiency_model import Prediction
 from penstock.reports import charts
 from penstock.reports.answer_page import AnswerPage, Banner, Look, folded_table
-from penstock.reports.charts import Series, ValueAxis
+from penstock.reports.charts import Curve, ValueAxis
 from penstock.reports.panels import assign_hues
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -47,8 +47,8 @@ def make_plan_page(predictions: Sequence[Prediction], rows: Rows) -> AnswerPage:
                 hue,
                 names,
                 [
-                    Series("formula", "tone-1", places, [100 * one.efficiency for one in predictions]),
-                    Series("simulated", "tone-3", places, [100 * one.simulated for one in predictions]),
+                    Curve("formula", "tone-1", places, [100 * one.efficiency for one in predictions]),
+                    Curve("simulated", "tone-3", places, [100 * one.simulated for one in predictions]),
                 ],
                 ValueAxis.of_percent(),
                 note=meaning,

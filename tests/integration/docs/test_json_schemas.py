@@ -7,8 +7,10 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from scripts.docs_hooks import app, walk
+from scripts.docs_hooks import walk
 from scripts.json_schemas import FOLDER, gather
+
+from penstock.cli.app import app
 
 
 def test_schemas_are_those_of_verbs() -> None:

@@ -11,8 +11,8 @@ from tests.support.page_checks import check_page
 
 from penstock.progress import Silent
 from penstock.units import format_rate
-from penstock.workflows.demo import Tour, tour
-from penstock.workflows.demo_page import Limit, find_excess
+from penstock.workflows.demo import tour
+from penstock.workflows.demo_page import Limit, Tour, find_excess
 
 if TYPE_CHECKING:
     from tests.support.browser import Browser

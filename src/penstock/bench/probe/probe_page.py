@@ -11,7 +11,7 @@ from typing import Final
 from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, headline_rows, measurement_rows
 from penstock.reports import charts
 from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
-from penstock.reports.charts import Series, ValueAxis
+from penstock.reports.charts import Curve, ValueAxis
 from penstock.reports.panels import Panel, assign_hues
 from penstock.units import format_bytes, format_rate
 from penstock.workload.accelerator_forecast import forecast_accelerators
@@ -143,7 +143,7 @@ def _charts(result: ProbeResult, mode: str, hue: int) -> list[Panel]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Curve:
+class _Chart:
     """What is drawn against what: `at` is where a measurement is, `value` how high."""
 
     title: str
@@ -154,21 +154,21 @@ class _Curve:
 
 
 _CURVES: Final = (
-    _Curve(
+    _Chart(
         title="Throughput by streams",
         at=lambda seen: seen.streams,
         name=str,
         value=lambda seen: seen.gib_per_s * GIB,
         axis=ValueAxis.of_rates,
     ),
-    _Curve(
+    _Chart(
         title="Throughput by block",
         at=lambda seen: seen.block_bytes,
         name=format_bytes,
         value=lambda seen: seen.gib_per_s * GIB,
         axis=ValueAxis.of_rates,
     ),
-    _Curve(
+    _Chart(
         title="p99 of a block by streams",
         at=lambda seen: seen.streams,
         name=str,
@@ -179,7 +179,7 @@ _CURVES: Final = (
 
 
 def _curve(
-    result: ProbeResult, mode: str, hue: int, shown: _Curve, limits: charts.Limits = NO_LIMITS
+    result: ProbeResult, mode: str, hue: int, shown: _Chart, limits: charts.Limits = NO_LIMITS
 ) -> Panel:
     """At each place the fastest measurement, as a line for reading and one for writing."""
     places = sorted({shown.at(seen) for op in _SEQUENTIAL for seen in _of(result, op, mode)})
@@ -195,7 +195,7 @@ def _curve(
     )
 
 
-def _line(measured: Sequence[ProbeMeasurement], op: str, places: Sequence[int], shown: _Curve) -> Series:
+def _line(measured: Sequence[ProbeMeasurement], op: str, places: Sequence[int], shown: _Chart) -> Curve:
     fastest = [
         max(
             (seen for seen in measured if shown.at(seen) == place),
@@ -205,7 +205,7 @@ def _line(measured: Sequence[ProbeMeasurement], op: str, places: Sequence[int], 
         for place in places
     ]
     known = [(number, shown.value(seen)) for number, seen in enumerate(fastest) if seen is not None]
-    return Series(op, _SEQUENTIAL[op], [number for number, _ in known], [y for _, y in known])
+    return Curve(op, _SEQUENTIAL[op], [number for number, _ in known], [y for _, y in known])
 
 
 def _feeds(result: ProbeResult) -> Iterator[dict[str, str]]:

@@ -17,8 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, local_path, parse_step
-from penstock.checkpoint.commit.retention import apply_retention
+from penstock.checkpoint.commit.catalog import (
+    CheckpointRef,
+    StepCatalog,
+    apply_retention,
+    local_path,
+    parse_step,
+)
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save, write_into
 from penstock.cluster.comm import Comm, all_gather_results, format_cause, run_on_rank0
 from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError

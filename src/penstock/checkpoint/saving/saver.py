@@ -47,7 +47,7 @@ from penstock.checkpoint.plan.shared_objects import SharedObjects, names_of_obje
 from penstock.checkpoint.plan.shared_plan import Numbers, Path, Place, RankShare, digest_tensors, plan_share
 from penstock.checkpoint.saving import file_layout
 from penstock.checkpoint.saving.replicas import compare_replicas
-from penstock.checkpoint.saving.shared_description import Description, SpanReader, describe
+from penstock.checkpoint.saving.shared_description import RankDescription, SpanReader, describe
 from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
 from penstock.checkpoint.state.leaves import Leaf, expand_stateful, flatten_state, matches_pattern
 from penstock.checkpoint.state.regions import (
@@ -303,13 +303,13 @@ class TensorSave:
             timeout_s=self.timeout_s,
         )
 
-    def describe(self, place: Place, share: WrittenShare) -> Rounds[Description]:
+    def describe(self, place: Place, share: WrittenShare) -> Rounds[RankDescription]:
         """Make this rank's spans of the files that describe the checkpoint."""
         return describe(place, share, self.numbers, self.transforms)
 
     def seal_parts(
         self,
-        description: Description,
+        description: RankDescription,
         facts: Mapping[str, object],
         receive: Callable[[Round], list[bytes]],
     ) -> SpanReader:

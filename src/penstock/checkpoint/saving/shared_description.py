@@ -49,7 +49,7 @@ NUM_SPANS = NUM_METADATA_SPANS + 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Description:
+class RankDescription:
     """One rank's part of the description; what else there is, is on rank 0 alone."""
 
     place: Place
@@ -80,7 +80,7 @@ def span_turns(*, is_small: bool) -> list[range]:
 
 def describe(
     place: Place, share: WrittenShare, numbers: Numbers, transforms: Descriptors
-) -> Rounds[Description]:
+) -> Rounds[RankDescription]:
     """Make this rank's spans."""
     contents = share.contents
     counts = [len(share.files), sum(map(len, contents.objects))]
@@ -107,7 +107,7 @@ def describe(
     known = [pickle.loads(text) for _, text in reports]  # noqa: S301 - as said
     packed = pickle.dumps(tuple(stats for stats, _ in known))
     stats: tuple[RankSaveStats, ...] = pickle.loads((yield from rounds.from_rank0(*place, packed)))  # noqa: S301
-    return Description(
+    return RankDescription(
         place,
         spans,
         all_bytes <= KEPT_BYTES,
@@ -202,7 +202,7 @@ class SpanReader:
     `receive` waits for the messages of a round. `manifest` describes the checkpoint but for names and files.
     """
 
-    description: Description
+    description: RankDescription
     manifest: Manifest
     metadata_of: DcpMetadata
     receive: Callable[[Round], list[bytes]]

@@ -18,7 +18,7 @@ import numpy as np
 from penstock.errors import ObjectNotFound
 from penstock.reports import charts
 from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
-from penstock.reports.charts import Series, ValueAxis
+from penstock.reports.charts import Curve, ValueAxis
 from penstock.reports.panels import Panel, assign_hues
 from penstock.results.bottleneck import Bottleneck, TimeBreakdown
 from penstock.results.counter_files import read_counters
@@ -328,7 +328,7 @@ def _latencies(run: TrainingRun) -> Iterator[Panel]:
         "Wait of a step over time",
         run.hue,
         run.steps.end_s,
-        [Series("p99", "wait", middles, p99), Series("p50", "tone-2", middles, p50)],
+        [Curve("p99", "wait", middles, p99), Curve("p50", "tone-2", middles, p50)],
         ValueAxis.of_seconds(p99),
         note=f"p50 at most {format_seconds(p50.max())}, p99 {format_seconds(p99.max())}",
     )

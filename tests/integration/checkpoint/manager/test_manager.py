@@ -12,8 +12,7 @@ import pytest
 from tests.support.bytes_engine import BytesEngine
 from tests.support.known_steps import files_below
 
-from penstock.checkpoint.commit.catalog import StepCatalog, step_dirname
-from penstock.checkpoint.commit.retention import find_surplus
+from penstock.checkpoint.commit.catalog import StepCatalog, find_surplus, step_dirname
 from penstock.checkpoint.engine import SaveCancelled
 from penstock.checkpoint.manager.manager import Manager, ProgressState, SaveProgress
 from penstock.errors import (

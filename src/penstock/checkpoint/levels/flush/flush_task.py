@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cached_property, partial
 from typing import Final
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, open_catalog
+from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, apply_retention, open_catalog
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
-from penstock.checkpoint.commit.retention import apply_retention
 from penstock.checkpoint.commit.shared_draft import SharedDraft
 from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
 from penstock.checkpoint.formats.manifest import ManifestFile, checksum_object, read_manifest

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from penstock.checkpoint.commit.catalog import CheckpointRef
+from penstock.checkpoint.commit.catalog import CheckpointRef, apply_retention
 from penstock.checkpoint.commit.protocol import Seal
-from penstock.checkpoint.commit.retention import apply_retention
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.levels.flush.file_copy import BURST_S, FileCopy, RateLimiter, copy_files
 from penstock.checkpoint.manager.step_store import DurableStore, start_lasting_worker

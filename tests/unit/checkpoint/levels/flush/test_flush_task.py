@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.commit.retention import choose_surplus
+from penstock.checkpoint.commit.catalog import choose_surplus
 from penstock.checkpoint.levels.flush.daemon import free_cores
 from penstock.checkpoint.levels.flush.daemon_client import NodeOrders, find_orphans
 from penstock.checkpoint.levels.flush.flush_task import poll_delay, retry_delay, superseded_by
