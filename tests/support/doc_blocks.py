@@ -51,6 +51,7 @@ class Case:
     before: str = ""
     shows: tuple[str, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
+    leaves: tuple[str, ...] = ()
     elsewhere: str = ""
     named: str = ""
 
@@ -58,8 +59,9 @@ class Case:
         """Whether this case is for the block."""
         return block.page == self.page and self.key in block.text
 
-    def check(self, printed: str) -> None:
-        """Assert what the block must show."""
+    def check(self, printed: str, here: Path) -> None:
+        """Assert what the block must show, and the files that it must leave."""
+        assert [name for name in self.leaves if not (here / name).exists()] == []
         for pattern in self.shows:
             assert re.search(pattern, printed, re.MULTILINE), f"{pattern!r} is not in:\n{printed}"
         for pattern, least in self.figures.items():

@@ -244,7 +244,7 @@ CASES = (
     Case(page="docs/start-ml-engineer.md", key="manager.save_async", shows=("^at step 10$",)),
     Case(
         page="docs/start-ml-engineer.md",
-        key="checkpoint diff",
+        key="checkpoint verify run/checkpoints",
         shows=(r"step-5 .*committed", r"step-10: whole; \d+ items"),
     ),
     Case(
@@ -261,7 +261,8 @@ CASES = (
     Case(
         page="docs/trace.md",
         key="trace synthesize seven_runs",
-        shows=(r"1060\.072770", "report/report.html"),
+        shows=(r"1060\.072770",),
+        leaves=("report/report.html", "two.html", "base.json.gz"),
         figures={r"^ events +([\d,]+)": 10},
     ),
     Case(page="docs/trace.md", key="penstock.trace.load(", shows=("model.pt",)),
@@ -366,13 +367,13 @@ def test_a_block_runs_and_its_figures_are_sensible(
         text = text.replace(shown, stand_in)
     here = story.folder(block.page)
     if block.language == "sh":
-        case.check(_run_shell(text, here, moto))
+        case.check(_run_shell(text, here, moto), here)
         return
     monkeypatch.chdir(here)
     printed, known = io.StringIO(), story.names.setdefault(block.page, {})
     with contextlib.redirect_stdout(printed):
         exec(compile(case.before + text, block.page, "exec"), known)
-    case.check(printed.getvalue())
+    case.check(printed.getvalue(), here)
 
 
 def test_every_case_is_for_a_block() -> None:
