@@ -59,13 +59,17 @@ class KvCacheOptions:
     storage: BackendOptions = group(BackendOptions)
     results: Path = option("--results", FOLDER, "Make the run's folder in this directory.", default="results")
     model: KvModelOptions = group(KvModelOptions)
-    gpu: int = option("--gpu", SIZE, "Accelerator memory for the cache: no I/O.", default="0B")
-    cpu: int = option("--cpu", SIZE, "Host memory for the cache: no I/O.", default="0B")
-    capacity: int | None = option("--capacity", SIZE, "Room for entries on storage (default: without limit).")
-    tensor: int = option("--tensor-parallel", whole(1), "One object for each tensor rank.", default="1")
-    pipeline: int = option("--pipeline-parallel", whole(1), "One for each pipeline rank.", default="1")
+    gpu: int = option("--gpu", SIZE, "Give the cache this much accelerator memory: no I/O.", default="0B")
+    cpu: int = option("--cpu", SIZE, "Give the cache this much host memory: no I/O.", default="0B")
+    capacity: int | None = option(
+        "--capacity", SIZE, "Limit the entries on storage to this size (default: without limit)."
+    )
+    tensor: int = option("--tensor-parallel", whole(1), "Write an object for each tensor rank.", default="1")
+    pipeline: int = option(
+        "--pipeline-parallel", whole(1), "Write an object for each pipeline rank.", default="1"
+    )
     page: PageOption = group(PageOption)
-    is_per_layer: bool = flag("--per-layer", "One object for each layer.")
+    is_per_layer: bool = flag("--per-layer", "Write an object for each layer.")
     layout: str = option(
         "--layout",
         choice("penstock", "vllm", "lmcache"),
@@ -110,14 +114,14 @@ class EngineOptions:
     speedup: float = option(
         "--speedup",
         number(0),
-        "Begin requests at their times divided by this; 0: as soon as a stream is free.",
+        "Start requests at their times divided by this; 0: as soon as a stream is free.",
         default="0",
     )
-    duration_s: float | None = option("--duration", TIME, "Begin no more operations after this time.")
+    duration_s: float | None = option("--duration", TIME, "Start no more operations after this time.")
     prefill: float = option(
         "--prefill-rate",
         above_zero(number()),
-        "Tokens a second that the accelerator computes.",
+        "Assume an accelerator that computes so many tokens a second.",
         default="20000",
     )
     seed: int = option("--seed", whole(0), "Seed the contents, and the requests of `run`.", default="42")
@@ -156,7 +160,7 @@ class _MlperfOptions:
     options: tuple[int, ...] = option(
         "--options", several(whole(1, 3)), "Run these options of the table.", default="1,2,3"
     )
-    trials: int = option("--trials", whole(1), "Repeat each option.", default="3")
+    trials: int = option("--trials", whole(1), "Run each option so many times.", default="3")
     pause_s: float | None = option("--pause", TIME, "Pause between options (default: the edition's, 90s).")
     virtual_rate: float = option(
         "--virtual-rate", RATE, "Plan each rank's requests for a storage of this speed.", default="50GiB/s"
@@ -170,12 +174,14 @@ class _RunOptions:
     )
     cache: KvCacheOptions = group(KvCacheOptions)
     engine: EngineOptions = group(EngineOptions)
-    requests: int = option("--requests", whole(1), "Generate this many requests.", default="1000")
-    users: int = option("--users", whole(1), "Requests come from this many users.", default="100")
-    think_s: float = option("--think", TIME, "Time between a user's requests, on average.", default="30s")
-    chunk_tokens: int = option("--chunk-tokens", whole(1), "Cache chunks of this many tokens.", default="256")
+    requests: int = option("--requests", whole(1), "Make this many requests.", default="1000")
+    users: int = option("--users", whole(1), "Assume this many users.", default="100")
+    think_s: float = option(
+        "--think", TIME, "Wait so long between a user's requests, on average.", default="30s"
+    )
+    chunk_tokens: int = option("--chunk-tokens", whole(1), "Keep chunks of this many tokens.", default="256")
     objective_s: float | None = option(
-        "--objective", TIME, "Search for the users whose p95 of load times stays below this time."
+        "--objective", TIME, "Find the users whose p95 of load times stays below this time."
     )
     mlperf: _MlperfOptions = group(_MlperfOptions, panel="mlperf-v3")
 

@@ -27,7 +27,10 @@ class KvModelOptions:
     """A model, and what is different about the user's own."""
 
     name: str = option(
-        "--model", TEXT, "Model (see `penstock kvcache models`) or its config.json.", default="llama3.1-8b"
+        "--model",
+        TEXT,
+        "Use this model (see `penstock kvcache models`), or the one of a config.json.",
+        default="llama3.1-8b",
     )
     layers: int | None = option("--layers", whole(1), "Change the number of layers.")
     heads: int | None = option("--heads", whole(1), "Change the number of attention heads.")
@@ -54,15 +57,20 @@ class TraceFormatOptions:
 
     kind: str = option("--format", TRACE_FORMAT, "Read TRACE as this format.", default="auto")
     block_tokens: int | None = option(
-        "--block-tokens", whole(1), "Blocks of TRACE have this many tokens (default: as its requests say)."
+        "--block-tokens",
+        whole(1),
+        "Assume blocks of TRACE with this many tokens (default: as its requests say).",
     )
     chunk_tokens: int | None = option(
-        "--chunk-tokens", whole(1), "Cache chunks of this many tokens (default: one block each)."
+        "--chunk-tokens", whole(1), "Keep chunks of this many tokens (default: one block each)."
     )
     request_rate: float = option(
-        "--request-rate", above_zero(number()), "Requests a second, where TRACE has no times.", default="1"
+        "--request-rate",
+        above_zero(number()),
+        "Assume so many requests a second where TRACE has no times.",
+        default="1",
     )
-    max_requests: int | None = option("--max-requests", whole(1), "Take only the first requests.")
+    max_requests: int | None = option("--max-requests", whole(1), "Use only the first requests.")
 
     def load(self, path: Path, terminal: Terminal) -> BlockTrace:
         """Read the trace in chunks, and print its remarks."""
@@ -118,8 +126,10 @@ def _describe_model(model: KvModel) -> dict[str, Any]:
 class _SizeOptions:
     trace: Path | None = optional_argument("TRACE", FILE, "A trace of requests (default: users alone).")
     model: KvModelOptions = group(KvModelOptions)
-    users: int = option("--users", whole(1), "Users at a time.", default="200")
-    tokens: int | None = option("--tokens", whole(1), "Tokens a user (default: typical of the model).")
+    users: int = option("--users", whole(1), "Assume this many users at a time.", default="200")
+    tokens: int | None = option(
+        "--tokens", whole(1), "Assume this many tokens a user (default: typical of the model)."
+    )
     tensor: int = option("--tensor-parallel", whole(1), "Divide heads over this many ranks.", default="1")
     pipeline: int = option(
         "--pipeline-parallel", whole(1), "Divide layers over this many ranks.", default="1"
@@ -185,12 +195,14 @@ def _view_size(document: dict[str, Any]) -> View:
 class _SimulateOptions:
     trace: Path = argument("TRACE", FILE, "Requests: Mooncake, Dynamo, AIPerf, Bailian, BurstGPT, ShareGPT.")
     blocks: tuple[int, ...] = option(
-        "--blocks", several(whole(0)), "Simulate caches of these numbers of blocks.", default=_DEFAULT_BLOCKS
+        "--blocks", several(whole(0)), "Try caches of these numbers of blocks.", default=_DEFAULT_BLOCKS
     )
-    sizes: tuple[int, ...] | None = option("--sizes", several(SIZE), "Simulate caches of these sizes, too.")
-    gpu: int = option("--gpu", SIZE, "Accelerator memory for the cache.", default="0B")
-    cpu: int = option("--cpu", SIZE, "Host memory for the cache.", default="0B")
-    storage: int | None = option("--storage", SIZE, "Storage for the cache (default: without limit).")
+    sizes: tuple[int, ...] | None = option("--sizes", several(SIZE), "Try caches of these sizes, too.")
+    gpu: int = option("--gpu", SIZE, "Give the cache this much accelerator memory.", default="0B")
+    cpu: int = option("--cpu", SIZE, "Give the cache this much host memory.", default="0B")
+    storage: int | None = option(
+        "--storage", SIZE, "Give the cache this much storage (default: without limit)."
+    )
     model: KvModelOptions = group(KvModelOptions)
     page: PageOption = group(PageOption)
     reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace")
