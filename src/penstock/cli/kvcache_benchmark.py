@@ -170,7 +170,7 @@ class _MlperfOptions:
 @dataclass(frozen=True, kw_only=True)
 class _RunOptions:
     workload: str = optional_argument(
-        "WORKLOAD", choice("blocks", "mlperf-v3"), "blocks or mlperf-v3.", default="blocks"
+        "WORKLOAD", choice("blocks", "mlperf-v3"), "Workload: blocks or mlperf-v3.", default="blocks"
     )
     cache: KvCacheOptions = group(KvCacheOptions)
     engine: EngineOptions = group(EngineOptions)

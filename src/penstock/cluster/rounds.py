@@ -11,12 +11,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+    Ints = NDArray[np.int64]
+
 Result = TypeVar("Result")
 
 FAN_IN = 64
@@ -135,6 +137,8 @@ def largest_of_all(rank: int, size: int, own: Sequence[int]) -> Rounds[list[int]
 
 def count_before(rank: int, size: int, own: Sequence[int]) -> Rounds[list[tuple[int, int]]]:
     """Of each number, the sum over all lower ranks, and that over all ranks."""
+    import numpy as np  # noqa: PLC0415 - commands that only speak of ranks start without it
+
     to_first, width = np.zeros(1, dtype=np.int64), len(own)
     counts = yield from route(rank, size, to_first, np.array([[rank, *own]], dtype=np.int64))
     answers, ranks = np.zeros((0, 2 * width), dtype=np.int64), to_first[:0]
@@ -153,6 +157,8 @@ def route(rank: int, size: int, to: Ints, rows: Ints) -> Rounds[Ints]:
     The distance to go is written in digits of base `FAN_IN`, and each hop takes the next digit. So every rank
     has at most 63 neighbours in a hop, for any number of ranks.
     """
+    import numpy as np  # noqa: PLC0415 - commands that only speak of ranks start without it
+
     table = np.concatenate([np.asarray(to)[:, None], rows], axis=1)
     del to, rows
     step = 1
@@ -177,6 +183,8 @@ def route(rank: int, size: int, to: Ints, rows: Ints) -> Rounds[Ints]:
 
 def _packed(table: Ints) -> bytes:
     """As bytes, in four bytes a number if all fit; the last byte says so."""
+    import numpy as np  # noqa: PLC0415 - commands that only speak of ranks start without it
+
     if not len(table):
         return b""
     narrow = table.astype(np.int32)
@@ -186,6 +194,8 @@ def _packed(table: Ints) -> bytes:
 
 
 def _unpacked(message: bytes, width: int) -> Ints:
+    import numpy as np  # noqa: PLC0415 - commands that only speak of ranks start without it
+
     kind = np.int32 if message[-1] == 4 else np.int64
     numbers = np.frombuffer(message, dtype=kind, count=(len(message) - 1) // np.dtype(kind).itemsize)
     return numbers.reshape(-1, width).astype(np.int64)

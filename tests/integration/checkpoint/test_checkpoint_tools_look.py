@@ -66,7 +66,7 @@ def test_one_checkpoint_can_be_listed_alone_and_none_is_an_error(
 ) -> None:
     code, document = asked("ls", run / "step-5")
     assert (code, [one["name"] for one in document["checkpoints"]]) == (0, ["step-5"])
-    assert asked("ls", tmp_path / "nothing") == (1, None)
+    assert asked("ls", tmp_path / "nothing") == (2, None)
 
 
 def test_a_stock_file_that_is_too_short_is_damaged(run: Path, asked: Asked) -> None:
@@ -127,7 +127,7 @@ def test_verify_exits_by_what_it_found(run: Path, asked: Asked, tmp_path: Path) 
     library = pytest.importorskip("safetensors.torch")
     library.save_file({"x": torch.ones(3)}, tmp_path / "x.safetensors")
     assert asked("verify", tmp_path / "x.safetensors")[0] == 3
-    assert asked("verify", tmp_path / "none") == (1, None)
+    assert asked("verify", tmp_path / "none") == (2, None)
 
 
 def test_damage_is_listed_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

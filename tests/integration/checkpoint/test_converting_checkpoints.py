@@ -97,7 +97,7 @@ def test_an_archive_becomes_a_checkpoint_that_stock_torch_reads(
     assert found.is_whole
     assert found.checked_bytes == found.size_bytes
     stored = open_checkpoint(tmp_path / "dcp").index.stored
-    assert stored.packed.all() if compress else (stored.payload_offset % 4096 == 0).all()
+    assert stored.packed.all() if compress else (stored.payload_offset % 64 == 0).all()
 
 
 def test_the_archive_of_a_model_and_its_optimizer_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_the_last_whole_checkpoint_of_a_run_is_only_removed_when_told(archive: P
     assert main(["checkpoint", "rm", str(run / "step-3")]) == 0
     assert [one.name for one in list_checkpoints(run)] == ["step-1"]
     assert main(["checkpoint", "rm", str(run / "step-1"), "--even-last", "--json"]) == 0
-    assert main(["checkpoint", "rm", str(run / "step-1")]) == 1
+    assert main(["checkpoint", "rm", str(run / "step-1")]) == 2
     assert list_names(run) == []
 
 

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("mpi4py")
 
-QUICK = ("--size", "4MiB", "--streams", "2", "--blocks", "1MiB", "--json")
+QUICK = ("--size", "4MiB", "--streams", "2", "--blocks", "1MiB", "--exact", "--json")
 LONG = ("--size", "16GiB", "--max-seconds", "100", "--json")
 
 

@@ -51,7 +51,7 @@ def test_removed_run_is_listed_restored_and_finally_deleted(
     listed = told(capsys, "ls", str(tmp_path))
     assert [run["name"] for run in listed["runs"]] == [first]
     assert [(run["name"], run["batch"]) for run in listed["removed"]] == [(second, removed["batch"])]
-    assert told(capsys, "restore", removed["batch"], *here) == {"restored": [second]}
+    assert told(capsys, "restore", removed["batch"], *here)["restored"] == [second]
     assert len(told(capsys, "ls", str(tmp_path))["runs"]) == 2
     told(capsys, "rm", second[-6:], *here)
     assert main(["results", "rm", "--empty-trash", *here]) == 2

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.support.simulated_ranks import SimulatedRanks, simulate
 
 from penstock.cluster import rounds
@@ -26,7 +27,7 @@ def rows_of(rank: int, size: int) -> tuple[Ints, Ints]:
 
 @SIZES
 def test_every_row_arrives_once_where_it_is_sent(size: int) -> None:
-    job = SimulatedRanks[rounds.Ints](size)
+    job = SimulatedRanks[NDArray[np.int64]](size)
     arrived = dict(job.run(lambda rank: rounds.route(rank, size, *rows_of(rank, size))))
     expected = [
         (int(to), *row)

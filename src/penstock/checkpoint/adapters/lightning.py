@@ -19,6 +19,7 @@ from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_paren
 from penstock.checkpoint.plan.save_plan import SaveOptions
 from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES, Saver
 from penstock.errors import ObjectNotFound, PenstockError, Unavailable, UsageError
+from penstock.storage.uri import is_plain_path
 
 try:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -164,7 +165,7 @@ def _let_modules_load_folders() -> None:
 
 def _is_checkpoint_folder(path: AnyPath) -> bool:
     """Whether there is a folder, or a checkpoint on a storage that we know."""
-    if "://" not in os.fspath(path):
+    if is_plain_path(os.fspath(path)):
         return os.path.isdir(path)  # noqa: PTH112 - as for files
     try:
         storage, name = open_parent(path)

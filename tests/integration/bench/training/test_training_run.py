@@ -158,7 +158,7 @@ def test_the_run_leaves_its_record_and_what_readers_of_dlio_know(ground: Ground)
     names = {path.name for path in folder.iterdir()}
     assert names == {
         "run.json", "steps.parquet", "spans.parquet", "counters.parquet", "stages.json",
-        "summary.json", "dlio.log", "0_output.json", "0_per_epoch_stats.json", ".hydra",
+        "summary.json", "report.html", "dlio.log", "0_output.json", "0_per_epoch_stats.json", ".hydra",
     }  # fmt: skip
     record = read_record(folder)
     assert record.outcome is RunOutcome.FINISHED

@@ -56,5 +56,5 @@ def test_an_error_in_runs_yaml_names_the_key_and_its_place(old: str, new: str, s
 
 
 def test_empty_description_is_told_to_be_one_of_runs() -> None:
-    with pytest.raises(UsageError, match=r"A description of runs is .*, not None.*docs/trace\.md"):
+    with pytest.raises(UsageError, match=r"A description of runs is .*, not None.*penstock docs trace"):
         parse_document(ComparisonSpec, "", source="runs.yaml")
