@@ -18,7 +18,6 @@ from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.reports.answer_page import AnswerPage
-    from penstock.results.bottleneck import TimeBreakdown
     from penstock.results.checkpoint_figures import CheckpointFigures
     from penstock.results.host_activity import PhaseActivity
     from penstock.results.phase_figures import PhaseFigures
@@ -183,12 +182,14 @@ def _view_checkpoints(view: RunSummary, checkpoints: CheckpointFigures) -> View:
 
 
 def _view_training(view: RunSummary, figures: PhaseFigures | None) -> View:
+    from penstock.results.bottleneck import time_rows
+
     yield from _view_facts(_training_facts(view).items())
     if figures is None:
         return
     yield TextTable("Epochs", _epoch_rows(figures))
     if figures.times is not None:
-        yield TextTable("Times over all ranks", _time_rows(figures.times))
+        yield TextTable("Times over all ranks", time_rows(figures.times))
     if figures.verdict is not None:
         yield bold(f"Bottleneck: {figures.verdict.bottleneck}")
         for sentence in figures.verdict.evidence:
@@ -226,24 +227,6 @@ def _epoch_rows(figures: PhaseFigures) -> list[dict[str, str]]:
         }
         for epoch in figures.epochs
     ]
-
-
-def _time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
-    rows = []
-    for measure, spread in times.over_ranks.items():
-        skew = times.skew[measure]
-        rows.append(
-            {
-                "a step": measure,
-                "p50": format_seconds(spread.p50_s),
-                "p90": format_seconds(spread.p90_s),
-                "p99": format_seconds(spread.p99_s),
-                "max": format_seconds(spread.max_s),
-                "fastest rank": f"{format_seconds(skew.fastest_s)} ({skew.fastest_rank})",
-                "slowest rank": f"{format_seconds(skew.slowest_s)} ({skew.slowest_rank})",
-            }
-        )
-    return rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -256,3 +256,22 @@ def _name_straggler(waits: RankSkew) -> str:
         f"Rank {waits.slowest_rank} waits {format_seconds(waits.slowest_s)} a step, the median rank "
         f"{format_seconds(waits.median_s)}: check its path to storage."
     )
+
+
+def time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
+    """One row for each measure of a step, over all ranks, and its fastest and slowest rank."""
+    rows = []
+    for measure, stats in times.over_ranks.items():
+        skew = times.skew[measure]
+        rows.append(
+            {
+                "a step": measure,
+                "p50": format_seconds(stats.p50_s),
+                "p90": format_seconds(stats.p90_s),
+                "p99": format_seconds(stats.p99_s),
+                "max": format_seconds(stats.max_s),
+                "fastest rank": f"{format_seconds(skew.fastest_s)} ({skew.fastest_rank})",
+                "slowest rank": f"{format_seconds(skew.slowest_s)} ({skew.slowest_rank})",
+            }
+        )
+    return rows

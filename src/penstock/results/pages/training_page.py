@@ -20,7 +20,7 @@ from penstock.reports import charts
 from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
 from penstock.reports.charts import Curve, ValueAxis
 from penstock.reports.panels import Panel, assign_hues
-from penstock.results.bottleneck import Bottleneck, TimeBreakdown
+from penstock.results.bottleneck import Bottleneck, TimeBreakdown, time_rows
 from penstock.results.counter_files import read_counters
 from penstock.results.event_files import read_events, recompute_figures
 from penstock.results.host_activity import HostRates, host_rates
@@ -413,22 +413,3 @@ def epoch_rows(figures: PhaseFigures) -> list[dict[str, str]]:
         }
         for rate in figures.epochs
     ]
-
-
-def time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
-    """One row for each measure of a step, over all ranks, and its fastest and slowest rank."""
-    rows = []
-    for measure, stats in times.over_ranks.items():
-        skew = times.skew[measure]
-        rows.append(
-            {
-                "a step": measure,
-                "p50": format_seconds(stats.p50_s),
-                "p90": format_seconds(stats.p90_s),
-                "p99": format_seconds(stats.p99_s),
-                "max": format_seconds(stats.max_s),
-                "fastest rank": f"{format_seconds(skew.fastest_s)} ({skew.fastest_rank})",
-                "slowest rank": f"{format_seconds(skew.slowest_s)} ({skew.slowest_rank})",
-            }
-        )
-    return rows
