@@ -167,16 +167,18 @@ _ASKED: Final = 90.0
 
 
 def find_excess(tour: Tour) -> Iterator[str]:
-    """A sentence for each direction in which a run was faster than the probe."""
-    for op, doing in (("read", "read"), ("write", "written")):
-        limit = Limit.of(tour, op)
-        if limit.excess() > _NEAR:
-            yield (
-                f"Checkpoints were {doing} with up to {format_rate(limit.bytes_per_s)}, "
-                f"{limit.excess() - 1:.0%} more than the probe's best "
-                f"({probe_page.describe(limit.probe)}): the speed of this storage varies, and the limits "
-                "here are the highest seen."
-            )
+    """A sentence, where runs were faster than the probe."""
+    above = [
+        f"{doing} at up to {format_rate(limit.bytes_per_s)}, "
+        f"{(limit.excess() - 1) * 100:.0f} % more than the probe's best"
+        for op, doing in (("read", "read"), ("write", "written"))
+        if (limit := Limit.of(tour, op)).excess() > _NEAR
+    ]
+    if above:
+        yield (
+            f"Checkpoints were {', and '.join(above)}: the speed of this storage varies, and the limits "
+            "here are the highest seen."
+        )
 
 
 def make_demo_page(tour: Tour) -> AnswerPage:

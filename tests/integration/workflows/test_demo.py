@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.page_checks import check_page
+from tests.support.page_checks import FIRST_SCREEN, QUESTIONS, check_page
 
 from penstock.progress import Silent
+from penstock.reports.answer_page import write_answer_page
 from penstock.units import format_rate
 from penstock.workflows.demo import tour
-from penstock.workflows.demo_page import Limit, Tour, find_excess
+from penstock.workflows.demo_page import Limit, Tour, find_excess, make_demo_page
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.support.browser import Browser
 
 
@@ -66,6 +70,18 @@ def test_the_tour_leaves_its_report_and_nothing_else(seen: Tour) -> None:
 
 def test_the_page_can_be_read_everywhere(browser: Browser, seen: Tour) -> None:
     check_page(browser, seen.report)
+
+
+def test_the_longest_answers_end_on_the_first_screen_of_a_phone(
+    browser: Browser, seen: Tour, tmp_path: Path
+) -> None:
+    slower = [replace(one, gib_per_s=one.gib_per_s / 4) for one in seen.probe.measurements]
+    long_uri = "/srv/storage/of/a/team/with/a/long/name/and/its/experiments/of/this/year"
+    probe = replace(seen.probe, uri=long_uri, measurements=tuple(slower))
+    page = tmp_path / "longest.html"
+    write_answer_page(make_demo_page(replace(seen, probe=probe)), page)
+    answers = browser.open(page, width=390, dark=False, questions=QUESTIONS).answers
+    assert answers["banner_ends"] <= FIRST_SCREEN
 
 
 def test_no_figure_lies_above_a_limit_that_the_page_states(seen: Tour) -> None:
