@@ -31,7 +31,6 @@ from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES
-from penstock.bench.page_cache_eviction import evict_data_set
 from penstock.bench.training.harness_limit import EventsInMemory, ZeroCostStorage, measure_harness_limit
 from penstock.bench.training.training_loop import PreparedTraining, TrainingLoop, make_phase_works
 from penstock.bench.training.training_run import prepare_training
@@ -41,7 +40,7 @@ from penstock.dataset.dataset_manifest import DatasetRecipe, write_manifest
 from penstock.dataset.generate import generate
 from penstock.progress import Silent
 from penstock.results.step_events import StepPhase
-from penstock.storage import Storage, open_storage
+from penstock.storage import Storage, open_storage, residency
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.enums import DataFormat
 from penstock.workload.load_workload import load
@@ -188,7 +187,7 @@ def _print_ceilings() -> None:
 
 def _native(storage: Storage) -> Mapping[str, float]:
     prepared = _prepared(WORKLOAD, storage)
-    evict_data_set(prepared.files, storage, comm=COMM)
+    residency.evict_objects(storage)
     works = make_phase_works(WORKLOAD, prepared, storage, rank=0)
     recorder = EventsInMemory()
     with closing(NativeLoader(storage, NativeOptions(threads=WORKERS))) as loader:
@@ -234,7 +233,7 @@ class _TorchSide:
         """One epoch through worker processes, made for it as DLIO does."""
         from torch.utils.data import DataLoader  # noqa: PLC0415 - heavy, and ours runs without
 
-        evict_data_set(_prepared(WORKLOAD, self.storage).files, self.storage, comm=COMM)
+        residency.evict_objects(self.storage)
         paths = sorted(str(path) for path in self.folder.glob("train/*.npz"))
         before_s = _cpu_s()
         with warnings.catch_warnings():

@@ -6,11 +6,10 @@ eviction, that the data cannot come from memory.
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from penstock.bench.training.training_files import TrainingFiles
 from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.errors import Unavailable
@@ -19,7 +18,7 @@ from penstock.storage import Storage, capabilities, residency
 logger = logging.getLogger(__name__)
 
 MAX_EVICTION_S: Final = 24 * 3600.0
-"""Eviction writes back first, and what was written without fsync takes as long as it takes."""
+"""Eviction writes back what was written without fsync first, which takes as long as it takes."""
 
 WARM_SHARE: Final = 0.01
 """A read of which more than this share is in memory does not measure storage."""
@@ -90,18 +89,21 @@ def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: C
     )
 
 
-def evict_data_set(files: TrainingFiles, storage: Storage, *, comm: Comm) -> CacheEviction:
-    """Evict the data set on every node; the ranks of a node share its files. Collective."""
+def evict_keys(
+    keys: Iterable[str], storage: Storage, *, comm: Comm, advance: Callable[[int], None]
+) -> CacheEviction:
+    """Evict the files that this rank is about to read, from its own node's memory. Collective.
+
+    A file that several ranks read counts once for each of them.
+    """
     paths = capabilities.find_local_paths(storage)
     assert paths is not None
     began_s = time.monotonic()
-    hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
-    neighbours = [rank for rank, host in enumerate(hosts) if host == comm.host]
-    first, step = neighbours.index(comm.rank), len(neighbours)
     counts = all_gather_results(
         comm,
-        lambda: _evict(paths.local_path(key) for key in files.keys(first=first, step=step)),
-        awaiting="all nodes to drop the data set from memory",
+        lambda: _evict((paths.local_path(key) for key in keys), advance),
+        awaiting="all nodes to drop what they are about to read from memory",
+        timeout_s=max(MAX_EVICTION_S, comm.timeout_s),
     )
     before, resident, total = (sum(column) for column in zip(*counts, strict=True))
     return CacheEviction(
@@ -120,12 +122,9 @@ def _evict_or_assume_cached(paths: Sequence[str], size_bytes: int) -> tuple[bool
         return False, size_bytes, size_bytes, size_bytes
 
 
-def _evict(paths: Iterable[str]) -> tuple[int, int, int]:
+def _evict(
+    paths: Iterable[str], advance: Callable[[int], None] = lambda _files: None
+) -> tuple[int, int, int]:
     """Bytes in memory before and after, and in total."""
-    before = resident = total = 0
-    for path in paths:
-        drop = residency.evict_file(path)
-        before += drop.before.resident_bytes
-        resident += drop.after.resident_bytes
-        total += drop.after.total_bytes
-    return before, resident, total
+    drop = residency.evict_files(paths, advance)
+    return drop.before.resident_bytes, drop.after.resident_bytes, drop.after.total_bytes

@@ -320,11 +320,15 @@ def decodes_arrow(workload: Workload) -> bool:
 def list_unsupported(workload: Workload) -> Sequence[str]:
     """Remarks on what the workload asks for and a run does not do: printed once, and recorded."""
     profiling = workload.profiling
-    if not workload.workflow.profiling:
-        return ()
-    devices = f" of {', '.join(profiling.iostat_devices)}" if profiling.iostat_devices else ""
-    remark = f"workflow.profiling: {profiling.profiler}{devices} is not started, nor is any other profiler"
-    return (remark,)
+    remarks = []
+    if workload.workflow.profiling:
+        devices = f" of {', '.join(profiling.iostat_devices)}" if profiling.iostat_devices else ""
+        remarks.append(
+            f"workflow.profiling: {profiling.profiler}{devices} is not started, nor is any other profiler"
+        )
+    if not workload.reader.drop_page_cache:
+        remarks.append("reader.drop_page_cache is off: reads may come from memory instead of storage")
+    return remarks
 
 
 def plan_checkpoints(

@@ -10,25 +10,39 @@ import ctypes
 import errno
 import mmap
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from penstock.errors import StorageError, Unavailable
 from penstock.storage.capabilities import find_local_paths
-from penstock.storage.files.system_calls import raise_on_failure, translate_os_errors
+from penstock.storage.files.system_calls import map_os_error, raise_on_failure, translate_os_errors
 from penstock.storage.protocol import Storage
 
 CACHESTAT = 451
 """The system call's number: the same on every architecture that Python runs on, save Alpha."""
 
 Method = Literal["cachestat", "mincore"]
-PageCounter = Callable[[int, int], int]
-"""Resident pages among those of an open descriptor, given its size in bytes."""
+
+
+class PageCounts(NamedTuple):
+    """Pages of a file in the cache, and those of them that may not be written back yet."""
+
+    resident: int
+    unwritten: int
+
+
+PageCounter = Callable[[int, int], PageCounts]
+"""Counts the pages of an open descriptor, given its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,25 +84,32 @@ class _Cachestat(ctypes.Structure):
     )
 
 
-def count_by_cachestat(descriptor: int, size_bytes: int) -> int:
-    """Resident pages by cachestat(2): one call whatever the size, no mapping."""
-    libc = ctypes.CDLL(None, use_errno=True)
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def count_by_cachestat(descriptor: int, size_bytes: int) -> PageCounts:
+    """Pages by cachestat(2): one call whatever the size, no mapping."""
     wanted, answer = _CachestatRange(0, size_bytes), _Cachestat()
-    raise_on_failure(libc.syscall(CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(answer), 0))
-    return int(answer.cached)
+    raise_on_failure(_libc().syscall(CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(answer), 0))
+    return PageCounts(answer.cached, answer.dirty + answer.writeback)
 
 
-def count_by_mincore(descriptor: int, size_bytes: int) -> int:
-    """Resident pages by mincore(2): maps the file without reading it, and gets a byte for each page."""
-    libc = ctypes.CDLL(None, use_errno=True)
+def count_by_mincore(descriptor: int, size_bytes: int) -> PageCounts:
+    """Pages by mincore(2): maps the file without reading it, and gets a byte for each page.
+
+    It does not say which pages are written back, so none of them may be.
+    """
     states = np.zeros(-(-size_bytes // mmap.PAGESIZE), dtype=np.uint8)
     with mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapping:
         start = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
-        result = libc.mincore(
+        result = _libc().mincore(
             ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), ctypes.c_void_p(states.ctypes.data)
         )
     raise_on_failure(result)
-    return int(np.count_nonzero(states & 1))
+    resident = int(np.count_nonzero(states & 1))
+    return PageCounts(resident, resident)
 
 
 COUNTERS: Mapping[Method, PageCounter] = MappingProxyType(
@@ -138,25 +159,112 @@ def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
 
 def evict_file(path: str) -> Eviction:
     """Write back and drop the pages of one file. Pages that another process maps or locks stay."""
-    with translate_os_errors("Dropping pages", f"file://{path}"):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            before = _measure(descriptor, COUNTERS)
-            # The kernel drops clean pages only.
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            return Eviction(before=before, after=_measure(descriptor, COUNTERS))
-        finally:
-            os.close(descriptor)
+    return _evict_in_turn((path,)).eviction()
+
+
+def evict_files(paths: Iterable[str], advance: Callable[[int], None] = lambda _files: None) -> Eviction:
+    """Drop the pages of these files; `advance` hears of every few hundred that are done.
+
+    Files without unwritten pages are not synced. Threads are used once the calls turn out to wait, for a
+    server or a device: those that only compute would wait for each other instead.
+    """
+    left, total = iter(paths), _Sums()
+    while chunk := tuple(islice(left, _CHUNK)):
+        began_s, began_cpu_s = time.monotonic(), time.thread_time()
+        total.add(_evict_in_turn(chunk))
+        advance(len(chunk))
+        elapsed_s, cpu_s = time.monotonic() - began_s, time.thread_time() - began_cpu_s
+        if elapsed_s > _WAITING_SHARE * cpu_s:
+            _evict_on_threads(left, total, advance)
+    return total.eviction()
 
 
 def evict_objects(storage: Storage, prefix: str = "") -> Eviction:
     """Drop the pages of all files below `prefix`. `Unavailable` for a storage without local files."""
-    before, after = _nothing(), _nothing()
-    for path in _paths(storage, prefix):
-        drop = evict_file(path)
-        before, after = before + drop.before, after + drop.after
-    return Eviction(before=before, after=after)
+    return evict_files(_paths(storage, prefix))
+
+
+_CHUNK: Final = 256
+"""Files that one thread drops in turn."""
+_THREADS: Final = 16
+_WAITING_SHARE: Final = 3.0
+"""Calls that take so many times their CPU time wait for something else."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Bytes of some files, in plain numbers: there may be millions."""
+
+    before: int = 0
+    after: int = 0
+    total: int = 0
+    method: Method = "cachestat"
+
+    def add(self, other: _Sums) -> None:
+        self.before += other.before
+        self.after += other.after
+        self.total += other.total
+        self.method = other.method
+
+    def eviction(self) -> Eviction:
+        before, after = (
+            Residency(resident_bytes=part, total_bytes=self.total, method=self.method)
+            for part in (self.before, self.after)
+        )
+        return Eviction(before=before, after=after)
+
+
+def _evict_on_threads(paths: Iterable[str], total: _Sums, advance: Callable[[int], None]) -> None:
+    waiting: deque[tuple[int, Future[_Sums]]] = deque()
+    left = iter(paths)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-evict") as pool:
+        try:
+            while True:
+                chunk = tuple(islice(left, _CHUNK // _THREADS))
+                if chunk:
+                    waiting.append((len(chunk), pool.submit(_evict_in_turn, chunk)))
+                elif not waiting:
+                    return
+                if not chunk or len(waiting) > 2 * _THREADS:
+                    num_files, sums = waiting.popleft()
+                    total.add(sums.result())
+                    advance(num_files)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _evict_in_turn(paths: Iterable[str]) -> _Sums:
+    sums = _Sums()
+    for path in paths:
+        try:
+            _evict_into(sums, path)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise map_os_error(error, "Dropping pages", f"file://{path}") from error
+    return sums
+
+
+def _evict_into(sums: _Sums, path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        size_bytes = os.fstat(descriptor).st_size
+        if size_bytes == 0:
+            return
+        pages, method = _count_pages(descriptor, size_bytes, COUNTERS)
+        left = pages
+        if pages.resident:
+            # The kernel drops clean pages only.
+            if pages.unwritten:
+                os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            left, method = _count_pages(descriptor, size_bytes, COUNTERS)
+        sums.before += min(size_bytes, pages.resident * mmap.PAGESIZE)
+        sums.after += min(size_bytes, left.resident * mmap.PAGESIZE)
+        sums.total += size_bytes
+        sums.method = method
+    finally:
+        os.close(descriptor)
 
 
 def drop_page_cache(control: Path = Path("/proc/sys/vm/drop_caches")) -> None:
@@ -176,15 +284,15 @@ def _measure(descriptor: int, counters: Mapping[Method, PageCounter]) -> Residen
     size_bytes = os.fstat(descriptor).st_size
     if size_bytes == 0:
         return _nothing()
-    num_pages, method = _count_pages(descriptor, size_bytes, counters)
+    pages, method = _count_pages(descriptor, size_bytes, counters)
     return Residency(
-        resident_bytes=min(size_bytes, num_pages * mmap.PAGESIZE), total_bytes=size_bytes, method=method
+        resident_bytes=min(size_bytes, pages.resident * mmap.PAGESIZE), total_bytes=size_bytes, method=method
     )
 
 
 def _count_pages(
     descriptor: int, size_bytes: int, counters: Mapping[Method, PageCounter]
-) -> tuple[int, Method]:
+) -> tuple[PageCounts, Method]:
     for method, count in counters.items():
         try:
             return count(descriptor, size_bytes), method

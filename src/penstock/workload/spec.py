@@ -126,7 +126,8 @@ class ReaderSection:
     """How samples come in. `read_threads` and `write_threads` of None are chosen by the machine's cores.
 
     `prefetch_size` is in batches, `shuffle_size` in samples; `transfer_bytes` of None leaves the size of
-    sequential reads to the format.
+    sequential reads to the format. `drop_page_cache`, which DLIO does not have, evicts what an epoch is about
+    to read.
     """
 
     data_loader: enums.LoaderKind = enums.LoaderKind.TENSORFLOW
@@ -145,6 +146,7 @@ class ReaderSection:
         Annotated[AtLeastOne, BeforeValidator(quantities.read_bytes)] | None, Field(alias="transfer_size")
     ] = None
     odirect: bool = False
+    drop_page_cache: bool = True
     pin_memory: bool = True
     multiprocessing_context: enums.ProcessStart = enums.ProcessStart.SPAWN
     preprocess_time: Time = field(default_factory=quantities.Duration)

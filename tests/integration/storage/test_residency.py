@@ -21,6 +21,7 @@ from penstock.storage.residency import (
     count_by_mincore,
     drop_page_cache,
     evict_file,
+    evict_files,
     evict_objects,
     measure_file_residency,
     measure_residency,
@@ -92,6 +93,32 @@ def test_a_file_read_in_part_is_resident_in_part_and_both_methods_agree(cached: 
     if has_cachestat(cached):
         by_cachestat = measure_file_residency(str(cached), {"cachestat": count_by_cachestat})
         assert by_cachestat.resident_bytes == by_mincore.resident_bytes
+
+
+def test_many_files_are_dropped_and_counted_also_by_threads_that_wait(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}" for number in range(600)]
+    for path in paths:
+        path.write_bytes(bytes(5000))
+    done: list[int] = []
+    drop = evict_files(map(str, paths), done.append)
+    assert (drop.before.resident_bytes, drop.after.resident_bytes) == (600 * 5000, 0)
+    assert drop.after.total_bytes == 600 * 5000
+    assert sum(done) == 600
+    with pytest.raises(ObjectNotFound, match="absent"):
+        evict_files([*map(str, paths), str(tmp_path / "absent")])
+
+
+def test_a_clean_file_is_not_synced(cached: Path) -> None:
+    if not has_cachestat(cached):
+        pytest.skip("this kernel has no cachestat (Linux 6.5 or later)")
+    descriptor = os.open(cached, os.O_RDONLY)
+    os.fsync(descriptor)
+    assert count_by_cachestat(descriptor, SIZE) == (-(-SIZE // 4096), 0)
+    os.close(descriptor)
+    cached.write_bytes(bytes(SIZE))
+    descriptor = os.open(cached, os.O_RDONLY)
+    assert count_by_cachestat(descriptor, SIZE).unwritten > 0
+    os.close(descriptor)
 
 
 def test_memory_file_systems_cannot_be_dropped_and_are_reported_so(in_memory: Path) -> None:

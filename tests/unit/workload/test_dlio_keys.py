@@ -104,6 +104,7 @@ TABLE: dict[str, Any] = {
     "reader.transfer_size": 4096,
     "reader.dont_use_mmap": True,
     "reader.odirect": True,
+    "reader.drop_page_cache": False,
     "reader.pin_memory": False,
     "reader.multiprocessing_context": "fork",
     "reader.preprocess_time": 0.1,

@@ -180,6 +180,22 @@ class RankEpoch:
                 begin = place * sharding.item_samples
                 yield number, range(begin, min(begin + sharding.item_samples, sharding.samples_per_file))
 
+    def file_numbers(self, num_samples: int) -> Iterator[Items]:
+        """The files of the first `num_samples` of this rank, each once, in arrays of bounded length."""
+        sharding, left = self.sharding, num_samples
+        seen = np.zeros(sharding.num_files if sharding.items_per_file > 1 else 0, dtype=bool)
+        for items in self.pieces():
+            if left <= 0:
+                return
+            reach = np.cumsum(sharding.sizes(items))
+            numbers = items[: int(np.searchsorted(reach, left)) + 1] // sharding.items_per_file
+            left -= int(reach[-1])
+            if seen.size:
+                numbers = np.unique(numbers)
+                numbers = numbers[~seen[numbers]]
+                seen[numbers] = True
+            yield numbers
+
     def count_samples(self) -> int:
         """How many samples this rank's items hold."""
         if self.sharding.samples_per_file % self.sharding.item_samples == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -48,8 +49,12 @@ class TrainingFiles:
     @property
     def needs_listing(self) -> bool:
         """Whether names are only assumed so far, and a listing must find the real ones."""
-        has_files = self.dataset.format is not DataFormat.SYNTHETIC
-        return has_files and self.recipe is None and self.num_found is None and not self.dataset.skip_listing
+        return (
+            self.are_stored
+            and self.recipe is None
+            and self.num_found is None
+            and not self.dataset.skip_listing
+        )
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -102,15 +107,19 @@ class TrainingFiles:
         """How many samples are read together; 1 where the data set has no file."""
         return self.data_files.plan(0).block_samples if len(self.data_files) else 1
 
-    def keys(self, *, first: int, step: int) -> Iterator[str]:
-        """The keys of every `step`-th file of both phases, with all parts."""
-        for place in range(first, self.num_train + self.num_eval, step):
-            yield from self.keys_at(place)
+    @property
+    def are_stored(self) -> bool:
+        """Whether there are files at all."""
+        return self.dataset.format is not DataFormat.SYNTHETIC
 
     def keys_at(self, place: int) -> Iterator[str]:
         """The keys of one file: training files are at the first places, then those of evaluation."""
-        is_training = place < self.num_train
-        phase, number = (StepPhase.TRAIN, place) if is_training else (StepPhase.EVAL, place - self.num_train)
+        if place < self.num_train:
+            return self.keys_of(StepPhase.TRAIN, place)
+        return self.keys_of(StepPhase.EVAL, place - self.num_train)
+
+    def keys_of(self, phase: StepPhase, number: int) -> Iterator[str]:
+        """The keys of all parts of file `number` of a phase."""
         plan = self.plan(phase, number)
         for part in plan.parts:
             yield part.key(plan.name)
@@ -168,6 +177,27 @@ def _stored_recipe(dataset: Dataset, storage: Storage, manifest: dict[str, Any])
     )
     require_same(storage, existing)
     return existing
+
+
+@contextmanager
+def explained_absence(files: TrainingFiles) -> Iterator[None]:
+    """Say of a file that turns out to be missing in a run why nothing has noticed before."""
+    try:
+        yield
+    except ObjectNotFound as error:
+        interval = files.dataset.listing_validation_interval
+        if files.num_found is not None:
+            why = "It was there when the run listed its files: does something delete them?"
+        else:
+            source = "dataset.skip_listing" if files.recipe is None else "the manifest"
+            looks = f"one in {interval:,}" if interval else "none"
+            why = (
+                f"Its name follows from {source}, and of such names a run looks up {looks} beforehand "
+                "(dataset.listing_validation_interval). Generate the data set again, which writes what is "
+                "missing, or correct dataset.num_files_train, num_subfolders_train and file_prefix"
+            )
+            why += "." if files.recipe else "; dataset.skip_listing=false lists the files that are there."
+        raise ObjectNotFound("A file of the data set is missing", uri=error.uri, fix=why) from error
 
 
 _NAMED: Final = 3

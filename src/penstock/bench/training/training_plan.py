@@ -7,9 +7,10 @@ full, and what an epoch leaves out is counted and hashed, so that a record shows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from penstock.cluster.comm import Comm
 from penstock.dataset.data_files import training_files
 from penstock.dataset.formats import open_format
 from penstock.errors import UsageError
+from penstock.results.step_events import StepPhase
 from penstock.workload.spec import Workload
 
 
@@ -118,6 +120,25 @@ class TrainingPlan:
     evaluation: Sharding | None
     eval_steps: int
     eval_epochs: frozenset[int]
+
+    def files_read(self, epoch: EpochPlan, *, rank: int) -> Iterator[tuple[StepPhase, Items]]:
+        """The numbers of the files that a rank reads in an epoch and the evaluation after it."""
+        for phase, sharding, num_steps in self._phases(epoch):
+            order = RankEpoch(sharding, rank=rank, epoch=epoch.epoch)
+            for numbers in order.file_numbers(num_steps * sharding.batch_size):
+                yield phase, numbers
+
+    def estimate_files_read(self, epoch: EpochPlan) -> int:
+        """About how many these are."""
+        return sum(
+            min(sharding.num_files, ceil(num_steps * sharding.batch_size / sharding.item_samples))
+            for _, sharding, num_steps in self._phases(epoch)
+        )
+
+    def _phases(self, epoch: EpochPlan) -> Iterator[tuple[StepPhase, Sharding, int]]:
+        yield StepPhase.TRAIN, self.sharding, epoch.num_steps
+        if self.evaluation is not None and epoch.epoch in self.eval_epochs:
+            yield StepPhase.EVAL, self.evaluation, self.eval_steps
 
     def document(self) -> dict[str, Any]:
         """As plain data, for the record of a run."""

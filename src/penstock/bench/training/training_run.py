@@ -15,7 +15,7 @@ from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
 from penstock.bench.loader.sample_decoder import ContentCheck, FormatDecoder
-from penstock.bench.page_cache_eviction import evict_data_set
+from penstock.bench.page_cache_eviction import CacheEviction, evict_keys
 from penstock.bench.run_settings import RunSettings
 from penstock.bench.run_trace import RunTrace
 from penstock.bench.step_recorder import StepRecorder, read_clocks
@@ -23,7 +23,12 @@ from penstock.bench.training import harness_limit, training_files, training_loop
 from penstock.bench.training.batch_requests import SampleHandling
 from penstock.bench.training.training_checkpoints import CheckpointsRequest, TrainingCheckpoints
 from penstock.bench.training.training_loop import PreparedTraining
-from penstock.bench.training.training_plan import eval_epochs, plan_training, require_counted_step
+from penstock.bench.training.training_plan import (
+    EpochPlan,
+    eval_epochs,
+    plan_training,
+    require_counted_step,
+)
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.external_dataset import list_external_files
 from penstock.dataset.formats import open_format
@@ -129,7 +134,8 @@ def train(
                 )
             )
         folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
-        stages = _Session(request, storage, comm, progress, prepared).run(folder, run)
+        with training_files.explained_absence(prepared.files):
+            stages = _Session(request, storage, comm, progress, prepared).run(folder, run)
         result = _write_results(run, stages, request=request, hosts=hosts) if run else None
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
@@ -261,9 +267,7 @@ class _Session:
         plan = self.prepared.plan
         ended_s = time.monotonic()
         for epoch in plan.epochs:
-            cache = None
-            if capabilities.uses_page_cache(self.storage):
-                cache = evict_data_set(self.prepared.files, self.storage, comm=self.comm)
+            cache = self._evict(epoch)
             self.comm.barrier(awaiting=f"all ranks to begin epoch {epoch.epoch}")
             self.progress.begin(f"epoch {epoch.epoch} of {len(plan.epochs)}, steps", epoch.num_steps)
             began_ns = time.monotonic_ns()
@@ -277,6 +281,22 @@ class _Session:
             yield training_result.EpochStage(
                 epoch=epoch.epoch, cache=cache, change_s=change_s, preload=self._merge(preload)
             )
+
+    def _evict(self, epoch: EpochPlan) -> CacheEviction | None:
+        """Drop what this epoch reads from memory, and nothing else; None where nothing can be there."""
+        files = self.prepared.files
+        is_dropped = self.request.workload.reader.drop_page_cache and files.are_stored
+        if not is_dropped or not capabilities.uses_page_cache(self.storage):
+            return None
+        plan = self.prepared.plan
+        self.progress.begin("dropping files from the page cache", plan.estimate_files_read(epoch))
+        keys = (
+            key
+            for phase, numbers in plan.files_read(epoch, rank=self.comm.rank)
+            for number in numbers.tolist()
+            for key in files.keys_of(phase, number)
+        )
+        return evict_keys(keys, self.storage, comm=self.comm, advance=self.progress.advance)
 
     def _merge(self, preload: training_loop.Preload | None) -> training_loop.Preload | None:
         """What all ranks read before the first step, and how long the last one took. Collective."""

@@ -203,10 +203,10 @@ def test_a_read_that_memory_served_has_no_throughput_of_storage(
 def test_where_the_kernel_does_not_tell_a_read_is_not_called_cold(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def silent(_: str) -> None:
+    def silent(*_: object) -> None:
         raise Unavailable("This kernel does not report which pages are resident")
 
-    monkeypatch.setattr(residency, "evict_file", silent)
+    monkeypatch.setattr(residency, "evict_files", silent)
     result = ground.run(writes=1, reads=1)
     assert result.is_right
     assert result.is_from_memory

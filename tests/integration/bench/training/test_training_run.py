@@ -16,7 +16,6 @@ from tests.support.s3.server import BUCKET
 
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.page_cache_eviction import evict_data_set
 from penstock.bench.training.training_files import choose_checked_files, open_files, validate
 from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cluster.comm import SoloComm
@@ -206,16 +205,46 @@ def test_direct_reads_need_no_drop(tmp_path: Path) -> None:
     assert [epoch.cache for epoch in ground.run().stages.epochs] == [None, None]
 
 
-def test_pages_are_dropped_of_both_phases(ground: Ground) -> None:
-    dataset = replace(FILES, num_files_eval=3)
+def test_only_files_that_an_epoch_reads_are_dropped_from_the_page_cache(ground: Ground) -> None:
+    dataset = replace(FILES, num_files_eval=6, listing_validation_interval=0)
     ground.make(dataset)
-    files = open_files(dataset, ground.storage, seed=1, evaluates=True)
-    assert evict_data_set(files, ground.storage, comm=COMM).total_bytes == sum(ground.sizes().values())
+    asked = workload(
+        dataset,
+        train=Train(epochs=3, total_training_steps=4),
+        workflow=Workflow(evaluation=True),
+        evaluation=Evaluation(eval_after_epoch=2),
+    )
+    opened: set[str] = set()
+    ground.storage = _WatchedStorage(ground.storage, opened)
+    (epoch,) = ground.run(asked).stages.epochs
+    assert len(opened) == 4 * 4
+    assert epoch.cache is not None
+    sizes = ground.sizes()
+    assert epoch.cache.total_bytes == sum(sizes[key] for key in opened)
 
 
-def test_an_empty_data_set_has_no_resident_share(ground: Ground) -> None:
-    files = replace(open_files(FILES, ground.storage, seed=1, evaluates=False), num_train=0)
-    assert evict_data_set(files, ground.storage, comm=COMM).resident_share == 0.0
+class _WatchedStorage(WrappedStorage):
+    """Keeps the keys that are opened."""
+
+    def __init__(self, inside: Storage, opened: set[str]) -> None:
+        super().__init__(inside)
+        self._opened = opened
+
+    def open(self, key: str) -> Source:
+        if key != KEY:
+            self._opened.add(key)
+        return super().open(key)
+
+
+def test_the_page_cache_is_kept_where_the_workload_says_so(ground: Ground) -> None:
+    ground.make()
+    result = ground.run(workload(reader=replace(SHUFFLED, drop_page_cache=False)))
+    assert [epoch.cache for epoch in result.stages.epochs] == [None, None]
+
+
+def test_synthetic_samples_have_no_pages(ground: Ground) -> None:
+    result = ground.run(workload(replace(FILES, format=DataFormat.SYNTHETIC)))
+    assert [epoch.cache for epoch in result.stages.epochs] == [None, None]
 
 
 def test_the_ceiling_run_tells_what_this_client_could_do(ground: Ground) -> None:
@@ -343,8 +372,13 @@ def test_first_last_and_every_kth_file_are_looked_up() -> None:
 def test_a_file_lost_between_validation_and_its_step_fails_the_run_by_name(tmp_path: Path) -> None:
     ground = Ground(MemoryStorage(), tmp_path).make()
     ground.storage.delete("train/img_07_of_24.npz")
-    with pytest.raises(ObjectNotFound, match="img_07_of_24"):
+    with pytest.raises(ObjectNotFound, match="img_07_of_24") as caught:
         ground.run(workload(replace(FILES, listing_validation_interval=0)))
+    assert "the manifest" in caught.value.fix
+    ground.storage.delete(KEY)
+    with pytest.raises(ObjectNotFound, match="img_07_of_24") as caught:
+        ground.run(workload(replace(FILES, listing_validation_interval=0, skip_listing=True)))
+    assert "dataset.skip_listing" in caught.value.fix
 
 
 def test_a_short_file_fails_the_run_by_name_and_the_record_says_why(ground: Ground) -> None:

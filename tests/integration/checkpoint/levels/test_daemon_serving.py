@@ -338,7 +338,7 @@ def test_it_ends_when_its_cache_is_removed(tmp_path: Path) -> None:
 def resident_pages(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return count_by_mincore(descriptor, path.stat().st_size)
+        return count_by_mincore(descriptor, path.stat().st_size).resident
     finally:
         os.close(descriptor)
 

@@ -115,6 +115,24 @@ def test_shares_and_what_is_left_out_are_the_whole_data_set(one: Sharding, epoch
     assert total == summarize_samples(every, np.ones_like(every))
 
 
+@given(
+    deals().map(lambda one: replace(one, samples_per_file=7, group=1)),
+    st.sampled_from([1, 3, 7]),
+    st.integers(1, 3),
+    st.integers(0, 60),
+)
+def test_files_of_some_steps_are_those_of_their_samples_and_come_once(
+    one: Sharding, item_samples: int, epoch: int, num_samples: int
+) -> None:
+    one = replace(one, item_samples=item_samples)
+    for rank in range(one.num_ranks):
+        order = RankEpoch(one, rank=rank, epoch=epoch)
+        numbers = [number for number, item in order.samples() for _ in item][:num_samples]
+        found = [number for piece in order.file_numbers(num_samples) for number in piece.tolist()]
+        assert set(found) == set(numbers)
+        assert len(found) == len(set(found))
+
+
 def test_where_the_division_is_even_every_sample_comes_once() -> None:
     even = sharding(num_files=42)
     together = Counter(sample for rank in range(2) for sample in samples_of(even, rank, 5))
