@@ -135,6 +135,14 @@ def main() -> None:
             f"{num_ranks} ranks x {NUM_TENSORS} tensors: save planned in {saved_s - start_s:.2f} s, "
             f"load in {loaded_s - saved_s:.2f} s"
         )
+        begin_s = time.process_time()
+        content = described(shared)
+        written_s = time.process_time()
+        read_metadata(content, "benchmark")
+        print(
+            f"  .metadata of {len(shared.regions):,} parts: written in {written_s - begin_s:.2f} CPU s, "
+            f"read in {time.process_time() - written_s:.2f}"
+        )
 
 
 if __name__ == "__main__":

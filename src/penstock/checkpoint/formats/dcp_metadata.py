@@ -5,9 +5,11 @@ name leaves the checkpoint's folder.
 """
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import numpy as np
@@ -56,11 +58,14 @@ class DcpMetadata:
 
 def read_metadata(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
     """Parse a `.metadata` that torch 2.x or we wrote; `where` names it in errors."""
+    from penstock.checkpoint.formats.metadata_rows import read_rows  # noqa: PLC0415 - it needs this module
+
     with paused_garbage_collection():
-        return _read(content, where)
+        return read_rows(bytes(content), where) or read_pickle(content, where)
 
 
-def _read(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
+def read_pickle(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
+    """`read_metadata`, record by record."""
     root = read_metadata_pickle(content, where)
     if getattr(root, "kind", None) != "Metadata":
         _refuse("It is not the metadata of a checkpoint", where)
@@ -89,28 +94,29 @@ class _Parsing:
         self._tensors: list[TensorFacts] = []
         self._objects: list[StoredObject] = []
         self._object_transforms: dict[str, Descriptors] = {}
-        self._places = {
-            (key.fqn, getattr(key, "offset", None)): place for key, place in root.storage_data.items()
-        }
+        indices = map(attrgetter("fqn", "offset"), root.storage_data)
+        self._places = dict(zip(indices, root.storage_data.values(), strict=True))
 
     def result(self) -> DcpMetadata:
-        parts, places = self._walk()
-        regions = self._boxes(parts)
+        chunks, count, places = self._walk()
+        regions = self._boxes(chunks, np.repeat(np.arange(len(count)), count))
+        row_transform = np.zeros(len(places), dtype=np.int64)
+        for row, through in enumerate(_all(places, "transform_descriptors")):
+            if through:
+                row_transform[row] = self._transforms.setdefault(tuple(through), len(self._transforms))
         stored = StoredRegions(
             regions,
-            file=_column(self._file_number(place) for place in places),
-            item_offset=_column(place.offset for place in places),
-            item_bytes=_column(place.length for place in places),
+            file=self._file_numbers(places),
+            item_offset=_column(_all(places, "offset")),
+            item_bytes=_column(_all(places, "length")),
             payload_offset=np.full(len(places), UNKNOWN, dtype=np.int64),
-            packed=np.zeros(len(places), dtype=np.bool_),
+            packed=row_transform > 0,
         )
-        self._check_items(stored)
-        row_transform = _column(self._transform_number(place) for place in places)
-        if len(self._transforms) > 1:
-            stored.packed[:] = row_transform > 0
+        check_items(self._tensors, stored, self._where)
+        check_file_names(self._files, self._where)
         meta = getattr(self._root, "storage_meta", None)
         return DcpMetadata(
-            index=CheckpointIndex(tuple(self._tensors), stored, tuple(self._objects), self._file_names()),
+            index=CheckpointIndex(tuple(self._tensors), stored, tuple(self._objects), tuple(self._files)),
             paths=_paths(getattr(self._root, "planner_data", None)),
             transforms=tuple(self._transforms),
             row_transform=row_transform if len(self._transforms) > 1 else None,
@@ -120,9 +126,11 @@ class _Parsing:
             version=getattr(self._root, "version", None),
         )
 
-    def _walk(self) -> tuple[list[tuple[int, Any]], list[Any]]:
-        """The chunks of all tensors, each with its tensor's number, and the place of each."""
-        parts, places = [], []
+    def _walk(self) -> tuple[list[Any], list[int], list[Any]]:
+        """The chunks of all tensors, how many each tensor has, and the place of each chunk."""
+        chunks: list[Any] = []
+        places: list[Any] = []
+        count, find = [], self._places.get
         for name, about in self._root.state_dict_metadata.items():
             if about.kind == "BytesStorageMetadata":
                 self._add_object(name)
@@ -130,12 +138,15 @@ class _Parsing:
             if about.properties.state[0] in QUANTIZED:
                 self._add_quantized(name, about)
                 continue
-            number = len(self._tensors)
             self._tensors.append(self._facts(name, about))
-            for chunk in about.chunks:
-                parts.append((number, chunk))
-                places.append(self._place(name, chunk.offsets))
-        return parts, places
+            offsets = _all(about.chunks, "offsets")
+            found = [find((name, each)) for each in offsets]
+            if None in found:
+                found = [self._place(name, each) for each in offsets]
+            chunks += about.chunks
+            count.append(len(found))
+            places += found
+        return chunks, count, places
 
     def _facts(self, name: str, about: Any) -> TensorFacts:
         dtype, layout, *_ = about.properties.state
@@ -172,77 +183,83 @@ class _Parsing:
         size_bytes, offset = int(place.length), int(place.offset)
         if size_bytes < 0 or offset < 0:
             _refuse(f"The object {name} has {size_bytes} bytes at offset {offset}", self._where)
-        number = self._file_number(place)
+        number = int(self._file_numbers([place])[0])
         self._objects.append(StoredObject(str(name), number, offset, size_bytes, bool(descriptors)))
 
-    def _file_number(self, place: Any) -> int:
-        name = place.relative_path
-        number = self._files.get(name)
-        return self._files.setdefault(name, len(self._files)) if number is None else number
+    def _file_numbers(self, places: Sequence[Any]) -> Ints:
+        names = _all(places, "relative_path")
+        for name in dict.fromkeys(names):
+            self._files.setdefault(name, len(self._files))
+        return _column(map(self._files.__getitem__, names))
 
-    def _transform_number(self, place: Any) -> int:
-        descriptors = _descriptors(place)
-        return self._transforms.setdefault(descriptors, len(self._transforms)) if descriptors else 0
-
-    def _file_names(self) -> tuple[str, ...]:
-        for name in self._files:
-            try:
-                check_key(name, self._where)
-            except AccessRefused as error:
-                raise DataDamaged(
-                    f"It names the file {name!r}, which is not in its folder", where=self._where
-                ) from error
-        return tuple(self._files)
-
-    def _boxes(self, parts: list[tuple[int, Any]]) -> Regions:
-        width = max((len(facts.shape) for facts in self._tensors), default=0)
-        offsets = np.zeros((len(parts), width), dtype=np.int64)
-        sizes = np.ones((len(parts), width), dtype=np.int64)
-        tensor = _column(number for number, _ in parts)
+    def _boxes(self, chunks: Sequence[Any], tensor: Ints) -> Regions:
         dims = np.array([len(facts.shape) for facts in self._tensors], dtype=np.int64)
+        width = int(dims.max(initial=0))
+        offsets = np.zeros((len(chunks), width), dtype=np.int64)
+        sizes = np.ones((len(chunks), width), dtype=np.int64)
         for num_dims in range(1, width + 1):
-            rows = np.flatnonzero(dims[tensor] == num_dims) if len(parts) else tensor
-            chosen = [parts[row][1] for row in rows.tolist()]
-            offsets[rows, :num_dims] = _rows((chunk.offsets for chunk in chosen), len(chosen), num_dims)
-            sizes[rows, :num_dims] = _rows((chunk.sizes for chunk in chosen), len(chosen), num_dims)
-        self._check_boxes(Regions(tensor, offsets, sizes))
-        return Regions(tensor, offsets, sizes)
+            rows = np.flatnonzero(dims[tensor] == num_dims)
+            chosen = chunks if len(rows) == len(chunks) else [chunks[row] for row in rows.tolist()]
+            offsets[rows, :num_dims] = _rows(_all(chosen, "offsets"), num_dims)
+            sizes[rows, :num_dims] = _rows(_all(chosen, "sizes"), num_dims)
+        regions = Regions(tensor, offsets, sizes)
+        check_regions(self._tensors, regions, self._where)
+        return regions
 
-    def _check_boxes(self, regions: Regions) -> None:
-        shapes = np.ones((len(self._tensors), regions.num_dims), dtype=np.int64)
-        for number, facts in enumerate(self._tensors):
-            shapes[number, : len(facts.shape)] = facts.shape
-        ends = regions.offsets + regions.sizes
-        wrong = ((regions.offsets < 0) | (regions.sizes < 0) | (ends > shapes[regions.tensor])).any(axis=1)
-        for row in np.flatnonzero(wrong)[:1].tolist():
-            facts = self._tensors[int(regions.tensor[row])]
-            offsets, sizes = regions.region(row, len(facts.shape))
-            _refuse(
-                f"A region of {facts.name} at {list(offsets)} of {list(sizes)} is outside its shape"
-                f" {list(facts.shape)}",
-                self._where,
-            )
 
-    def _check_items(self, stored: StoredRegions) -> None:
-        wrong = (stored.item_offset < 0) | (stored.item_bytes < 0)
-        for row in np.flatnonzero(wrong)[:1].tolist():
-            name = self._tensors[int(stored.regions.tensor[row])].name
-            _refuse(
-                f"{name} has {stored.item_bytes[row]} bytes at offset {stored.item_offset[row]}", self._where
-            )
+def _all(records: Iterable[Any], name: str) -> list[Any]:
+    """An attribute of all records."""
+    return list(map(attrgetter(name), records))
+
+
+def check_file_names(names: Iterable[str], where: str) -> None:
+    """Raise `DataDamaged` for a file that is not in the checkpoint's folder."""
+    for name in names:
+        try:
+            check_key(name, where)
+        except AccessRefused as error:
+            raise DataDamaged(
+                f"It names the file {name!r}, which is not in its folder", where=where
+            ) from error
+
+
+def check_regions(tensors: Sequence[TensorFacts], regions: Regions, where: str) -> None:
+    """Raise `DataDamaged` for a region that is not inside its tensor."""
+    shapes = np.ones((len(tensors), regions.num_dims), dtype=np.int64)
+    for number, facts in enumerate(tensors):
+        shapes[number, : min(len(facts.shape), regions.num_dims)] = facts.shape[: regions.num_dims]
+    ends = regions.offsets + regions.sizes
+    wrong = ((regions.offsets < 0) | (regions.sizes < 0) | (ends > shapes[regions.tensor])).any(axis=1)
+    for row in np.flatnonzero(wrong)[:1].tolist():
+        facts = tensors[int(regions.tensor[row])]
+        offsets, sizes = regions.region(row, len(facts.shape))
+        _refuse(
+            f"A region of {facts.name} at {list(offsets)} of {list(sizes)} is outside its shape"
+            f" {list(facts.shape)}",
+            where,
+        )
+
+
+def check_items(tensors: Sequence[TensorFacts], stored: StoredRegions, where: str) -> None:
+    """Raise `DataDamaged` for an item at a place that no file has."""
+    wrong = (stored.item_offset < 0) | (stored.item_bytes < 0)
+    for row in np.flatnonzero(wrong)[:1].tolist():
+        name = tensors[int(stored.regions.tensor[row])].name
+        _refuse(f"{name} has {stored.item_bytes[row]} bytes at offset {stored.item_offset[row]}", where)
 
 
 def _column(numbers: Iterable[int]) -> Ints:
     return np.fromiter(numbers, dtype=np.int64)
 
 
-def _rows(rows: Iterable[tuple[int, ...]], num_rows: int, width: int) -> Ints:
-    flat = [number for row in rows for number in row]
-    return np.array(flat, dtype=np.int64).reshape(num_rows, width)
+def _rows(rows: Sequence[tuple[int, ...]], width: int) -> Ints:
+    if set(map(len, rows)) - {width}:
+        raise ValueError("a chunk has not as many dimensions as its tensor")
+    return _column(chain.from_iterable(rows)).reshape(len(rows), width)
 
 
 def _descriptors(place: Any) -> Descriptors:
-    return tuple(getattr(place, "transform_descriptors", None) or ())
+    return tuple(place.transform_descriptors or ())
 
 
 def _paths(planner_data: object) -> dict[str, Path]:

@@ -10,10 +10,9 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, Descriptors, Path
 from penstock.checkpoint.state.regions import Ints, Regions, TensorFacts
@@ -34,6 +33,10 @@ _WORDS: Final = (
     *("offsets", "sizes", "size", "chunks", "fqn", "offset", "relative_path", "length"),
     *("transform_descriptors",),
 )
+
+Field = bytes | Literal["name", "number"]
+"""Of a row: words that all rows have, a name that is fetched from the memo, or a number."""
+MEMOIZE: Final = b"\x940"
 
 
 def metadata_bytes(metadata: DcpMetadata) -> bytes:
@@ -68,50 +71,63 @@ class MetadataWriting:
 
     def __init__(self, *, dtypes: Sequence[str], num_tensors: int, num_objects: int) -> None:
         self._num_tensors, self._num_objects = num_tensors, num_objects
-        self._num_remembered = 0
+        self.num_remembered = 0
         self._front: list[bytes] = [b"\x80\x04"]
         known = {word: self._remember(_global(*path)) for word, path in _GLOBALS.items()}
-        words = {word: self._remember(_text(word)) for word in _WORDS}
-        self._size = known["Size"]
+        self.words = words = {word: self._remember(_text(word)) for word in _WORDS}
+        size = known["Size"]
         strided = self._remember(known["layout"] + _text("torch.strided") + b"\x85R")
         contiguous = self._remember(known["format"] + b"K\x00\x85R")
-        self._after_dtype = strided + b"\x89" + contiguous + b"\x89tb"
-        self._before_dtype = _text("properties") + known["properties"] + b")\x81("
-        self._tensor = known["tensor"] + b")\x81}("
-        self._object = known["bytes"] + b")\x81"
-        self._chunk = known["chunk"] + b")\x81}(" + words["offsets"] + self._size
-        self._index = known["index"] + b")\x81}(" + words["fqn"]
-        self._index_offset = _text("index") + b"N" + words["offset"] + self._size
-        self._info = known["info"] + b")\x81}(" + words["relative_path"]
-        self._word = words
-        self._dtypes = {name: self._remember(_global("torch", name)) for name in dtypes}
+        self.tensor = known["tensor"] + b")\x81}(" + _text("properties") + known["properties"] + b")\x81("
+        self.before_shape = strided + b"\x89" + contiguous + b"\x89tb" + words["size"] + size
+        self.before_chunks = b"\x85R" + words["chunks"] + b"]("
+        self.object = known["bytes"] + b")\x81"
+        self._chunk = known["chunk"] + b")\x81}(" + words["offsets"] + size, words["sizes"] + size
+        self.index = known["index"] + b")\x81}(" + words["fqn"]
+        self._index_offset = _text("index") + b"N" + words["offset"] + size
+        self.without_offset = _text("index") + b"Nub"
+        self.info = known["info"] + b")\x81}(" + words["relative_path"]
+        self.front = b"".join(self._front)
+        """What the file begins with, before its element types."""
+        self.dtypes = {name: self._remember(_global("torch", name)) for name in dtypes}
+        """What fetches each of them."""
+
+    def chunk_fields(self, width: int) -> list[Field]:
+        """A part of a tensor: its offsets and its sizes."""
+        offsets, sizes = self._chunk
+        dims = _dimension_fields(width)
+        return [offsets, *dims, b"\x85R" + sizes, *dims, b"\x85Rub"]
+
+    def place_fields(self, width: int) -> list[Field]:
+        """Where a part is: tensor, offsets in it, file, offset and bytes; its transforms follow."""
+        dims, word = _dimension_fields(width), self.words
+        of_part: list[Field] = [self.index, "name", self._index_offset, *dims, b"\x85Rub"]
+        return [*of_part, self.info, "name", word["offset"], "number", word["length"], "number"]
 
     def _remember(self, value: bytes) -> bytes:
         """Put a value into the memo, and return the bytes that fetch it."""
-        self._front.append(value + _MEMOIZE)
-        number, self._num_remembered = self._num_remembered, self._num_remembered + 1
+        self._front.append(value + MEMOIZE)
+        number, self.num_remembered = self.num_remembered, self.num_remembered + 1
         return b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
 
     def frames(self, metadata: DcpMetadata) -> list[bytes]:
         """What stands before, between and after the spans; of `metadata`, only what is not in them."""
+        texts = (metadata.checkpoint_id, metadata.save_id, metadata.version, None)
         ending = [
-            b"u" + _text("storage_meta") + _global(_METADATA, "StorageMeta") + b")\x81}(",
-            _text("checkpoint_id") + _optional_text(metadata.checkpoint_id),
-            _text("save_id") + _optional_text(metadata.save_id),
-            _text("load_id") + b"N" + _text("modules") + b"]ub",
-            _text("version") + _optional_text(metadata.version),
-            b"ub.",
+            part
+            for words, text in zip(ENDING, texts, strict=True)
+            for part in (words, b"N" if text is None else _text(text))
         ]
         return [
             b"".join(self._front),
             b"",
             b"",
-            _global(_METADATA, "Metadata") + b")\x81}(" + _text("state_dict_metadata") + b"}(",
+            STATE,
             b"",
-            b"u" + _text("planner_data") + b"}(",
-            b"u" + _text("storage_data") + b"}(",
+            PLANNER_DATA,
+            STORAGE_DATA,
             b"",
-            b"".join(ending),
+            b"".join(ending[:-1]),
         ]
 
     def spans(self, part: DcpMetadata, first: SpanNumbers) -> list[bytes]:
@@ -121,17 +137,15 @@ class MetadataWriting:
         beyond its own.
         """
         index = part.index
-        remembered = [_text(name) + _MEMOIZE for name in (facts.name for facts in index.tensors)]
-        objects = [_text(stored.name) + _MEMOIZE for stored in index.objects]
-        files = [_text(name) + _MEMOIZE for name in index.files]
+        remembered = [_text(name) + MEMOIZE for name in (facts.name for facts in index.tensors)]
+        objects = [_text(stored.name) + MEMOIZE for stored in index.objects]
+        files = [_text(name) + MEMOIZE for name in index.files]
         return [
             b"".join(remembered),
             b"".join(objects),
             b"".join(files),
             b"".join(self._state(part, first.tensor)),
-            b"".join(
-                self._name(first.object + each, "object") + self._object for each in range(len(objects))
-            ),
+            b"".join(self._name(first.object + each, "object") + self.object for each in range(len(objects))),
             b"".join(self._planner_data(part, first)),
             b"".join(self._objects_stored(part, first)),
             b"".join(self._boxes_stored(part, first)),
@@ -143,31 +157,27 @@ class MetadataWriting:
 
     def _place(self, kind: Literal["tensor", "object", "file"]) -> int:
         before = {"tensor": 0, "object": self._num_tensors, "file": self._num_tensors + self._num_objects}
-        return self._num_remembered + before[kind]
+        return self.num_remembered + before[kind]
 
     def _state(self, part: DcpMetadata, first: int) -> list[bytes]:
         """Each tensor's name, properties, shape and chunks."""
-        tensors, word = part.index.tensors, self._word
+        tensors = part.index.tensors
         parts: list[bytes] = []
         for number, (facts, chunks) in enumerate(
             zip(tensors, self._chunks(tensors, part.index.stored.regions), strict=True)
         ):
-            parts += (self._name(first + number, "tensor"), self._tensor, self._before_dtype)
-            parts += (self._dtypes[facts.dtype], self._after_dtype, word["size"], self._size)
-            parts += (_dimensions(facts.shape), b"\x85R", word["chunks"], b"](", chunks, b"eub")
+            parts += (self._name(first + number, "tensor"), self.tensor, self.dtypes[facts.dtype])
+            parts += (self.before_shape, _dimensions(facts.shape), self.before_chunks, chunks, b"eub")
         return parts
 
     def _chunks(self, tensors: Sequence[TensorFacts], regions: Regions) -> list[bytes]:
         """Each tensor's chunks, in the order of the rows."""
         chunks = [b""] * len(tensors)
-        between = b"\x85R" + self._word["sizes"] + self._size
         for width, rows in _by_width(tensors, regions):
             rows = rows[np.argsort(regions.tensor[rows], kind="stable")]  # noqa: PLW2901 - the same rows
             tensor = regions.tensor[rows]
             offsets, sizes = (column[rows, :width] for column in (regions.offsets, regions.sizes))
-            table = _Table(len(rows))
-            table.words(self._chunk).dimensions(offsets).words(between).dimensions(sizes).words(b"\x85Rub")
-            content, row_bytes = table.content()
+            content, row_bytes = _write_rows(self.chunk_fields(width), [*offsets.T, *sizes.T], len(rows))
             numbers, begins = np.unique(tensor, return_index=True)
             for number, begin, end in zip(
                 numbers.tolist(), begins.tolist(), [*begins.tolist(), len(rows)][1:], strict=True
@@ -189,15 +199,15 @@ class MetadataWriting:
     def _objects_stored(self, part: DcpMetadata, first: SpanNumbers) -> list[bytes]:
         parts: list[bytes] = []
         for number, one in enumerate(part.index.objects):
-            parts += (self._index, self._name(first.object + number, "object"), _text("index"), b"Nub")
-            parts += (self._info, self._name(first.file + one.file, "file"), self._word["offset"])
-            parts += (_number(one.offset), self._word["length"], _number(one.size_bytes))
+            parts += (self.index, self._name(first.object + number, "object"), self.without_offset)
+            parts += (self.info, self._name(first.file + one.file, "file"), self.words["offset"])
+            parts += (_number(one.offset), self.words["length"], _number(one.size_bytes))
             parts += (self._transforms(part.object_transforms.get(one.name, ())), b"ub")
         return parts
 
     def _boxes_stored(self, part: DcpMetadata, first: SpanNumbers) -> Iterator[bytes]:
         """The place of each region."""
-        stored, word = part.index.stored, self._word
+        stored = part.index.stored
         through = np.zeros(len(stored), dtype=np.int64) if part.row_transform is None else part.row_transform
         for width, of_width in _by_width(part.index.tensors, stored.regions):
             for transform in np.unique(through[of_width]).tolist():
@@ -205,21 +215,15 @@ class MetadataWriting:
                 ending = self._transforms(part.transforms[transform]) + b"ub"
                 name = stored.regions.tensor[rows] + self._place("tensor") + first.tensor
                 file = stored.file[rows] + self._place("file") + first.file
-                table = _Table(len(rows))
-                table.words(self._index).fetched(name).words(self._index_offset)
-                table.dimensions(stored.regions.offsets[rows, :width]).words(b"\x85Rub" + self._info)
-                table.fetched(file).words(word["offset"]).numbers(stored.item_offset[rows])
-                table.words(word["length"]).numbers(stored.item_bytes[rows]).words(ending)
-                yield table.content()[0]
+                columns = [name, *stored.regions.offsets[rows, :width].T, file]
+                columns += [stored.item_offset[rows], stored.item_bytes[rows]]
+                yield _write_rows([*self.place_fields(width), ending], columns, len(rows))[0]
 
     def _transforms(self, descriptors: Descriptors) -> bytes:
         """The field of transforms; left out if there are none, as older versions of torch lack it."""
         if not descriptors:
             return b""
-        return self._word["transform_descriptors"] + b"](" + b"".join(map(_text, descriptors)) + b"e"
-
-
-_MEMOIZE = b"\x940"
+        return self.words["transform_descriptors"] + b"](" + b"".join(map(_text, descriptors)) + b"e"
 
 
 def _by_width(tensors: Sequence[TensorFacts], regions: Regions) -> Iterator[tuple[int, Ints]]:
@@ -230,56 +234,39 @@ def _by_width(tensors: Sequence[TensorFacts], regions: Regions) -> Iterator[tupl
             yield width, np.flatnonzero(dims == width)
 
 
-class _Table:
-    """Rows of equally many bytes, written column by column."""
+def _dimension_fields(width: int) -> list[Field]:
+    """The tuple that is the argument of a `torch.Size`."""
+    numbers: list[Field] = ["number"] * width
+    return [b"(", *numbers, b"t"] if width > 3 else [*numbers, (b")", b"\x85", b"\x86", b"\x87")[width]]
 
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-        self._template = bytearray()
-        self._columns: list[tuple[int, NDArray[np.uint8]]] = []
 
-    def words(self, words: bytes) -> Self:
-        """The same bytes in each row."""
-        self._template += words
-        return self
+def _write_rows(fields: Sequence[Field], columns: Sequence[Ints], num_rows: int) -> tuple[bytes, int]:
+    """Rows of equally many bytes, and how many; each number takes as many as the largest of its column."""
+    template, written, numbers = bytearray(), [], iter(columns)
+    for each in fields:
+        if isinstance(each, bytes):
+            template += each
+            continue
+        column = next(numbers)
+        opcode, kind = (b"j", "<u4") if each == "name" else _kind_of(column)
+        template += opcode
+        content = np.ascontiguousarray(column.astype(kind)).view(np.uint8).reshape(num_rows, -1)
+        written.append((len(template), content))
+        template += bytes(content.shape[1])
+    table = np.empty((num_rows, len(template)), dtype=np.uint8)
+    table[:] = np.frombuffer(template, dtype=np.uint8)
+    for begin, content in written:
+        table[:, begin : begin + content.shape[1]] = content
+    return table.tobytes(), len(template)
 
-    def fetched(self, places: Ints) -> Self:
-        """A value from the memo."""
-        self.words(b"j")
-        return self._numbers(places, "<u4")
 
-    def numbers(self, numbers: Ints) -> Self:
-        """A number, in as many bytes as the largest one needs."""
-        largest, least = int(numbers.max(initial=0)), int(numbers.min(initial=0))
-        for limit, opcode, kind in _NUMBERS:
-            if least >= 0 and largest < limit:
-                self.words(opcode)
-                return self._numbers(numbers, kind)
-        self.words(b"\x8a\x08")
-        return self._numbers(numbers, "<i8")
-
-    def dimensions(self, rows: Ints) -> Self:
-        """The tuple that is the argument of a `torch.Size`."""
-        width = rows.shape[1]
-        if width > 3:
-            self.words(b"(")
-        for column in rows.T:
-            self.numbers(column)
-        return self.words((b")", b"\x85", b"\x86", b"\x87")[width] if width <= 3 else b"t")
-
-    def _numbers(self, numbers: Ints, kind: str) -> Self:
-        column = np.ascontiguousarray(numbers.astype(kind)).view(np.uint8).reshape(self._num_rows, -1)
-        self._columns.append((len(self._template), column))
-        self._template += bytes(column.shape[1])
-        return self
-
-    def content(self) -> tuple[bytes, int]:
-        """All rows, and the bytes of each."""
-        table = np.empty((self._num_rows, len(self._template)), dtype=np.uint8)
-        table[:] = np.frombuffer(self._template, dtype=np.uint8)
-        for begin, column in self._columns:
-            table[:, begin : begin + column.shape[1]] = column
-        return table.tobytes(), len(self._template)
+def _kind_of(numbers: Ints) -> tuple[bytes, str]:
+    """The opcode that the largest number needs, and the type of what follows it."""
+    largest, least = int(numbers.max(initial=0)), int(numbers.min(initial=0))
+    for limit, opcode, kind in _NUMBERS:
+        if least >= 0 and largest < limit:
+            return opcode, kind
+    return b"\x8a\x08", "<i8"
 
 
 _NUMBERS = ((1 << 8, b"K", "<u1"), (1 << 16, b"M", "<u2"), (1 << 31, b"J", "<i4"))
@@ -292,12 +279,20 @@ def _text(text: str) -> bytes:
     return b"X" + struct.pack("<I", len(encoded)) + encoded
 
 
-def _optional_text(text: str | None) -> bytes:
-    return b"N" if text is None else _text(text)
-
-
 def _global(module: str, name: str) -> bytes:
     return _text(module) + _text(name) + b"\x93"
+
+
+STATE: Final = _global(_METADATA, "Metadata") + b")\x81}(" + _text("state_dict_metadata") + b"}("
+PLANNER_DATA: Final = b"u" + _text("planner_data") + b"}("
+STORAGE_DATA: Final = b"u" + _text("storage_data") + b"}("
+ENDING: Final = (
+    b"u" + _text("storage_meta") + _global(_METADATA, "StorageMeta") + b")\x81}(" + _text("checkpoint_id"),
+    _text("save_id"),
+    _text("load_id") + b"N" + _text("modules") + b"]ub" + _text("version"),
+    b"ub.",
+)
+"""What stands around the texts of a file's ending."""
 
 
 @lru_cache(maxsize=1 << 16)

@@ -39,6 +39,12 @@ _RECORDS = (
 )
 """Classes whose instances are attributes and nothing more."""
 
+_LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "MetadataIndex": {"offset": None},
+    "_StorageInfo": {"transform_descriptors": None},
+}
+"""Attributes that older versions of torch lack, or that newer ones leave out where they are None."""
+
 _METADATA_CALLABLES: StandIns = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
@@ -115,7 +121,9 @@ def read_metadata_pickle(content: Bytes, where: str) -> Any:
     # have another state than a dictionary: the others are filled several times faster without a method.
     records = {
         (module, name): type(
-            name, (PickledRecord if name in ("TensorProperties", "Metadata") else object,), {"kind": name}
+            name,
+            (PickledRecord if name in ("TensorProperties", "Metadata") else object,),
+            {"kind": name, **_LEFT_OUT.get(name, {})},
         )
         for module, name in _RECORDS
     }

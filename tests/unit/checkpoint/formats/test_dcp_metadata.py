@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.dcp_metadata import read_metadata
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata, read_pickle
+from penstock.checkpoint.formats.metadata_rows import read_rows
 from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.state.regions import ELEMENT_TYPES, UNKNOWN
 from penstock.errors import DataDamaged, UsageError
@@ -74,6 +75,37 @@ def test_rewritten_metadata_is_equal_for_torch(theirs: stock.Metadata) -> None:
     read = read_metadata(pickle.dumps(theirs), "here")
     again = pickle.loads(metadata_bytes(read))
     assert again == theirs
+
+
+def all_of(read: DcpMetadata) -> list[object]:
+    """Everything, so that two can be compared."""
+    stored = read.index.stored
+    columns: list[Any] = [stored.regions.tensor, stored.regions.offsets, stored.regions.sizes, stored.file]
+    columns += [stored.item_offset, stored.item_bytes, stored.payload_offset, stored.packed]
+    transforms = [read.descriptors(row) for row in range(len(stored))]
+    others = (read.index.tensors, read.index.objects, read.index.files, read.paths, transforms)
+    texts = (read.object_transforms, read.save_id, read.checkpoint_id, read.version)
+    return [column.tolist() for column in columns] + [*others, *texts]
+
+
+@given(theirs=stock_metadata(), at=st.integers(0), bit=st.integers(0, 7))
+def test_our_own_metadata_is_the_same_read_as_rows_and_as_a_pickle(
+    theirs: stock.Metadata, at: int, bit: int
+) -> None:
+    kinds = {tuple(info.transform_descriptors or ()) for info in theirs.storage_data.values()}
+    ours = metadata_bytes(read_pickle(pickle.dumps(theirs), "here"))
+    rows = read_rows(ours, "here")
+    assert rows is not None or len(kinds - {()}) > 1
+    assert rows is None or all_of(rows) == all_of(read_pickle(ours, "here"))
+    damaged = bytearray(ours)
+    damaged[at % len(ours)] ^= 1 << bit
+    try:
+        rows = read_rows(bytes(damaged), "here")
+    except DataDamaged:
+        with pytest.raises((DataDamaged, UsageError)):
+            read_pickle(damaged, "here")
+    else:
+        assert rows is None or all_of(rows) == all_of(read_pickle(damaged, "here"))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -251,7 +283,8 @@ def test_metadata_of_a_million_parts_round_trips() -> None:
     }
     theirs = stock.Metadata(dict.fromkeys(names, about), None, places)
     first = read_metadata(pickle.dumps(theirs), "here")
-    second = read_metadata(metadata_bytes(first), "here")
+    second = read_rows(metadata_bytes(first), "here")
+    assert second is not None
     assert len(first.index.stored) == num_tensors * num_ranks
     for column in ("file", "item_offset", "item_bytes"):
         assert np.array_equal(getattr(first.index.stored, column), getattr(second.index.stored, column))
