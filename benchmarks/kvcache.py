@@ -8,18 +8,19 @@ FOLDER is on the disk to measure; 4 GiB of it are used for a while.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fractions import Fraction
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ import numpy as np
 
 from penstock.bench.probe import ProbeRequest, probe
 from penstock.cluster.comm import SoloComm
-from penstock.kvcache.cache_run import CacheRequest, measure_plan, reclaim_unfinished
+from penstock.kvcache.cache_run import CacheRequest, measure_plan
 from penstock.kvcache.compare_runs import compare_cache_runs
-from penstock.kvcache.entries import EntryLayout, EntryOutcome
+from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, ObjectLayout, Op, TierSizes, plan_blocks
+from penstock.kvcache.leftovers import reclaim_unfinished
 from penstock.kvcache.lru_simulation import find_reuse
 from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
 from penstock.kvcache.models import MODELS
@@ -136,41 +138,63 @@ def repeat(arguments: argparse.Namespace) -> None:
 
 
 def chunks(arguments: argparse.Namespace) -> None:
-    """Chunks of 32 MiB against the same bytes of the probe by O_DIRECT, alternating."""
-    shares: dict[str, list[float]] = {"read": [], "write": [], "durable write": []}
-    streams, count = 8, 96
-    for _ in range(3):
+    """Chunks of 32 MiB against the same bytes of the probe by O_DIRECT; each goes first every other time.
+
+    Both write new files; those of the probe are durable as a whole, each of our chunks is on its own.
+    """
+    shares: dict[str, list[float]] = {"write": [], "write without fsync": [], "read": []}
+    for repetition in range(arguments.repetitions):
         with scratch(arguments.folder) as folder:
-            request = ProbeRequest(
-                uri=f"direct://{folder}",
-                size_bytes=count * 32 * MIB,
-                streams=(streams,),
-                block_bytes=(32 * MIB,),
-            )
-            report = probe(request, comm=SoloComm(), environment={}, options={}, progress=Silent())
-            best = {}
-            for measured in report.measurements:
-                if measured.op in ("read", "write"):
-                    best[measured.op] = measured.gib_per_s
-            durable = open_storage(f"direct://{folder}", {})
-            quick = open_storage(f"direct://{folder}", {}, options={"fsync": "false"})
-            for name, op, storage in (
-                ("durable write", Op.WRITE, durable),
-                ("write", Op.WRITE, quick),
-                ("read", Op.READ, durable),
-            ):
-                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                engine = execute(
-                    storage, rows(*((op, entry) for entry in range(count)), size=32 * MIB), streams=streams
-                )
-                elapsed_s = engine.timed["end_ns"].max() / 1e9
-                ours = count * 32 / 1024 / elapsed_s
-                grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-                probed = best[name.rpartition(" ")[2]]
-                shares[name].append(ours / probed)
-                print(f"chunks: {name} {ours:.3f} GiB/s, probe {probed:.3f}; memory grew by {grown:.0f} MiB")
+            sides = [lambda at=folder: _probe_chunks(at), lambda at=folder: _our_chunks(at)]
+            measured: dict[str, float] = {}
+            for side in sides if repetition % 2 else reversed(sides):
+                measured |= side()
+        for name, values in shares.items():
+            probed = measured["probe " + name.split()[0]]
+            values.append(measured[name] / probed)
+            print(f"chunks: {name} {measured[name]:.3f} GiB/s, probe {probed:.3f}, share {values[-1]:.3f}")
     for name, values in shares.items():
-        print(f"chunks: {name} median share of the probe {np.median(values):.3f}")
+        print(
+            f"chunks: {name}: median share of the probe {np.median(values):.3f} "
+            f"[{min(values):.2f}..{max(values):.2f}]"
+        )
+
+
+_CHUNKS, _CHUNK_STREAMS = 96, 8
+
+
+def _probe_chunks(folder: Path) -> dict[str, float]:
+    request = ProbeRequest(
+        uri=f"direct://{folder}",
+        size_bytes=_CHUNKS * 32 * MIB,
+        streams=(_CHUNK_STREAMS,),
+        block_bytes=(32 * MIB,),
+    )
+    report = probe(request, comm=SoloComm(), environment={}, options={}, progress=Silent())
+    return {
+        f"probe {measured.op}": measured.gib_per_s
+        for measured in report.measurements
+        if measured.op in ("read", "write")
+    }
+
+
+def _our_chunks(folder: Path) -> dict[str, float]:
+    rates = {}
+    # As the probe does: the first run is not counted, because memory not used lately is slow.
+    _chunk_rate(open_storage(f"direct://{folder}/first", {}), Op.WRITE)
+    shutil.rmtree(folder / "first")
+    for name, fsync in (("write", "true"), ("write without fsync", "false")):
+        storage = open_storage(f"direct://{folder}/{fsync}", {}, options={"fsync": fsync})
+        rates[name] = _chunk_rate(storage, Op.WRITE)
+    rates["read"] = _chunk_rate(storage, Op.READ)
+    return rates
+
+
+def _chunk_rate(storage: Storage, op: Op) -> float:
+    engine = execute(
+        storage, rows(*((op, entry) for entry in range(_CHUNKS)), size=32 * MIB), streams=_CHUNK_STREAMS
+    )
+    return float(_CHUNKS * 32 / 1024 / (engine.timed["end_ns"].max() / 1e9))
 
 
 def mlperf_document(
@@ -239,54 +263,119 @@ def devices(arguments: argparse.Namespace) -> None:
     print(f"devices: reads went {document['cold']['path']}")
 
 
-WRITER = """
-import sys
-sys.path.insert(0, sys.argv[2])
-from kvcache import execute, rows, Op
-from penstock.storage import open_storage
-storage = open_storage(sys.argv[1], {})
-print("ready", flush=True)
-execute(storage, rows(*((Op.WRITE, entry) for entry in range(10**6)), size=1 << 20), streams=4)
-"""
+KILL_STREAMS = 4
+_DAMAGED = 3
 
 
 def kills(arguments: argparse.Namespace) -> None:
-    """Writers killed in the middle: unfinished objects that stay, and entries with wrong bytes."""
+    """Processes killed in the middle of writing: what they leave, and whether any byte is wrong.
+
+    Two of three kills hit a whole run, which the next one of the same plan follows; the third hits one of
+    three writers of the same entries, the others of which read on.
+    """
+    execute(open_storage("mem://warm", {}), rows((Op.WRITE, 0), (Op.READ, 0), size=MIB))
     random = np.random.Generator(np.random.PCG64(1))
-    left = wrong = most = 0
-    with scratch(arguments.folder) as folder:
-        storage = open_storage(str(folder), {})
-        for _ in range(arguments.kills):
-            writer = subprocess.Popen(
-                [sys.executable, "-c", WRITER, str(folder), str(Path(__file__).parent)],
-                stdout=subprocess.PIPE,
-            )
-            assert writer.stdout is not None
-            writer.stdout.readline()
-            time.sleep(float(random.uniform(0.0, 0.15)))
-            writer.send_signal(signal.SIGKILL)
-            writer.wait()
-            writer.stdout.close()
-            hidden = [path for path in folder.rglob(".penstock-*") if path.is_file()]
-            most = max(most, len(hidden))
-            reclaim_unfinished(storage, older_than_s=0)
-            left += sum(1 for path in folder.rglob(".penstock-*") if path.is_file())
-            stored = sum(1 for _ in storage.list())
-            engine = execute(
-                storage, rows(*((Op.READ, entry) for entry in range(max(stored, 1) + 8)), size=MIB), streams=2
-            )
-            counts = Counter(engine.timed["outcome"].tolist())
-            wrong += sum(
-                count
-                for outcome, count in counts.items()
-                if outcome not in (EntryOutcome.DONE, EntryOutcome.MISSING)
-            )
-            for info in list(storage.list()):
-                storage.delete(info.key)
-    print(
-        f"kills: {arguments.kills}; at most {most} unfinished objects after a kill (4 streams), {left} after "
-        f"reclaiming, {wrong} entries neither whole nor missing"
+    plan = plan_blocks(
+        generate_trace(GeneratorSettings(requests=400, most_input_tokens=20_000)),
+        MODELS["llama3.1-8b"],
+        tiers=TierSizes(storage=60),
+        layout=ObjectLayout(scale=Fraction(1, 32)),
     )
+    object_bytes = int(plan.operations["bytes"].max()) + FOOTER_BYTES
+    footers = FOOTER_BYTES * plan.most_stored_bytes(1) // int(plan.operations["bytes"].min())
+    bound = plan.most_stored_bytes(1) + footers + KILL_STREAMS * object_bytes
+    most = most_hidden = hidden = wrong = 0
+    with scratch(arguments.folder) as folder:
+        for number in range(arguments.kills):
+            if number % 3 < 2:
+                with scratch(folder) as records:
+                    _kill(random, _run_plan_forever, str(folder / "run"), plan, records)
+                left = list(_files(folder / "run"))
+                most = max(most, sum(size for _, size in left))
+                wrong += _count_damaged(folder / "run", plan)
+            else:
+                others = [_writer(_write_shared, str(folder / "shared"), seed) for seed in (1, 2)]
+                _kill(random, _write_shared, str(folder / "shared"), 3)
+                for other in others:
+                    other.join()
+                    wrong += other.exitcode != 0
+                left = list(_files(folder / "shared"))
+            unfinished = sum(path.name.startswith(".penstock-") for path, _ in left)
+            hidden += unfinished
+            most_hidden = max(most_hidden, unfinished)
+            reclaim_unfinished(
+                open_storage(str(folder / ("run" if number % 3 < 2 else "shared")), {}), older_than_s=0
+            )
+    print(
+        f"kills: {arguments.kills}, {hidden} objects caught in the middle, at most {most_hidden} by one kill "
+        f"({KILL_STREAMS} streams); at most {most:,} B left (stated bound {bound:,}); {wrong} wrong"
+    )
+
+
+def _writer(target: Callable[..., None], *values: Any) -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=target, args=values)
+    process.start()
+    return process
+
+
+def _kill(random: np.random.Generator, target: Callable[..., None], folder: str, *values: Any) -> None:
+    """Start a process, wait until it writes, and kill it a random time later."""
+    process = _writer(target, folder, *values)
+    while process.is_alive() and not any(
+        path.name.startswith(".penstock-") for path, _ in _files(Path(folder))
+    ):
+        time.sleep(0.001)
+    time.sleep(float(random.uniform(0.0, 0.2)))
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, int]]:
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                yield path, path.stat().st_size
+
+
+def _run_plan_forever(folder: str, plan: IoPlan, records: Path) -> None:
+    request = CacheRequest(
+        results=records,
+        plan=plan,
+        layout=EntryLayout(namespace="bench"),
+        engine=EngineSettings(streams=KILL_STREAMS),
+        measures_ceiling=False,
+        stale_s=0,
+    )
+    storage = open_storage(folder, {})
+    while True:
+        on_ranks(1, lambda comm: measure_plan(request, storage, records, comm=comm, progress=Silent()))
+
+
+def _count_damaged(folder: Path, plan: IoPlan) -> int:
+    """Entries that are there, but are not what was written."""
+    layout = EntryLayout(namespace="bench")
+    written = plan.operations[plan.operations["op"] == Op.WRITE]
+    stored = [(folder / layout.key(int(entry), 0)).is_file() for entry in written["entry"]]
+    written = written[stored]
+    written["op"] = Op.READ
+    engine = IoEngine(open_storage(str(folder), {}), written, layout, EngineSettings(streams=2))
+    engine.run()
+    return _num_wrong(engine)
+
+
+def _num_wrong(engine: IoEngine) -> int:
+    outcomes = engine.timed["outcome"]
+    return int(((outcomes != EntryOutcome.DONE) & (outcomes != EntryOutcome.MISSING)).sum())
+
+
+def _write_shared(folder: str, seed: int) -> None:
+    """Write, read and delete entries that others write, too."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    steps = [(Op(int(random.integers(3))), int(random.integers(30))) for _ in range(200)]
+    engine = execute(open_storage(folder, {}), rows(*steps, size=MIB), streams=KILL_STREAMS)
+    if _num_wrong(engine):
+        sys.exit(_DAMAGED)
 
 
 def damages(arguments: argparse.Namespace) -> None:
@@ -335,6 +424,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=default)
     parser.add_argument("--only", nargs="*", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--repetitions", type=int, default=6)
     arguments = parser.parse_args()
     arguments.folder = arguments.folder.absolute()
     arguments.folder.mkdir(parents=True, exist_ok=True)

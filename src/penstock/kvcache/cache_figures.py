@@ -23,8 +23,8 @@ GIB: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankTimes:
-    """What one rank did; `load_ns` is for each request how long its reads took here, -1 without reads."""
+class Times:
+    """What one rank did, or all of them; `load_ns` is how long each request's reads took, -1: it had none."""
 
     elapsed_ns: int
     read_bytes: int
@@ -37,8 +37,18 @@ class RankTimes:
     done: int
     outcomes: Counter[str]
 
+    @property
+    def elapsed_s(self) -> float:
+        """From the common start to the last operation's end."""
+        return self.elapsed_ns / 1e9
 
-def sum_up_rank(operations: Operations, timed: NDArray[np.void], num_requests: int) -> RankTimes:
+    @property
+    def loads(self) -> LatencyHistogram:
+        """Load times of requests that read something."""
+        return LatencyHistogram.of(self.load_ns[self.load_ns >= 0])
+
+
+def sum_up_rank(operations: Operations, timed: NDArray[np.void], num_requests: int) -> Times:
     """One rank's operations in figures."""
     ran = timed["outcome"] != EntryOutcome.NOT_RUN
     operations, timed = operations[ran], timed[ran]
@@ -46,7 +56,7 @@ def sum_up_rank(operations: Operations, timed: NDArray[np.void], num_requests: i
     is_read, is_write = operations["op"] == Op.READ, operations["op"] == Op.WRITE
     missed = np.zeros(num_requests, bool)
     missed[operations["request"][is_read & ~is_done]] = True
-    return RankTimes(
+    return Times(
         elapsed_ns=int(timed["end_ns"].max(initial=0)),
         read_bytes=int(operations["bytes"][is_read & is_done].sum()),
         written_bytes=int(operations["bytes"][is_write & is_done].sum()),
@@ -71,31 +81,10 @@ def _load_times(reads: Operations, timed: NDArray[np.void], num_requests: int) -
     return np.where(end >= 0, end - begin, -1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobTimes:
-    """All ranks together."""
-
-    elapsed_s: float
-    read_bytes: int
-    written_bytes: int
-    reads: LatencyHistogram
-    writes: LatencyHistogram
-    lags: LatencyHistogram
-    load_ns: Integers
-    missed_requests: NDArray[np.bool_]
-    done: int
-    outcomes: Counter[str]
-
-    @property
-    def loads(self) -> LatencyHistogram:
-        """Load times of requests that read something."""
-        return LatencyHistogram.of(self.load_ns[self.load_ns >= 0])
-
-
-def merge_ranks(ranks: Sequence[RankTimes]) -> JobTimes:
+def merge_ranks(ranks: Sequence[Times]) -> Times:
     """The job's times: counts added, histograms merged, the slowest rank for what all wait for."""
-    return JobTimes(
-        elapsed_s=max(rank.elapsed_ns for rank in ranks) / 1e9,
+    return Times(
+        elapsed_ns=max(rank.elapsed_ns for rank in ranks),
         read_bytes=sum(rank.read_bytes for rank in ranks),
         written_bytes=sum(rank.written_bytes for rank in ranks),
         reads=LatencyHistogram.merged(rank.reads for rank in ranks),
@@ -118,7 +107,7 @@ def direction_document(moved_bytes: int, elapsed_s: float, latencies: LatencyHis
     }
 
 
-def time_saved_document(plan: IoPlan, times: JobTimes, *, prefill_tokens_per_s: float) -> dict[str, Any]:
+def time_saved_document(plan: IoPlan, times: Times, *, prefill_tokens_per_s: float) -> dict[str, Any]:
     """Time to first token that loading saved against computing, and the bandwidth at which both are equal.
 
     Loading a token's cache is worth it above bytes per token x tokens a second that an accelerator computes.

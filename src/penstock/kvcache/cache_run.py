@@ -6,8 +6,7 @@ are to be kept, also after an interruption. What a killed run left unfinished th
 
 from __future__ import annotations
 
-import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -19,24 +18,21 @@ from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
-from penstock.errors import ObjectNotFound
 from penstock.kvcache import cache_figures
-from penstock.kvcache.cache_figures import JobTimes
+from penstock.kvcache.cache_figures import Times
 from penstock.kvcache.entries import MISSES, EntryLayout
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
-from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
+from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, TierNumber
+from penstock.kvcache.leftovers import STALE_S, reclaim_unfinished, remove_entries, remove_leftovers
 from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
 from penstock.progress import Progress
 from penstock.results import counter_files, published_files
 from penstock.storage import Counters, Storage, capabilities
-from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.spec import Workload
 
 FORMAT_VERSION: Final = 1
 FILE: Final = "kvcache.json"
-STALE_S: Final = 600.0
-"""An unfinished object that nobody wrote to for this long belongs to a dead writer."""
 _CEILING_BYTES: Final = 64 << 20
 _CEILING_OBJECTS: Final = 512
 _CEILING_ROUNDS: Final = 4
@@ -66,7 +62,7 @@ class CacheResult:
     """A run's figures as plain data, and the times that they were made of."""
 
     document: dict[str, Any]
-    times: JobTimes
+    times: Times
 
     @property
     def is_right(self) -> bool:
@@ -107,10 +103,11 @@ def measure_plan(
 ) -> CacheResult:
     """The same without a record of its own: `folder` takes the counters of hosts. Collective."""
     plan, operations = request.plan, request.plan.share_of(comm.rank, comm.size)
-    reclaimed = comm.broadcast(
-        reclaim_unfinished(storage, older_than_s=request.stale_s) if comm.rank == 0 else None,
-        awaiting="rank 0 to remove what dead writers left",
-    )
+    removed = None
+    if comm.rank == 0:
+        reclaimed = reclaim_unfinished(storage, older_than_s=request.stale_s)
+        removed = reclaimed, remove_leftovers(storage, plan.in_storage, request.layout)
+    reclaimed, left = comm.broadcast(removed, awaiting="rank 0 to remove what earlier runs left")
     ceiling = _measure_ceiling(request, comm=comm) if request.measures_ceiling else None
     progress.begin("cache operations", len(operations))
     engine = IoEngine(storage, operations, request.layout, request.engine, advance=progress.advance)
@@ -131,7 +128,7 @@ def measure_plan(
             ]
     finally:
         if not request.keeps:
-            remove_entries(storage, operations, request.layout)
+            remove_entries(storage, operations, request.layout, engine.timed["outcome"])
     mine = cache_figures.sum_up_rank(operations, engine.timed, plan.num_requests)
     times = cache_figures.merge_ranks(comm.gather(mine, awaiting="the times of all ranks"))
     counters = sum(comm.gather(after, awaiting="what the storages of all ranks counted"), Counters())
@@ -147,6 +144,9 @@ def measure_plan(
         **_times_document(request, times),
         "most_stored_bytes": plan.most_stored_bytes(comm.size),
         "reclaimed_objects": reclaimed,
+        "left_entries": left.entries,
+        "other_objects": left.other_objects,
+        "other_bytes": left.other_bytes,
         "ceiling": ceiling,
         "cold": _gather_cold(storage, engine, comm).document(),
         "deliveries": [asdict(delivery) for delivery in deliveries],
@@ -185,7 +185,7 @@ def _search_load(
     return replace(result, document=document)
 
 
-def _times_document(request: CacheRequest, times: JobTimes) -> dict[str, Any]:
+def _times_document(request: CacheRequest, times: Times) -> dict[str, Any]:
     elapsed_s = times.elapsed_s
     return {
         "elapsed_s": elapsed_s,
@@ -199,35 +199,6 @@ def _times_document(request: CacheRequest, times: JobTimes) -> dict[str, Any]:
             request.plan, times, prefill_tokens_per_s=request.prefill_tokens_per_s
         ),
     }
-
-
-def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> int:
-    """Remove objects that were begun and not touched for this long; how many there were.
-
-    Object services keep unfinished uploads out of sight, and drop them by a rule of the bucket.
-    """
-    tree = capabilities.find_folder_tree(storage)
-    if tree is None:
-        return 0
-    pending, removed, now_s = [""], 0, time.time()
-    while pending:
-        folder = pending.pop()
-        for entry in tree.entries(folder):
-            name = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.is_folder:
-                pending.append(name)
-            elif is_unfinished(entry.name) and now_s - entry.modified_s >= older_than_s:
-                tree.remove(name)
-                removed += 1
-    return removed
-
-
-def remove_entries(storage: Storage, operations: Operations, layout: EntryLayout) -> None:
-    """Remove all objects that these operations write."""
-    written = operations[operations["op"] == Op.WRITE]
-    for entry, part in np.unique(written[["entry", "part"]]).tolist():
-        with suppress(ObjectNotFound):
-            storage.delete(layout.key(entry, part))
 
 
 def _measure_ceiling(request: CacheRequest, *, comm: Comm) -> dict[str, Any] | None:

@@ -1,8 +1,10 @@
 """Executes planned operations on a storage: N streams, objects in chunks, 2 chunks of memory a stream.
 
 Operations are taken in the plan's order; one waits for those before it on the same object, so that streams
-cannot reorder what depends on each other. A time counts what the storage took: making and checking content
-lies outside. What is read is verified before it counts; anything else is a miss with a name.
+cannot reorder what depends on each other. A stream is the right to have an object in flight. Where objects
+are large and fit into a chunk, two workers share each stream: while one's object is in flight, the other
+makes or checks the content of its own. A time counts what the storage took. What is read is verified before
+it counts; anything else is a miss with a name.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,6 +29,9 @@ from penstock.kvcache.io_plan import Op, Operations
 from penstock.storage import Source, Storage, capabilities, residency
 from penstock.storage.aligned import aligned_buffer
 
+_WORTH_PREPARING_BYTES: Final = 1 << 20
+"""Below this, making content takes less than handing an object from one thread to another."""
+
 TIMED: Final = np.dtype(
     [("begin_ns", "<i8"), ("busy_ns", "<i8"), ("end_ns", "<i8"), ("lag_ns", "<i8"), ("outcome", "u1")]
 )
@@ -38,7 +43,7 @@ class EngineSettings:
 
     Closed loop: as many as there are streams are in flight. Open loop (`speedup` above 0): each begins when
     the workload's time, divided by `speedup`, has come, or later by a lag if all streams are busy. After
-    `duration_s` no more operations begin. At most `most_writers` write or delete at a time; 0: no limit.
+    `duration_s` no more operations are taken. At most `most_writers` write or delete at a time; 0: no limit.
     """
 
     streams: int = 8
@@ -99,6 +104,7 @@ class IoEngine:
         self._settings = settings
         self._advance = advance
         self._progress = _Progress()
+        self._free_streams = threading.Semaphore(max(1, settings.streams))
         self._start_ns = 0
         self._paths = capabilities.find_local_paths(storage) if settings.evicts else None
         if self._paths is not None and not self._paths.uses_page_cache:
@@ -109,22 +115,27 @@ class IoEngine:
         warm = Content(self._settings.seed, 0)
         if not self._layout.has_footer:
             warm.prepare_verification()
-        streams = max(1, min(self._settings.streams, len(self._operations)))
-        buffers = [self._buffers() for _ in range(streams)]
+        buffers = self._buffers()
         wait_for_start()
         self._start_ns = time.monotonic_ns()
-        with ThreadPoolExecutor(streams, "kvcache") as pool:
-            for future in [pool.submit(self._run_stream, pair) for pair in buffers]:
+        with ThreadPoolExecutor(len(buffers), "kvcache") as pool:
+            for future in [pool.submit(self._run_worker, own) for own in buffers]:
                 future.result()
 
-    def _buffers(self) -> _StreamBuffers:
+    def _buffers(self) -> list[_Buffers]:
+        """The memory of each worker: one chunk where two of them share a stream, else up to two."""
         sizes = self._operations["bytes"][self._operations["op"] != Op.DELETE]
-        chunk = min(self._settings.chunk_bytes, int(sizes.max(initial=1)))
-        return _StreamBuffers(chunk, self._layout.footer_bytes)
+        largest, chunk_bytes = int(sizes.max(initial=1)), self._settings.chunk_bytes
+        is_shared = _WORTH_PREPARING_BYTES <= largest <= chunk_bytes
+        workers = max(1, min(self._settings.streams * (2 if is_shared else 1), len(self._operations)))
+        return [
+            _Buffers(min(chunk_bytes, largest), self._layout.footer_bytes, most=1 if is_shared else 2)
+            for _ in range(workers)
+        ]
 
-    def _run_stream(self, buffers: _StreamBuffers) -> None:
+    def _run_worker(self, buffers: _Buffers) -> None:
         with ExitStack() as undo:
-            # A stream that fails stops the others, which else would wait for what it was to write.
+            # A worker that fails stops the others, which else would wait for what it was to write.
             undo.callback(self._stop)
             while (place := self._take()) is not None:
                 try:
@@ -149,7 +160,7 @@ class IoEngine:
             while not progress.is_stopped and progress.next_place < len(self._operations):
                 place = progress.next_place
                 if self._is_over(place):
-                    return None
+                    break
                 target, is_read = int(self._objects[place]), self._operations["op"][place] == Op.READ
                 if self._is_free(target, is_read=is_read):
                     progress.next_place += 1
@@ -157,8 +168,11 @@ class IoEngine:
                         progress.readers[target] = progress.readers.get(target, 0) + 1
                     else:
                         progress.writing.add(target)
+                    # Whoever takes an operation wakes the one who may take the next.
+                    progress.changed.notify()
                     return place
                 progress.changed.wait()
+            progress.changed.notify()
         return None
 
     def _is_free(self, target: int, *, is_read: bool) -> bool:
@@ -186,24 +200,22 @@ class IoEngine:
                 progress.readers[target] = left
             else:
                 del progress.readers[target]
-            progress.changed.notify_all()
+            progress.changed.notify()
 
-    def _execute(self, place: int, buffers: _StreamBuffers) -> None:
+    def _execute(self, place: int, buffers: _Buffers) -> None:
         operation, row = self._operations[place], self.timed[place]
         key = self._layout.key(int(operation["entry"]), int(operation["part"]))
-        if operation["op"] == Op.READ and self._paths is not None:
-            self._evict(self._paths, key)
-        due_ns = self._wait_until_due(float(operation["time_s"]))
-        timer = _Timer()
-        if operation["op"] == Op.READ:
-            outcome = self._read(key, int(operation["bytes"]), buffers, timer)
-        elif operation["op"] == Op.WRITE:
-            outcome = self._write(key, int(operation["bytes"]), buffers, timer)
-        else:
-            outcome = self._delete(key, timer)
-        row["begin_ns"], row["end_ns"] = timer.begin_ns - self._start_ns, timer.end_ns - self._start_ns
-        row["busy_ns"], row["outcome"] = timer.busy_ns, outcome
-        row["lag_ns"] = 0 if due_ns is None else timer.begin_ns - due_ns
+        turn = _Turn(self._free_streams, lambda: self._wait_until_due(float(operation["time_s"])))
+        with closing(turn):
+            if operation["op"] == Op.READ:
+                outcome = self._read(key, int(operation["bytes"]), buffers, turn)
+            elif operation["op"] == Op.WRITE:
+                outcome = self._write(key, int(operation["bytes"]), buffers, turn)
+            else:
+                outcome = self._delete(key, turn)
+        row["begin_ns"], row["end_ns"] = turn.begin_ns - self._start_ns, turn.end_ns - self._start_ns
+        row["busy_ns"], row["outcome"] = turn.busy_ns, outcome
+        row["lag_ns"] = 0 if turn.due_ns is None else turn.begin_ns - turn.due_ns
 
     def _wait_until_due(self, time_s: float) -> int | None:
         if not self._settings.speedup:
@@ -219,26 +231,28 @@ class IoEngine:
         except ObjectNotFound:
             return  # the read finds out, and counts the miss
 
-    def _read(self, key: str, size_bytes: int, buffers: _StreamBuffers, timer: _Timer) -> EntryOutcome:
+    def _read(self, key: str, size_bytes: int, buffers: _Buffers, turn: _Turn) -> EntryOutcome:
+        if self._paths is not None:
+            self._evict(self._paths, key)
+        turn.begin()
         try:
-            with timer.storage():
+            with turn.storage():
                 source = self._storage.open(key)
-            with ExitStack() as opened:
-                opened.callback(source.close)
+            with closing(source):
                 expected_bytes = size_bytes + self._layout.footer_bytes
                 judged = entries.judge_size(source.size_bytes, expected_bytes)
                 if judged is not EntryOutcome.DONE:
                     return judged
-                return self._read_payload(source, key, size_bytes, buffers.first, timer)
+                return self._read_payload(source, key, size_bytes, buffers.first, turn)
         except ObjectNotFound:
             return EntryOutcome.MISSING
         except StorageError:
             return EntryOutcome.UNREADABLE
 
     def _read_payload(
-        self, source: Source, key: str, size_bytes: int, buffer: memoryview, timer: _Timer
+        self, source: Source, key: str, size_bytes: int, buffer: memoryview, turn: _Turn
     ) -> EntryOutcome:
-        """Read all chunks, the footer with the last of them, and verify each."""
+        """Read all chunks, the footer with the last of them, and verify each; the last one off the stream."""
         footer_bytes, chunk_bytes = self._layout.footer_bytes, len(buffer) - self._layout.footer_bytes
         digest, content = xxhash.xxh3_128(), None
         if not footer_bytes:
@@ -247,8 +261,10 @@ class IoEngine:
             payload = buffer[: min(chunk_bytes, size_bytes - offset)]
             is_last = offset + len(payload) == size_bytes
             whole = buffer[: len(payload) + footer_bytes] if is_last else payload
-            with timer.storage():
+            with turn.storage():
                 source.read_into(offset, whole)
+            if is_last:
+                turn.close()
             if content is None:
                 digest.update(payload)
             elif content.verify(payload, offset) is not None:
@@ -260,15 +276,14 @@ class IoEngine:
                 return judged
         return EntryOutcome.DONE
 
-    def _write(self, key: str, size_bytes: int, buffers: _StreamBuffers, timer: _Timer) -> EntryOutcome:
+    def _write(self, key: str, size_bytes: int, buffers: _Buffers, turn: _Turn) -> EntryOutcome:
+        footer_bytes, sink = self._layout.footer_bytes, None
         content, digest = Content(self._settings.seed, key), xxhash.xxh3_128()
-        footer_bytes, chunk_bytes = self._layout.footer_bytes, buffers.chunk_bytes
-        sink = None
         with ExitStack() as undo:
-            for offset in range(0, size_bytes, chunk_bytes):
-                with timer.storage():
+            for offset in range(0, size_bytes, buffers.chunk_bytes):
+                with turn.storage():
                     buffer = buffers.take_free()
-                payload = buffer[: min(chunk_bytes, size_bytes - offset)]
+                payload = buffer[: min(buffers.chunk_bytes, size_bytes - offset)]
                 content.fill(payload, offset)
                 whole = payload
                 if footer_bytes:
@@ -276,45 +291,48 @@ class IoEngine:
                     if offset + len(payload) == size_bytes:
                         whole = buffer[: len(payload) + footer_bytes]
                         whole[len(payload) :] = entries.make_footer(key, size_bytes, digest.digest())
-                with timer.storage():
+                turn.begin()
+                with turn.storage():
                     if sink is None:
                         sink = self._storage.create(key, size_bytes + footer_bytes)
                         undo.callback(sink.abort)
                     sink.submit(whole, buffers.lend(buffer))
             assert sink is not None, "entries are not empty"
-            with timer.storage():
+            with turn.storage():
                 sink.finish()
             undo.pop_all()
         return EntryOutcome.DONE
 
-    def _delete(self, key: str, timer: _Timer) -> EntryOutcome:
+    def _delete(self, key: str, turn: _Turn) -> EntryOutcome:
+        turn.begin()
         try:
-            with timer.storage():
+            with turn.storage():
                 self._storage.delete(key)
         except ObjectNotFound:
             return EntryOutcome.MISSING
         return EntryOutcome.DONE
 
 
-class _StreamBuffers:
-    """One stream's memory: a chunk and its footer, and a second one if a sink keeps the first for a while."""
+class _Buffers:
+    """One worker's memory: a chunk and its footer, and another if a sink keeps the first and `most` is 2."""
 
-    def __init__(self, chunk_bytes: int, footer_bytes: int) -> None:
+    def __init__(self, chunk_bytes: int, footer_bytes: int, *, most: int) -> None:
         self.chunk_bytes = chunk_bytes
         self._size_bytes = chunk_bytes + footer_bytes
+        self._most = most
         self.first = aligned_buffer(self._size_bytes)
         self._all = [self.first]
         self._lent: set[int] = set()
         self._changed = threading.Condition()
 
     def take_free(self) -> memoryview:
-        """A buffer that no sink has; waits for one if both are in flight."""
+        """A buffer that no sink has; waits for one if all are in flight."""
         with self._changed:
             while True:
                 for buffer in self._all:
                     if id(buffer) not in self._lent:
                         return buffer
-                if len(self._all) == 1:
+                if len(self._all) < self._most:
                     self._all.append(aligned_buffer(self._size_bytes))
                 else:
                     self._changed.wait()
@@ -332,22 +350,43 @@ class _StreamBuffers:
         return release
 
 
-class _Timer:
-    """The time that the storage took, from its first call to its last."""
+class _Turn:
+    """An operation's time on a stream: when it was due, when it began, and what the storage took of it.
 
-    def __init__(self) -> None:
+    `begin` waits until the operation is due and a stream is free; `close` frees the stream. Both may be
+    called again.
+    """
+
+    def __init__(self, streams: threading.Semaphore, wait_until_due: Callable[[], int | None]) -> None:
+        self.due_ns: int | None = None
         self.begin_ns = self.end_ns = time.monotonic_ns()
         self.busy_ns = 0
-        self._has_begun = False
+        self._streams = streams
+        self._wait_until_due = wait_until_due
+        self._has_begun = self._has_stream = False
+
+    def begin(self) -> None:
+        """Wait, and start the clock."""
+        if self._has_begun:
+            return
+        self.due_ns = self._wait_until_due()
+        self._streams.acquire()
+        self._has_begun = self._has_stream = True
+        self.begin_ns = self.end_ns = time.monotonic_ns()
+
+    def close(self) -> None:
+        """Let another operation have the stream."""
+        if self._has_stream:
+            self._has_stream = False
+            self._streams.release()
 
     @contextmanager
     def storage(self) -> Iterator[None]:
-        """Count the body."""
+        """Count the body, once the operation has begun."""
         began_ns = time.monotonic_ns()
-        if not self._has_begun:
-            self.begin_ns, self._has_begun = began_ns, True
         try:
             yield
         finally:
-            self.end_ns = time.monotonic_ns()
-            self.busy_ns += self.end_ns - began_ns
+            if self._has_begun:
+                self.end_ns = time.monotonic_ns()
+                self.busy_ns += self.end_ns - began_ns

@@ -19,9 +19,10 @@ from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.kvcache import mlperf_files
-from penstock.kvcache.cache_run import LONGEST_RUN_S, remove_entries
+from penstock.kvcache.cache_run import LONGEST_RUN_S
 from penstock.kvcache.entries import EntryLayout
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
+from penstock.kvcache.leftovers import reclaim_unfinished, remove_entries, remove_leftovers
 from penstock.kvcache.mlperf_files import RankTrial, TrialResult
 from penstock.kvcache.mlperf_plan import VIRTUAL_BYTES_PER_S, OptionPlan, OptionSettings, plan_option
 from penstock.kvcache.models import find_model
@@ -142,6 +143,8 @@ def _run_options(
     comm: Comm,
     progress: Progress,
 ) -> list[TrialResult]:
+    if comm.rank == 0:
+        reclaim_unfinished(storage)
     results = []
     pause_s = request.limits.delay_s if request.pause_s is None else request.pause_s
     for position, number in enumerate(request.options):
@@ -167,6 +170,7 @@ def _run_trial(
     settings, operations = request.settings(number, comm.rank), plan.io.in_storage
     progress.begin(f"option {number}, trial {trial + 1} of {request.trials}", len(operations))
     layout = EntryLayout(namespace=f"mlperf-v3:{number}:{trial}:{settings.seed}", folder=f"rank_{comm.rank}")
+    remove_leftovers(storage, operations, layout)
     engine = IoEngine(
         storage,
         operations,
@@ -186,7 +190,7 @@ def _run_trial(
             timeout_s=LONGEST_RUN_S,
         )
     finally:
-        remove_entries(storage, operations[engine.timed["outcome"] > 0], layout)
+        remove_entries(storage, operations, layout, engine.timed["outcome"])
     return RankTrial(
         option=number,
         trial=trial,

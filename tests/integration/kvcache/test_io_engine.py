@@ -18,10 +18,11 @@ from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.errors import StorageError
 from penstock.kvcache.cache_pages import make_run_page
-from penstock.kvcache.cache_run import CacheRequest, CacheResult, reclaim_unfinished, run_plan
+from penstock.kvcache.cache_run import CacheRequest, CacheResult, run_plan
 from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome, LayoutName, make_footer
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, ObjectLayout, Op, Operations, TierSizes, plan_blocks
+from penstock.kvcache.leftovers import reclaim_unfinished
 from penstock.kvcache.models import MODELS, change_model
 from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
 from penstock.progress import Silent
@@ -222,16 +223,31 @@ def kill_writer(folder: Path) -> None:
 
 def test_what_a_killed_writer_left_is_reclaimed_and_all_else_is_whole(tmp_path: Path) -> None:
     kill_writer(tmp_path)
-    storage, layout = open_storage(str(tmp_path), {}), EntryLayout(namespace="test")
+    storage = open_storage(str(tmp_path), {})
     assert reclaim_unfinished(storage, older_than_s=600) == 0
     reclaim_unfinished(storage, older_than_s=0)
     assert not list(tmp_path.rglob(".penstock-*"))
-    stored = {info.key for info in storage.list()}
-    operations = rows(*((Op.READ, entry) for entry in range(len(stored) + 8)), size=1 << 20)
+    num_stored = sum(1 for _ in storage.list())
+    # Those in flight are not there, but some that were begun after them are.
+    operations = rows(*((Op.READ, entry) for entry in range(num_stored + 64)), size=1 << 20)
     engine = execute(storage, operations)
     counts = Counter(engine.timed["outcome"].tolist())
-    assert counts == {EntryOutcome.DONE: len(stored), EntryOutcome.MISSING: 8}
-    assert layout.key(0, 0) in stored
+    assert counts == {EntryOutcome.DONE: num_stored, EntryOutcome.MISSING: 64}
+
+
+def test_a_run_begins_with_none_of_its_entries_and_leaves_those_of_others(tmp_path: Path) -> None:
+    plan, storage = small_plan(requests=15), open_storage(str(tmp_path / "store"), {})
+    layout = EntryLayout(namespace="test", parts=plan.parts)
+    written = plan.in_storage[plan.in_storage["op"] == Op.WRITE]
+    execute(storage, written[:20], layout=layout)
+    execute(storage, rows((Op.WRITE, 1), (Op.WRITE, 2)), layout=EntryLayout(namespace="other"))
+    request = CacheRequest(
+        results=tmp_path, plan=plan, layout=layout, engine=EngineSettings(), measures_ceiling=False
+    )
+    [result] = on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Silent()))
+    found = [result.document[name] for name in ("left_entries", "other_objects", "other_bytes")]
+    assert found == [20, 2, 2 * (20_000 + FOOTER_BYTES)]
+    assert sum(1 for _ in storage.list()) == 2
 
 
 def test_objects_of_a_service_are_read_and_written_by_the_same_path(moto: S3Server, tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""What runs leave in a store, and its removal: entries of their own, and objects that dead writers began.
+
+A plan begins with an empty cache. What an earlier run of it left, because it was killed or asked to keep its
+entries, is removed before; the entries of others stay, and are counted.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from penstock.errors import ObjectNotFound
+from penstock.kvcache.block_trace import Integers
+from penstock.kvcache.entries import EntryLayout, EntryOutcome
+from penstock.kvcache.io_plan import Op, Operations
+from penstock.storage import Storage, capabilities
+from penstock.storage.files.file_storage import is_unfinished
+
+STALE_S: Final = 600.0
+"""An unfinished object that nobody wrote to for this long belongs to a dead writer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftovers:
+    """What was in the store before a run: entries of the same plan, now removed, and objects of others."""
+
+    entries: int
+    other_objects: int
+    other_bytes: int
+
+
+def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayout) -> Leftovers:
+    """Make the store as a plan expects it: without any entry that its operations write."""
+    own: frozenset[str] | None = None
+    entries = other_objects = other_bytes = 0
+    with suppress(ObjectNotFound):
+        for info in storage.list(layout.folder):
+            # Only a store that is not empty is worth naming all entries.
+            own = own if own is not None else _written_keys(operations, layout)
+            if info.key in own:
+                _delete(storage, info.key)
+                entries += 1
+            else:
+                other_objects += 1
+                other_bytes += info.size_bytes
+    return Leftovers(entries=entries, other_objects=other_objects, other_bytes=other_bytes)
+
+
+def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> int:
+    """Remove objects that were begun and not touched for this long; how many there were.
+
+    Object services keep unfinished uploads out of sight, and drop them by a rule of the bucket.
+    """
+    tree = capabilities.find_folder_tree(storage)
+    if tree is None:
+        return 0
+    pending, removed, now_s = [""], 0, time.time()
+    while pending:
+        folder = pending.pop()
+        for entry in tree.entries(folder):
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_folder:
+                pending.append(name)
+            elif is_unfinished(entry.name) and now_s - entry.modified_s >= older_than_s:
+                tree.remove(name)
+                removed += 1
+    return removed
+
+
+def remove_entries(
+    storage: Storage, operations: Operations, layout: EntryLayout, outcomes: Integers | None = None
+) -> None:
+    """Remove the objects that these operations leave; all that they write unless each has an outcome."""
+    objects = operations["entry"] * layout.parts + operations["part"]
+    is_whole = outcomes is not None and bool((outcomes != EntryOutcome.NOT_RUN).all())
+    if is_whole:
+        # The last operation on each object tells whether it is still there.
+        _, from_end = np.unique(objects[::-1], return_index=True)
+        operations = operations[len(operations) - 1 - from_end]
+        operations = operations[operations["op"] != Op.DELETE]
+    for key in _written_keys(operations, layout, reads=is_whole):
+        _delete(storage, key)
+
+
+def _written_keys(operations: Operations, layout: EntryLayout, *, reads: bool = False) -> frozenset[str]:
+    written = operations if reads else operations[operations["op"] == Op.WRITE]
+    objects = np.unique(written[["entry", "part"]])
+    return frozenset(layout.key(entry, part) for entry, part in objects.tolist())
+
+
+def _delete(storage: Storage, key: str) -> None:
+    with suppress(ObjectNotFound):
+        storage.delete(key)
