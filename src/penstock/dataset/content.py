@@ -22,6 +22,7 @@ Only where storage is meant to save something, each block k has a draw d = word(
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from hashlib import blake2b
 from typing import Final
 
@@ -83,10 +84,8 @@ class Content:
             b"n" + _encoded(self.name) if isinstance(self.name, str) else b"i" + _eight(self.name, "object")
         )
         seed = _eight(self.seed, "seed")
-        shares = np.array(
-            [self.reduction.dedupable * 2**32, self.reduction.compressible * _BLOCK_WORDS * 2**24]
-        )
-        recipe = np.concatenate([_keys(seed + kind), _keys(seed + b"p"), np.rint(shares).astype(np.uint64)])
+        recipe = _shared_recipe(seed, self.reduction).copy()
+        recipe[:2] = _keys(seed + kind)
         object.__setattr__(self, "_recipe", recipe)
         _load_fill()
 
@@ -137,6 +136,15 @@ class Content:
         return next(at for at in range(seen.nbytes) if seen[at] != expected[at])
 
 
+@lru_cache(maxsize=64)
+def _shared_recipe(seed: bytes, reduction: Reduction) -> Words:
+    """What the recipes of all objects of a seed have in common: all but the first two words."""
+    shares = np.array([reduction.dedupable * 2**32, reduction.compressible * _BLOCK_WORDS * 2**24])
+    pool = _keys(seed + b"p")
+    return np.concatenate([pool, pool, np.rint(shares).astype(np.uint64)])
+
+
+@cache
 def _load_fill() -> Callable[[Words, int, Words], None]:
     # Imported here because numba takes a third of a second, which only those who use content should pay.
     from penstock.dataset.content_kernels import load_fill  # noqa: PLC0415
@@ -144,6 +152,7 @@ def _load_fill() -> Callable[[Words, int, Words], None]:
     return load_fill()
 
 
+@cache
 def _load_find() -> Callable[[Words, int, Words], int]:
     from penstock.dataset.content_kernels import load_find  # noqa: PLC0415 - see above
 

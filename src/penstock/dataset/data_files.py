@@ -6,12 +6,14 @@ r, r + n, ...; work that fails on one file lets the files in progress finish, st
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from penstock.cluster.comm import Comm
 from penstock.dataset.dataset_manifest import KEY
@@ -21,6 +23,9 @@ from penstock.storage import Storage
 from penstock.workload.spec import Dataset
 
 Outcome = TypeVar("Outcome")
+
+_TASK_S: Final = 0.01
+_MOST_IN_A_ROW: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +55,33 @@ def for_each_file(
     num_ranks: int,
     threads: int,
 ) -> Iterator[Outcome]:
-    """The results of `work` on this rank's files, in their order, `threads` of them at a time."""
-    in_progress: deque[Future[Outcome]] = deque()
+    """The results of `work` on this rank's files, in their order, `threads` of them at a time.
 
-    def work_on(index: int) -> Outcome:
-        return work(files.plan(index))
+    A thread takes several files in a row where they are done sooner than it is woken up for the next one.
+    """
+    in_progress: deque[Future[tuple[list[Outcome], float]]] = deque()
+    stopped = threading.Event()
 
+    def work_on(indices: range) -> tuple[list[Outcome], float]:
+        began_s = time.monotonic()
+        return [
+            work(files.plan(index)) for index in indices if not stopped.is_set()
+        ], time.monotonic() - began_s
+
+    indices, start, in_a_row = range(rank, len(files), num_ranks), 0, 1
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-files") as pool:
         try:
-            for index in range(rank, len(files), num_ranks):
-                in_progress.append(pool.submit(work_on, index))
-                # Results come in order: twice as many files as threads keep those busy behind a slow one.
-                if len(in_progress) > 2 * threads:
-                    yield in_progress.popleft().result()
-            while in_progress:
-                yield in_progress.popleft().result()
+            while in_progress or start < len(indices):
+                if start < len(indices):
+                    in_progress.append(pool.submit(work_on, indices[start : start + in_a_row]))
+                    start += in_a_row
+                # Results come in order: twice as many tasks as threads keep those busy behind a slow one.
+                if len(in_progress) > 2 * threads or start >= len(indices):
+                    outcomes, elapsed_s = in_progress.popleft().result()
+                    in_a_row = min(_MOST_IN_A_ROW, max(1, int(len(outcomes) * _TASK_S / elapsed_s)))
+                    yield from outcomes
         finally:
+            stopped.set()
             pool.shutdown(wait=True, cancel_futures=True)
 
 

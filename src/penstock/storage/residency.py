@@ -15,17 +15,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from penstock.errors import StorageError, Unavailable
 from penstock.storage.capabilities import find_local_paths
-from penstock.storage.files.system_calls import map_os_error, raise_on_failure, translate_os_errors
+from penstock.storage.files.system_calls import libc, map_os_error, raise_on_failure, translate_os_errors
 from penstock.storage.protocol import Storage
 
 CACHESTAT = 451
@@ -84,15 +83,10 @@ class _Cachestat(ctypes.Structure):
     )
 
 
-@cache
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
-
-
 def count_by_cachestat(descriptor: int, size_bytes: int) -> PageCounts:
     """Pages by cachestat(2): one call whatever the size, no mapping."""
     wanted, answer = _CachestatRange(0, size_bytes), _Cachestat()
-    raise_on_failure(_libc().syscall(CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(answer), 0))
+    raise_on_failure(libc().syscall(CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(answer), 0))
     return PageCounts(answer.cached, answer.dirty + answer.writeback)
 
 
@@ -104,7 +98,7 @@ def count_by_mincore(descriptor: int, size_bytes: int) -> PageCounts:
     states = np.zeros(-(-size_bytes // mmap.PAGESIZE), dtype=np.uint8)
     with mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapping:
         start = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
-        result = _libc().mincore(
+        result = libc().mincore(
             ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), ctypes.c_void_p(states.ctypes.data)
         )
     raise_on_failure(result)

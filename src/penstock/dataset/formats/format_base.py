@@ -28,6 +28,7 @@ from penstock.storage import Source
 from penstock.workload.enums import Compression
 from penstock.workload.spec import Dataset
 
+_KNOWN_LAYOUTS: Final = 4096
 _SEARCHED_ROWS: Final = 1 << 16
 """How many row counts `near_square` tries at most: a few hundred microseconds, once a size."""
 
@@ -48,21 +49,44 @@ class BaseFormat(ABC):
             )
         self._dataset = dataset
         self._seed = seed
+        self._common_shape: SampleShape | None = None
+        self._layouts: dict[SampleShape, tuple[int, tuple[fp.FilePart, ...]]] = {}
 
     def plan(self, index: int, name: str) -> fp.FilePlan:
         """File `index`, with samples of the shape drawn for it."""
-        shape = self._draw_shape(index)
-        plan = fp.FilePlan(
+        shape = self._common_shape or self._draw_shape(index)
+        if not self._dataset.record_length_bytes_stdev:
+            self._common_shape = shape
+        block_samples, parts = self._layouts.get(shape) or self._lay_out(shape)
+        return fp.FilePlan(
             name=name,
             index=index,
             num_samples=self._dataset.num_samples_per_file,
             dims=shape.dims,
             dtype=shape.dtype,
             sample_bytes=shape.size_bytes,
-            block_samples=self._dataset.num_samples_per_file,
+            block_samples=block_samples,
+            parts=parts,
+        )
+
+    def _lay_out(self, shape: SampleShape) -> tuple[int, tuple[fp.FilePart, ...]]:
+        """The blocks and parts of files with such samples: the same, whichever file it is."""
+        num_samples = self._dataset.num_samples_per_file
+        plan = fp.FilePlan(
+            name="",
+            index=0,
+            num_samples=num_samples,
+            dims=shape.dims,
+            dtype=shape.dtype,
+            sample_bytes=shape.size_bytes,
+            block_samples=num_samples,
             parts=(),
         )
-        return replace(plan, block_samples=self._block_samples(plan), parts=self._parts(plan))
+        plan = replace(plan, block_samples=self._block_samples(plan))
+        layout = plan.block_samples, self._parts(plan)
+        if len(self._layouts) < _KNOWN_LAYOUTS:
+            self._layouts[shape] = layout
+        return layout
 
     def _draw_shape(self, index: int) -> SampleShape:
         return draw_shape(self._dataset, self._seed, index)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,31 +127,41 @@ def _code_mask() -> NDArray[np.uint8]:
 
 def _bend(coded: NDArray[np.uint8]) -> None:
     """Make valid coded data of content, in place."""
-    mask = _code_mask()
+    mask, cancel = _code_mask(), _load_cancel()
     for start in range(0, len(coded), len(mask)):
         step = coded[start : start + len(mask)]
         step &= mask[: len(step)]
-        _cancel(step.reshape(-1, 2, 6, _BLOCK_BYTES))
-        blocks = step.reshape(-1, _BLOCK_BYTES)
-        for column in _FREE_COLUMNS:
-            values = blocks[:, column]
-            values[values == 0xFF] = 0xFE
+        cancel(step)
 
 
-def _cancel(units: NDArray[np.uint8]) -> None:
+def _cancel(coded: Any) -> None:  # pragma: no cover - compiled
     """Let every second DC difference of a component be the negative of the one before: its bits turned.
 
-    Without this the sum of thousands of differences would leave the range of DC values.
+    Without this the sum of thousands of differences would leave the range of DC values. A DC value is bits 1
+    to 10 of a block: seven of byte 0 and three of byte 1.
     """
-    _turn(units[:, :, 0], units[:, :, 1])
-    _turn(units[:, :, 2], units[:, :, 3])
-    _turn(units[:, 0, 4:], units[:, 1, 4:])
+    for pair in range(0, coded.size, _PAIR_BYTES):
+        # The luminance of a unit has four blocks; each of its two colours has one, and turns the next unit's.
+        for number in range(6):
+            first = pair + (number // 2 * _UNIT_BYTES + number % 2 * 2 * _BLOCK_BYTES)
+            second = first + _BLOCK_BYTES
+            if number >= 4:
+                first = pair + number * _BLOCK_BYTES
+                second = first + _UNIT_BYTES
+            coded[second] = coded[first] ^ np.uint8(0x7F)
+            high = ~coded[first + 1] & np.uint8(0xE0)
+            coded[second + 1] = (coded[second + 1] & np.uint8(0x1F)) | high
+        for block in range(pair, pair + _PAIR_BYTES, _BLOCK_BYTES):
+            for column in _FREE_COLUMNS:
+                if coded[block + column] == np.uint8(0xFF):
+                    coded[block + column] = np.uint8(0xFE)
 
 
-def _turn(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> None:
-    """The DC value is bits 1 to 10: seven of byte 0 and three of byte 1."""
-    second[..., 0] = first[..., 0] ^ 0x7F
-    second[..., 1] = (second[..., 1] & 0x1F) | (~first[..., 1] & 0xE0)
+@lru_cache(maxsize=1)
+def _load_cancel() -> Callable[[NDArray[np.uint8]], None]:
+    from penstock.compiling import compile_loop  # noqa: PLC0415 - it takes a third of a second, to encode only
+
+    return compile_loop(_cancel, "void(Array(uint8, 1, 'C', False, aligned=True))")
 
 
 def _stamp_comments(room: memoryview) -> None:

@@ -6,6 +6,7 @@ All of the array's bytes are content.
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -48,6 +49,7 @@ class NpyFormat(StackedFormat):
         out.fill(plan.num_samples * plan.sample_bytes)
 
 
+@lru_cache(maxsize=4096)
 def array_header(dtype: str, dims: tuple[int, ...]) -> bytes:
     """A header of version 1.0, padded so that the array begins at a multiple of 64 bytes."""
     shape = f"({', '.join(map(str, dims))}{',' if len(dims) == 1 else ''})"

@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
@@ -137,9 +138,17 @@ class _Array:
 
 def _arrays(plan: fp.FilePlan) -> tuple[_Array, _Array]:
     """Both members, `x` at the beginning of the archive and `y` after it."""
-    samples = _array("x.npy", 0, npy.stacked_header(plan), plan.num_samples * plan.sample_bytes)
-    labels_head = npy.array_header("<i8", (plan.num_samples,))
-    return samples, _array("y.npy", samples.end, labels_head, plan.num_samples * LABEL_BYTES)
+    return _arrays_of(plan.dims, plan.dtype, plan.num_samples, plan.sample_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _arrays_of(
+    dims: tuple[int, ...], dtype: str, num_samples: int, sample_bytes: int
+) -> tuple[_Array, _Array]:
+    head = npy.array_header(dtype, (*dims, num_samples))
+    samples = _array("x.npy", 0, head, num_samples * sample_bytes)
+    labels_head = npy.array_header("<i8", (num_samples,))
+    return samples, _array("y.npy", samples.end, labels_head, num_samples * LABEL_BYTES)
 
 
 def _array(name: str, offset: int, head: bytes, body_bytes: int) -> _Array:

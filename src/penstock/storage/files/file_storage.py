@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
@@ -265,12 +265,16 @@ class FileStorage:
         path = self.local_path(key)
         # Without O_NONBLOCK, opening a named pipe would wait for its other end.
         # O_NOFOLLOW, so that a link is resolved and checked by us (`_open_descriptor`).
-        file = self._open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with translate_os_errors("Opening", file.uri), ExitStack() as undo:
-            undo.callback(self._calls.close, file.descriptor)
-            facts = self._calls.fstat(file.descriptor)
+        descriptor = self._open_path(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = OpenFile(descriptor, self._folders.uri_of(path), self._calls, self.counters)
+        try:
+            facts = self._calls.fstat(descriptor)
             _require_regular(facts, file.uri)
-            undo.pop_all()
+        except OSError as error:
+            self._calls.close(descriptor)
+            if isinstance(error, StorageError):
+                raise
+            raise map_os_error(error, "Opening", file.uri) from error
         return FileSource(file, self._access, facts.st_size)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -390,7 +394,12 @@ class FileStorage:
             flags |= os.O_TRUNC | os.O_NOFOLLOW
         new = NewFile(
             key=key,
-            file=replace(self._open_new(written_path, flags), uri=self._folders.uri_of(final_path)),
+            file=OpenFile(
+                self._open_new(written_path, flags),
+                self._folders.uri_of(final_path),
+                self._calls,
+                self.counters,
+            ),
             written_path=written_path,
             final_path=final_path,
             declared_bytes=size_bytes,
@@ -412,28 +421,27 @@ class FileStorage:
             sink.abort()
             raise map_os_error(error, f"Allocating {size_bytes} bytes", file.uri) from error
 
-    def _open_new(self, path: str, flags: int) -> OpenFile:
+    def _open_new(self, path: str, flags: int) -> int:
         try:
-            return self._open_file(path, flags)
+            return self._open_path(path, flags)
         except Unavailable:
             # Some kernels create the file before they find that they cannot open it with O_DIRECT.
             if flags & os.O_EXCL and os.path.exists(path):
                 self._calls.unlink(path)
             raise
 
-    def _open_file(self, path: str, flags: int) -> OpenFile:
-        uri = self._folders.uri_of(path)
+    def _open_path(self, path: str, flags: int) -> int:
         try:
-            descriptor = self._open_descriptor(path, flags | self._access.open_flags)
+            return self._open_descriptor(path, flags | self._access.open_flags)
         except StorageError:
             raise
         except OSError as error:
+            uri = self._folders.uri_of(path)
             if error.errno == errno.EINVAL and self._access.open_flags:
                 raise _no_direct_access(path, uri) from error
             raise (
                 map_name_clash(error, uri) if flags & os.O_CREAT else map_os_error(error, "Opening", uri)
             ) from error
-        return OpenFile(descriptor, uri, self._calls, self.counters)
 
     def _open_descriptor(self, path: str, flags: int) -> int:
         try:

@@ -11,7 +11,6 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
 from penstock.storage.capabilities import FolderEntry
@@ -132,10 +131,12 @@ class VerifiedFolders:
             self.sync_folder(os.path.dirname(folder))
 
     def _sync(self, path: str, flags: int) -> None:
-        with translate_os_errors("Syncing", self.uri_of(path)), ExitStack() as exits:
+        with translate_os_errors("Syncing", self.uri_of(path)):
             descriptor = self._calls.open(path, os.O_RDONLY | flags, 0)
-            exits.callback(self._calls.close, descriptor)
-            self._calls.fsync(descriptor)
+            try:
+                self._calls.fsync(descriptor)
+            finally:
+                self._calls.close(descriptor)
 
     def _make_folder(self, path: str) -> None:
         try:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 from penstock.errors import (
     AccessRefused,
@@ -27,20 +28,24 @@ def _pread_into(descriptor: int, buffer: memoryview, offset: int) -> int:
     return os.preadv(descriptor, [buffer], offset)
 
 
+@cache
+def libc() -> ctypes.CDLL:
+    """The C library, which keeps errno for `raise_on_failure`."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def _fallocate(descriptor: int, size_bytes: int) -> None:
     """fallocate(2) itself: posix_fallocate falls back to writing into every block where it is unsupported."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    raise_on_failure(libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)))
+    raise_on_failure(libc().fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)))
 
 
 def _rename_exchange(one: str, other: str) -> None:
     """renameat2(2) with RENAME_EXCHANGE: both names change in one step. ENOSYS where libc lacks it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
+    if not hasattr(libc(), "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     at_cwd, exchange = -100, 2
     names = os.fsencode(one), os.fsencode(other)
-    raise_on_failure(libc.renameat2(at_cwd, names[0], at_cwd, names[1], ctypes.c_uint(exchange)))
+    raise_on_failure(libc().renameat2(at_cwd, names[0], at_cwd, names[1], ctypes.c_uint(exchange)))
 
 
 def raise_on_failure(result: int) -> None:
