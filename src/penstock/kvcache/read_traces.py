@@ -1,38 +1,45 @@
-"""Readers of request traces: block-hash lines (Mooncake, Dynamo, AIPerf, Bailian), BurstGPT and ShareGPT.
+"""Readers of request traces: block hashes (Mooncake, AIPerf, Bailian, Dynamo, Weka), BurstGPT and ShareGPT.
 
-Every value is checked; an error names the file, the line, the field and the fix. Block numbers of the formats
-become those of `BlockTrace`, which stand for a block with everything before it.
+Files may be gzipped. Every value is checked; an error names the file, the line, the field and the fix. Block
+numbers of the formats become those of `BlockTrace`, which stand for a block with everything before it.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.errors import UsageError, name_some
-from penstock.kvcache.block_trace import BlockTrace, Integers, number_densely, offsets
+from penstock.errors import UsageError
+from penstock.kvcache.block_lines import (
+    DEFAULT_BLOCK_TOKENS,
+    Columns,
+    order_requests,
+    read_block_lines,
+    read_block_objects,
+    shorten,
+    time_value,
+    whole_number,
+)
+from penstock.kvcache.block_trace import BlockTrace, number_densely
 
 FORMATS: Final = ("auto", "mooncake", "bailian", "burstgpt", "sharegpt")
-DEFAULT_BLOCK_TOKENS: Final = 512
-BAILIAN_BLOCK_TOKENS: Final = 16
-_USUAL_BLOCK_TOKENS: Final = (512, 16, 64, 256, 128, 32, 1024, 2048)
 SHAREGPT_CONTEXT: Final = 16_384
 SHAREGPT_ANSWER: Final = 2_048
 _CHARACTERS_PER_TOKEN: Final = 4
-
-_TIME: Final = ("timestamp", "created_time")
-_INPUT: Final = ("input_length", "input_tokens")
-_OUTPUT: Final = ("output_length", "output_tokens")
-_DELAY: Final = ("delay", "delay_ms")
+_GZIP: Final = b"\x1f\x8b"
+_PACKED: Final = {
+    b"\x28\xb5\x2f\xfd": "zstd -d",
+    b"\xfd7zXZ": "xz -d",
+    b"BZh": "bzip2 -d",
+    b"PK\x03\x04": "unzip",
+}
 
 
 def read_trace(
@@ -40,25 +47,42 @@ def read_trace(
 ) -> BlockTrace:
     """Read a trace of any of the formats. `request_rate` is for formats that have no times."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with _open_text(path) as file:
             chosen = _detect_format(path, file.read(4096)) if kind == "auto" else kind
             file.seek(0)
             if chosen == "burstgpt":
                 rows = _burstgpt_rows(csv.reader(file), str(path))
                 return _unshared(rows, path, block_tokens or DEFAULT_BLOCK_TOKENS)
-            if chosen == "sharegpt":
+            objects = _read_document(file)
+            if chosen == "sharegpt" and not _has_blocks(objects):
+                file.seek(0)
                 return _read_sharegpt(file.read(), path, block_tokens or DEFAULT_BLOCK_TOKENS, request_rate)
-            return _read_block_lines(file, path, block_tokens, is_chained=chosen != "bailian")
+            if objects is not None:
+                return read_block_objects(objects, path, block_tokens, is_chained=chosen != "bailian")
+            file.seek(0)
+            return read_block_lines(file, path, block_tokens, is_chained=chosen != "bailian")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"This is no text: {error.reason} at byte {error.start}", where=str(path), fix="Unpack it first."
         ) from error
-    except (OSError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise UsageError(f"Cannot read this trace: {error}", where=str(path)) from error
 
 
+def _open_text(path: Path) -> TextIO:
+    with path.open("rb") as file:
+        beginning = file.read(8)
+    for magic, command in _PACKED.items():
+        if beginning.startswith(magic):
+            raise UsageError("This trace is packed", where=str(path), fix=f"Unpack it first: {command}.")
+    # utf-8-sig: some programs begin a file with a byte order mark.
+    if beginning.startswith(_GZIP):
+        return cast("TextIO", gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
+    return path.open(encoding="utf-8-sig", newline="")
+
+
 def _detect_format(path: Path, beginning: str) -> str:
-    text = beginning.lstrip("\ufeff \t\r\n")
+    text = beginning.lstrip()
     if text.startswith("["):
         return "sharegpt"
     if text.startswith("{"):
@@ -74,191 +98,32 @@ def _detect_format(path: Path, beginning: str) -> str:
     )
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Columns while they are read. `hash_ids` are as in the file; `lines` are numbers for messages."""
-
-    arrivals_ms: list[float | None] = field(default_factory=list)
-    delays_ms: list[float] = field(default_factory=list)
-    sessions: list[object] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-    hash_ids: list[Sequence[Any]] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)
-
-
-def _read_block_lines(
-    lines: Iterable[str], path: Path, block_tokens: int | None, *, is_chained: bool
-) -> BlockTrace:
-    rows = _Rows()
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            _add_line(rows, line, f"{path}:{number}")
-            rows.lines.append(number)
-    if not rows.inputs:
-        raise UsageError("This trace has no requests", where=str(path), fix="Give a file with requests.")
-    counts = np.array([len(ids) for ids in rows.hash_ids], np.int64)
-    inputs = np.array(rows.inputs, np.int64)
-    notes: list[str] = []
-    if block_tokens is None and not is_chained:
-        block_tokens = BAILIAN_BLOCK_TOKENS
-    tokens = _infer_block_tokens(inputs, counts) if block_tokens is None else block_tokens
-    off = np.flatnonzero(counts != -(-inputs // tokens))
-    if len(off):
-        where = name_some([rows.lines[index] for index in off])
-        notes.append(
-            f"{len(off):,} of {len(counts):,} requests have another number of blocks than they take in "
-            f"blocks of {tokens}: lines {where}. Their blocks count as they are listed."
-        )
-    ids = _number_ids(rows.hash_ids) if is_chained else _chain_ids(rows.hash_ids)
-    # Bailian's times are in seconds.
-    times = np.array(list(_arrivals(rows)), np.float64)
-    arrival_s = (times - times.min()) / (1000 if is_chained else 1)
-    outputs = np.array(rows.outputs, np.int64)
-    return _ordered(path, tokens, _Columns(arrival_s, inputs, outputs, counts, ids), notes)
-
-
-def _add_line(rows: _Rows, line: str, where: str) -> None:
+def _read_document(file: TextIO) -> Sequence[Any] | None:
+    """The objects of a file that is one JSON document, not lines; None where it has lines."""
+    first = file.readline()
+    if _is_json_object(first):
+        return None
     try:
-        request = json.loads(line)
-    except ValueError as error:
-        raise UsageError(
-            f"This line is no JSON: {error}", where=where, fix="Repair or remove the line; one object a line."
-        ) from error
-    if not isinstance(request, dict):
-        raise UsageError("This line is no JSON object", where=where, fix="Write one object a line.")
-    ids = request.get("hash_ids")
-    if not isinstance(ids, list) or not set(map(type, ids)) <= {int, str}:
-        raise UsageError(
-            f"hash_ids is {_shorten(ids)}, not a list of whole numbers or texts",
-            where=f"{where}: hash_ids",
-            fix="Give the ids of the request's blocks, in order.",
-        )
-    rows.hash_ids.append(ids)
-    rows.inputs.append(_whole(request, _INPUT, where))
-    rows.outputs.append(_whole(request, _OUTPUT, where))
-    session, delay = request.get("session_id"), _find(request, _DELAY)
-    is_timed = _find(request, _TIME) is not None or (session is None and delay is None)
-    rows.arrivals_ms.append(_time(request, _TIME, where) if is_timed else None)
-    rows.delays_ms.append(0.0 if delay is None else _time(request, _DELAY, where))
-    rows.sessions.append(session)
+        document = json.loads(first + file.read())
+    except ValueError:
+        return None  # reading its lines finds the wrong one
+    return document if isinstance(document, list) else [document]
 
 
-def _find(request: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((request[name] for name in names if name in request), None)
-
-
-def _whole(request: Mapping[str, Any], names: Sequence[str], where: str) -> int:
-    value = _find(request, names)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**40:
-        raise UsageError(
-            f"{names[0]} is {_shorten(value)}, not a number of tokens",
-            where=f"{where}: {names[0]}",
-            fix=f"Give {' or '.join(names)} as a whole number of at least 0.",
-        )
-    return value
-
-
-def _time(request: Mapping[str, Any], names: Sequence[str], where: str) -> float:
-    value = _find(request, names)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_time(value):
-        raise UsageError(
-            f"{names[0]} is {_shorten(value)}, not a time",
-            where=f"{where}: {names[0]}",
-            fix=f"Give {' or '.join(names)} as a number of at least 0.",
-        )
-    return float(value)
-
-
-def _is_time(value: float) -> bool:
-    return math.isfinite(value) and value >= 0
-
-
-def _shorten(value: object) -> str:
-    if value is None:
-        return "missing"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _infer_block_tokens(inputs: Integers, counts: Integers) -> int:
-    """The size of a block of which each request's tokens take as many as it lists.
-
-    Without one that fits all requests, the usual size that fits the most.
-    """
-    is_whole = counts > 0
-    inputs, counts = inputs[is_whole], counts[is_whole]
-    if not len(counts):
-        return DEFAULT_BLOCK_TOKENS
-    fits = [(counts == -(-inputs // tokens)).mean() for tokens in _USUAL_BLOCK_TOKENS]
-    if max(fits) < 1:
-        least = int((-(-inputs // counts)).max())
-        if least > 0 and (counts == -(-inputs // least)).all():
-            return least
-    return _USUAL_BLOCK_TOKENS[int(np.argmax(fits))]
-
-
-def _number_ids(hash_ids: Sequence[Sequence[Any]]) -> Integers:
-    """Dense numbers of ids that already stand for everything before them."""
-    flat = list(chain.from_iterable(hash_ids))
+def _is_json_object(line: str) -> bool:
     try:
-        return number_densely(np.array(flat, np.int64)) if flat else np.empty(0, np.int64)
-    except (OverflowError, ValueError, TypeError):
-        names: dict[Any, int] = {}
-        return np.array([names.setdefault(block, len(names)) for block in flat], np.int64)
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
-def _chain_ids(hash_ids: Sequence[Sequence[Any]]) -> Integers:
-    """Dense numbers of ids of single blocks, made to stand for everything before them."""
-    names: dict[tuple[int, Any], int] = {}
-    numbered: list[int] = []
-    for ids in hash_ids:
-        prefix = -1
-        for block in ids:
-            prefix = names.setdefault((prefix, block), len(names))
-            numbered.append(prefix)
-    return np.array(numbered, np.int64)
-
-
-def _arrivals(rows: _Rows) -> Iterator[float]:
-    """The arrival of each request; in a session without times, its delay after the request before."""
-    last: dict[object, float] = {}
-    for arrival_ms, delay_ms, session in zip(rows.arrivals_ms, rows.delays_ms, rows.sessions, strict=True):
-        known = arrival_ms if arrival_ms is not None else last.get(session, 0.0) + delay_ms
-        last[session] = known
-        yield known
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Requests in the order of their file; `counts` are their numbers of blocks."""
-
-    arrival_s: NDArray[np.float64]
-    inputs: Integers
-    outputs: Integers
-    counts: Integers
-    ids: Integers
-
-
-def _ordered(path: Path, block_tokens: int, columns: _Columns, notes: list[str]) -> BlockTrace:
-    """The trace with its requests in the order of their arrival."""
-    order, ids = np.argsort(columns.arrival_s, kind="stable"), columns.ids
-    if (order[1:] < order[:-1]).any():
-        notes.append("The requests of the file are not in the order of their times, and were sorted.")
-        begin = offsets(columns.counts)
-        ids = number_densely(np.concatenate([ids[begin[request] : begin[request + 1]] for request in order]))
-    sorted_s = columns.arrival_s[order]
-    return BlockTrace(
-        name=path.name,
-        block_tokens=block_tokens,
-        arrival_s=sorted_s - sorted_s[0],
-        input_tokens=columns.inputs[order],
-        output_tokens=columns.outputs[order],
-        first_block=offsets(columns.counts[order]),
-        block_ids=ids,
-        notes=tuple(notes),
+def _has_blocks(objects: Sequence[Any] | None) -> bool:
+    """Whether a list has requests with blocks, and no conversations."""
+    first = objects[0] if objects else None
+    return (
+        isinstance(first, dict)
+        and "conversations" not in first
+        and bool({"hash_ids", "requests"} & first.keys())
     )
 
 
@@ -280,9 +145,9 @@ def _burstgpt_rows(reader: Iterator[list[str]], path: str) -> Iterator[tuple[flo
         request: dict[str, Any] = {name: _cell(row, column) for name, column in columns.items()}
         where = f"{path}:{number}"
         yield (
-            _time(request, ("timestamp",), where),
-            _whole(request, ("request tokens",), where),
-            _whole(request, ("response tokens",), where),
+            time_value(request, ("timestamp",), where),
+            whole_number(request, ("request tokens",), where),
+            whole_number(request, ("response tokens",), where),
         )
 
 
@@ -304,7 +169,7 @@ def _unshared(rows: Iterable[tuple[float, int, int]], path: Path, block_tokens: 
     notes = ["The format does not say what requests have in common: no block of it is ever used again."]
     ids = np.arange(int(counts.sum()), dtype=np.int64)
     outputs = table[:, 2].astype(np.int64)
-    return _ordered(path, block_tokens, _Columns(table[:, 0], inputs, outputs, counts, ids), notes)
+    return order_requests(path, block_tokens, Columns(table[:, 0], inputs, outputs, counts, ids), notes)
 
 
 def _read_sharegpt(text: str, path: Path, block_tokens: int, request_rate: float) -> BlockTrace:
@@ -332,7 +197,7 @@ def _read_sharegpt(text: str, path: Path, block_tokens: int, request_rate: float
     if not inputs:
         raise UsageError("This trace has no requests", where=str(path), fix="Give a file with requests.")
     sizes = np.array(inputs, np.int64)
-    columns = _Columns(
+    columns = Columns(
         arrival_s=np.arange(len(sizes)) / request_rate,
         inputs=sizes,
         outputs=np.array(outputs, np.int64),
@@ -342,7 +207,7 @@ def _read_sharegpt(text: str, path: Path, block_tokens: int, request_rate: float
     text = (
         f"Tokens are characters / {_CHARACTERS_PER_TOKEN}; requests have no times: {request_rate:g} a second."
     )
-    return _ordered(path, block_tokens, columns, [text])
+    return order_requests(path, block_tokens, columns, [text])
 
 
 def _turns(conversation: Any, where: str) -> Iterator[tuple[int, int]]:
@@ -357,7 +222,7 @@ def _turns(conversation: Any, where: str) -> Iterator[tuple[int, int]]:
         value = turn.get("value") if isinstance(turn, dict) else None
         if not isinstance(value, str):
             raise UsageError(
-                f"value is {_shorten(value)}, not text",
+                f"value is {shorten(value)}, not text",
                 where=f"{where}: turn {number}: value",
                 fix="Give each turn its text.",
             )

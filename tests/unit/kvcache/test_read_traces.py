@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def test_size_of_a_block_is_what_the_requests_say(tmp_path: Path) -> None:
 
 def test_requests_with_other_numbers_of_blocks_are_noted(tmp_path: Path) -> None:
     path = written(tmp_path, *(line(index, 1000, (index, 99)) for index in range(5)), line(9, 1000, (1,)))
-    [note] = read_trace(path).notes
+    note, *_ = read_trace(path).notes
     assert "1 of 6 requests" in note
     assert "lines 6" in note
 
@@ -105,6 +106,75 @@ def test_turns_of_sharegpt_share_whole_blocks(tmp_path: Path) -> None:
     trace = read_trace(path, block_tokens=16)
     assert trace.input_tokens.tolist() == [17, 38]
     assert blocks_of(trace) == [[0, 1], [0, 2, 3]]
+
+
+def test_texts_that_look_like_one_number_stay_apart(tmp_path: Path) -> None:
+    path = written(tmp_path, line(blocks=("7", "07")), line(1, blocks=(7, "7")))  # type: ignore[arg-type]
+    assert blocks_of(read_trace(path)) == [[0, 1], [2, 0]]
+
+
+def test_requests_may_list_full_blocks_alone_and_no_length_of_the_answer(tmp_path: Path) -> None:
+    short = {"timestamp": 5, "input_tokens": 15, "hash_ids": []}
+    trace = read_trace(written(tmp_path, line(tokens=47, blocks=(1, 2)), short))
+    assert (trace.block_tokens, trace.blocks_of_requests.tolist()) == (16, [2, 0])
+    [note] = trace.notes
+    assert "1 of 2 requests do not say how long their answers are" in note
+    assert "lines 2" in note
+
+
+def test_ids_that_follow_different_blocks_are_noted(tmp_path: Path) -> None:
+    [note] = read_trace(written(tmp_path, line(blocks=(1, 3)), line(1, blocks=(2, 3)))).notes
+    assert "1 of 3 ids stand after different blocks" in note
+
+
+def dynamo(timestamp: int, hashes: list[int], **more: Any) -> dict[str, Any]:
+    replay = {"trace_block_size": 16, "input_length": 16 * len(hashes), "input_sequence_hashes": hashes}
+    request = {"request_received_ms": timestamp, "output_tokens": 3, "replay": replay} | more
+    return {"schema": "dynamo.request.trace.v1", "event_type": "request_end", "request": request}
+
+
+def test_records_of_dynamo_are_read_past_those_of_tools(tmp_path: Path) -> None:
+    tool = {"schema": "dynamo.request.trace.v1", "event_type": "tool_end", "tool": {}}
+    large = 2**64 - 1
+    path = written(tmp_path, dynamo(9000, [large, 5]), tool, {"event": dynamo(9500, [large, 6])})
+    trace = read_trace(path)
+    assert blocks_of(trace) == [[0, 1], [0, 2]]
+    assert (trace.block_tokens, trace.arrival_s.tolist()) == (16, [0, 0.5])
+    with pytest.raises(UsageError, match="does not say which blocks"):
+        read_trace(written(tmp_path, dynamo(1, [1], replay=None)))
+
+
+def test_conversations_of_weka_count_their_own_blocks(tmp_path: Path) -> None:
+    inner = {"t": 4, "type": "subagent", "requests": [{"t": 1, "in": 64, "out": 1, "hash_ids": [8]}]}
+    turns = [{"t": 0, "in": 128, "out": 1, "hash_ids": [1, 2]}, inner]
+    talk = {"id": "a", "block_size": 64, "requests": turns}
+    other = {"id": "b", "block_size": 64, "requests": [{"t": 2, "in": 100, "out": 1, "hash_ids": [1, 2]}]}
+    trace = read_trace(written(tmp_path, talk, other))
+    assert blocks_of(trace) == [[0, 1], [2, 3], [4]]
+    assert (trace.block_tokens, trace.arrival_s.tolist()) == (64, [0, 2, 5])
+    with pytest.raises(UsageError, match="64 and 128 tokens in one trace"):
+        read_trace(written(tmp_path, talk, other | {"block_size": 128}))
+
+
+@pytest.mark.parametrize("form", ["lines", "gzip", "list", "mark"])
+def test_lines_may_be_packed_or_one_list(tmp_path: Path, form: str) -> None:
+    requests = [line(), line(1)]
+    text = json.dumps(requests, indent=1) if form == "list" else "\r\n".join(map(json.dumps, requests))
+    content = (b"\xef\xbb\xbf" if form == "mark" else b"") + text.encode()
+    path = tmp_path / "trace"
+    path.write_bytes(gzip.compress(content) if form == "gzip" else content)
+    assert blocks_of(read_trace(path)) == [[0, 1], [0, 1]]
+
+
+def test_packed_files_that_are_not_read_name_what_unpacks_them(tmp_path: Path) -> None:
+    path = tmp_path / "trace.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(20))
+    with pytest.raises(UsageError, match="packed") as raised:
+        read_trace(path)
+    assert "zstd -d" in str(raised.value.fix)
+    path.write_bytes(gzip.compress(json.dumps(line()).encode())[:-9])
+    with pytest.raises(UsageError, match="Cannot read"):
+        read_trace(path)
 
 
 @pytest.mark.parametrize(
