@@ -3,10 +3,10 @@
     python benchmarks/checkpoint_limits.py [disk|s3|many] [MIB] [RANKS]
 
 `disk`: blocking saves and verified cold loads of so many MiB (64 and 1024, or those given) on 1 and 4 ranks,
-beside as many streams of bare O_DIRECT from huge pages into new files, fallocated and synced and back; goals:
-0.9, but 0.7 for a save of 64 MiB. `s3`: 256 MiB beside obstore's own parallel multipart of as many bytes, and
-its parallel ranges, on moto (0.9). `many`: CPU seconds of 100,000 tensors of 16 bytes beside torch.save and
-dcp.save (torch.save / ours: 0.67), and the bytes of 10,000 beside dcp.save's (0.77).
+beside as many streams of bare O_DIRECT from huge pages into new files, fallocated and as durable, and back;
+goals: 0.9, but 0.7 for a save of 64 MiB. `s3`: 256 MiB beside obstore's own parallel multipart of as many
+bytes, and its parallel ranges, on moto (0.9). `many`: CPU seconds of 100,000 tensors of 16 bytes beside
+torch.save and dcp.save (torch.save / ours: 0.67), and the bytes of 10,000 beside dcp.save's (0.77).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from harness import LEAST_ROUNDS, Ratio, compare, rounds
 from penstock.checkpoint.api import load, save
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.saving.buffers import WarmMemory
+from penstock.storage.files.durable import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 SIZES_MIB = (64, 1024)
 RANKS = (1, 4)
-WRITE_STREAMS, READ_STREAMS = 2, 4
+WRITE_STREAMS, READ_STREAMS = 2, 6
 MOST_CHUNK_BYTES, BLOCK_BYTES = 16 * MIB, 8 * MIB
 S3_MIB = 256
 NUM_MANY, NUM_COUNTED = 100_000, 10_000
@@ -136,9 +137,11 @@ class RawFiles:
         self._memory.touch()
 
     def write(self) -> None:
-        """New files, fallocated, written from one buffer a stream, synced."""
+        """New files, fallocated, written from one buffer a stream, synced, and their names."""
         self._folder.mkdir()
         _in_threads(WRITE_STREAMS, self._write_file)
+        sync_folder(self._folder)
+        sync_folder(self._folder.parent)
 
     def read(self) -> None:
         """The files into one buffer a stream."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
 BLOCK_BYTES = 8 << 20
-STREAMS = 4
+STREAMS = 6
 SHARE = 8
 """A part is one of so many equal ones, by rows."""
 

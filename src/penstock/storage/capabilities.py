@@ -8,7 +8,7 @@ leaves the state before it or the one after it.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from penstock.errors import Unavailable
 from penstock.storage.protocol import ObjectInfo, Storage, WrappedStorage
@@ -31,8 +31,11 @@ class FolderTree(Protocol):
     All raise `StorageError` and its kinds; after an error of `move` or `exchange` nothing has changed.
     """
 
-    def make(self, folder: str) -> None:
-        """Create a new folder, which must not exist, and its missing parents, durably."""
+    def make(self, folder: str, *, keep_name: bool = True) -> None:
+        """Create a new folder, which must not exist, and its missing parents, durably.
+
+        Without `keep_name`, its own name survives a power cut only after a `sync` of the folder above.
+        """
 
     def entries(self, folder: str = "", *, prefix: str = "") -> Iterator[FolderEntry]:
         """The names directly in a folder that begin with `prefix`, unfinished objects included.
@@ -109,10 +112,30 @@ class SupportsDirectAccess(Protocol):
     def past_cache(self, reads: str | None = None) -> Storage:
         """The same tree past the page cache, for large files; itself, where the file system lacks that.
 
-        Its files are written under their final names at once: it is for callers with a commit of their own.
+        Its files are written under their final names at once, which survive a power cut after `sync_names`
+        only: it is for callers with a commit of their own.
         Callers that only read give the key of a file to read: then nothing is written to find out what the
         file system can do.
         """
+
+
+Deferred = Literal["names", "all"]
+
+
+@runtime_checkable
+class SupportsDeferredSync(Protocol):
+    """A storage on a file system that may leave it to its caller to make finished objects durable."""
+
+    def deferring(self, what: Deferred) -> Storage:
+        """The same tree; see `defer_sync`."""
+
+
+@runtime_checkable
+class SupportsViews(Protocol):
+    """A `Source` whose bytes are in memory already: reading them would only be another copy."""
+
+    def view(self, offset: int, size_bytes: int) -> memoryview | None:
+        """The bytes themselves, read only; None where `read_into` has to look. Any thread may call."""
 
 
 SpanValue = int | float | str
@@ -166,6 +189,21 @@ def prefer_direct_access(storage: Storage, *, reads: str | None = None) -> Stora
     With `reads`, the key of one of the files, it is for reading alone, and nothing is written.
     """
     return storage.past_cache(reads) if isinstance(storage, SupportsDirectAccess) else storage
+
+
+def defer_sync(storage: Storage, what: Deferred) -> Storage:
+    """The same tree, but what is finished need not survive a power cut yet, or only its bytes do.
+
+    `sync_names` makes the names survive that a rank has written so. Of "all", nothing does: for notes to
+    other processes of today. Where there is nothing to gain, it is the storage itself.
+    """
+    return storage.deferring(what) if isinstance(storage, SupportsDeferredSync) else storage
+
+
+def sync_names(storage: Storage, folder: str) -> None:
+    """Make the names directly in a folder survive a power cut; object services have nothing to do."""
+    if (tree := find_folder_tree(storage)) is not None:
+        tree.sync(folder)
 
 
 def find_span_trace(storage: Storage) -> SupportsSpans | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from socket import gethostname
 
@@ -37,9 +38,14 @@ class ProcessId:
 
 def current_process() -> ProcessId:
     """The calling process. Without boot IDs no other process can determine that it has ended."""
-    pid = os.getpid()
+    return _identify(os.getpid(), _BOOT_ID)
+
+
+@lru_cache(maxsize=1)
+def _identify(pid: int, boot_id: Path) -> ProcessId:
+    # By its number, because a forked child has the parent's cache and another identity.
     try:
-        kernel = _BOOT_ID.read_text().strip()
+        kernel = boot_id.read_text().strip()
         numbering = os.readlink("/proc/self/ns/pid")
     except OSError:
         kernel = numbering = ""

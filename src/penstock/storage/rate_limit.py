@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from penstock.errors import UsageError
 from penstock.storage import protocol
-from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.capabilities import Deferred, defer_sync, prefer_direct_access
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]
@@ -72,9 +72,14 @@ class RateLimitedStorage(protocol.WrappedStorage):
 
     def past_cache(self, reads: str | None = None) -> protocol.Storage:
         """The same tree past the page cache, within the same limit."""
-        other = RateLimitedStorage(
-            prefer_direct_access(self.inside, reads=reads), self._rate_bytes_per_s, sleep=self._sleep
-        )
+        return self._around(prefer_direct_access(self.inside, reads=reads))
+
+    def deferring(self, what: Deferred) -> protocol.Storage:
+        """The same tree, synced by the caller, within the same limit."""
+        return self._around(defer_sync(self.inside, what))
+
+    def _around(self, inside: protocol.Storage) -> protocol.Storage:
+        other = RateLimitedStorage(inside, self._rate_bytes_per_s, sleep=self._sleep)
         other._bucket = self._bucket
         return other
 

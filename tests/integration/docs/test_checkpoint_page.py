@@ -82,5 +82,5 @@ def test_its_limits_are_those_of_the_code() -> None:
     assert f"A region below {2 * SaveOptions().min_cut_bytes >> 10} KiB is not cut" in WORDS
     assert f"where a gap is {LoadOptions().min_gap_bytes >> 10} KiB or more" in WORDS
     assert f"less than {GAP_BYTES >> 10} KiB apart" in WORDS
-    assert ReadSettings() == ReadSettings(streams=4, block_bytes=8 << 20)
-    assert "four streams of 8 MiB" in WORDS
+    assert ReadSettings() == ReadSettings(streams=6, block_bytes=8 << 20)
+    assert "six streams of at most 8 MiB" in WORDS

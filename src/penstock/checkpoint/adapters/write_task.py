@@ -41,7 +41,7 @@ from penstock.checkpoint.saving.staging import (
 from penstock.cluster.comm import format_cause
 from penstock.errors import PenstockError, StorageError
 from penstock.storage.aligned import PAGE_BYTES, round_up
-from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.capabilities import prefer_direct_access, sync_names
 from penstock.storage.uri import open_here
 
 TIMEOUT_S: Final = 1800.0
@@ -286,6 +286,7 @@ def _write_files(task: WriteTask) -> WrittenShare:
     staged = StagedFiles(share, memory, settings, copies_first=False, timeout_s=TIMEOUT_S)
     storage = open_here(task.folder, rank=task.rank)
     written = staged.write_to(prefer_direct_access(storage), lambda name: name)
+    sync_names(storage, "")
     held_bytes = task.loan.size_bytes if task.loan is not None else 0
     stats = replace(written.stats, stage_s=task.stage_s, memory_bytes=written.stats.memory_bytes + held_bytes)
     return replace(written, stats=stats)

@@ -20,7 +20,7 @@ from penstock.checkpoint.commit.record_commit import RecordCatalog
 from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
 from penstock.errors import StorageError, Unavailable, UsageError
 from penstock.storage import Storage
-from penstock.storage.capabilities import find_folder_tree, find_local_root
+from penstock.storage.capabilities import defer_sync, find_folder_tree, find_local_root
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import open_here, parse_uri
 
@@ -130,7 +130,9 @@ class StepCatalog:
     def set_latest(self, step: int) -> None:
         """Point `latest` at a step, where there is such a pointer."""
         if self._has_pointer:
-            write_object(self.storage, POINTER_NAME, [f"{step_dirname(step)}\n".encode()])
+            # Its name is left to the file system: after a power cut it may point to the step before.
+            storage = defer_sync(self.storage, "names")
+            write_object(storage, POINTER_NAME, [f"{step_dirname(step)}\n".encode()])
 
 
 def open_catalog(storage: Storage) -> protocol.Catalog:

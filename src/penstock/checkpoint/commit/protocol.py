@@ -9,8 +9,9 @@ Invariant: a committed checkpoint is never written to, only replaced as a whole.
     .penstock-old-ID-NAME          the older checkpoint, where folders cannot be exchanged in one step
     .penstock-gone-ID              a checkpoint or a draft that is being removed
 
-publish: check all files -> manifest -> metadata -> rename (or exchange with the older one) -> fsync of the
-parent. The folder called NAME is complete at every moment, and so is the one it replaces.
+publish: check all files -> manifest -> metadata -> fsync of the draft -> rename (or exchange with the older
+one) -> fsync of the parent. The folder called NAME is complete at every moment, as is the one it replaces. A
+lease is for processes of today, and does not survive a power cut: nor does its process.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from penstock.errors import (
     name_some,
 )
 from penstock.storage import Storage
-from penstock.storage.capabilities import FolderEntry, FolderTree
+from penstock.storage.capabilities import FolderEntry, FolderTree, defer_sync
 from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.protocol import exists, read_object, write_object
@@ -148,6 +149,8 @@ class DraftStore(ABC):
         self._owner = owner
         self._clock = clock
         self._published: set[str] = set()
+        self._notes = defer_sync(storage, "all")
+        self._seals = defer_sync(storage, "names")
 
     @abstractmethod
     def start(self, name: str, save_id: str) -> Draft:
@@ -169,7 +172,7 @@ class DraftStore(ABC):
 
     def renew(self, draft: Draft) -> None:
         """Renew the lease, so that others see that this save is alive: its age is what they look at."""
-        write_object(self._storage, draft.folder + LEASE_ENDING, [lease_text(self._owner())])
+        write_object(self._notes, draft.folder + LEASE_ENDING, [lease_text(self._owner())])
 
     def sweep(self) -> list[str]:
         """Remove what dead saves and interrupted removals left; their names. Drafts of live saves stay."""
@@ -191,8 +194,8 @@ class DraftStore(ABC):
         require_complete(sizes, seal.sizes, f"{self._storage.uri}/{draft.folder}")
         # `.metadata` comes last: without it, neither Penstock nor torch takes the folder for a checkpoint, so
         # a save killed at any earlier line leaves nothing that could be loaded.
-        write_object(self._storage, draft.key(MANIFEST_NAME), seal.manifest_parts())
-        write_object(self._storage, draft.key(METADATA_NAME), seal.metadata_parts())
+        write_object(self._seals, draft.key(MANIFEST_NAME), seal.manifest_parts())
+        write_object(self._seals, draft.key(METADATA_NAME), seal.metadata_parts())
 
     def _clear_up(self, draft: Draft, remove_older: Callable[[], None]) -> None:
         """Remove the older checkpoint and the lease. The save is committed: failures are left to a sweep."""
@@ -283,13 +286,15 @@ class FolderDraftStore(DraftStore):
         require_replaceable(self._storage, self._tree, name)
         draft = Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
         self.renew(draft)
-        self._tree.make(draft.folder)
+        self._tree.make(draft.folder, keep_name=False)
         return draft
 
     def publish(self, draft: Draft, seal: SealParts) -> Committed:
         """Check, seal and rename the draft, as the module describes."""
         sizes = {entry.name: entry.size_bytes for entry in self._tree.entries(draft.folder)}
         self._write_seal(draft, seal, sizes)
+        # Files were written without this. It must come first: a name must not survive without its files.
+        self._tree.sync(draft.folder)
         left_behind = self._give_name(draft)
         self._published.add(draft.save_id)
         self._tree.sync()

@@ -74,7 +74,7 @@ class SharedDraft:
         """Make the draft, unless another process has."""
         self.renew()
         try:
-            self._tree.make(self.draft.folder)
+            self._tree.make(self.draft.folder, keep_name=False)
         except AlreadyThere:
             logger.debug("%s exists already", self.draft.folder)
 
@@ -87,7 +87,9 @@ class SharedDraft:
         )
 
     def mark(self, progress: MarkProgress) -> None:
-        """Record the progress of this process for the others."""
+        """Record the progress of this process for the others; what is done survives a power cut."""
+        if progress == "done":
+            self._tree.sync(self.draft.folder)
         owner = self._owner()
         mark = NodeMark(node=self._node, progress=progress, host=owner.host, pid=owner.pid)
         write_object(self._storage, f"{self._marks}/node-{self._node}", [mark.model_dump_json().encode()])

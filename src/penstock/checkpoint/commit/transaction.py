@@ -34,7 +34,12 @@ from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks, ru
 from penstock.cluster.rounds import FAN_IN
 from penstock.errors import PenstockError, StorageError
 from penstock.storage import Storage
-from penstock.storage.capabilities import find_folder_tree, prefer_direct_access, require_conditional_writes
+from penstock.storage.capabilities import (
+    find_folder_tree,
+    prefer_direct_access,
+    require_conditional_writes,
+    sync_names,
+)
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, Urgency, WrittenShare
@@ -210,6 +215,9 @@ def write_into(
         def write() -> RankSaveStats:
             nonlocal share
             share = staged.write_to(transaction.data_storage, transaction.key, progress)
+            if comm.rank:
+                # Rank 0 does so when it commits; on a shared file system that may not cover other nodes.
+                sync_names(transaction.storage, transaction.draft.folder)
             return share.stats
 
         if comm.size >= FAN_IN and isinstance(prepared, SupportsDescribing):

@@ -39,7 +39,7 @@ from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES
 from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks, run_on_rank0
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.storage import Storage
-from penstock.storage.capabilities import FolderTree, find_folder_tree, prefer_direct_access
+from penstock.storage.capabilities import FolderTree, defer_sync, find_folder_tree, prefer_direct_access
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import parse_uri
@@ -148,7 +148,9 @@ class NodeCache:
         for number, record in records.items():
             if set(record.ranks).isdisjoint(saved):
                 continue
-            written = write_object(self.storage, draft.key(_record_name(number)), [record_bytes(record)])
+            # Publishing makes the names of all files of the draft durable.
+            storage = defer_sync(self.storage, "names")
+            written = write_object(storage, draft.key(_record_name(number)), [record_bytes(record)])
             sizes[_record_name(number)] = written.size_bytes
             for place, rank in enumerate(record.ranks):
                 if rank in saved:

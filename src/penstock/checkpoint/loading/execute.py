@@ -271,7 +271,8 @@ def _move(
     if context.links is not None:
         memory = SharedBlocks(context.links, context.buffers.settings)
     settings, own_spans = memory.settings, spans[: plan.num_own]
-    blocks = reader.plan_blocks(own_spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
+    block_bytes = settings.fit(sum(span.end - span.begin for span in own_spans))
+    blocks = reader.plan_blocks(own_spans, block_bytes=block_bytes, alignment_bytes=PAGE_BYTES)
     destinations, outbox = _open_destinations(plan, begin, targets, context)
     sharing = None
     if context.links is not None:

@@ -36,6 +36,7 @@ MOST_BLOCK_BYTES = 4 << 20
 """New shared memory costs as much as a copy of as many bytes, so windows and their blocks are small."""
 NUM_SPARE_BLOCKS = 2
 """Blocks that others still copy while all streams read the next ones."""
+LEAST_STREAMS = 2
 CONNECT_S = 10.0
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14, which fails where touching the memory would end the process."""
@@ -51,6 +52,11 @@ def name_host() -> str:
         return f"{current_process().kernel} {Path('/proc/self/ns/net').readlink()}"
     except OSError:
         return ""
+
+
+def count_streams(settings: ReadSettings, num_ranks: int) -> int:
+    """Of each of a host's ranks, which read for each other: together twice as many as one alone."""
+    return max(LEAST_STREAMS, min(settings.streams, 2 * settings.streams // num_ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +217,7 @@ class _Listener:
     def open(cls, num_ranks: int, settings: ReadSettings, read_bytes: int) -> _Listener:
         room = SHARED_BYTES // num_ranks
         block_bytes = min(settings.block_bytes, MOST_BLOCK_BYTES, room // 2) // PAGE_BYTES * PAGE_BYTES
-        most = min(settings.streams + NUM_SPARE_BLOCKS, room // block_bytes)
+        most = min(count_streams(settings, num_ranks) + NUM_SPARE_BLOCKS, room // block_bytes)
         num_blocks = max(1, min(most, -(-read_bytes // block_bytes) + 1))
         address = f"penstock-{secrets.token_hex(16)}"
         with ExitStack() as undo:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.checkpoint.loading.host_links import HostLinks
+from penstock.checkpoint.loading.host_links import HostLinks, count_streams
 from penstock.checkpoint.loading.reader import STEP_BYTES, Block, Part, ReadSettings, Span, SpanSink
 from penstock.checkpoint.plan.load_plan import LoadPlan
 from penstock.checkpoint.state.regions import Ints
@@ -33,7 +33,8 @@ class SharedBlocks:
     """Memory for blocks in a window that other ranks map, in place of `ReadBuffers`."""
 
     def __init__(self, links: HostLinks, settings: ReadSettings) -> None:
-        self.settings = ReadSettings(streams=settings.streams, block_bytes=links.block_bytes)
+        streams = count_streams(settings, len(links.links) + 1)
+        self.settings = ReadSettings(streams=streams, block_bytes=links.block_bytes)
         self._links = links
 
     def blocks(self, num_blocks: int, prepare: object = None) -> list[memoryview]:  # noqa: ARG002 - see ReadBuffers

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +37,7 @@ from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute_plan
 from penstock.checkpoint.loading.host_links import HostLinks, connect_host, name_host
 from penstock.checkpoint.loading.placement import Target, cut_region
-from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings
+from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settings_for_cached
 from penstock.checkpoint.loading.stateful_parts import LoadedParts, StoredNames, loading_into
 from penstock.checkpoint.plan import load_plan
 from penstock.checkpoint.plan.save_plan import RANK_MARK
@@ -151,7 +151,9 @@ class CheckpointLoader:
             checkpoint=checkpoint,
             item_index=item_index,
             group=group,
-            buffers=self._buffers,
+            buffers=ReadBuffers(settings_for_cached(self._buffers.settings, comm.size))
+            if is_cached
+            else self._buffers,
             progress=progress,
             storage=MappedStorage(checkpoint.storage)
             if is_cached
@@ -204,27 +206,31 @@ class CheckpointLoader:
         def plan_own(shared: load_plan.SharedLoadPlan, hosts: Ints | None) -> load_plan.LoadPlan:
             return load_plan.plan_rank_load(shared, element_bytes, comm.rank, self._options, hosts=hosts)
 
-        try:
-            shared = plan_wanted(wanted)
-        except load_plan.UnreadableFile as error:
-            raise ObjectNotFound(
-                f"None of the {comm.size} ranks can open {files[error.file]}",
-                uri=checkpoint.uri,
-                fix="Restore the file on one of their nodes, or load another step.",
-            ) from error
-        hosts = _number_hosts([host for _, host in wishes])
-        links = self._link(plan_own(shared, hosts), element_bytes, hosts, comm)
-        if is_cached:
-            wanted = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
-            return plan_own(plan_wanted(wanted), None), links
-        return plan_own(shared, None if links is None else hosts), links
+        links = None
+        # Where all ranks find everything cached, as all of them know now, nothing is left to share.
+        if any(len(regions) for regions in wanted):
+            try:
+                shared = plan_wanted(wanted)
+            except load_plan.UnreadableFile as error:
+                raise ObjectNotFound(
+                    f"None of the {comm.size} ranks can open {files[error.file]}",
+                    uri=checkpoint.uri,
+                    fix="Restore the file on one of their nodes, or load another step.",
+                ) from error
+            hosts = _number_hosts([host for _, host in wishes])
+            links = self._link(lambda: plan_own(shared, hosts), element_bytes, hosts, comm)
+            if not is_cached:
+                return plan_own(shared, None if links is None else hosts), links
+        wanted = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
+        return plan_own(plan_wanted(wanted), None), links
 
     def _link(
-        self, plan: load_plan.LoadPlan, element_bytes: Ints, hosts: Ints, comm: Comm
+        self, plan_own: Callable[[], load_plan.LoadPlan], element_bytes: Ints, hosts: Ints, comm: Comm
     ) -> HostLinks | None:
         """Connect the ranks of this host if they share bytes and can. Collective."""
         if len(np.unique(hosts)) == comm.size:
             return None
+        plan = plan_own()
         own = plan.regions.take(slice(plan.num_own))
         return connect_host(
             comm,

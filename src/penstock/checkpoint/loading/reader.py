@@ -1,18 +1,19 @@
 """Reads blocks from storage into memory: several threads read, checksum and pass on.
 
-A block whose destination is contiguous and aligned is read directly into it; other blocks pass through a
-buffer. Invariant: the blocks cover every span once, each part is passed on once, and the parts of an item are
-checksummed in order, whichever thread reads them.
+A block whose destination is contiguous and aligned is read directly into it, or copied to it from a mapping;
+other blocks pass through a buffer. Invariant: the blocks cover every span once, each part is passed on once,
+and the parts of an item are checksummed in order, whichever thread reads them.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.checkpoint.formats.manifest import RunningChecksum, checksum_of, start_checksum
@@ -20,7 +21,15 @@ from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import DataDamaged
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
+from penstock.storage.capabilities import SupportsViews
 from penstock.storage.protocol import Source
+
+LEAST_BLOCKS = 3
+"""For each stream, unless blocks would be smaller than `LEAST_BLOCK_BYTES`."""
+LEAST_BLOCK_BYTES = 1 << 20
+
+MOST_COPYING_THREADS = 4
+"""As many saturate memory; ranks of one host share it."""
 
 STEP_BYTES = 1 << 20
 """Bytes are checksummed and copied in steps that stay in the processor's cache."""
@@ -28,10 +37,26 @@ STEP_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSettings:
-    """How a rank reads. Its buffers take twice as many blocks as there are streams."""
+    """How a rank reads: `streams` threads, each of which checksums and copies what it has read.
 
-    streams: int = 4
+    There are more of them than a device needs, so that it works while some of them do not read. Buffers take
+    twice as many blocks.
+    """
+
+    streams: int = 6
     block_bytes: int = 8 << 20
+    """At most. Small loads have smaller blocks: what the last ones take after the device is done is short."""
+
+    def fit(self, num_bytes: int) -> int:
+        """The size of blocks for a load of so many bytes."""
+        fitting = round_up(max(num_bytes // (LEAST_BLOCKS * self.streams), LEAST_BLOCK_BYTES), PAGE_BYTES)
+        return min(self.block_bytes, fitting)
+
+
+def settings_for_cached(settings: ReadSettings, num_ranks: int) -> ReadSettings:
+    """For copies out of the page cache, which cost processors and no waiting: no thread more than these."""
+    most = MOST_COPYING_THREADS if num_ranks == 1 else MOST_COPYING_THREADS // 2
+    return replace(settings, streams=min(settings.streams, most, len(os.sched_getaffinity(0))))
 
 
 @dataclass(slots=True)
@@ -179,7 +204,7 @@ class BlockReader:
         self._wait_for_room = wait_for_room
         self._lock = threading.Condition()
         self._next = 0
-        self._parked: dict[int, tuple[_Place, memoryview | None]] = {}
+        self._parked: dict[int, tuple[_Place, memoryview, bool]] = {}
         self._places: list[_Place] = []
         self._free: list[_Place] = []
         self._is_stopped = False
@@ -235,24 +260,29 @@ class BlockReader:
                 self._lock.notify_all()
 
     def _read(self, number: int, place: _Place) -> None:
-        block, buffer = self._blocks[number], place.buffer
-        source = self._files.open(block.file)
-        in_place = self._find_destination(block) if place.num_users == 1 else None
-        if in_place is not None:
-            source.read_into(block.begin, in_place)
-            content = in_place
-        else:
-            content = buffer[: block.end - block.begin]
-            # Read to the end of the last page, so that direct I/O needs no second request for the tail.
-            whole = min(round_up(len(content), PAGE_BYTES), source.size_bytes - block.begin)
-            source.read_into(block.begin, buffer[: max(whole, len(content))])
+        block = self._blocks[number]
+        content, is_in_place = self._get(block, place)
         self._files.done(block.file)
         if self._viewers is not None:
             self._viewers.show(number, place.number)
-        if self._try_claim_turn(number, place, in_place):
-            self._pass_on(number, content, is_in_place=in_place is not None)
+        if self._try_claim_turn(number, place, content, is_in_place=is_in_place):
+            self._pass_on(number, content, is_in_place=is_in_place)
             self._give_back(place)
             self._pass_on_parked(number)
+
+    def _get(self, block: Block, place: _Place) -> tuple[memoryview, bool]:
+        """A block's content, and whether that is where it belongs."""
+        source, size = self._files.open(block.file), block.end - block.begin
+        if place.num_users == 1:
+            if isinstance(source, SupportsViews) and (shown := source.view(block.begin, size)) is not None:
+                return shown, False
+            if (in_place := self._find_destination(block)) is not None:
+                source.read_into(block.begin, in_place)
+                return in_place, True
+        # Read to the end of the last page, so that direct I/O needs no second request for the tail.
+        whole = min(round_up(size, PAGE_BYTES), source.size_bytes - block.begin)
+        source.read_into(block.begin, place.buffer[: max(whole, size)])
+        return place.buffer[:size], False
 
     def _find_destination(self, block: Block) -> memoryview | None:
         if len(block.parts) != 1:
@@ -262,12 +292,12 @@ class BlockReader:
             return None
         return self._sink.place(part.span, part.begin, part.end)
 
-    def _try_claim_turn(self, number: int, place: _Place, in_place: memoryview | None) -> bool:
+    def _try_claim_turn(self, number: int, place: _Place, content: memoryview, *, is_in_place: bool) -> bool:
         """Whether it is this block's turn; if not, park it for the thread that finishes the one before."""
         with self._lock:
             if not self._blocks[number].continues or self._is_predecessor_summed(number):
                 return True
-            self._parked[number] = (place, in_place)
+            self._parked[number] = (place, content, is_in_place)
             return False
 
     def _is_predecessor_summed(self, number: int) -> bool:
@@ -284,10 +314,8 @@ class BlockReader:
             with self._lock:
                 if number not in self._parked:
                     return
-                place, in_place = self._parked.pop(number)
-            block = self._blocks[number]
-            content = place.buffer[: block.end - block.begin] if in_place is None else in_place
-            self._pass_on(number, content, is_in_place=in_place is not None)
+                place, content, is_in_place = self._parked.pop(number)
+            self._pass_on(number, content, is_in_place=is_in_place)
             self._give_back(place)
 
     def _pass_on(self, number: int, content: memoryview, *, is_in_place: bool) -> None:

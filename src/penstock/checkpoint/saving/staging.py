@@ -33,6 +33,9 @@ from penstock.storage.protocol import Sink, Storage, WrappedStorage
 MOST_CHUNK_BYTES = 16 << 20
 """Larger writes are no faster, and the last one of a file takes longer to wait for."""
 
+FEW_CHUNKS_BYTES = 8 << 20
+"""Files below this are written in two chunks."""
+
 _NS_PER_S = 1e9
 
 
@@ -66,8 +69,9 @@ def choose_pipeline_settings(
     """Settings that write these files with at most `buffer_bytes` of buffers, and no more than needed."""
     streams = max(1, min(writers, len(layouts)))
     largest = max((layout.size_bytes for layout in layouts), default=0)
-    # A file is at least two chunks, so that one is written while the other is filled.
-    wanted = min(MOST_CHUNK_BYTES, round_up(max(-(-largest // 2), 1), PAGE_BYTES))
+    # Chunks of one size, so that none is small; several, so that the storage works while others are filled.
+    num_chunks = max(-(-largest // MOST_CHUNK_BYTES), 2 if largest < FEW_CHUNKS_BYTES else 4)
+    wanted = round_up(max(-(-largest // num_chunks), 1), PAGE_BYTES)
     room = buffer_bytes // (MIN_BUFFERS_PER_STREAM * streams) // PAGE_BYTES * PAGE_BYTES
     chunk_bytes = max(min(wanted, room), PAGE_BYTES)
     needed = sum(round_up(layout.size_bytes, chunk_bytes) for layout in layouts)

@@ -42,7 +42,7 @@ from penstock.checkpoint.state.leaves import require_text
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.cluster.comm import SoloComm
 from penstock.errors import AlreadyThere, UsageError
-from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.capabilities import prefer_direct_access, sync_names
 from penstock.storage.uri import has_option, parse_uri
 
 if TYPE_CHECKING:
@@ -333,6 +333,8 @@ class Writer(BlockingAsyncStager, StorageWriter):
         # The memory is this writer's own, and its earlier saves have returned it.
         staged = StagedFiles(share, self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
         written = staged.write_to(prefer_direct_access(storage), assigned.draft.key)
+        if self._transaction is None:
+            sync_names(storage, assigned.draft.folder)
         return items.results(written, self._transforms)
 
     def _uri(self) -> str:

@@ -28,6 +28,7 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.storage.aligned import flat
+from penstock.storage.capabilities import Deferred
 from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess, FileWriter, OpenFile
 from penstock.storage.files.folders import FileFolderTree, VerifiedFolders
 from penstock.storage.files.system_calls import (
@@ -66,6 +67,7 @@ class NewFile:
     final_path: str
     declared_bytes: int | None
     fsync: bool
+    keep_name: bool
 
 
 class FileSink:
@@ -136,7 +138,7 @@ class FileSink:
             except OSError as error:
                 raise map_name_clash(error, self._file.uri) from error
         self._is_unpublished = False
-        if self._new.fsync:
+        if self._new.keep_name:
             self._folders.sync_folder(os.path.dirname(self._new.final_path))
 
     @contextmanager
@@ -237,8 +239,16 @@ class FileStorage:
     """A `Storage` of files. A symbolic link inside the root is followed, one that leads out is refused."""
 
     def __init__(
-        self, location: Location, options: FileOptions, access: FileAccess, *, calls: FileCalls = REAL_CALLS
+        self,
+        location: Location,
+        options: FileOptions,
+        access: FileAccess,
+        *,
+        calls: FileCalls = REAL_CALLS,
+        folders: VerifiedFolders | None = None,
+        keep_names: bool = True,
     ) -> None:
+        """`folders` may be those of another storage of this tree; see `defer_sync` for `keep_names`."""
         self._location = location
         self.uri = location.uri
         self.options: Mapping[str, OptionValue] = {"access": access.name, **asdict(options)}
@@ -246,7 +256,9 @@ class FileStorage:
         self._options = options
         self._access = access
         self._calls = calls
-        self._folders = VerifiedFolders(location.root, location.scheme, calls, keep_names=options.fsync)
+        self._keep_names = keep_names and options.fsync
+        self._folders = folders or VerifiedFolders(location.root, location.scheme, calls)
+        self._others: dict[str, FileStorage] = {}
         self.tree = FileFolderTree(self._folders, calls)
         """Whole folders: made, listed, renamed, exchanged, removed (`penstock.storage.capabilities`)."""
 
@@ -254,11 +266,11 @@ class FileStorage:
         """Begin a file, under a hidden name unless publish=in_place; missing folders are made."""
         folder, name = self._split(key)
         try:
-            return self._begin(key, self._folders.ready(folder), name, size_bytes)
+            return self._begin(key, self._ready(folder), name, size_bytes)
         except ObjectNotFound:
             # A remembered folder has been removed meanwhile: check and make it again, once.
             self._folders.forget()
-            return self._begin(key, self._folders.ready(folder), name, size_bytes)
+            return self._begin(key, self._ready(folder), name, size_bytes)
 
     def open(self, key: str) -> FileSource:
         """Open a file as it is now: an overwrite does not touch it, only writing in place does."""
@@ -317,17 +329,43 @@ class FileStorage:
     def past_cache(self, reads: str | None = None) -> FileStorage:
         """The same tree by direct I/O, written in place; buffered where the file system has no direct I/O."""
         own = self._options
+        # Kept, with its bounce buffers: to try direct I/O and to make them takes longer than a small file.
+        if "direct" in self._others:
+            return self._others["direct"]
         chosen = asdict(replace(own, publish="in_place"))
         takes = self._takes_direct_access if reads is None else partial(self._opens_directly, reads)
         if isinstance(own, DirectOptions) or not takes():
-            return FileStorage(self._location, type(own)(**chosen), self._access, calls=self._calls)
+            return self._like_this(type(own)(**chosen), self._access, keep_names=False)
         options = DirectOptions(**chosen)
         access = DirectAccess(options.alignment_bytes, options.bounce_bytes)
-        return FileStorage(replace(self._location, scheme="direct"), options, access, calls=self._calls)
+        self._others["direct"] = self._like_this(options, access, keep_names=False, scheme="direct")
+        return self._others["direct"]
+
+    def deferring(self, what: Deferred) -> FileStorage:
+        """The same tree; its caller syncs names, or everything."""
+        if what not in self._others:
+            options = self._options if what == "names" else replace(self._options, fsync=False)
+            self._others[what] = self._like_this(options, self._access, keep_names=False)
+        return self._others[what]
+
+    def _like_this(
+        self, options: FileOptions, access: FileAccess, *, keep_names: bool, scheme: str | None = None
+    ) -> FileStorage:
+        return FileStorage(
+            replace(self._location, scheme=scheme or self._location.scheme),
+            options,
+            access,
+            calls=self._calls,
+            folders=self._folders,
+            keep_names=keep_names,
+        )
+
+    def _ready(self, folder: str) -> str:
+        return self._folders.ready(folder, keep_names=self._keep_names)
 
     def _takes_direct_access(self) -> bool:
         # Tried on a hidden file, because what file systems announce says less than what they do.
-        path = os.path.join(self._folders.ready(""), unfinished_name())
+        path = os.path.join(self._ready(""), unfinished_name())
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600)
         except OSError as error:
@@ -404,6 +442,7 @@ class FileStorage:
             final_path=final_path,
             declared_bytes=size_bytes,
             fsync=self._options.fsync,
+            keep_name=self._keep_names,
         )
         sink = FileSink(
             new, self._access.start_writer(new.file, self._options.writes_in_flight), self._folders

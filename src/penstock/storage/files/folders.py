@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
 from penstock.storage.capabilities import FolderEntry
@@ -22,15 +22,15 @@ NUM_REMEMBERED = 4096
 
 
 class VerifiedFolders:
-    """The folders of one storage. With `keep_names` the names of new folders survive a power cut."""
+    """The folders below one root, for all storages that write there in different ways."""
 
-    def __init__(self, root: str, scheme: str, calls: FileCalls, *, keep_names: bool) -> None:
+    def __init__(self, root: str, scheme: str, calls: FileCalls) -> None:
         self.root = root
         self._scheme = scheme
         self._calls = calls
-        self._keep_names = keep_names
         self._inside = _Remembered()
-        self._ready = _Remembered()
+        self._made = _Remembered()
+        self._durable = _Remembered()
 
     def uri_of(self, path: str) -> str:
         """The URI of a path, for errors."""
@@ -44,10 +44,13 @@ class VerifiedFolders:
             self._inside.add(path)
         return path
 
-    def ready(self, folder: str) -> str:
-        """The path of a folder inside the root, which is created with its missing parents."""
+    def ready(self, folder: str, *, keep_names: bool) -> str:
+        """The path of a folder inside the root, which is created with its missing parents.
+
+        With `keep_names` their names survive a power cut.
+        """
         path = os.path.join(self.root, folder) if folder else self.root
-        if path in self._ready:
+        if path in self._durable or (not keep_names and path in self._made):
             return path
         self._make_root()
         level = ""
@@ -58,15 +61,20 @@ class VerifiedFolders:
             # Checked after it exists: it may be a link that was there before.
             self.existing(level)
             # Also for an existing folder: the process that created it may not have made it durable yet.
-            if self._keep_names:
+            if keep_names:
                 self.sync_folder(parent)
-        self._ready.add(path)
+        (self._durable if keep_names else self._made).add(path)
         return path
 
-    def forget(self) -> None:
-        """Check and create every folder again at its next use, because one was removed."""
-        self._inside.clear()
-        self._ready.clear()
+    def add_made(self, path: str) -> None:
+        """Remember a folder that was just made in a verified one."""
+        self._inside.add(path)
+        self._made.add(path)
+
+    def forget(self, *paths: str) -> None:
+        """Check and create these folders, and all below them, again at their next use; without any, all."""
+        for remembered in (self._inside, self._made, self._durable):
+            remembered.forget(paths)
 
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder survive a power cut."""
@@ -172,9 +180,13 @@ class _Remembered:
                 del self._paths[next(iter(self._paths))]
             self._paths[path] = None
 
-    def clear(self) -> None:
+    def forget(self, tops: Sequence[str]) -> None:
         with self._lock:
-            self._paths.clear()
+            self._paths = {
+                path: None
+                for path in self._paths
+                if tops and not any(path == top or path.startswith(f"{top}/") for top in tops)
+            }
 
 
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
@@ -188,14 +200,16 @@ class FileFolderTree:
         self._folders = folders
         self._calls = calls
 
-    def make(self, folder: str) -> None:
-        """Make a new folder and what is missing above it."""
+    def make(self, folder: str, *, keep_name: bool = True) -> None:
+        """Make a new folder, and durably what is missing above it."""
         path = self._path(folder, make_parent=True)
         try:
             self._calls.mkdir(path)
         except OSError as error:
             raise self._refusal(error, "Making a folder", path) from error
-        self._folders.sync_folder(os.path.dirname(path))
+        self._folders.add_made(path)
+        if keep_name:
+            self._folders.sync_folder(os.path.dirname(path))
 
     def entries(self, folder: str = "", *, prefix: str = "") -> Iterator[FolderEntry]:
         """What lies directly in a folder; what vanishes meanwhile is left out."""
@@ -228,7 +242,7 @@ class FileFolderTree:
             self._calls.rename(old, new)
         except OSError as error:
             raise self._refusal(error, "Renaming", new) from error
-        self._folders.forget()
+        self._folders.forget(old, new)
 
     def exchange(self, one: str, other: str) -> None:
         """Let two folders change names in one step."""
@@ -243,7 +257,7 @@ class FileFolderTree:
                     fix="Keep checkpoints on a local or a parallel file system that can.",
                 ) from error
             raise self._refusal(error, "Exchanging folders", paths[1]) from error
-        self._folders.forget()
+        self._folders.forget(*paths)
 
     def sync(self, folder: str = "") -> None:
         """Make the names directly in a folder survive a power cut."""
@@ -264,13 +278,15 @@ class FileFolderTree:
                 return
             if stat.S_ISDIR(facts.st_mode):
                 self._remove_below(path)
-                self._folders.forget()
+                self._folders.forget(path)
             else:
                 self._unlink(path)
 
     def _path(self, key: str, *, make_parent: bool = False) -> str:
         parent, _, name = check_key(key, self._folders.uri_of(self._folders.root)).rpartition("/")
-        above = self._folders.ready(parent) if make_parent else self._folders.existing(parent)
+        above = (
+            self._folders.ready(parent, keep_names=True) if make_parent else self._folders.existing(parent)
+        )
         return os.path.join(above, name)
 
     def _remove_below(self, path: str) -> None:

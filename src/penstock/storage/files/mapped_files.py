@@ -7,6 +7,7 @@ which says why. Only a file that is cut while it is being copied ends the proces
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 from penstock.storage.aligned import PAGE_BYTES, copy_bytes, flat
 from penstock.storage.files.file_storage import FileSource
@@ -41,20 +42,27 @@ class MappedSource(WrappedSource):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Copy from the mapping."""
         wanted = flat(buffer)
-        end, lead = offset + len(wanted), offset % PAGE_BYTES
-        if end > self.size_bytes or not wanted:
+        found = self.view(offset, len(wanted))
+        if found is None:
             self.inside.read_into(offset, buffer)
-            return
+        else:
+            copy_bytes(wanted, found)
+
+    def view(self, offset: int, size_bytes: int) -> memoryview | None:
+        """A part of the mapping, of pages that are in memory now. It stays mapped as long as it is used."""
+        end, lead = offset + size_bytes, offset % PAGE_BYTES
+        if end > self.size_bytes or not size_bytes:
+            return None
         try:
-            self._pages.madvise(POPULATE_READ, offset - lead, lead + len(wanted))
+            self._pages.madvise(POPULATE_READ, offset - lead, lead + size_bytes)
         except OSError:
-            self.inside.read_into(offset, buffer)
-            return
-        copy_bytes(wanted, self._view[offset:end])
-        self._counters.add(requests=1, read_bytes=len(wanted))
+            return None
+        self._counters.add(requests=1, read_bytes=size_bytes)
+        return self._view[offset:end]
 
     def close(self) -> None:
-        """Unmap and close the file; no thread may be reading."""
+        """Close the file and unmap it, or leave the latter to the last view; no thread may be reading."""
         self._view.release()
-        self._pages.close()
+        with suppress(BufferError):
+            self._pages.close()
         self.inside.close()

@@ -11,7 +11,13 @@ from typing import Final
 
 from penstock.environment import TRACE, TRACE_RANK, Environment
 from penstock.storage import protocol
-from penstock.storage.capabilities import SpanValue, find_local_root, prefer_direct_access
+from penstock.storage.capabilities import (
+    Deferred,
+    SpanValue,
+    defer_sync,
+    find_local_root,
+    prefer_direct_access,
+)
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
 from penstock.trace.capture.trace_writer import EventKind, Layer
 
@@ -64,6 +70,10 @@ class TracedStorage(protocol.WrappedStorage):
     def past_cache(self, reads: str | None = None) -> protocol.Storage:
         """The same tree past the page cache, traced alike: tracing must not change the path of I/O."""
         return TracedStorage(prefer_direct_access(self.inside, reads=reads), self._recorder)
+
+    def deferring(self, what: Deferred) -> protocol.Storage:
+        """The same tree, synced by the caller, traced alike."""
+        return TracedStorage(defer_sync(self.inside, what), self._recorder)
 
     def record_span(
         self, name: str, cat: str, began_ns: int, ended_ns: int, args: Mapping[str, SpanValue]

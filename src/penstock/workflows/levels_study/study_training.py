@@ -125,6 +125,7 @@ class FileSaver:
         ]
         for future in writing:
             future.result()
+        capabilities.sync_names(self._storage, _rank_folder(number, self._trainer.rank))
         if number > NUM_KEPT:
             shutil.rmtree(
                 self._root / _rank_folder(number - NUM_KEPT, self._trainer.rank), ignore_errors=True

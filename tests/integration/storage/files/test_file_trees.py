@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import errno
+import math
 from pathlib import Path
 
 import pytest
 from tests.support.known_steps import files_below
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
-from penstock.storage.capabilities import find_folder_tree, prefer_direct_access, unwrap
+from penstock.storage.capabilities import (
+    Deferred,
+    defer_sync,
+    find_folder_tree,
+    prefer_direct_access,
+    sync_names,
+    unwrap,
+)
 from penstock.storage.files.file_storage import DirectOptions, FileStorage
 from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage, read_object, write_object
+from penstock.storage.rate_limit import RateLimitedStorage
 from penstock.storage.uri import open_here, open_storage
 from penstock.testing.file_faults import CallLog, FailFileCall, faulty_calls
 
@@ -147,6 +156,35 @@ def test_large_files_go_past_the_page_cache_and_in_place(tmp_path: Path, scheme:
     assert large.options["writes_in_flight"] == 2
     write_object(large, "key", [b"x" * 5000])
     assert read_object(storage, "key") == b"x" * 5000
+
+
+@pytest.mark.parametrize(("what", "num_syncs"), [("names", 1), ("all", 0)])
+def test_what_is_deferred_is_synced_by_the_caller_alone(
+    tmp_path: Path, what: Deferred, num_syncs: int
+) -> None:
+    log = CallLog()
+    files = files_below(tmp_path, faulty_calls(log))
+    storage = RateLimitedStorage(files, math.inf)
+    files.tree.make("folder", keep_name=False)
+    write_object(defer_sync(storage, what), "folder/file", [b"12345"])
+    assert log.names.count("fsync") == num_syncs
+    assert read_object(storage, "folder/file") == b"12345"
+    sync_names(storage, "folder")
+    assert log.names.count("fsync") == num_syncs + 1
+
+
+def test_direct_access_is_tried_once_and_leaves_names_to_the_caller(tmp_path: Path) -> None:
+    log = CallLog()
+    storage = files_below(tmp_path, faulty_calls(log))
+    large = storage.past_cache()
+    write_object(large, "folder/file", [b"x" * 5000])
+    assert log.names.count("fsync") == 1
+    if large.options["access"] == "direct":
+        assert storage.past_cache("folder/file") is large
+    # A folder that was removed behind its back is made again.
+    storage.tree.remove("folder")
+    write_object(large, "folder/file", [b"y" * 5000])
+    assert read_object(storage, "folder/file") == b"y" * 5000
 
 
 def test_where_direct_access_is_missing_large_files_go_through_the_page_cache(

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.errors import ShortTransfer
 from penstock.storage import open_storage
+from penstock.storage.capabilities import SupportsViews
 from penstock.storage.files.mapped_files import MappedSource, MappedStorage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import Storage, read_object, write_object
@@ -48,6 +49,17 @@ def test_a_file_that_was_cut_is_an_error_and_not_the_end_of_the_process(
             source.read_into(8192, memoryview(bytearray(4096)))
         with pytest.raises(ShortTransfer):
             source.read_into(25000, memoryview(bytearray(4096)))
+
+
+def test_a_view_shows_bytes_without_a_copy_and_outlives_its_file(files: Storage) -> None:
+    write_object(files, "some", [CONTENT])
+    with closing(MappedStorage(files).open("some")) as source:
+        assert isinstance(source, SupportsViews)
+        found = source.view(4095, 5000)
+        assert source.view(25000, 601) is None
+    assert found is not None
+    assert found.readonly
+    assert found == CONTENT[4095:9095]
 
 
 def test_what_cannot_be_mapped_is_read_as_before(files: Storage) -> None:
