@@ -5,6 +5,8 @@ What was lost of damaged traces is printed before any answer, and is an error wi
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +33,54 @@ _MAX_COLUMNS = 10
 """A single row of more columns is shown as a column."""
 
 
+class _NoPandas:
+    """An import hook that finds no pandas."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        """Fail for pandas; leave all else to the next hook."""
+        if name == "pandas":
+            raise ModuleNotFoundError(name)
+
+
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+
+
+@contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """Let numpy start no threads for algebra, which it reads of the environment as it is imported."""
+    is_set = _BLAS_THREADS in os.environ
+    if not is_set:
+        os.environ[_BLAS_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[_BLAS_THREADS]
+
+
+def _import_libraries() -> None:
+    """Import what reads traces, without what takes longer than a small trace and is of no use to one.
+
+    Pyarrow asks of each value whether it is one of pandas' own, so it is to decide that there is no pandas.
+    Threads for algebra, of which traces have none, spin as they wait for work, and a collection of garbage
+    while modules are imported finds none.
+    """
+    if "pandas" in sys.modules:
+        return
+    gc.disable()
+    sys.meta_path.insert(0, _NoPandas)
+    try:
+        with _one_blas_thread():
+            import pyarrow as pa
+
+            import penstock.trace.trace_set  # noqa: F401 - all that reads traces
+        pa.array([0])
+    finally:
+        sys.meta_path.remove(_NoPandas)
+        gc.enable()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
     """How trace files are read."""
@@ -47,31 +97,9 @@ class ReadOptions:
     )
     strict: bool = flag("--strict", "Fail if any part of a trace was lost or guessed.")
 
-
-class _NoPandas:
-    """An import hook that finds no pandas."""
-
-    @staticmethod
-    def find_spec(name: str, *_: object) -> None:
-        """Fail for pandas; leave all else to the next hook."""
-        if name == "pandas":
-            raise ModuleNotFoundError(name)
-
-
-def _leave_pandas_out() -> None:
-    """Let pyarrow decide that there is no pandas, before it imports it.
-
-    It asks of each value whether it is one of pandas' own, and the import takes longer than a small trace.
-    """
-    if "pandas" in sys.modules:
-        return
-    import pyarrow as pa
-
-    sys.meta_path.insert(0, _NoPandas)
-    try:
-        pa.array([0])
-    finally:
-        sys.meta_path.remove(_NoPandas)
+    def __post_init__(self) -> None:
+        """Import libraries before modules of ours do."""
+        _import_libraries()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +116,6 @@ class TraceOptions:
         self, terminal: Terminal, *, rank_pattern: str | None = None, columns: frozenset[str] | None = None
     ) -> Iterator[TraceSet]:
         """Open the traces: draws progress while they are read, then prints what was lost of them."""
-        _leave_pandas_out()
         from penstock.trace.event_schema import ALL_COLUMNS
         from penstock.trace.reading.event_filter import EventFilter
         from penstock.trace.reading.trace_file import RANK_PATTERN

@@ -44,29 +44,35 @@ class EventCodes:
     sets_of: npt.NDArray[np.int32]
     ranges: Sequence[_Range]
 
-    def batches(self, events: EventsView) -> Iterator[Callable[[], Iterator[Batch]]]:
-        """A function for each part of the events, whose batches are groups, sets, starts and ends."""
-        names = [*(one.name for one in self.ranges), "ts_us", "end_us"]
+    def batches(
+        self, events: EventsView, measures: Sequence[str] = ()
+    ) -> Iterator[Callable[[], Iterator[Batch]]]:
+        """A function for each part of the events: its batches are groups, sets, starts, ends and measures."""
+        names = [*(one.name for one in self.ranges), "ts_us", "end_us", *measures]
         if events.ordered is not None:
-            return (partial(self._read, part) for part in events.ordered.parts(names))
-        return (partial(self._split, part) for part in self._ask(events, names))
+            return (partial(self._read, part, measures) for part in events.ordered.parts(names))
+        return (partial(self._split, part, measures) for part in self._ask(events, names))
 
     def _ask(self, events: EventsView, names: Sequence[str]) -> Iterator[Part]:
-        selected = [f"coalesce({one.name}, {MISSING}) AS {one.name}" for one in self.ranges]
-        query = f"SELECT {', '.join([*selected, 'ts_us', 'end_us'])} FROM {events.relations.source}"
+        selected = [
+            name if name in ("ts_us", "end_us") else f"coalesce({name}, {MISSING}) AS {name}"
+            for name in names
+        ]
+        query = f"SELECT {', '.join(selected)} FROM {events.relations.source}"
         for batch in events.connection.sql(query).to_arrow_reader(BATCH_ROWS):
             yield {name: batch.column(place).to_numpy() for place, name in enumerate(names)}
 
-    def _read(self, read: Callable[[], Part]) -> Iterator[Batch]:
-        return self._split(read())
+    def _read(self, read: Callable[[], Part], measures: Sequence[str]) -> Iterator[Batch]:
+        return self._split(read(), measures)
 
-    def _split(self, part: Part) -> Iterator[Batch]:
+    def _split(self, part: Part, measures: Sequence[str]) -> Iterator[Batch]:
         for piece in split_part(part, BATCH_ROWS):
             codes: npt.NDArray[Any] = np.zeros(len(piece["ts_us"]), dtype=np.int64)
             for number, one in enumerate(self.ranges):
                 places = one.places(piece[one.name])
                 codes = codes * one.size + places if number else places
-            yield self.group_of[codes], self.sets_of[codes], piece["ts_us"], piece["end_us"]
+            times = piece["ts_us"], piece["end_us"]
+            yield self.group_of[codes], self.sets_of[codes], *times, *(piece[name] for name in measures)
 
 
 def code_events(events: EventsView, by: Sequence[str], sets: Sequence[str]) -> EventCodes | None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.trace.reading.block_arguments import find_distinct
+from penstock.trace.arrow_functions import cast, encode, find_distinct, find_unique, number_texts, take
 from penstock.trace.reading.event_batch import BATCH_SCHEMA, FEW_ROWS
 
 Numbers = npt.NDArray[np.int64]
@@ -46,6 +46,14 @@ _KIND: Final = _PARTS["kind_id"]
 _PROCESS: Final = ("run", "host", "rank", "pid")
 _PLAIN: Final = ("ts_us", "dur_us", "tid", "size_bytes", "offset", "ret", "epoch", "step", "args")
 """Columns that are kept as they come."""
+
+_KEY_OF: Final = {
+    **dict.fromkeys(_KIND, "kind_id"),
+    **dict.fromkeys(_PROCESS, "process_id"),
+    "path": "path_id",
+    "file": "file_number",
+}
+"""The column of numbers that stands for a column until all events are here."""
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -82,6 +90,7 @@ class EventStore:
         self._num_pending = self._num_events = 0
         self._num_of_file: dict[int, int] = {}
         self._runs: list[Path] = []
+        self._named: dict[str, _Texts] = {}
 
     def __len__(self) -> int:
         return self._num_events
@@ -149,7 +158,7 @@ class EventStore:
         if "path" in names:
             encoded = batch["path"]
             numbers = [self._paths.number(path) for path in encoded.dictionary.to_pylist()]
-            columns["path_id"] = pa.array(numbers, pa.int32()).take(encoded.indices)
+            columns["path_id"] = take(pa.array(numbers, pa.int32()), encoded.indices)
         columns["file_number"] = pa.array(np.full(num_rows, file, dtype=np.int32))
         columns["line"] = pa.array(np.arange(line, line + num_rows))
         return pa.table(columns)
@@ -178,7 +187,7 @@ class EventStore:
             if order is None:
                 yield table.slice(begin, slice_rows)
             else:
-                yield table.take(pa.array(order[begin : begin + slice_rows]))
+                yield take(table, order[begin : begin + slice_rows])
 
     def _spill(self) -> None:
         run = self._scratch / f"run-{len(self._runs):05d}.parquet"
@@ -207,7 +216,7 @@ class EventStore:
         """The wanted columns of these events, and their keys."""
         schema = self._schema()
         arrays = [
-            numbers[field.name] if field.name in KEYS else self._column(field.name, numbers).cast(field.type)
+            numbers[field.name] if field.name in KEYS else cast(self._column(field.name, numbers), field.type)
             for field in schema
         ]
         return pa.table(arrays, schema=schema)
@@ -215,18 +224,21 @@ class EventStore:
     def _column(self, name: str, numbers: pa.Table) -> Any:
         if name == "end_us":
             return pa.array(numbers["ts_us"].to_numpy() + numbers["dur_us"].to_numpy())
-        if name == "file":
-            files = [self._files.get(number, "") for number in range(max(self._files) + 1)]
-            return _look_up(numbers["file_number"], files)
-        if name == "path":
-            return _look_up(numbers["path_id"], self._paths.values)
-        for key, parts, numbering in (
-            ("kind_id", _KIND, self._kinds),
-            ("process_id", _PROCESS, self._processes),
-        ):
-            if name in parts:
-                return _look_up(numbers[key], [values[parts.index(name)] for values in numbering.values])
-        return numbers[name]
+        key = _KEY_OF.get(name)
+        return numbers[name] if key is None else self._texts_of(name).look_up(numbers[key])
+
+    def _texts_of(self, name: str) -> _Texts:
+        """What the numbers in place of this column mean, once all events are here."""
+        if name not in self._named:
+            if name == "file":
+                values: Sequence[Any] = [self._files.get(n, "") for n in range(max(self._files) + 1)]
+            elif name == "path":
+                values = self._paths.values
+            else:
+                parts, numbering = (_KIND, self._kinds) if name in _KIND else (_PROCESS, self._processes)
+                values = [tuples[parts.index(name)] for tuples in numbering.values]
+            self._named[name] = _Texts(values)
+        return self._named[name]
 
 
 def columns_to_read(columns: frozenset[str]) -> frozenset[str]:
@@ -251,10 +263,9 @@ def _number_tuples(
             parts.append(([None], 1))
             continue
         column = batch[name]
-        encoded = column if isinstance(column, pa.DictionaryArray) else column.dictionary_encode()
+        encoded = encode(column)
         values = [*encoded.dictionary.to_pylist(), None]
-        own = encoded.indices.fill_null(len(values) - 1).to_numpy()
-        codes = codes * len(values) + own
+        codes = codes * len(values) + number_texts(encoded)
         num_codes *= len(values)
         parts.append((values, len(values)))
     known, places = find_distinct(codes, num_codes)
@@ -272,19 +283,25 @@ _MANY: Final = 4096
 """Values from which on a table's dictionary has only those that occur in it."""
 
 
-def _look_up(codes: pa.ChunkedArray, values: Sequence[Any]) -> pa.Array:
-    """The value of each code; texts are dictionary-encoded."""
-    codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes
-    if len(values) > _MANY:
-        used = codes.unique().drop_null().to_pylist()
-        places = np.zeros(len(values), dtype=np.int32)
-        places[used] = np.arange(len(used))
-        codes = pa.array(places).take(codes)
-        values = [values[number] for number in used]
-    distinct: Numbering[Any] = Numbering()
-    of_code = [None if value is None else distinct.number(value) for value in values]
-    indices = pa.array(of_code, pa.int32()).take(codes)
-    dictionary = pa.array(distinct.values)
-    if pa.types.is_string(dictionary.type) or not distinct.values:
-        return pa.DictionaryArray.from_arrays(indices, dictionary.cast(pa.string()))
-    return dictionary.take(indices)
+class _Texts:
+    """What numbers stand for: texts, of which several numbers may have the same, or other values."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        distinct: Numbering[Any] = Numbering()
+        of_number = [None if value is None else distinct.number(value) for value in values]
+        self._number_of = pa.array(of_number, pa.int32())
+        self._values = pa.array(distinct.values)
+        self._are_texts = pa.types.is_string(self._values.type) or not distinct.values
+
+    def look_up(self, numbers: pa.ChunkedArray) -> pa.Array:
+        """The value of each number; texts are dictionary-encoded."""
+        numbers = numbers.combine_chunks() if isinstance(numbers, pa.ChunkedArray) else numbers
+        indices, values = take(self._number_of, numbers), self._values
+        if not self._are_texts:
+            return take(values, indices)
+        if len(values) > _MANY:
+            used = np.array([place for place in find_unique(indices) if place is not None], dtype=np.int32)
+            places = np.zeros(len(values), dtype=np.int32)
+            places[used] = np.arange(len(used), dtype=np.int32)
+            indices, values = take(pa.array(places), indices), take(values, used)
+        return pa.DictionaryArray.from_arrays(indices, cast(values, pa.string()))

@@ -211,7 +211,7 @@ def _write_table(store: EventStore, path: Path, facts: EventTableFacts, progress
             for table in store.tables():
                 if writing is not None:
                     writing.result()
-                writing = pool.submit(writer.write_table, table.cast(TABLE_SCHEMA))
+                writing = pool.submit(writer.write_table, table)
                 progress.advance(table.num_rows)
             if writing is not None:
                 writing.result()

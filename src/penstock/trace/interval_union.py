@@ -11,17 +11,18 @@ same inside of larger queries, at several times the cost.
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.trace.event_cells import add_up
 from penstock.trace.event_codes import BATCH_ROWS, Batch, code_events
+from penstock.trace.ordered_events import MISSING
 
 if TYPE_CHECKING:
     from penstock.trace.questions.events_view import EventsView
@@ -96,45 +97,39 @@ Times = dict[Key, tuple[int, ...]]
 
 def union_times(events: EventsView, by: Sequence[str], *sets: str) -> Times:
     """The time in which an event of each set was under way, by the values of `by`; sets are conditions."""
-    groups, sweep = _sweep(events, by, sets, lambda groups: _Sweep(len(groups) + 1, len(sets)))
+    # Without keys there is nothing to tell apart but the sets.
+    groups, sweep = sweep_events(
+        events, by, sets, lambda groups: Sweep(len(groups) + 1 if by else 1, len(sets))
+    )
     times = {group: tuple(map(int, total)) for group, total in zip(groups, sweep.total, strict=False)}
     # Without keys all events are one group, even if there are none.
     return times if by else {(): (0,) * len(sets), **times}
 
 
-def union_by_bucket(
-    events: EventsView, by: Sequence[str], where: str, *, width_us: int, origin_of: Callable[[Key], int]
-) -> dict[Key, int]:
-    """The time in which an event was under way, by the values of `by` and the number of the bucket of time.
-
-    A group's buckets are counted from `origin_of` it.
-    """
-
-    def make(groups: Sequence[Key]) -> _BucketSweep:
-        return _BucketSweep(np.array([*map(origin_of, groups), _NEVER], dtype=np.int64), width_us)
-
-    groups, sweep = _sweep(events, by, (where,), make)
-    assert isinstance(sweep, _BucketSweep)
-    return {(*groups[group], bucket): busy_us for (group, bucket), busy_us in sweep.busy.items()}
+SweepT = TypeVar("SweepT", bound="Sweep")
 
 
-def _sweep(
-    events: EventsView, by: Sequence[str], sets: Sequence[str], make: Callable[[Sequence[Key]], _Sweep]
-) -> tuple[Sequence[Key], _Sweep]:
-    """Groups, and a sweep over all events of these sets."""
+def sweep_events(
+    events: EventsView,
+    by: Sequence[str],
+    sets: Sequence[str],
+    make: Callable[[Sequence[Key]], SweepT],
+    measures: Sequence[str] = (),
+) -> tuple[Sequence[Key], SweepT]:
+    """Groups, and a sweep over all events of these sets; its batches have these integer columns, too."""
     codes = code_events(events, by, sets) if events.is_ordered else None
     if codes is not None:
         sweep = make(codes.groups)
-        if sweep.add_all(codes.batches(events), lambda read: read()):
+        if sweep.add_all(codes.batches(events, measures), lambda read: read()):
             return codes.groups, sweep
-    groups, batches = _read_sorted(events, by, sets)
+    groups, batches = _read_sorted(events, by, sets, measures)
     sweep = make(groups)
     sweep.add_all(batches)
     return groups, sweep
 
 
 def _read_sorted(
-    events: EventsView, by: Sequence[str], sets: Sequence[str]
+    events: EventsView, by: Sequence[str], sets: Sequence[str], measures: Sequence[str]
 ) -> tuple[Sequence[Key], Iterator[tuple[Numbers, ...]]]:
     """Groups, and batches of the groups, sets, starts and ends of events, by any columns, in any order."""
     is_member = " OR ".join(f"({one})" for one in sets)
@@ -146,13 +141,17 @@ def _read_sorted(
         groups = events.ask(f"SELECT {', '.join(by)} FROM penstock_groups ORDER BY union_group")
         matches = " AND ".join(f"e.{key} IS NOT DISTINCT FROM g.{key}" for key in by)
         number, join = "union_group", f" JOIN penstock_groups g ON {matches}"
-    selected = ", ".join([*by, f"{members} AS union_sets", "ts_us", "end_us"])
+    measured = ["ts_us", "end_us", *measures]
+    filled = [*measured[:2], *(f"coalesce({name}, {MISSING}) AS {name}" for name in measures)]
+    selected = ", ".join([*by, f"{members} AS union_sets", *filled])
+    # Events that take no time are in no union, but may be among what is measured.
+    lasts = "true" if measures else "dur_us > 0"
     query = (
-        f"SELECT {number} AS union_group, union_sets, ts_us, end_us"
-        f" FROM (SELECT {selected} FROM {{events}} WHERE dur_us > 0 AND ({is_member})) e{join} ORDER BY ts_us"
+        f"SELECT {number} AS union_group, union_sets, {', '.join(measured)}"
+        f" FROM (SELECT {selected} FROM {{events}} WHERE {lasts} AND ({is_member})) e{join} ORDER BY ts_us"
     )
     return groups, (
-        tuple(batch.column(place).to_numpy() for place in range(4))
+        tuple(batch.column(place).to_numpy() for place in range(batch.num_columns))
         for batch in events.read(query, BATCH_ROWS)
     )
 
@@ -205,15 +204,17 @@ _SHORT_OVERLAP: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class Measured:
     """A batch without regard to what came before it."""
 
     pieces: Sequence[_Pieces]
     first_us: int
     last_us: int
+    more: Sequence[Any] = ()
+    """What a kind of sweep measures besides."""
 
 
-class _Sweep:
+class Sweep:
     """Adds up unions of sets of events by group, batch by batch in the order of time.
 
     Threads measure batches side by side; added one after another, a batch loses what earlier events cover.
@@ -246,9 +247,9 @@ class _Sweep:
         """Add events in the order of their starts; `members` has a bit for each set."""
         self.add_all([(codes, members, starts, ends)])
 
-    def _measure(self, batch: Batch) -> _Measured | None:
+    def _measure(self, batch: Batch) -> Measured | None:
         """The pieces of a batch; None if its events are not in order."""
-        codes, members, starts, ends = batch
+        codes, members, starts, ends = batch[:4]
         if np.any(starts[1:] < starts[:-1]):
             return None
         first_us, last_us = int(starts[0]), int(starts[-1])
@@ -257,8 +258,8 @@ class _Sweep:
             order = np.argsort(codes.astype(self._code_type), kind="stable")
             codes, starts, ends = codes[order], starts[order], ends[order]
             members = members[order] if num_sets > 1 else members
-        if num_sets == 1:
-            return _Measured([self._measure_set(0, codes, starts, ends)], first_us, last_us)
+        if num_sets == 1 and num_groups > 1:
+            return Measured([self._measure_set(0, codes, starts, ends)], first_us, last_us)
         pieces = []
         for number in range(num_sets):
             is_member = (members >> number) & 1
@@ -267,7 +268,7 @@ class _Sweep:
             elif is_member.any():
                 chosen = np.flatnonzero(is_member)
                 pieces.append(self._measure_set(number, codes[chosen], starts[chosen], ends[chosen]))
-        return _Measured(pieces, first_us, last_us)
+        return Measured(pieces, first_us, last_us)
 
     def _measure_set(self, number: int, codes: Numbers, starts: Numbers, ends: Numbers) -> _Pieces:
         """The pieces of events of one set; those of a group stand together."""
@@ -280,7 +281,7 @@ class _Sweep:
         begins[firsts] = starts[firsts]
         return _Pieces(number, codes, firsts, begins, furthest, self._sum(codes, firsts, begins, furthest))
 
-    def _add_measured(self, batch: _Measured) -> None:
+    def _add_measured(self, batch: Measured) -> None:
         for pieces in batch.pieces:
             reach, groups = self._reach[pieces.number], pieces.codes[pieces.firsts]
             self._take(pieces.number, pieces.sums, 1)
@@ -298,46 +299,6 @@ class _Sweep:
         """Add sums of lengths, or take them away."""
         groups, times_us = sums
         self.total[groups, number] += sign * times_us
-
-
-class _BucketSweep(_Sweep):
-    """Adds up the union of one set of events by group and bucket of time."""
-
-    def __init__(self, origins: Numbers, width_us: int) -> None:
-        super().__init__(len(origins), 1)
-        self._origins = origins
-        self._width_us = width_us
-        self.busy: Counter[tuple[int, int]] = Counter()
-
-    def _sum(self, codes: Numbers, firsts: Numbers, begins: Numbers, ends: Numbers) -> Any:
-        """The lengths of pieces by group and bucket, divided at the edges of buckets."""
-        del firsts
-        # The last group is of events that nobody asked for.
-        chosen = np.flatnonzero((ends > begins) & (codes < len(self._origins) - 1))
-        codes, begins, ends = codes[chosen], begins[chosen], ends[chosen]
-        begins, ends = begins - self._origins[codes], ends - self._origins[codes]
-        sums: list[tuple[int, int, int]] = []
-        while len(codes):
-            buckets = begins // self._width_us
-            edges = np.minimum(ends, (buckets + 1) * self._width_us)
-            sums += self._count(codes, buckets, edges - begins)
-            is_longer = np.flatnonzero(ends > edges)
-            codes, begins, ends = codes[is_longer], edges[is_longer], ends[is_longer]
-        return sums
-
-    def _count(self, codes: Numbers, buckets: Numbers, times_us: Numbers) -> Iterator[tuple[int, int, int]]:
-        """The group, bucket and sum of the times of each bucket that has any."""
-        lowest = int(buckets.min())
-        num_buckets = int(buckets.max()) - lowest + 1
-        sums = np.bincount(codes * num_buckets + (buckets - lowest), weights=times_us)
-        for place in np.flatnonzero(sums).tolist():
-            group, bucket = divmod(place, num_buckets)
-            yield group, lowest + bucket, int(sums[place])
-
-    def _take(self, number: int, sums: Any, sign: int) -> None:
-        del number
-        for group, bucket, time_us in sums:
-            self.busy[group, bucket] += sign * time_us
 
 
 def _map_side_by_side(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:

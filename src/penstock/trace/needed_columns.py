@@ -13,10 +13,10 @@ from penstock.trace.event_schema import ALL_COLUMNS, COLUMNS
 _ALLOWED: Final = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
 
 
-def check_query(query: str) -> duckdb.StatementType:
+def check_query(connection: duckdb.DuckDBPyConnection, query: str) -> duckdb.StatementType:
     """What a query is; UsageError unless it is a single statement that only reads."""
     try:
-        statements = duckdb.extract_statements(query)
+        statements = connection.extract_statements(query)
     except duckdb.Error as error:
         raise UsageError(str(error).strip(), where="the query") from error
     if len(statements) != 1:
@@ -35,10 +35,10 @@ def check_query(query: str) -> duckdb.StatementType:
 
 def find_needed_columns(query: str) -> frozenset[str]:
     """The columns of `events` that a query reads; UsageError if it is none or does not fit `events`."""
-    if check_query(query) is duckdb.StatementType.EXPLAIN:
-        return ALL_COLUMNS
     columns = ", ".join(f'"{column.name}" {column.type_sql}' for column in COLUMNS)
     with duckdb.connect(config={"enable_external_access": False}) as connection:
+        if check_query(connection, query) is duckdb.StatementType.EXPLAIN:
+            return ALL_COLUMNS
         connection.execute(f"CREATE TABLE events ({columns}, kind_id INTEGER, path_id INTEGER)")
         # Of an empty table, or by its statistics, DuckDB would plan to read nothing at all; and a scan that
         # filters does not list the columns that it filters by.

@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.trace.arrow_functions import fill_missing
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 _PART_ROWS: Final = 1 << 17
 MISSING: Final = -(1 << 62)
-"""In place of a number that an event does not have."""
+"""In place of a number that an event does not have; of 32 bits, the lowest is."""
 
 Part = Mapping[str, "npt.NDArray[Any]"]
 
@@ -68,10 +70,10 @@ def _to_numpy(table: pa.Table) -> Part:
 
 
 def _numbers(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    numbers: npt.NDArray[Any] = column.to_numpy()
-    if column.null_count:
-        # Not by Arrow's functions, which take longer to import than this takes.
-        numbers = np.where(np.isnan(numbers), MISSING, numbers).astype(np.int64)
+    if not column.null_count:
+        return column.to_numpy()
+    lowest = MISSING if pa.types.is_int64(column.type) else np.iinfo(np.int32).min
+    numbers: npt.NDArray[np.int64] = fill_missing(column, lowest).to_numpy().astype(np.int64, copy=False)
     return numbers
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import duckdb
@@ -19,10 +19,10 @@ from penstock.trace.interval_union import (
     NO_TIME,
     UnionTimes,
     overlap_times,
-    union_by_bucket,
     union_sql,
     union_times,
 )
+from penstock.trace.questions.bucket_sums import sum_buckets
 from penstock.trace.questions.events_view import view_events
 
 KEYED = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(0, 20)), max_size=20)
@@ -35,6 +35,8 @@ ROWS = st.lists(
             "pid": st.integers(0, 3),
             "host": st.sampled_from(["a", "b", None]),
             "cat": st.sampled_from(["POSIX", "compute", "other"]),
+            "name": st.sampled_from(["read", "pwrite", "open"]),
+            "size_bytes": st.sampled_from([None, 0, 8, 4096]),
         }
     ),
     max_size=25,
@@ -82,14 +84,30 @@ def test_unions_by_bucket_divide_the_time_at_the_edges(
     with duckdb.connect() as connection:
         connection.register("events", events_table(rows))
         events = view_events(connection, "events", Dimensions(), is_ordered=is_ordered)
-        busy = union_by_bucket(
+        sums = sum_buckets(
             events, ("pid",), "cat = 'POSIX'", width_us=width_us, origin_of=lambda key: origins[key[0]]
         )
     expected: Counter[tuple[int, int]] = Counter()
     for pid, origin in origins.items():
         for moment in covered([row for row in rows if row["pid"] == pid], "POSIX"):
             expected[pid, (moment - origin) // width_us] += 1
+    busy = {bucket: of_bucket.busy_us for bucket, of_bucket in sums.items() if of_bucket.busy_us}
     assert busy == expected
+    counted: defaultdict[tuple[int, int], list[float]] = defaultdict(lambda: [0, 0, 0, 0])
+    for row in rows:
+        if row["cat"] == "POSIX":
+            begin_us, dur_us = row["ts_us"] - origins[row["pid"]], row["dur_us"]
+            counted[row["pid"], begin_us // width_us][0] += 1
+            share = (row["size_bytes"] or 0) / max(dur_us, 1)
+            of_kind = {"read": 2, "pwrite": 3}.get(row["name"])
+            for moment in range(begin_us, begin_us + max(dur_us, 1)):
+                counted[row["pid"], moment // width_us][1] += min(dur_us, 1)
+                if of_kind is not None:
+                    counted[row["pid"], moment // width_us][of_kind] += share
+    assert {
+        bucket: [one.num_started, one.inside_us, one.read_bytes, one.written_bytes]
+        for bucket, one in sums.items()
+    } == {bucket: pytest.approx(one) for bucket, one in counted.items()}
 
 
 @pytest.mark.parametrize("where", ["pid <> 1", "dur_us > 5", "cat = 'POSIX' OR rank IS NULL"])
@@ -116,7 +134,7 @@ def test_a_scan_in_order_finds_the_unions_of_chosen_events_that_sorting_finds(
 def test_unions_do_not_depend_on_how_events_are_cut_into_batches(
     rows: list[dict[str, Any]], batch_rows: int
 ) -> None:
-    sweep = interval_union._Sweep(4, 2)
+    sweep = interval_union.Sweep(4, 2)
     ordered = sorted(rows, key=lambda row: row["ts_us"])
     batches = [
         (
@@ -136,7 +154,7 @@ def test_unions_do_not_depend_on_how_events_are_cut_into_batches(
 
 
 def test_clocks_that_are_centuries_apart_do_not_overflow() -> None:
-    sweep = interval_union._Sweep(2, 1)
+    sweep = interval_union.Sweep(2, 1)
     starts = np.array([-(1 << 61), 0, 5, 1 << 61], dtype=np.int64)
     sweep.add(np.array([0, 1, 0, 1]), np.ones(4, dtype=np.int64), starts, starts + 10)
     assert sweep.total.tolist() == [[20], [20]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import duckdb
 import pytest
 
 from penstock.errors import UsageError
@@ -45,8 +46,8 @@ def test_a_query_needs_the_columns_that_its_plan_reads(query: str, columns: set[
     ],
 )
 def test_a_query_that_does_more_than_read_is_refused(query: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        check_query(query)
+    with duckdb.connect() as connection, pytest.raises(UsageError, match=message):
+        check_query(connection, query)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.trace.dimensions import sql_literal
+from penstock.trace.questions.bucket_sums import round_up
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
 
 KIND = f"""CASE WHEN phase = 'compute' THEN 'compute' WHEN phase <> 'io' THEN NULL
@@ -52,10 +53,7 @@ class TimeAxis:
 
     def bucket_us(self, most: int) -> int:
         """A round length of time of which at most `most` cover the axis: 1, 2 or 5 times a power of ten."""
-        wanted, power = max(1, -(-(self.span_us + 1) // most)), 1
-        while wanted > 10 * power:
-            power *= 10
-        return next(step * power for step in (1, 2, 5, 10) if wanted <= step * power)
+        return round_up(-(-(self.span_us + 1) // most))
 
 
 def measure_axis(events: EventsView, runs: Sequence[str]) -> TimeAxis:

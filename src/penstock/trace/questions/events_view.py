@@ -309,8 +309,8 @@ class SqlAnswer:
 
 def run_query(traces: TraceSet, query: str) -> SqlAnswer:
     """Run a user's query on `events`; it reads no other files and writes nothing. UsageError if it fails."""
-    check_query(query)
     connection = traces.connection
+    check_query(connection, query)
     if traces.files:
         connection.execute("SET allowed_paths = ?", [[str(path) for path in traces.files]])
     connection.execute("SET enable_external_access = false")

@@ -19,17 +19,18 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from penstock.trace.event_schema import canonical
-from penstock.trace.reading.block_arguments import (
-    LEARNED_AT_MOST,
-    BlockArguments,
+from penstock.trace.arrow_functions import (
     Flags,
     Numbers,
+    decode,
     encode,
-    find_new_keys,
-    keys_of_rows,
-    sample_keys,
+    fill_missing,
+    find_valid,
+    number_texts,
+    take,
 )
+from penstock.trace.event_schema import canonical
+from penstock.trace.reading.block_arguments import BlockArguments, LearnedKeys, count_members
 from penstock.trace.reading.chunks import LINE_LIMIT_BYTES, PIECE_BYTES
 from penstock.trace.reading.event_batch import (
     BYTE_LAYERS,
@@ -47,6 +48,7 @@ from penstock.trace.reading.lenient_json import (
     METADATA_PHASES,
     PASSING_PHASES,
     HashKind,
+    dump_arguments,
     name_new_path,
 )
 
@@ -74,6 +76,11 @@ _TEXTS: Final = ("hostname", "hhash", "fname", "fhash")
 _VALUES: Final = ("name", "value", "size")
 """Arguments that are read as JSON, because they have no column and stay among the others."""
 _NUMBERS: Final = ("ret", "offset", "epoch", "step")
+_TEXT_MEMBERS: Final = ("name", "ph", "cat")
+_NUMBER_MEMBERS: Final = ("ts", "dur", "pid", "tid")
+"""Members of a line that have a meaning, besides `args`."""
+_OTHERS: Final = "num_others"
+"""The number of other members of a line."""
 _LIMITS: Final = dict.fromkeys(_NUMBERS, _EXACT) | dict.fromkeys(("epoch", "step"), 1 << 31)
 """Below which magnitudes a column holds a number."""
 _EXPLAINING: Final = (*HASH_KINDS, "SH")
@@ -81,6 +88,8 @@ _ODD_TEXT: Final = re.compile(r"[\[{\d-]|(?:true|false)\Z")
 _ODD_HASH: Final = re.compile(r"[\[{]|(?:true|false)\Z")
 _MANY_UNREAD: Final = 1 / 64
 """The share of rows from which on it pays to parse a block again, with more keys."""
+_MOST_MISSES: Final = 2
+"""Blocks with members that could not be taken; after more of them, the others are taken to be like these."""
 
 
 class BlockRows:
@@ -89,7 +98,7 @@ class BlockRows:
     def __init__(self, table: pa.Table, ns_per_tick: int, keys: Sequence[str] = ()) -> None:
         self._num_rows = int(table.num_rows)
         self._keys = keys
-        self._raw = table["raw"].combine_chunks() if "raw" in table.column_names else None
+        self._table = table
         self.texts: dict[str, pa.DictionaryArray] = {}
         self.numbers: dict[str, npt.NDArray[Any]] = {}
         for name in table.column_names:
@@ -98,13 +107,15 @@ class BlockRows:
                     self.texts[name] = encode(table[name])
             else:
                 # Times in nanoseconds are integers, which are none where they are missing.
-                column = table[name].fill_null(-1) if pa.types.is_int64(table[name].type) else table[name]
-                self.numbers[name] = column.to_numpy()
+                column = table[name].combine_chunks()
+                self.numbers[name] = (
+                    fill_missing(column, -1) if pa.types.is_int64(column.type) else column
+                ).to_numpy(zero_copy_only=False)
         is_plain = self._have_times(ns_per_tick) & self._have_whole_numbers(table) & self._have_plain_texts()
         self.events: Numbers = np.flatnonzero(is_plain)
         """Rows that are events."""
         others = np.flatnonzero(~is_plain)
-        is_metadata = np.array(self._are_metadata(others), dtype=bool)
+        is_metadata = self._are_metadata(others)
         self.odd: Numbers = others[~is_metadata]
         """Rows of lines that Python must parse."""
         self.metadata: Numbers = others[is_metadata]
@@ -124,38 +135,60 @@ class BlockRows:
         """The hashes that lines of metadata explain, and their texts."""
         if "arg_value" not in self.texts:
             return
-        rows = pa.array(self.metadata)
-        columns = (self.texts[name].take(rows).to_pylist() for name in ("name", "arg_value", "arg_name"))
+        rows = self.metadata
+        columns = (take(self.texts[name], rows).to_pylist() for name in ("name", "arg_value", "arg_name"))
         for name, value, text in zip(*columns, strict=True):
             if name in HASH_KINDS and value is not None and text is not None:
                 yield HASH_KINDS[name], _plain_text(value), _plain_text(text)
 
     def arguments(self) -> BlockArguments:
         """The arguments; only if all columns were asked for."""
-        held = [column.is_valid().to_numpy(zero_copy_only=False) for column in self._columns_of(_TEXTS)]
-        for name in _NUMBERS:
-            values = self.numbers[f"arg_{name}"]
-            held.append(np.abs(values) < _LIMITS[name])
-        rest = {key: self.texts[f"arg_{key}"] for key in (*_VALUES, *self._keys)}
-        return BlockArguments(self._raw, held, rest)
+        held = [find_valid(self.text(f"arg_{key}").indices) for key in _TEXTS]
+        held += [np.abs(self.number(f"arg_{name}")) < _LIMITS[name] for name in _NUMBERS]
+        rest = {key: self.text(f"arg_{key}") for key in (*_VALUES, *self._keys)}
+        raw = self._table["raw"].combine_chunks() if "raw" in self._table.column_names else None
+        return BlockArguments(held, rest, raw)
 
-    def find_more_keys(self) -> list[str]:
-        """The keys of arguments that were not taken, if they are worth it."""
-        if self._raw is None:
-            return []
-        unread = self.arguments().find_unread()
-        return keys_of_rows(self._raw, unread) if len(unread) > _MANY_UNREAD * len(self) else []
+    def count_taken(self) -> int:
+        """The members of all lines but odd ones that were taken."""
+        rows = np.concatenate((self.events, self.metadata))
+        num_taken = self.arguments().count_taken(rows) + int(self.numbers[_OTHERS][rows].sum())
+        for name in _TEXT_MEMBERS:
+            num_taken += int(np.count_nonzero(find_valid(self.texts[name].indices)[rows]))
+        for name in _NUMBER_MEMBERS:
+            # Of times, those that are missing are negative, or NaN as for all others.
+            values = self.numbers[name][rows]
+            num_taken += int(np.count_nonzero(values >= (0 if name in ("ts", "dur") else -np.inf)))
+        return num_taken
 
-    def _columns_of(self, keys: Sequence[str]) -> list[pa.DictionaryArray]:
-        return [self.texts[f"arg_{key}"] for key in keys]
+    @property
+    def may_lack_members(self) -> bool:
+        """Whether lines may have members that were not taken."""
+        return _OTHERS in self.numbers
 
-    def _are_metadata(self, rows: Numbers) -> list[bool]:
+    def text(self, name: str) -> pa.DictionaryArray:
+        """A column of texts; missing ones if it was not asked for."""
+        if name not in self.texts:
+            nothing = pa.nulls(len(self._table), pa.int32())
+            self.texts[name] = pa.DictionaryArray.from_arrays(nothing, pa.array([], pa.string()))
+        return self.texts[name]
+
+    def number(self, name: str) -> npt.NDArray[Any]:
+        """A column of numbers; NaN if it was not asked for."""
+        if name not in self.numbers:
+            self.numbers[name] = np.full(len(self._table), np.nan)
+        return self.numbers[name]
+
+    def _are_metadata(self, rows: Numbers) -> Flags:
         """Whether these rows, none of which is plain, explain hashes or are of events that take no time."""
-        names, phases = (self.texts[name].take(pa.array(rows)).to_pylist() for name in ("name", "ph"))
-        return [
-            phase in PASSING_PHASES or (phase in METADATA_PHASES and name in _EXPLAINING)
-            for name, phase in zip(names, phases, strict=True)
+        names, phases = self.texts["name"], self.texts["ph"]
+        kinds = [
+            [phase in PASSING_PHASES or (phase in METADATA_PHASES and name in _EXPLAINING) for name in of_all]
+            for of_all in [[*names.dictionary.to_pylist(), None]]
+            for phase in [*phases.dictionary.to_pylist(), None]
         ]
+        are_metadata: Flags = np.array(kinds)[number_texts(phases)[rows], number_texts(names)[rows]]
+        return are_metadata
 
     def _have_times(self, ns_per_tick: int) -> Flags:
         """Rows that begin, and last, whole ticks."""
@@ -170,13 +203,13 @@ class BlockRows:
     def _have_whole_numbers(self, table: pa.Table) -> Flags:
         """Rows whose other numbers are missing, or whole and exact."""
         have = np.ones(len(self), dtype=bool)
-        for name in self.numbers.keys() - {"ts", "dur"}:
+        for name in self.numbers.keys() - {"ts", "dur", _OTHERS}:
             values, num_missing = self.numbers[name], table[name].null_count
             if num_missing == len(values):
                 continue
             is_nan = np.isnan(values)
             if np.count_nonzero(is_nan) > num_missing:
-                is_nan = table[name].combine_chunks().is_null().to_numpy(zero_copy_only=False)
+                is_nan = ~find_valid(table[name].combine_chunks())
             have &= is_nan | ((np.abs(values) < _EXACT) & (values == np.trunc(values)))
         return have
 
@@ -196,12 +229,14 @@ class BlockRows:
 def _are_in(column: pa.DictionaryArray, is_wanted: Callable[[str], bool]) -> Flags:
     """Rows with a text for which this holds; a missing text is none."""
     wanted = [is_wanted(text) for text in column.dictionary.to_pylist()]
-    flags: Flags = np.array([*wanted, False])[column.indices.fill_null(len(wanted)).to_numpy()]
+    flags: Flags = np.array([*wanted, False])[number_texts(column)]
     return flags
 
 
 def _plain_text(value: str) -> str:
     """The text of a JSON value, which may be a number."""
+    if value.startswith('"') and "\\" not in value:
+        return value[1:-1]
     text = json.loads(value)
     return text if isinstance(text, str) else value
 
@@ -211,33 +246,61 @@ class BlockQuery:
 
     def __init__(self, columns: frozenset[str]) -> None:
         self._columns = columns
-        self._keys: list[str] | None = None
+        self._keys: LearnedKeys | None = None
+        self._num_misses = 0
         self._cursor = _share_database().cursor()
         self._file = os.memfd_create("penstock-trace-block")
 
     def run(self, parts: Sequence[memoryview | bytes], ns_per_tick: int) -> BlockRows:
-        """A row for each line that is not blank, in order."""
+        """A row for each line that is not blank, in order; `complete` must follow if it may lack members."""
         size_bytes = sum(map(len, parts))
         os.pwritev(self._file, parts, 0)
         # Cut behind the block, not before it: the pages of the last block are written again.
         os.ftruncate(self._file, size_bytes)
+        if "args" not in self._columns:
+            return self._select(self._build(_arguments_of(self._columns), ns_per_tick), ns_per_tick)
         if self._keys is None:
-            self._keys = []
-            self._learn_keys(sample_keys(parts[0]) if "args" in self._columns else ())
-        rows = self._parse(ns_per_tick)
-        return self._parse(ns_per_tick) if self._learn_keys(rows.find_more_keys()) else rows
+            self._keys = LearnedKeys((*_TEXT_MEMBERS, *_NUMBER_MEMBERS, "args"), list(_ALL_ARGUMENTS))
+            self._keys.learn_lines(parts[:1])
+        keys = self._keys
+        arguments = {key: kind for key, kind in _ALL_ARGUMENTS.items() if key in keys.seen}
+        arguments |= dict.fromkeys(keys.arguments, "JSON")
+        if not arguments or self._num_misses > _MOST_MISSES:
+            return self._select_with_objects(ns_per_tick)
+        return self._select(self._build(arguments, ns_per_tick, keys.members), ns_per_tick)
 
-    def _parse(self, ns_per_tick: int) -> BlockRows:
-        query = _build_query(self._columns, ns_per_tick, self._file, tuple(self._keys or ()))
-        keys = self._keys or []
-        return BlockRows(self._cursor.sql(query).to_arrow_table(), ns_per_tick, list(keys))
+    def complete(
+        self, rows: BlockRows, parts: Sequence[memoryview | bytes], odd: bytes, ns_per_tick: int
+    ) -> BlockRows:
+        """The rows of the block that was run last, with all members of its lines; `odd` are the odd lines."""
+        num_members, num_odd = count_members(parts), count_members([odd] if odd else [])
+        if None not in (num_members, num_odd) and num_members == rows.count_taken() + (num_odd or 0):
+            return rows
+        keys, is_new = self._keys, False
+        whole = self._select_with_objects(ns_per_tick)
+        if keys is not None:
+            arguments = whole.arguments()
+            unread = arguments.find_unread()
+            is_new = keys.learn_objects(arguments, unread)
+            if is_new and len(unread) > _MANY_UNREAD * len(whole):
+                whole = self._select_with_objects(ns_per_tick)
+            is_new |= keys.learn_lines(parts)
+        self._num_misses += not is_new
+        return whole
 
-    def _learn_keys(self, found: Sequence[str]) -> bool:
-        """Take these keys, too; False if there are none to be taken."""
-        keys = self._keys if self._keys is not None else []
-        new = find_new_keys((*_TEXTS, *_VALUES, *_NUMBERS, *keys), found)[: LEARNED_AT_MOST - len(keys)]
-        keys += new
-        return bool(new)
+    def _select_with_objects(self, ns_per_tick: int) -> BlockRows:
+        """Rows with the text of each object of arguments, which tells what else is in it."""
+        learned = dict.fromkeys(self._keys.arguments if self._keys is not None else (), "JSON")
+        return self._select(self._build(_ALL_ARGUMENTS | learned, ns_per_tick), ns_per_tick)
+
+    def _build(
+        self, arguments: Mapping[str, str], ns_per_tick: int, others: Mapping[str, str] | None = None
+    ) -> str:
+        return _build_query(self._columns, ns_per_tick, self._file, arguments, others)
+
+    def _select(self, query: str, ns_per_tick: int) -> BlockRows:
+        keys = self._keys.arguments if self._keys is not None else ()
+        return BlockRows(self._cursor.sql(query).to_arrow_table(), ns_per_tick, tuple(keys))
 
     def close(self) -> None:
         """Give back the memory."""
@@ -309,7 +372,8 @@ class _BlockEvents:
         return pa.array(np.where(is_held, values, 0).astype(kind), mask=~is_held)
 
     def _number(self, name: str) -> npt.NDArray[Any]:
-        return self._rows.numbers[name][self._events]
+        values = self._rows.number(name)
+        return values if len(self._events) == len(values) else values[self._events]
 
     def _times_us(self, name: str) -> Numbers:
         ns_per_tick = self._context.ns_per_tick
@@ -331,8 +395,8 @@ class _BlockEvents:
         return ids
 
     def _text(self, name: str) -> pa.DictionaryArray:
-        column = self._rows.texts[name]
-        return column if len(self._events) == len(column) else column.take(pa.array(self._events))
+        column = self._rows.text(name)
+        return column if len(self._events) == len(column) else take(column, self._events)
 
     def _map(self, encoded: pa.DictionaryArray, function: Callable[[str], str]) -> pa.DictionaryArray:
         texts = [function(text) for text in encoded.dictionary.to_pylist()]
@@ -342,7 +406,7 @@ class _BlockEvents:
         texts = encoded.dictionary.to_pylist()
         if not any('"newpath_hash"' in text for text in texts):
             return encoded
-        counts = np.bincount(encoded.indices.to_numpy(), minlength=len(texts)).tolist()
+        counts = np.bincount(number_texts(encoded), minlength=len(texts)).tolist()
         named = list(map(self._name_new_path, texts, counts))
         return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(named, pa.string()))
 
@@ -350,7 +414,7 @@ class _BlockEvents:
         if '"newpath_hash"' not in text:
             return text
         named = name_new_path(json.loads(text), lambda kind, value: self._resolve(kind, value, num_events))
-        return json.dumps(named, separators=(",", ":"))
+        return dump_arguments(named)
 
     def _resolve_names(self, plain: str, hashed: str, kind: HashKind) -> pa.DictionaryArray:
         """Names as they were traced, else those that hashes stand for."""
@@ -358,8 +422,7 @@ class _BlockEvents:
         if hashes.null_count == len(hashes):
             return names
         size = len(hashes.dictionary)
-        numbers = hashes.indices.fill_null(size).to_numpy()
-        is_named = names.indices.is_valid().to_numpy(zero_copy_only=False)
+        numbers, is_named = number_texts(hashes), find_valid(names.indices)
         counts = np.bincount(numbers[~is_named], minlength=size + 1)
         texts = [
             self._resolve(kind, text, int(count)) if count else text
@@ -367,14 +430,13 @@ class _BlockEvents:
         ]
         if not is_named.any():
             return pa.DictionaryArray.from_arrays(hashes.indices, pa.array(texts, pa.string()))
-        named = names.dictionary.to_pylist()
+        distinct: dict[str | None, int] = {}
         # Events with neither have the last number, that of None.
-        number_of = np.where(is_named, names.indices.fill_null(0).to_numpy(), len(named) + numbers)
-        both = pa.DictionaryArray.from_arrays(
-            pa.array(number_of), pa.array([*named, *texts, None], pa.string())
-        )
-        resolved = pa.DictionaryArray.from_arrays(pa.array(number_of), both)
-        return resolved.cast(pa.string()).dictionary_encode()
+        for text in (*names.dictionary.to_pylist(), *texts):
+            distinct.setdefault(text, len(distinct))
+        place_of = [distinct[text] for text in (*names.dictionary.to_pylist(), *texts)]
+        number_of = np.where(is_named, number_texts(names), len(names.dictionary) + numbers)
+        return decode(np.array([*place_of, len(distinct)])[number_of], [*distinct, None])
 
     def _transfer_sizes(self) -> pa.Array:
         """The bytes that each event moved; `event_batch.transfer_size` is the same rule for one event."""
@@ -396,7 +458,7 @@ class _BlockEvents:
         column = self._text("arg_size")
         sizes = [parse_int64(json.loads(text)) for text in column.dictionary.to_pylist()]
         values = np.array([np.nan if size is None else size for size in (*sizes, None)], dtype=float)
-        found: npt.NDArray[np.float64] = values[column.indices.fill_null(len(sizes)).to_numpy()]
+        found: npt.NDArray[np.float64] = values[number_texts(column)]
         return found
 
     def _ranks(self) -> pa.Array:
@@ -404,16 +466,14 @@ class _BlockEvents:
         if not ranks:
             return pa.repeat(pa.scalar(own, pa.int32()), len(self._events))
         known, places = np.unique(self._ids("pid"), return_inverse=True)
-        return pa.array([ranks.get(pid, own) for pid in known.tolist()], pa.int32()).take(pa.array(places))
+        return take(pa.array([ranks.get(pid, own) for pid in known.tolist()], pa.int32()), places)
 
 
 def _fill_missing(column: pa.DictionaryArray) -> pa.DictionaryArray:
     """The column with an empty text wherever there is none."""
     if not column.null_count:
         return column
-    texts = column.dictionary.to_pylist()
-    indices = column.indices.fill_null(len(texts))
-    return pa.DictionaryArray.from_arrays(indices, pa.array([*texts, ""], pa.string()))
+    return decode(number_texts(column), [*column.dictionary.to_pylist(), ""])
 
 
 _DATABASE_LOCK: Final = Lock()
@@ -431,8 +491,18 @@ def _open_database() -> duckdb.DuckDBPyConnection:
     return duckdb.connect(config={"threads": 1})
 
 
-def _build_query(columns: frozenset[str], ns_per_tick: int, file: int, keys: Sequence[str]) -> str:
-    """SELECT what these columns need of each object, as DuckDB parses it."""
+def _build_query(
+    columns: frozenset[str],
+    ns_per_tick: int,
+    file: int,
+    arguments: Mapping[str, str],
+    others: Mapping[str, str] | None,
+) -> str:
+    """SELECT what these columns need of each object, as DuckDB parses it.
+
+    With `others`, how many of these members each object has; without, the text of `args`, if it is a column.
+    """
+    with_objects = "args" in columns and others is None
     types = {"name": "VARCHAR", "ph": "VARCHAR", **dict.fromkeys(("ts", "dur"), _time_type(ns_per_tick))}
     if columns & {"cat", "size_bytes"}:
         types["cat"] = "VARCHAR"
@@ -440,38 +510,42 @@ def _build_query(columns: frozenset[str], ns_per_tick: int, file: int, keys: Seq
         types["pid"] = "DOUBLE"
     if "tid" in columns:
         types["tid"] = "DOUBLE"
-    arguments = _arguments_of(columns) | dict.fromkeys(keys, "JSON")
-    if "args" in columns:
+    selected = ["name", "ph", *(_time_sql(name, ns_per_tick) for name in ("ts", "dur"))]
+    selected += [name for name in ("cat", "pid", "tid") if name in types]
+    if others is not None:
+        types |= others
+        are_there = (f'("{name}" IS NOT NULL)::UTINYINT' for name in (*others, "args"))
+        selected.append(f"{' + '.join(are_there)} AS {_OTHERS}")
+    if with_objects:
         types["args"] = "JSON"
     elif arguments:
         types["args"] = "STRUCT(" + ", ".join(f'"{key}" {kind}' for key, kind in arguments.items()) + ")"
-    listed = ", ".join(f"{name}: '{kind}'" for name, kind in types.items())
+    listed = ", ".join(f"\"{name}\": '{kind}'" for name, kind in types.items())
     source = (
         f"read_json('/proc/self/fd/{file}', format = 'newline_delimited', ignore_errors = true,"
         f" compression = 'uncompressed', maximum_object_size = {_LONGEST_LINE},"
         f" columns = {{{listed}}})"
     )
-    selected = ["name", "ph", *(_time_sql(name, ns_per_tick) for name in ("ts", "dur"))]
-    selected += [name for name in ("cat", "pid", "tid") if name in types]
     for key, kind in arguments.items():
         value = f'args."{key}"'
         selected.append(f'{value}::VARCHAR AS "arg_{key}"' if kind == "JSON" else f'{value} AS "arg_{key}"')
-    if "args" in columns:
+    if with_objects:
         selected.append("raw::VARCHAR AS raw")
         source = f"(SELECT *, args AS raw FROM {source})"
-        source = f"(SELECT * REPLACE (from_json(raw, '{json.dumps(arguments)}') AS args) FROM {source})"
+        source = f"(SELECT * REPLACE (from_json(raw, '{json.dumps(dict(arguments))}') AS args) FROM {source})"
     return f"SELECT {', '.join(selected)} FROM {source}"
+
+
+_ALL_ARGUMENTS: Final = (
+    dict.fromkeys(_TEXTS, "VARCHAR") | dict.fromkeys(_VALUES, "JSON") | dict.fromkeys(_NUMBERS, "DOUBLE")
+)
+"""The arguments that have a meaning, and their types."""
 
 
 def _arguments_of(columns: frozenset[str]) -> dict[str, str]:
     """The arguments that columns need, and their types."""
     needed = {key for column in columns for key in _ARGUMENTS.get(column, ())}
-    if "args" in columns:
-        needed |= {*_TEXTS, *_VALUES, *_NUMBERS}
-    types = (
-        dict.fromkeys(_TEXTS, "VARCHAR") | dict.fromkeys(_VALUES, "JSON") | dict.fromkeys(_NUMBERS, "DOUBLE")
-    )
-    return {key: kind for key, kind in types.items() if key in needed}
+    return {key: kind for key, kind in _ALL_ARGUMENTS.items() if key in needed}
 
 
 def _time_type(ns_per_tick: int) -> str:

@@ -214,7 +214,12 @@ def format_arguments(arguments: Mapping[str, Any], resolve: ResolveHash | None =
         key: value for key, value in arguments.items() if key not in _TAKEN or not _fits(key, value)
     }
     rest = rest if resolve is None else name_new_path(rest, resolve)
-    return clean_text(json.dumps(rest, separators=(",", ":"), ensure_ascii=False))
+    return clean_text(dump_arguments(rest))
+
+
+def dump_arguments(arguments: Mapping[str, Any]) -> str:
+    """JSON text of these arguments, in the order of their keys: DuckDB does not tell another."""
+    return json.dumps(dict(sorted(arguments.items())), separators=(",", ":"), ensure_ascii=False)
 
 
 def name_new_path(arguments: Mapping[str, Any], resolve: ResolveHash) -> Mapping[str, Any]:

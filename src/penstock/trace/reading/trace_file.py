@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from penstock.trace.arrow_functions import find_unique
 from penstock.trace.capture.trace_writer import read_event_count
 from penstock.trace.event_schema import ALL_COLUMNS, FileAccount
 from penstock.trace.reading.chrome import ChromeDocument
@@ -179,8 +180,8 @@ def _note_hosts_and_ranks(batch: pa.RecordBatch, account: FileAccount) -> None:
 
 def _distinct(column: pa.Array) -> set[Any]:
     """The values of a column, without those that are missing."""
-    values = column if len(column) <= FEW_ROWS else column.unique()
-    return {value for value in values.to_pylist() if value is not None}
+    values = column.to_pylist() if len(column) <= FEW_ROWS else find_unique(column)
+    return {value for value in values if value is not None}
 
 
 def _note_times(batch: pa.RecordBatch, account: FileAccount) -> None:

@@ -89,9 +89,9 @@ def test_dropped_event_says_what_is_wrong_with_it(top: dict[str, Any], reason: s
     ("arguments", "kept"),
     [
         ('{"fd":3,"ret":5}', '{"fd":3}'),
-        ('{"x":1.50, "flag" : true}', '{"x":1.5,"flag":true}'),
+        ('{"x":1.50, "flag" : true}', '{"flag":true,"x":1.5}'),
         ('{"step":1,"last":2,}', '{"last":2}'),
-        ('{"text":",}","last":[1,],}', '{"text":",}","last":[1]}'),
+        ('{"text":",}","last":[1,],}', '{"last":[1],"text":",}"}'),
         ('{"name":"é"}', '{"name":"é"}'),
         ('{"ret":5}', "{}"),
         ("{ }", "{}"),
