@@ -124,7 +124,10 @@ Deferred = Literal["names", "all"]
 
 @runtime_checkable
 class SupportsDeferredSync(Protocol):
-    """A storage on a file system that may leave it to its caller to make finished objects durable."""
+    """A storage that may leave to its caller what it does for each finished object.
+
+    Of files that is to make their names durable, of objects to ask the service for their sizes.
+    """
 
     def deferring(self, what: Deferred) -> Storage:
         """The same tree; see `defer_sync`."""
@@ -195,7 +198,7 @@ def defer_sync(storage: Storage, what: Deferred) -> Storage:
     """The same tree, but what is finished need not survive a power cut yet, or only its bytes do.
 
     `sync_names` makes the names survive that a rank has written so. Of "all", nothing does: for notes to
-    other processes of today. Where there is nothing to gain, it is the storage itself.
+    other processes of today. Sizes are compared with what was written when the caller lists all objects.
     """
     return storage.deferring(what) if isinstance(storage, SupportsDeferredSync) else storage
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from penstock.errors import ObjectNotFound
 
@@ -268,8 +268,25 @@ def write_object(
     return info
 
 
+@runtime_checkable
+class SupportsWholeReads(Protocol):
+    """A storage that gets a small object and what describes it in one request."""
+
+    def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
+        """The object; `ObjectNotFound` if there is none."""
+
+
+def read_described(storage: Storage, key: str) -> tuple[ObjectInfo, bytearray]:
+    """A small object and what describes it; `ObjectNotFound` if there is none."""
+    if isinstance(storage, SupportsWholeReads):
+        return storage.read_whole(key)
+    return storage.stat(key), read_object(storage, key)
+
+
 def read_object(storage: Storage, key: str) -> bytearray:
     """All bytes of one object, in memory of their own; `ObjectNotFound` if there is none."""
+    if isinstance(storage, SupportsWholeReads):
+        return storage.read_whole(key)[1]
     with closing(storage.open(key)) as source:
         content = bytearray(source.size_bytes)
         source.read_into(0, memoryview(content))

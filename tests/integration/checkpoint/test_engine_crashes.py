@@ -77,7 +77,7 @@ def test_killed_at_a_sample_of_calls_a_known_step_restores(tmp_path: Path, step:
 @pytest.mark.parametrize("step", [FRESH, OVER])
 def test_killed_at_any_call_a_known_step_restores(tmp_path: Path, step: int) -> None:
     most = num_calls(tmp_path, step)
-    assert most > 60
+    assert most > 50
     num_killed = sweep(partial(programs, tmp_path, step), partial(check, tmp_path, step), range(1, most + 1))
     assert num_killed >= most - 3
 
@@ -170,7 +170,7 @@ def test_whenever_one_of_two_ranks_is_killed_a_known_step_restores(
             [number],
             victim=victim,
         )
-    assert number > (60 if victim == 0 else 10)
+    assert number > (50 if victim == 0 else 10)
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
@@ -279,8 +279,8 @@ def test_beside_stock_saves_no_kill_of_ours_leaves_what_no_save_made(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     root = Path(__file__).parents[3]
-    program = [sys.executable, str(root / "benchmarks" / "checkpoint_crashes.py"), "3"]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=3000)
+    program = [sys.executable, "-m", "benchmarks.checkpoint_crashes", "3"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=3000, cwd=root)
     with capsys.disabled():
         sys.stdout.write(f"\n{done.stdout}")
     assert done.returncode == 0, done.stderr

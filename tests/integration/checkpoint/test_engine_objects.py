@@ -46,7 +46,7 @@ def test_a_run_on_an_object_service_is_saved_replaced_and_restored(
     assert len(keys) == 2 * 5 + 1
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("step", [2, 1])
 def test_a_service_that_stops_at_any_request_leaves_a_known_step(step: int, every: int) -> None:
     with running_fake() as server:
@@ -54,7 +54,7 @@ def test_a_service_that_stops_at_any_request_leaves_a_known_step(step: int, ever
         before = server.requests.total()
         save_state(objects(server.as_server(), "counted"), step, 1)
         most = server.requests.total() - before
-    assert most >= 15, "a sweep over few requests shows little"
+    assert 12 <= most <= 18, "each request of a save is paid for, and one that is left out was needed"
     num_failed = 0
     for number in range(1, most + 1, every):
         bucket = FakeBucket()

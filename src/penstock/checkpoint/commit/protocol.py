@@ -189,13 +189,13 @@ class DraftStore(ABC):
     def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         """What a dead save may have left, each with a call that removes it if it is dead."""
 
-    def _write_seal(self, draft: Draft, seal: SealParts, sizes: Mapping[str, int]) -> None:
-        """Check the files of a draft, whose `sizes` are as the storage lists them, and write the last two."""
-        require_complete(sizes, seal.sizes, f"{self._storage.uri}/{draft.folder}")
+    def _write_seal(self, draft: Draft, seal: SealParts) -> dict[str, int]:
+        """Write the last two files of a draft; their sizes by name."""
         # `.metadata` comes last: without it, neither Penstock nor torch takes the folder for a checkpoint, so
         # a save killed at any earlier line leaves nothing that could be loaded.
-        write_object(self._seals, draft.key(MANIFEST_NAME), seal.manifest_parts())
-        write_object(self._seals, draft.key(METADATA_NAME), seal.metadata_parts())
+        manifest = write_object(self._seals, draft.key(MANIFEST_NAME), seal.manifest_parts())
+        metadata = write_object(self._seals, draft.key(METADATA_NAME), seal.metadata_parts())
+        return {MANIFEST_NAME: manifest.size_bytes, METADATA_NAME: metadata.size_bytes}
 
     def _clear_up(self, draft: Draft, remove_older: Callable[[], None]) -> None:
         """Remove the older checkpoint and the lease. The save is committed: failures are left to a sweep."""
@@ -292,7 +292,8 @@ class FolderDraftStore(DraftStore):
     def publish(self, draft: Draft, seal: SealParts) -> Committed:
         """Check, seal and rename the draft, as the module describes."""
         sizes = {entry.name: entry.size_bytes for entry in self._tree.entries(draft.folder)}
-        self._write_seal(draft, seal, sizes)
+        require_complete(sizes, seal.sizes, f"{self._storage.uri}/{draft.folder}")
+        self._write_seal(draft, seal)
         # Files were written without this. It must come first: a name must not survive without its files.
         self._tree.sync(draft.folder)
         left_behind = self._give_name(draft)

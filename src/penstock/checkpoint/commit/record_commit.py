@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -21,12 +23,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from penstock.checkpoint.commit import protocol
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
 from penstock.storage import Storage
-from penstock.storage.capabilities import SupportsConditionalWrites
-from penstock.storage.protocol import ObjectInfo, read_object
+from penstock.storage.capabilities import SupportsConditionalWrites, defer_sync
+from penstock.storage.protocol import ObjectInfo, read_described
 
 RECORD_NAME: Final = "penstock-commit.json"
 _SAVE: Final = re.compile(r"(?P<folder>(?P<name>[^/]+)/[0-9a-f]{16})(\.lease|/.+)")
 _VERSION: Final = 1
+NUM_DELETING_THREADS: Final = 4
 
 
 class RecordDraftStore(protocol.DraftStore):
@@ -34,7 +37,9 @@ class RecordDraftStore(protocol.DraftStore):
 
     def __init__(self, storage: Storage, conditional: SupportsConditionalWrites, **choices: Any) -> None:
         super().__init__(storage, **choices)
-        self._conditional = conditional
+        # Its answer has all that is asked of the record, so nothing else is.
+        quick = defer_sync(storage, "names")
+        self._conditional = quick if isinstance(quick, SupportsConditionalWrites) else conditional
         self._catalog = RecordCatalog(storage)
 
     def start(self, name: str, save_id: str) -> protocol.Draft:
@@ -44,10 +49,13 @@ class RecordDraftStore(protocol.DraftStore):
         return draft
 
     def publish(self, draft: protocol.Draft, seal: protocol.SealParts) -> protocol.Committed:
-        """Check the files, write manifest and metadata, then the record."""
+        """Write manifest and metadata, check all files, then write the record."""
+        # In this order one listing checks all of them. No record names the folder yet.
+        expected = dict(seal.sizes) | self._write_seal(draft, seal)
         prefix = f"{draft.folder}/"
         objects = self._storage.list(draft.folder)
-        self._write_seal(draft, seal, {info.key.removeprefix(prefix): info.size_bytes for info in objects})
+        sizes = {info.key.removeprefix(prefix): info.size_bytes for info in objects}
+        protocol.require_complete(sizes, expected, f"{self._storage.uri}/{draft.folder}")
         older = self._catalog.find_if_any(draft.name)
         committed = self._write_record(draft, older)
         self._published.add(draft.save_id)
@@ -139,12 +147,11 @@ class RecordCatalog:
         """The save that the record of this name means; None if there is no record."""
         key = f"{name}/{RECORD_NAME}"
         try:
-            version = self._storage.stat(key).checksum
-            text = read_object(self._storage, key)
+            info, text = read_described(self._storage, key)
         except ObjectNotFound:
             return None
         record = _parse_record(text, f"{self._storage.uri}/{key}")
-        return protocol.Committed(name=name, folder=record.folder, version=version or "")
+        return protocol.Committed(name=name, folder=record.folder, version=info.checksum or "")
 
     def remove(self, committed: protocol.Committed) -> None:
         """Delete the record, then the files."""
@@ -185,9 +192,12 @@ def _parse_record(text: bytes | bytearray, uri: str) -> _Record:
 
 
 def _delete_all(storage: Storage, objects: Iterable[ObjectInfo]) -> None:
-    """Delete these objects; another process may be deleting them at the same time."""
-    for info in list(objects):
-        try:
+    """Delete these objects, several at a time; another process may be deleting them at the same time."""
+
+    def delete(info: ObjectInfo) -> None:
+        with suppress(ObjectNotFound):
             storage.delete(info.key)
-        except ObjectNotFound:
+
+    with ThreadPoolExecutor(NUM_DELETING_THREADS) as threads:
+        for _ in threads.map(delete, list(objects)):
             continue

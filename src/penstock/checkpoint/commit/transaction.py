@@ -35,6 +35,7 @@ from penstock.cluster.rounds import FAN_IN
 from penstock.errors import PenstockError, StorageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import (
+    defer_sync,
     find_folder_tree,
     prefer_direct_access,
     require_conditional_writes,
@@ -99,8 +100,9 @@ class SaveTransaction:
         """The storage for data files: bypasses the page cache where possible, and writes in place.
 
         In place, because a draft is invisible anyway: a second name and rename for each file gain nothing.
+        The commit makes their names durable, and compares their sizes.
         """
-        return prefer_direct_access(self.storage)
+        return defer_sync(prefer_direct_access(self.storage), "names")
 
     def commit(self, make_seal: Callable[[], Seal]) -> Committed:
         """Make what all ranks have written one durable checkpoint; rank 0 makes the seal. Collective.

@@ -271,7 +271,10 @@ def _move(
     if context.links is not None:
         memory = SharedBlocks(context.links, context.buffers.settings)
     settings, own_spans = memory.settings, spans[: plan.num_own]
-    block_bytes = settings.fit(sum(span.end - span.begin for span in own_spans))
+    block_bytes = settings.block_bytes
+    if find_local_paths(context.storage) is not None:
+        # Services are asked for few and large ranges, whatever the size of a load.
+        block_bytes = settings.fit(sum(span.end - span.begin for span in own_spans))
     blocks = reader.plan_blocks(own_spans, block_bytes=block_bytes, alignment_bytes=PAGE_BYTES)
     destinations, outbox = _open_destinations(plan, begin, targets, context)
     sharing = None

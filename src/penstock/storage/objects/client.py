@@ -87,6 +87,14 @@ class SupportsStreamUpload(Protocol):
 
 
 @runtime_checkable
+class SupportsWholeGet(Protocol):
+    """A client that learns an object's size and ETag together with its bytes."""
+
+    def get_whole(self, key: str, limit_bytes: int) -> tuple[RemoteObject, bytes | None]:
+        """An object in one request; no bytes of one that is larger than the limit."""
+
+
+@runtime_checkable
 class SupportsConditionalPut(Protocol):
     """A client that can store an object on a condition, which the service checks."""
 

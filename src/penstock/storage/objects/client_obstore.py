@@ -82,6 +82,18 @@ class ObstoreClient:
             raise RequestFailed.truncated(len(content), len(buffer))
         np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(memoryview(content), np.uint8))
 
+    def get_whole(self, key: str, limit_bytes: int) -> tuple[RemoteObject, bytes | None]:
+        """Ask for all of it; the answer tells its size before its bytes."""
+        with _translated():
+            answer = obstore.get(self._store, key)
+            found = _remote(answer.meta)
+            if found.size_bytes > limit_bytes:
+                return found, None
+            content = bytes(answer.bytes())
+        if len(content) != found.size_bytes:
+            raise RequestFailed.truncated(len(content), found.size_bytes)
+        return found, content
+
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
         """Objects under `prefix`; obstore asks for the next page when this one is used up."""
         with _translated():

@@ -5,19 +5,25 @@ request is counted; no key that passes `check_key` leaves the prefix; `read_into
 raises only when no request still writes into the buffer.
 """
 
+from __future__ import annotations
+
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from copy import copy
 from dataclasses import replace
 from typing import cast
 
 from penstock.environment import Environment
 from penstock.errors import AlreadyThere, ShortTransfer
+from penstock.storage.capabilities import Deferred
 from penstock.storage.objects.client import (
     ObjectClient,
     RemoteObject,
     SupportsConditionalPut,
     SupportsStreamUpload,
+    SupportsWholeGet,
     connect,
 )
 from penstock.storage.objects.client_settings import ObjectLocation, resolve_location
@@ -105,6 +111,8 @@ class ObjectSource:
         """Do nothing: requests leave nothing open."""
 
 
+SMALL_BYTES = 8 << 20
+"""Larger objects are read in ranges."""
 PAGE_KEYS = 1000
 """Keys in one page of a listing, which is one request."""
 _CONDITION_FAILED = (409, 412)
@@ -121,6 +129,7 @@ class ObjectStorage:
         self.options: Mapping[str, OptionValue] = location.record()
         self.counters = Counters()
         self._location = location
+        self._confirms = True
         self._lock = threading.Lock()
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._requests = RetryingRequests(
@@ -158,6 +167,7 @@ class ObjectStorage:
             uri=self._uri_of(key),
             declared_bytes=size_bytes,
             target_part_bytes=self._location.options.part_bytes,
+            confirms=self._confirms,
         )
         return ObjectSink(new, self._requests, self.counters, self._begin_upload)
 
@@ -204,19 +214,46 @@ class ObjectStorage:
 
         etag = self._requests.call("PutObject", uri, put)
         self.counters.add(written_bytes=len(content))
+        if not self._confirms:
+            return ObjectInfo(key=key, size_bytes=len(content), modified_s=time.time(), checksum=etag)
         return replace(self.stat(key), checksum=etag)
 
     def open(self, key: str) -> ObjectSource:
         """Open an object for ranged reads: one request, for its size."""
+        return self._source(self._head(key), key)
+
+    def _source(self, found: RemoteObject, key: str) -> ObjectSource:
         options = self._location.options
         return ObjectSource(
-            self._head(key),
+            found,
             self._uri_of(key),
             self._requests,
             self.counters,
             range_bytes=options.range_bytes,
             pool=lambda: self._pool("ranges", options.ranges_in_flight),
         )
+
+    def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
+        """An object and what describes it: one request for a small one, if the client can."""
+        if not isinstance(self._requests.any_client, SupportsWholeGet):
+            info = self.stat(key)
+            return info, _read(self.open(key))
+        remote = self._remote(check_key(key, self.uri))
+        found, content = self._requests.call(
+            "GetObject",
+            self._uri_of(key),
+            lambda client: cast("SupportsWholeGet", client).get_whole(remote, SMALL_BYTES),
+        )
+        if content is None:
+            return _describe(key, found), _read(self._source(found, key))
+        self.counters.add(read_bytes=len(content))
+        return _describe(key, found), bytearray(content)
+
+    def deferring(self, what: Deferred) -> ObjectStorage:  # noqa: ARG002 - there is one way
+        """The same objects, whose sizes the caller compares with a listing: finishing asks for none."""
+        other = copy(self)
+        other._confirms = False  # noqa: SLF001 - its own class
+        return other
 
     def _head(self, key: str) -> RemoteObject:
         remote = self._remote(check_key(key, self.uri))
@@ -281,6 +318,12 @@ def open_objects(location: Location, environment: Environment, rank: int) -> Obj
     endpoints is used first.
     """
     return ObjectStorage(resolve_location(location, environment), rank)
+
+
+def _read(source: ObjectSource) -> bytearray:
+    content = bytearray(source.size_bytes)
+    source.read_into(0, memoryview(content))
+    return content
 
 
 def _describe(key: str, remote: RemoteObject) -> ObjectInfo:
