@@ -93,6 +93,7 @@ KVCACHE = Group(
         "run": "penstock.cli.kvcache_benchmark:run",
         "replay": "penstock.cli.kvcache_benchmark:replay",
         "compare": "penstock.cli.kvcache_benchmark:compare",
+        "inspect": "penstock.cli.kvcache_inspection:inspect",
     },
 )
 RESULTS = Group(

@@ -307,6 +307,8 @@ def _build_request(cache: KvCacheOptions, engine: EngineOptions, plan: IoPlan) -
             model=model.name,
             chunk_tokens=plan.facts["chunk_tokens"],
             parts=plan.parts,
+            pipeline=cache.pipeline if plan.parts % cache.pipeline == 0 else 1,
+            layers=model.layers,
             dtype=model.dtype,
         ),
         engine=EngineSettings(

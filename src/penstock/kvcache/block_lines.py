@@ -282,7 +282,7 @@ def shorten(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _ceil(inputs: Integers, tokens: int) -> Integers:
+def _ceil(inputs: Integers, tokens: Integers | int) -> Integers:
     return -(-inputs // tokens)
 
 

@@ -111,12 +111,13 @@ def time_saved_document(plan: IoPlan, times: Times, *, prefill_tokens_per_s: flo
     """Time to first token that loading saved against computing, and the bandwidth at which both are equal.
 
     Loading a token's cache is worth it above bytes per token x tokens a second that an accelerator computes.
-    A request that missed an entry saved nothing: what it loaded is useless behind the gap.
+    A request that missed an entry saved nothing: what it loaded is useless behind the gap. Where objects are
+    scaled down, so is what is computed: else loading a thousandth would be compared with computing it all.
     """
     has_loaded = times.load_ns >= 0
     tokens = np.where(times.missed_requests, 0, plan.hit_tokens)[has_loaded]
-    saved_s = tokens / prefill_tokens_per_s - times.load_ns[has_loaded] / 1e9
-    computed_s = plan.input_tokens.sum() / prefill_tokens_per_s
+    saved_s = tokens * plan.scale / prefill_tokens_per_s - times.load_ns[has_loaded] / 1e9
+    computed_s = plan.input_tokens.sum() * plan.scale / prefill_tokens_per_s
     return {
         "prefill_tokens_per_s": prefill_tokens_per_s,
         "break_even_gib_per_s": plan.bytes_per_token * prefill_tokens_per_s / GIB,

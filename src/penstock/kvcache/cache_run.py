@@ -6,7 +6,8 @@ are to be kept, also after an interruption. What a killed run left unfinished th
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +30,7 @@ from penstock.progress import Progress
 from penstock.results import counter_files, published_files
 from penstock.storage import Counters, Storage, capabilities
 from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.protocol import write_object
 from penstock.workload.spec import Workload
 
 FORMAT_VERSION: Final = 1
@@ -113,7 +115,10 @@ def measure_plan(
     engine = IoEngine(storage, operations, request.layout, request.engine, advance=progress.advance)
     before = storage.counters.snapshot()
     try:
-        with DeviceObserver(comm, folder, storage) as observer:
+        with (
+            _beside_entries(request, storage, is_writer=comm.rank == 0),
+            DeviceObserver(comm, folder, storage) as observer,
+        ):
             with observer.during("read"), observer.during("write"):
                 run_on_all_ranks(
                     comm,
@@ -155,6 +160,19 @@ def measure_plan(
         "peak_rss_bytes": comm.gather(peak_rss_bytes(), awaiting="all ranks' memory"),
     }
     return CacheResult(document=document, times=times)
+
+
+@contextmanager
+def _beside_entries(request: CacheRequest, storage: Storage, *, is_writer: bool) -> Iterator[None]:
+    """What the engine of a layout has beside its entries, as long as they are there."""
+    files = request.layout.side_files() if is_writer else {}
+    for key, content in files.items():
+        write_object(storage, key, [content])
+    try:
+        yield
+    finally:
+        for key in () if request.keeps else files:
+            storage.delete(key)
 
 
 def _search_load(

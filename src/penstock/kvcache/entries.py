@@ -11,11 +11,13 @@ import json
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
-from hashlib import blake2b, sha256
-from typing import Final, Literal
+from hashlib import blake2b
+from typing import Any, Final, Literal
 
 import numpy as np
 import xxhash
+
+from penstock.kvcache.entry_names import vllm_folder
 
 LayoutName = Literal["penstock", "vllm", "lmcache"]
 LAYOUTS: Final = ("penstock", "vllm", "lmcache")
@@ -24,6 +26,7 @@ _MAGIC: Final = b"PSTKKV01"
 _FIELDS: Final = struct.Struct("<8sQ16s16s")
 _CHECKED: Final = struct.Struct("<Q")
 _PAGE: Final = 4096
+_VLLM_BLOCK_TOKENS: Final = 16
 
 
 class EntryOutcome(IntEnum):
@@ -70,6 +73,16 @@ def judge_footer(footer: memoryview, key: str, payload_bytes: int, payload_diges
     return EntryOutcome.DONE if of_payload == payload_digest else EntryOutcome.FLIPPED
 
 
+def begins_footer(footer: memoryview) -> bool:
+    """Whether a page is a footer at all, right or wrong."""
+    return bytes(footer[: len(_MAGIC)]) == _MAGIC
+
+
+def stated_digest(footer: memoryview) -> bytes:
+    """The digest of the payload that a footer states."""
+    return bytes(footer[_FIELDS.size - 16 : _FIELDS.size])
+
+
 def judge_size(size_bytes: int, expected_bytes: int) -> EntryOutcome:
     """What an entry's size says about it."""
     if size_bytes == expected_bytes:
@@ -88,7 +101,8 @@ class EntryLayout:
     """How entries are named, and whether they have a footer.
 
     `namespace` tells the entries of one workload from those of another in the same store; `parts` is the
-    number of objects of an entry, one for each worker of vLLM and LMCache. All lie below `folder`.
+    number of objects of an entry, one for each worker of vLLM and LMCache, `pipeline` times as many as tensor
+    ranks. All lie below `folder`.
     """
 
     name: LayoutName = "penstock"
@@ -96,14 +110,15 @@ class EntryLayout:
     model: str = ""
     chunk_tokens: int = 0
     parts: int = 1
+    pipeline: int = 1
+    layers: int = 0
     dtype: str = "float16"
     folder: str = ""
     _folder: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         if self.name == "vllm":
-            identity = sha256(self.configuration()).hexdigest()[:12]
-            object.__setattr__(self, "_folder", f"{self.model.replace('/', '_')}_{identity}")
+            object.__setattr__(self, "_folder", vllm_folder(self.vllm_configuration()))
 
     @property
     def has_footer(self) -> bool:
@@ -115,15 +130,31 @@ class EntryLayout:
         """What an entry takes beyond its payload."""
         return FOOTER_BYTES if self.has_footer else 0
 
-    def configuration(self) -> bytes:
+    def vllm_configuration(self) -> dict[str, Any]:
         """What vLLM's tier hashes into the names of its folders, as its `config.json` has it."""
-        values = {
-            "block_size": self.chunk_tokens,
-            "dtype": self.dtype,
-            "model": self.model,
-            "ranks": self.parts,
+        block = _VLLM_BLOCK_TOKENS if self.chunk_tokens % _VLLM_BLOCK_TOKENS == 0 else self.chunk_tokens
+        layers = [f"model.layers.{number}.self_attn.attn" for number in range(self.layers)]
+        return {
+            "model_name": self.model,
+            "tokens_per_hash": block,
+            "blocks_per_file": self.chunk_tokens // block if block else 0,
+            "tp_size": self.parts // self.pipeline,
+            "pp_size": self.pipeline,
+            "pcp_size": 1,
+            "dcp_size": 1,
+            "dtype": f"torch.{self.dtype}",
+            "kv_cache_groups": [{"tokens_per_block": block, "layer_names": layers}],
+            "inference_engine": "vllm",
+            "parallel_agnostic": False,
         }
-        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+    def side_files(self) -> dict[str, bytes]:
+        """What the engine of this layout writes once beside its entries."""
+        if self.name != "vllm":
+            return {}
+        key = f"{self._folder}/config.json"
+        content = json.dumps(self.vllm_configuration(), indent=2, sort_keys=True).encode()
+        return {f"{self.folder}/{key}" if self.folder else key: content}
 
     def key(self, entry: int, part: int) -> str:
         """The key of one object of an entry."""
@@ -131,7 +162,8 @@ class EntryLayout:
         return f"{self.folder}/{name}" if self.folder else name
 
     def _name(self, entry: int, part: int) -> str:
-        digest = blake2b(f"{self.namespace}:{entry}".encode(), digest_size=16).hexdigest()
+        size = 32 if self.name == "vllm" else 16
+        digest = blake2b(f"{self.namespace}:{entry}".encode(), digest_size=size).hexdigest()
         if self.name == "vllm":
             return f"{self._folder}_r{part}/{digest[:3]}/{digest[3:5]}_g0/{digest}.bin"
         if self.name == "lmcache":

@@ -98,7 +98,8 @@ class IoPlan:
     """Operations in the order in which they must look as if they happened.
 
     `input_tokens` and `hit_tokens` are of each request; `hit_tokens` are those that storage serves. `parts`
-    is the number of objects of an entry, `capacity_bytes` the room in storage.
+    is the number of objects of an entry, `capacity_bytes` the room in storage, `scale` the share of each
+    object's bytes that is moved.
     """
 
     name: str
@@ -109,6 +110,7 @@ class IoPlan:
     hit_tokens: Integers
     bytes_per_token: int
     capacity_bytes: int | None = None
+    scale: float = 1.0
     facts: dict[str, Any]
 
     @property
@@ -186,7 +188,8 @@ def plan_blocks(
     there for the next one.
     """
     reuse = find_reuse(trace)
-    sizes = (layout or ObjectLayout()).part_bytes(model, trace.block_tokens)
+    layout = layout or ObjectLayout()
+    sizes = layout.part_bytes(model, trace.block_tokens)
     requests = np.repeat(np.arange(trace.num_requests, dtype=np.int64), trace.blocks_of_requests)
     served_by = _serving_tier(reuse, tiers)
     reads = np.flatnonzero(served_by >= 0)
@@ -214,11 +217,13 @@ def plan_blocks(
         hit_tokens=np.minimum(hits * trace.block_tokens, trace.input_tokens),
         bytes_per_token=model.bytes_per_token,
         capacity_bytes=None if tiers.storage is None else tiers.storage * sum(sizes),
+        scale=float(layout.scale),
         facts={
             "model": model.name,
             "chunk_tokens": trace.block_tokens,
             "chunk_bytes": sum(sizes),
             "objects_per_chunk": len(sizes),
+            "scale": str(layout.scale),
             "chunks": trace.num_blocks,
             "prefix_hit_ratio": float(np.mean(served_by >= 0)) if trace.num_blocks else 0.0,
         },

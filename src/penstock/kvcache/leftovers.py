@@ -7,6 +7,7 @@ entries, is removed before; the entries of others stay, and are counted.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +19,7 @@ from penstock.kvcache.block_trace import Integers
 from penstock.kvcache.entries import EntryLayout, EntryOutcome
 from penstock.kvcache.io_plan import Op, Operations
 from penstock.storage import Storage, capabilities
+from penstock.storage.capabilities import FolderEntry
 from penstock.storage.files.file_storage import is_unfinished
 
 STALE_S: Final = 600.0
@@ -55,20 +57,27 @@ def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> in
 
     Object services keep unfinished uploads out of sight, and drop them by a rule of the bucket.
     """
+    now_s = time.time()
+    old = [name for name, entry in unfinished_objects(storage) if now_s - entry.modified_s >= older_than_s]
     tree = capabilities.find_folder_tree(storage)
-    if tree is None:
-        return 0
-    pending, removed, now_s = [""], 0, time.time()
-    while pending:
+    for name in old:
+        assert tree is not None, "what has unfinished objects has folders"
+        tree.remove(name)
+    return len(old)
+
+
+def unfinished_objects(storage: Storage) -> Iterator[tuple[str, FolderEntry]]:
+    """Objects that were begun and not finished, of live and of dead writers, with their names."""
+    tree = capabilities.find_folder_tree(storage)
+    pending = [""] if tree is not None else []
+    while tree is not None and pending:
         folder = pending.pop()
         for entry in tree.entries(folder):
             name = f"{folder}/{entry.name}" if folder else entry.name
             if entry.is_folder:
                 pending.append(name)
-            elif is_unfinished(entry.name) and now_s - entry.modified_s >= older_than_s:
-                tree.remove(name)
-                removed += 1
-    return removed
+            elif is_unfinished(entry.name):
+                yield name, entry
 
 
 def remove_entries(

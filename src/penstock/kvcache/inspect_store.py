@@ -1,0 +1,319 @@
+"""What a store of cache entries holds: entries of vLLM's, LMCache's and our own file tiers, read and judged.
+
+Entries of one configuration are a series. Sizes and headers tell what is torn without reading contents; with
+`verifies`, contents are read, too: ours are compared with their checksums, the others have none and are
+searched for pages that never arrived. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final
+
+import xxhash
+
+from penstock.errors import StorageError
+from penstock.kvcache import entries
+from penstock.kvcache.entries import FOOTER_BYTES, EntryOutcome
+from penstock.kvcache.entry_names import (
+    CONFIG,
+    EntryName,
+    config_base,
+    is_unfinished_entry,
+    parse_entry_name,
+    vllm_folder,
+)
+from penstock.kvcache.leftovers import unfinished_objects
+from penstock.kvcache.models import MODELS, KvModel
+from penstock.progress import Progress
+from penstock.storage import Storage
+from penstock.storage.protocol import ObjectInfo, Source, read_object
+
+_CHUNK_BYTES: Final = 8 << 20
+_MOST_NAMED: Final = 20
+_LMCACHE_HEADER: Final = struct.Struct("<7i")
+"""LMCache's fs tier begins each file with its payload's length, two codes and the four sizes of its shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectRequest:
+    """`model` tells what a token takes, where nothing in the store does."""
+
+    model: KvModel | None = None
+    verifies: bool = False
+    streams: int = 8
+
+
+@dataclass(slots=True)
+class _Entry:
+    name: EntryName
+    info: ObjectInfo
+    outcome: EntryOutcome = EntryOutcome.DONE
+    why: str = ""
+    is_partial: bool = False
+
+    def judge(self, outcome: EntryOutcome, why: str) -> None:
+        """The first thing that is wrong counts."""
+        if self.outcome is EntryOutcome.DONE:
+            self.outcome, self.why = outcome, why
+
+
+@dataclass(slots=True)
+class _Found:
+    """The store by name."""
+
+    series: dict[str, list[_Entry]] = field(default_factory=dict)
+    configs: dict[str, ObjectInfo] = field(default_factory=dict)
+    unfinished: list[ObjectInfo] = field(default_factory=list)
+    unknown: list[ObjectInfo] = field(default_factory=list)
+
+
+def inspect_store(storage: Storage, request: InspectRequest, progress: Progress) -> dict[str, Any]:
+    """All series of a store with what is wrong in them, as plain data."""
+    found = _sort_by_name(storage)
+    all_entries = [entry for series in found.series.values() for entry in series]
+    configs = {base: _read_config(storage, info) for base, info in found.configs.items()}
+    described = [
+        _describe(name, series, configs.get(series[0].name.base), request)
+        for name, series in sorted(found.series.items())
+    ]
+    progress.begin("entries", len(all_entries))
+    with ThreadPoolExecutor(request.streams, "inspect") as pool:
+        for _ in pool.map(lambda entry: _judge_content(storage, entry, request), all_entries):
+            progress.advance(1)
+    of_names = sorted(found.series.items())
+    counted = [_count(of, facts["ranks"]) for facts, (_, of) in zip(described, of_names, strict=True)]
+    wrong = [entry for entry in all_entries if entry.outcome is not EntryOutcome.DONE]
+    return {
+        "target": storage.uri,
+        "verified": request.verifies,
+        "entries": len(all_entries),
+        "bytes": sum(entry.info.size_bytes for entry in all_entries),
+        "series": [facts | counts for facts, counts in zip(described, counted, strict=True)],
+        "damaged": len(wrong),
+        "wrong": [
+            {"key": entry.info.key, "outcome": entry.outcome.name.lower(), "why": entry.why}
+            for entry in wrong[:_MOST_NAMED]
+        ],
+        "unfinished": _sum_up(found.unfinished),
+        "unknown": _sum_up(found.unknown),
+    }
+
+
+def _sort_by_name(storage: Storage) -> _Found:
+    found = _Found()
+    for info in storage.list():
+        if (base := config_base(info.key)) is not None:
+            found.configs[base] = info
+        elif is_unfinished_entry(info.key):
+            found.unfinished.append(info)
+        elif (name := parse_entry_name(info.key)) is not None:
+            found.series.setdefault(f"{name.tier}:{name.series}", []).append(_Entry(name, info))
+        else:
+            found.unknown.append(info)
+    found.unfinished += [
+        ObjectInfo(key=name, size_bytes=entry.size_bytes, modified_s=entry.modified_s)
+        for name, entry in unfinished_objects(storage)
+    ]
+    return found
+
+
+def _read_config(storage: Storage, info: ObjectInfo) -> Mapping[str, Any] | str:
+    """The configuration of one of vLLM's folders, or what is wrong with it."""
+    try:
+        config = json.loads(bytes(read_object(storage, info.key)))
+    except (StorageError, ValueError) as error:
+        return f"{CONFIG} cannot be read: {error}"
+    if not isinstance(config, dict) or "model_name" not in config:
+        return f"{CONFIG} names no model"
+    folder = info.key.split("/")[-2]
+    return (
+        config
+        if vllm_folder(config) == folder
+        else f"{CONFIG} is not what the name of its folder was made of"
+    )
+
+
+def _describe(
+    name: str, series: Sequence[_Entry], config: Mapping[str, Any] | str | None, request: InspectRequest
+) -> dict[str, Any]:
+    """What a series is, and which of its entries have a wrong size or place."""
+    first = series[0].name
+    facts: Mapping[str, Any] = config if isinstance(config, dict) else {}
+    seen = {entry.name.rank for entry in series}
+    ranks = _expected_ranks(first, facts, seen)
+    tokens = _whole(facts, "tokens_per_hash") * _whole(facts, "blocks_per_file")
+    full_bytes = _full_bytes(series)
+    token_bytes = request.model.bytes_per_token / ranks if request.model else None
+    for entry in series:
+        _judge_size(entry, full_bytes[entry.name.rank], token_bytes)
+    if not tokens and token_bytes:
+        tokens = round(max(full_bytes.values()) / token_bytes)
+    bytes_per_token = sum(full_bytes.values()) / tokens if tokens and len(seen) == ranks else None
+    num_blocks = len({entry.name.hash for entry in series})
+    return {
+        "name": name.partition(":")[2],
+        "layout": first.tier,
+        "model": str(facts.get("model_name", first.model)) or None,
+        "dtype": str(facts.get("dtype", first.dtype)) or None,
+        "config": dict(facts) or None,
+        "config_problem": _config_problem(first, config),
+        "entries": len(series),
+        "bytes": sum(entry.info.size_bytes for entry in series),
+        "ranks": ranks,
+        "blocks": num_blocks,
+        "entry_bytes": max(full_bytes.values()),
+        "tokens_per_entry": tokens or None,
+        "tokens": tokens * num_blocks or None,
+        "bytes_per_token": bytes_per_token,
+        "like_models": [
+            model.name
+            for model in MODELS.values()
+            if bytes_per_token and model.bytes_per_token == bytes_per_token
+        ],
+        "oldest_s": min(entry.info.modified_s or 0.0 for entry in series),
+        "newest_s": max(entry.info.modified_s or 0.0 for entry in series),
+    }
+
+
+def _config_problem(first: EntryName, config: Mapping[str, Any] | str | None) -> str | None:
+    if first.tier != "vllm" or isinstance(config, dict):
+        return None
+    return config if isinstance(config, str) else f"there is no {CONFIG}"
+
+
+def _whole(facts: Mapping[str, Any], name: str, otherwise: int = 0) -> int:
+    value = facts.get(name)
+    return value if isinstance(value, int) and value > 0 else otherwise
+
+
+def _expected_ranks(first: EntryName, facts: Mapping[str, Any], seen: set[int]) -> int:
+    """How many ranks keep a part of each block."""
+    if facts:
+        sizes = ("tp_size", "pp_size", "pcp_size", "dcp_size")
+        return prod(_whole(facts, name, 1) for name in sizes)
+    if first.ranks is not None:
+        # Of a latent that all ranks share, LMCache lets the first one keep it for all.
+        return first.ranks if len(seen) > 1 else 1
+    return max(seen) + 1
+
+
+def _full_bytes(series: Sequence[_Entry]) -> dict[int, int]:
+    """The size of a whole entry of each rank: what most have; of those that are as frequent the largest."""
+    sizes: dict[int, Counter[int]] = {}
+    for entry in series:
+        sizes.setdefault(entry.name.rank, Counter())[entry.info.size_bytes] += 1
+    overhead = FOOTER_BYTES if series[0].name.tier == "penstock" else 0
+    overhead = _LMCACHE_HEADER.size if series[0].name.tier == "lmcache-fs" else overhead
+    return {
+        rank: max(counts, key=lambda size: (counts[size], size)) - overhead for rank, counts in sizes.items()
+    }
+
+
+def _judge_size(entry: _Entry, full_bytes: int, token_bytes: float | None) -> None:
+    """What place and size say; entries of ours and of LMCache's fs tier say their own length."""
+    size = entry.info.size_bytes
+    if not entry.name.is_in_place:
+        entry.judge(EntryOutcome.FOREIGN, "its engine would not look for it here")
+    elif not size:
+        entry.judge(EntryOutcome.TRUNCATED, "it is empty")
+    elif entry.name.tier == "vllm" and size != full_bytes:
+        outcome = EntryOutcome.TRUNCATED if size < full_bytes else EntryOutcome.FOREIGN
+        entry.judge(outcome, f"{size:,} B, others have {full_bytes:,}")
+    elif entry.name.tier == "lmcache-disk" and size < full_bytes:
+        entry.is_partial = True  # the end of a prompt, unless it is no whole number of tokens
+        if token_bytes and size % token_bytes:
+            entry.judge(EntryOutcome.TRUNCATED, f"{size:,} B are no whole number of tokens")
+
+
+def _judge_content(storage: Storage, entry: _Entry, request: InspectRequest) -> None:
+    reads = request.verifies or entry.name.tier in ("penstock", "lmcache-fs")
+    if entry.outcome is not EntryOutcome.DONE or not reads:
+        return
+    try:
+        with closing(storage.open(entry.info.key)) as source:
+            if entry.name.tier == "penstock":
+                _judge_own(source, entry, verifies=request.verifies)
+                return
+            if entry.name.tier == "lmcache-fs":
+                _judge_header(source, entry)
+            if request.verifies and any(map(entries.has_zero_page, _chunks(source, source.size_bytes))):
+                entry.judge(EntryOutcome.TORN, "it has pages of zeros: they may never have arrived")
+    except StorageError as error:
+        entry.judge(EntryOutcome.UNREADABLE, str(error))
+
+
+def _judge_own(source: Source, entry: _Entry, *, verifies: bool) -> None:
+    """Ours end with a page that says everything."""
+    footer = memoryview(bytearray(FOOTER_BYTES))
+    payload_bytes = source.size_bytes - FOOTER_BYTES
+    if payload_bytes < 1:
+        entry.judge(EntryOutcome.TRUNCATED, "it is shorter than what ends an entry")
+        return
+    source.read_into(payload_bytes, footer)
+    digest = entries.stated_digest(footer)
+    if verifies:
+        computed = xxhash.xxh3_128()
+        for chunk in _chunks(source, payload_bytes):
+            computed.update(chunk)
+        digest = computed.digest()
+    # The name below the root that it was written under, which may be further up than the one looked at.
+    parts = entry.info.key.split("/")
+    names = ["/".join(parts[start:]) for start in range(len(parts) - 1)]
+    judged = [entries.judge_footer(footer, name, payload_bytes, digest) for name in names]
+    if judged[-1] is EntryOutcome.FLIPPED and not entries.begins_footer(footer):
+        entry.judge(EntryOutcome.TRUNCATED, "it does not end as entries do")
+    elif EntryOutcome.DONE not in judged:
+        outcome = EntryOutcome.FLIPPED if EntryOutcome.FLIPPED in judged else judged[-1]
+        entry.judge(outcome, "the page at its end does not agree with it")
+
+
+def _judge_header(source: Source, entry: _Entry) -> None:
+    header = memoryview(bytearray(_LMCACHE_HEADER.size))
+    payload_bytes = source.size_bytes - len(header)
+    if payload_bytes < 0:
+        entry.judge(EntryOutcome.TRUNCATED, "it is shorter than its header")
+        return
+    source.read_into(0, header)
+    stated_bytes = _LMCACHE_HEADER.unpack(header)[0]
+    if payload_bytes != stated_bytes:
+        outcome = EntryOutcome.TRUNCATED if payload_bytes < stated_bytes else EntryOutcome.FOREIGN
+        entry.judge(outcome, f"{payload_bytes:,} B, its header says {stated_bytes:,}")
+
+
+def _chunks(source: Source, size_bytes: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(size_bytes, 1))))
+    for offset in range(0, size_bytes, len(buffer)):
+        chunk = buffer[: min(len(buffer), size_bytes - offset)]
+        source.read_into(offset, chunk)
+        yield chunk
+
+
+def _count(series: Sequence[_Entry], ranks: int) -> dict[str, Any]:
+    wrong = Counter(entry.outcome.name.lower() for entry in series if entry.outcome is not EntryOutcome.DONE)
+    whole = [entry for entry in series if entry.outcome is EntryOutcome.DONE]
+    parts = Counter(entry.name.hash for entry in whole)
+    return {
+        "whole": len(whole),
+        "partial": sum(entry.is_partial for entry in whole),
+        "usable_blocks": sum(count >= ranks for count in parts.values()),
+        "misses": {outcome.name.lower(): wrong[outcome.name.lower()] for outcome in entries.MISSES},
+    }
+
+
+def _sum_up(objects: Sequence[ObjectInfo]) -> dict[str, Any]:
+    now_s = time.time()
+    return {
+        "objects": len(objects),
+        "bytes": sum(info.size_bytes for info in objects),
+        "oldest_age_s": max((now_s - (info.modified_s or now_s) for info in objects), default=None),
+        "examples": [info.key for info in objects[:3]],
+    }
