@@ -52,6 +52,7 @@ results ls runs
 results show RUN
 results show llama3
 results compare RUNS
+results watch RUN --once
 cluster collect -o cluster.json
 cluster check cluster.json
 trace summary traces
@@ -77,8 +78,8 @@ def gather(folder: Path) -> Iterator[dict[str, Any]]:
     for line in COMMANDS.strip().splitlines():
         words = line.split()
         runs = sorted(path.name for path in folder.glob("runs/unet3d*"))
-        if words[-1] in ("RUN", "RUNS"):
-            words[-1:] = runs if words[-1] == "RUNS" else runs[:1]
+        named = {"RUN": runs[:1], "RUNS": runs}
+        words = [name for word in words for name in named.get(word, [word])]
         words = ["SELECT 1 AS one" if word == "SELECT-1" else word for word in words]
         command = [sys.executable, "-m", "penstock", *words, "--json"]
         result = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)

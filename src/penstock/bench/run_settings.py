@@ -9,6 +9,7 @@ from typing import Any
 from penstock.cluster.comm import Comm
 from penstock.cluster.gates.preflight import PreflightResult
 from penstock.environment import Environment
+from penstock.progress import RunProgress
 from penstock.results import event_files, provenance
 from penstock.results.active_run import ActiveRun
 from penstock.results.dlio.output_files import HYDRA_FOLDER, DlioOutputs, HydraFacts, write_dlio_files
@@ -52,8 +53,9 @@ class RunSettings:
         seeds: Mapping[str, int],
         plan: Mapping[str, Any],
         remarks: Sequence[str] = (),
+        progress: RunProgress | None = None,
     ) -> ActiveRun:
-        """Make the run's folder with its record; on rank 0 only."""
+        """Make the run's folder with its record, where `progress` can be followed; on rank 0 only."""
         request = RunRequest(
             workload=workload,
             ranks=ranks,
@@ -67,8 +69,12 @@ class RunSettings:
             remarks=(*self.remarks, *remarks),
         )
         if self.run_folder is not None:
-            return ActiveRun.start_in(self.run_folder, request, results=self.results)
-        return ActiveRun.start(self.results, request)
+            run = ActiveRun.start_in(self.run_folder, request, results=self.results)
+        else:
+            run = ActiveRun.start(self.results, request)
+        if progress is not None:
+            run.show_in_folder(progress)
+        return run
 
     def write_dlio_files(
         self,

@@ -103,6 +103,7 @@ RESULTS = Group(
         "show": "penstock.cli.results_show:show",
         "page": "penstock.cli.results_show:page",
         "compare": "penstock.cli.results_show:compare",
+        "watch": "penstock.cli.results_watch:watch",
         "rerun": "penstock.cli.results_runs:rerun",
         "rm": "penstock.cli.results_runs:remove",
         "restore": "penstock.cli.results_runs:restore",

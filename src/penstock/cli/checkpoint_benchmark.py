@@ -26,7 +26,7 @@ GIB = 2**30
 GB = 10**9
 
 
-@ranked(CheckpointRunOptions)
+@ranked(CheckpointRunOptions, is_followed=True)
 def run(options: CheckpointRunOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Write checkpoints of a model, read them back, and report the throughput of both directions.
 

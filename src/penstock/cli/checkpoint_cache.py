@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.levels.options import Single
+from penstock.cli.live_display import FollowOptions
 from penstock.cli.option_groups import PageOption
 from penstock.cli.options import argument, arguments, flag, group, option, repeated, required, verb
 from penstock.cli.parsers import FOLDER_URI, TIME, URI, whole
@@ -148,6 +149,7 @@ def _describe_phase(state: FlushState) -> str:
 class _FlushOptions:
     caches: tuple[str, ...] = arguments("CACHE...", FOLDER_URI, "Caches that are reachable from here.")
     timeout_s: float = option("--timeout", TIME, "Give up after this time without progress.", default="30min")
+    following: FollowOptions = group(FollowOptions, panel="Following")
 
 
 @verb(_FlushOptions)
@@ -167,7 +169,7 @@ def flush(options: _FlushOptions, terminal: Terminal) -> int:
     from penstock.checkpoint.levels import cache_tools
 
     folders = [cache_tools.require_cache_folder(path) for path in options.caches]
-    with terminal.progress() as progress:
+    with terminal.progress(options.following) as progress:
         states_of_caches = cache_tools.drain_caches(folders, progress, timeout_s=options.timeout_s)
     entries = [
         (folder, step, state) for folder, states in states_of_caches.items() for step, state in states.items()

@@ -136,7 +136,7 @@ class _ReplayOptions:
     reading: TraceFormatOptions = group(TraceFormatOptions, panel="Trace")
 
 
-@ranked(_ReplayOptions)
+@ranked(_ReplayOptions, is_followed=True)
 def replay(options: _ReplayOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Replay a TRACE of requests: read the prefixes that hit, write what is new, and report both.
 
@@ -186,7 +186,7 @@ class _RunOptions:
     mlperf: _MlperfOptions = group(_MlperfOptions, panel="mlperf-v3")
 
 
-@ranked(_RunOptions)
+@ranked(_RunOptions, is_followed=True)
 def run(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Run a generated workload: blocks, with the statistics of a published trace, or mlperf-v3.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock import environment as env
+from penstock.cli.live_display import FollowOptions
 from penstock.cli.options import JsonOption, Verb, command_line, fill, group, option, repeated
 from penstock.cli.parsers import FOLDER_URI, LAUNCHER, NAME, TEXT, TIME, whole
 from penstock.cli.terminal import Terminal, progress_columns
@@ -60,13 +61,19 @@ class _RankPanel:
     ranks: RankOptions = group(RankOptions, panel="Ranks")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _FollowPanel:
+    following: FollowOptions = group(FollowOptions, panel="Following")
+
+
 def ranked(
-    options: type[O], *, default_ranks: DefaultRanks = None
+    options: type[O], *, default_ranks: DefaultRanks = None, is_followed: bool = False
 ) -> Callable[[Callable[[O, Comm, Terminal], int | None]], Verb]:
     """Make a command that runs on several ranks of a function of its options, its ranks and the terminal.
 
     What the function returns is its exit code: a verdict on which all ranks agree. `default_ranks` is for a
-    command that makes sense on several ranks only, or depends on its arguments.
+    command that makes sense on several ranks only, or depends on its arguments. One that lasts can be
+    followed: `is_followed` adds --watch and its companions.
     """
 
     def decorate(function: Callable[[O, Comm, Terminal], int | None]) -> Verb:
@@ -78,12 +85,19 @@ def ranked(
                 return _launch(ranks, environment)
 
             def run_rank(comm: Comm) -> int | None:
-                terminal = Terminal(as_json=values["as_json"], speaks=comm.rank == 0)
+                terminal = Terminal(
+                    as_json=values["as_json"],
+                    speaks=comm.rank == 0,
+                    ranks=comm.size,
+                    find_wait=comm.present_wait,
+                    following=fill(_FollowPanel, values).following if is_followed else None,
+                )
                 return function(fill(options, values), comm, terminal)
 
             return _join(run_rank, ranks, environment)
 
-        return Verb(function.__doc__ or "", [options, JsonOption, _RankPanel], call)
+        panels = [options, JsonOption, *([_FollowPanel] if is_followed else []), _RankPanel]
+        return Verb(function.__doc__ or "", panels, call)
 
     return decorate
 

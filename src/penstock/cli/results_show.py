@@ -43,12 +43,17 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
 
       penstock results show /mnt/results/mine --json
     """
-    from penstock.results.checkpoint_figures import read_checkpoint_figures
     from penstock.results.history.run_catalog import find_run_folder
+
+    show_folder(find_run_folder(options.run, options.parent.path), terminal)
+
+
+def show_folder(folder: Path, terminal: Terminal) -> None:
+    """Show the run in this directory."""
+    from penstock.results.checkpoint_figures import read_checkpoint_figures
     from penstock.results.run_comparison import summarize_run
     from penstock.results.run_record import read_record
 
-    folder = find_run_folder(options.run, options.parent.path)
     view = summarize_run(folder)
     terminal.notes(view.notes)
     figures = _read_figures(folder, view, terminal)

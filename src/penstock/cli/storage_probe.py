@@ -48,7 +48,7 @@ class _ProbeOptions:
     storage: BackendOptions = group(BackendOptions)
 
 
-@ranked(_ProbeOptions)
+@ranked(_ProbeOptions, is_followed=True)
 def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
     """Measure the limits of the storage at URI, and clean up.
 

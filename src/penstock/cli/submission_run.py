@@ -56,7 +56,7 @@ class CheckpointingOptions:
     gates: option_groups.GateOptions = group(option_groups.GateOptions)
 
 
-@ranked(CheckpointingOptions)
+@ranked(CheckpointingOptions, is_followed=True)
 def checkpointing(options: CheckpointingOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Run a whole checkpointing result: write ten checkpoints and read ten back.
 
@@ -149,7 +149,7 @@ class TrainingOptions:
     gates: option_groups.GateOptions = group(option_groups.GateOptions)
 
 
-@ranked(TrainingOptions)
+@ranked(TrainingOptions, is_followed=True)
 def training(options: TrainingOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Run a whole training result: size and generate the data set, then a warm-up and five runs.
 

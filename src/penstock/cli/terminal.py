@@ -1,28 +1,29 @@
 """Output of a command: results on stdout, everything else on stderr, and all of it on rank 0 only.
 
-With `--json` stdout carries exactly one JSON document. Progress is drawn only on a terminal.
+With `--json` stdout carries exactly one JSON document. `live_display` draws progress.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from click import get_current_context
 
-from penstock.environment import PROGRESS_COLUMNS, process_environment
 from penstock.errors import printable
-from penstock.progress import Progress, Silent
+from penstock.progress import RunProgress, Silent
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import TaskID
+
+    from penstock.cli.live_display import FollowOptions
+    from penstock.cluster.comm import RankWait
 
 _WIDE = 1000
 SCHEMA_VERSIONS: Mapping[str, int] = {}
@@ -118,10 +119,16 @@ def _printable_piece(piece: str | tuple[str, str]) -> str | tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal:
-    """The output of one command on one rank; `speaks` is true on rank 0 only."""
+    """The output of one command on one rank; `speaks` is true on rank 0 only.
+
+    `find_wait` says what this rank waits for, `following` how the user wants to follow the command.
+    """
 
     as_json: bool
     speaks: bool = True
+    ranks: int = 1
+    find_wait: Callable[[], RankWait | None] = lambda: None
+    following: FollowOptions | None = None
 
     def result(self, document: Mapping[str, Any], view: View) -> None:
         """Print the result: `document` with `--json`, else `view`."""
@@ -143,20 +150,17 @@ class Terminal:
             self.note(str(text))
 
     @contextmanager
-    def progress(self) -> Iterator[Progress]:
-        """Draw progress on stderr where that is a terminal: this process's, or the launching process's."""
-        columns = process_environment().get(PROGRESS_COLUMNS)
-        # Rich takes a tenth of a second to import, which only a terminal is worth.
-        if not self.speaks or not (columns or sys.stderr.isatty()):
+    def progress(self, following: FollowOptions | None = None) -> Iterator[RunProgress]:
+        """Show progress on stderr, as a bar on a terminal, else a line every 30 s, and to monitoring."""
+        if not self.speaks:
             yield Silent()
             return
-        from rich.console import Console
+        from penstock.cli.live_display import open_meter
 
-        console = Console(stderr=True, force_terminal=columns is not None or None)
-        if columns is not None:
-            console.width = int(columns)
-        with _Bars(console) as bars:
-            yield bars
+        with open_meter(
+            following or self.following, ranks=self.ranks, find_wait=self.find_wait, note=self.note
+        ) as meter:
+            yield meter
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -203,33 +207,3 @@ def clear_progress() -> None:
     """Erase the progress bars that a process left when it ended early, and show the cursor again."""
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[2K\x1b[?25h")
-
-
-class _Bars:
-    """Progress as one bar a phase: share, time spent, time left. Finished phases vanish."""
-
-    def __init__(self, console: Console) -> None:
-        from rich import progress as bars
-
-        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TaskProgressColumn())
-        times = (bars.TimeElapsedColumn(), bars.TextColumn("left:"), bars.TimeRemainingColumn())
-        self._display = bars.Progress(*columns, *times, console=console, transient=True)
-        self._phase: TaskID | None = None
-
-    def __enter__(self) -> Self:
-        self._display.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._display.stop()
-
-    def begin(self, phase: str, total: float) -> None:
-        """Replace the bar of the phase before."""
-        if self._phase is not None:
-            self._display.remove_task(self._phase)
-        self._phase = self._display.add_task(phase, total=total)
-
-    def advance(self, amount: float) -> None:
-        """Move the bar; rich is safe for threads."""
-        if self._phase is not None:
-            self._display.advance(self._phase, amount)

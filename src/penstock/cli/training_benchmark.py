@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.workflows.accelerator_sweep import SweepResult
 
 
-@ranked(TrainingRunOptions)
+@ranked(TrainingRunOptions, is_followed=True)
 def run(options: TrainingRunOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Run a training workload with emulated computation and report accelerator utilization (AU).
 

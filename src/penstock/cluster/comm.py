@@ -77,6 +77,9 @@ class Comm(Protocol):
     ) -> AbstractContextManager[Callable[[Round], list[bytes]]]:
         """On one rank, while all others `carry` what it receives: a function that waits for one round."""
 
+    def present_wait(self) -> "RankWait | None":
+        """What this rank waits for at the moment. Not collective; any thread may ask."""
+
 
 class PendingTransfer(Protocol):
     """Bytes on their way. Their buffer belongs to the transfer until `wait` returns or raises."""
@@ -265,6 +268,11 @@ class PollingWait:
     def __post_init__(self) -> None:
         self._started_s = self.clock()
 
+    @property
+    def waited_s(self) -> float:
+        """How long it has lasted."""
+        return self.clock() - self._started_s
+
     def until(self, ready: Callable[[], bool]) -> None:
         """Return once `ready()` is true; it is called at least once, even when no time is left."""
         for _ in range(EAGER_POLLS):
@@ -272,7 +280,7 @@ class PollingWait:
                 return
             os.sched_yield()
         while not ready():
-            waited_s = self.clock() - self._started_s
+            waited_s = self.waited_s
             self._check(waited_s)
             self.sleep(min(max(FIRST_SLEEP_S, waited_s * SLEEP_SHARE), LONGEST_SLEEP_S))
 
@@ -282,6 +290,15 @@ class PollingWait:
         if not self._was_late and waited_s >= min(LATE_AFTER_S, self.timeout_s / 2):
             self._was_late = True
             self.on_late()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWait:
+    """What this rank awaits of others at the moment; `absent` are those that have not come, where known."""
+
+    awaiting: str
+    waited_s: float
+    absent: tuple[int, ...]
 
 
 def reduce_values(values: list[Number], op: Reduction) -> Number:
@@ -378,8 +395,18 @@ class BaseComm(ABC):
         self.carrier = ""
         self.on_late: Callable[[int, str], None] = lambda _call, _awaiting: None
         """Called once for a call that waits long, with the call's number and what it awaits."""
+        self.find_absent: Callable[[int], tuple[int, ...]] = lambda _call: ()
+        """The ranks that have not come to a call of this number, if a launcher knows them."""
         self._call = 0
         self._left_early: str | None = None
+        self._wait: PollingWait | None = None
+
+    def present_wait(self) -> RankWait | None:
+        """What this rank waits for; any thread may ask."""
+        wait, call = self._wait, self._call
+        if wait is None:
+            return None
+        return RankWait(awaiting=wait.awaiting, waited_s=wait.waited_s, absent=self.find_absent(call))
 
     def barrier(self, *, awaiting: str, timeout_s: float | None = None) -> None:
         """Return once every rank has called this."""
@@ -487,7 +514,8 @@ class BaseComm(ABC):
         self._left_early = awaiting
         try:
             limit_s = self.timeout_s if timeout_s is None else timeout_s
-            yield PollingWait(awaiting, limit_s, on_late=lambda: self.on_late(call, awaiting))
+            self._wait = PollingWait(awaiting, limit_s, on_late=lambda: self.on_late(call, awaiting))
+            yield self._wait
         except RuntimeError as error:
             if isinstance(error, RankError):
                 raise
@@ -496,6 +524,8 @@ class BaseComm(ABC):
                 where=f"rank {self.rank} on {self.host}",
                 fix="Look for a rank that died, or for a network that drops connections.",
             ) from error
+        finally:
+            self._wait = None
         self._left_early = None
 
     def _unpack(self, packed: list[bytes]) -> list[Any]:

@@ -26,7 +26,7 @@ from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, TierNumber
 from penstock.kvcache.leftovers import STALE_S, reclaim_unfinished, remove_entries, remove_leftovers
 from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
-from penstock.progress import Progress
+from penstock.progress import RunProgress
 from penstock.results import counter_files, published_files
 from penstock.storage import Counters, Storage, capabilities
 from penstock.storage.in_memory import MemoryStorage
@@ -72,7 +72,7 @@ class CacheResult:
         return not self.times.missed_requests.any()
 
 
-def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: Progress) -> CacheResult:
+def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: RunProgress) -> CacheResult:
     """Execute the plan on all ranks, and record it in a run's folder. Collective."""
     facts = request.gather_hosts(comm)
     plan = request.plan
@@ -86,6 +86,7 @@ def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: P
                     ranks=comm.size,
                     seeds={"content": request.engine.seed},
                     plan={"kind": "kvcache", **plan.document()},
+                    progress=progress,
                 )
             )
         folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
@@ -96,12 +97,12 @@ def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: P
         if run is not None:
             counter_files.gather_counters(folder)
             published_files.write_json(folder, FILE, result.document)
-            run.finish()
+            run.finish(is_right=result.is_right)
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
 
 def measure_plan(
-    request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: Progress
+    request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: RunProgress
 ) -> CacheResult:
     """The same without a record of its own: `folder` takes the counters of hosts. Collective."""
     plan, operations = request.plan, request.plan.share_of(comm.rank, comm.size)
@@ -112,6 +113,7 @@ def measure_plan(
     reclaimed, left = comm.broadcast(removed, awaiting="rank 0 to remove what earlier runs left")
     ceiling = _measure_ceiling(request, comm=comm) if request.measures_ceiling else None
     progress.begin("cache operations", len(operations))
+    progress.enter("working", unit="operations", times=comm.size)
     engine = IoEngine(storage, operations, request.layout, request.engine, advance=progress.advance)
     before = storage.counters.snapshot()
     try:
@@ -176,7 +178,7 @@ def _beside_entries(request: CacheRequest, storage: Storage, *, is_writer: bool)
 
 
 def _search_load(
-    request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: Progress
+    request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: RunProgress
 ) -> CacheResult:
     """Find the largest load that meets the objective; the result is that of this load. Collective."""
     assert request.objective_ms is not None

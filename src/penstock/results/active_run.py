@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Self
 
 from penstock import __version__
-from penstock.errors import UsageError
-from penstock.results import provenance, published_files, run_folder, run_record
+from penstock.errors import PenstockError, UsageError
+from penstock.progress import RunName, RunProgress, Silent
+from penstock.results import provenance, published_files, run_folder, run_record, run_status
 from penstock.results.history.history_file import HistoryFile, RunEntry
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.pages.run_page import leave_run_page
@@ -42,6 +43,8 @@ class ActiveRun:
         self.record = record
         self._entry = entry
         self._has_page = has_page
+        self._progress: RunProgress = Silent()
+        self._exit_code = 1
         self._write()
 
     @classmethod
@@ -92,14 +95,28 @@ class ActiveRun:
         """Show readers on other hosts that the run is active; cheap enough for every few seconds."""
         os.utime(self.folder / run_folder.RUN_FILE)
 
+    def show_in_folder(self, progress: RunProgress) -> None:
+        """Let the run be followed in its folder by what `progress` is told."""
+        self._progress = progress
+        kind = str(self.record.plan.get("kind", "training"))
+        name = (
+            f"{self.record.name}_{self.record.accelerator}" if self.record.accelerator else self.record.name
+        )
+        progress.attach(RunName(folder=self.folder, kind=kind, workload=name, ranks=self.record.ranks))
+
     def finish(
         self,
         *,
         train: PhaseFigures | None = None,
         evaluation: PhaseFigures | None = None,
         deliveries: Sequence[IoReconciliation] = (),
+        is_right: bool = True,
     ) -> None:
-        """Close the run with its figures; times rank by rank stay with the step events."""
+        """Close the run with its figures; times rank by rank stay with the step events.
+
+        `is_right` is false if it read wrong bytes, which its command tells by its exit code.
+        """
+        self._exit_code = 0 if is_right else 1
         self.record = replace(
             self.record,
             train=_without_rank_times(train),
@@ -116,8 +133,10 @@ class ActiveRun:
             return
         if isinstance(error, KeyboardInterrupt):
             why = str(error) or "Stopped by its user, or because another rank failed."
+            self._exit_code = 130
             self._end(run_record.RunOutcome.INTERRUPTED, why)
         elif kind is not None:
+            self._exit_code = error.exit_code if isinstance(error, PenstockError) else 70
             self._end(run_record.RunOutcome.FAILED, f"{kind.__name__}: {error}")
         else:
             self._end(run_record.RunOutcome.FAILED, "It ended without figures.")
@@ -130,6 +149,10 @@ class ActiveRun:
             self._entry.end(outcome.value, why)
         if self._has_page:
             leave_run_page(self.folder)
+        self._progress.settle(outcome.value, why, self._exit_code)
+        if not self._has_page and outcome is run_record.RunOutcome.FINISHED:
+            # A folder for readers of DLIO's and submissions' files gets nothing that they do not know.
+            (self.folder / run_status.STATUS_FILE).unlink(missing_ok=True)
 
     def _write(self) -> None:
         published_files.write_file(self.folder, run_folder.RUN_FILE, run_record.format_record(self.record))

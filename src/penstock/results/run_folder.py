@@ -7,6 +7,7 @@
         throughput.parquet             what each rank moved of them over time
         counters.parquet               what the hosts counted (`counters/` while the run lasts)
         cluster.json                   what the hosts were, where that was collected
+        status.json                    what the run did last; replaced while it lasts (`run_status`)
         report.html                    the page of the run (`results.pages`)
         summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
 
@@ -22,6 +23,7 @@ from typing import Final
 
 from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.reports.html_page import is_page
+from penstock.results.run_status import STATUS_FILE
 from penstock.storage.files.system_calls import translate_os_errors
 
 RUN_FILE: Final = "run.json"
@@ -37,6 +39,7 @@ _LEFT_BY_RUNS: Final = (
     "*.parquet",
     STAGES_FILE,
     CHECKPOINTS_FILE,
+    STATUS_FILE,
     "progress",
     "spool/*.events",
     "counters/*.jsonl",

@@ -249,7 +249,7 @@ IMPERATIVES = """
 Accept Add Apply Assign Assume Calculate Change Check Compare Compress Confirm Continue Convert Copy Count
 Create Decode Delete Describe Divide Drop Emulate Enforce Examine Fail Find Flush Give Group Handle Include
 Inspect Keep Lay Leave Let Limit List Look Make Measure Move Name Pass Pause Plan Print Protect Put Query
-Read Rebuild Recover Remove Run Save Seed Select Set Shorten Show Skip Start Trace Try Use Verify Wait
+Read Rebuild Recover Remove Run Save Seed Select Serve Set Shorten Show Skip Start Trace Try Use Verify Wait
 Withdraw Work Write
 """
 

@@ -105,6 +105,7 @@ LONGEST_ROUND_S: Final = 7 * 24 * 3600.0
 
 _KINDS: Final = {"write": SpanKind.SAVE, "read": SpanKind.LOAD}
 _TITLES: Final = {"write": "writing", "read": "reading"}
+_UNITS: Final = {"write": "written_bytes", "read": "read_bytes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,8 @@ class RoundRunner:
         )
         title = f"{_TITLES[checkpoint.direction]} checkpoint {checkpoint.number} of {last}"
         began_at_s, began_ns = time.time(), time.monotonic_ns()
-        with self.progress.track(title, self._bytes_of_ranks(checkpoint)):
+        unit = _UNITS[checkpoint.direction]
+        with self.progress.track(title, self._bytes_of_ranks(checkpoint), unit=unit):
             measurements = self._move(checkpoint, planned, content)
         self.recorder.add_stall(epoch=checkpoint.epoch, step=checkpoint.step, began_ns=began_ns)
         moved = self.comm.gather_on_rank0(

@@ -26,7 +26,7 @@ from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import CONTENT_VERSION, Content
-from penstock.progress import Progress
+from penstock.progress import RunProgress
 from penstock.results import counter_files, event_files, published_files, run_folder, step_events
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.throughput_file import write_throughput
@@ -108,7 +108,7 @@ def run_checkpoints(
     reopen: OpenStorage,
     *,
     comm: Comm,
-    progress: Progress,
+    progress: RunProgress,
     tell: Tell = lambda _text: None,
 ) -> CheckpointResult:
     """Write and read as the request's workload says; the same result on every rank."""
@@ -135,6 +135,7 @@ def run_checkpoints(
                     ranks=comm.size,
                     seeds={"content": prepared.seed},
                     plan=request.plan_document(),
+                    progress=progress,
                 )
             )
         folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
@@ -142,7 +143,7 @@ def run_checkpoints(
             folder / progress_board.PROGRESS_FILE, rank=comm.rank, num_ranks=comm.size
         )
         outputs = progress_board.ProgressOutputs(
-            progress=progress, heartbeat=run.heartbeat if run else lambda: None, tell=tell
+            progress=progress, heartbeat=run.heartbeat if run else lambda: None
         )
         session = _Session(
             request=request,
@@ -159,7 +160,7 @@ def run_checkpoints(
             counter_files.gather_counters(folder)
             published_files.write_json(folder, run_folder.CHECKPOINTS_FILE, result.document())
             request.write_dlio_files(run, workload, hosts=facts)
-            run.finish(deliveries=result.deliveries)
+            run.finish(deliveries=result.deliveries, is_right=result.is_right)
         # All ranks have the same result but for their wall clocks: rank 0's count.
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
@@ -186,6 +187,7 @@ class _Session:
 
     def run(self, folder: Path) -> CheckpointResult:
         """Run all rounds; afterwards the folder's spools have their spans."""
+        self.progress.expect(self.request.layout.total_bytes * len(self.prepared.rounds))
         began_ns = time.monotonic_ns()
         spool = event_files.SpoolWriter(
             event_files.spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host)

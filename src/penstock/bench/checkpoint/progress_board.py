@@ -17,16 +17,16 @@ from typing import Final
 
 import numpy as np
 
-from penstock.progress import Progress
+from penstock.progress import RunProgress
 from penstock.results.throughput_file import MovedBytes
-from penstock.units import format_bytes, format_rate
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_FILE: Final = "progress"
 _SLOT_BYTES: Final = 8
 LOOK_INTERVAL_S: Final = 1.0
-TELL_INTERVAL_S: Final = 60.0
+MOST_NOTES_PER_S: Final = 100
+"""Of all ranks together: those of a large job note their bytes less often than every second."""
 SIGN_INTERVAL_S: Final = 10.0
 BUCKET_S: Final = 0.05
 MOST_BUCKETS: Final = 240
@@ -71,11 +71,10 @@ class ProgressBoard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressOutputs:
-    """Where rank 0 reports progress: a bar, the run's record (a sign of life), and a line a minute."""
+    """Where rank 0 reports progress: to whoever follows the run, and to its record (a sign of life)."""
 
-    progress: Progress
+    progress: RunProgress
     heartbeat: Callable[[], None]
-    tell: Callable[[str], None]
 
 
 class RoundProgress:
@@ -93,6 +92,10 @@ class RoundProgress:
 
     def begin(self, phase: str, total: float) -> None:
         """Ignored: the pipeline's phases are parts of a round, which `track` has announced."""
+
+    def expect(self, total_bytes: int) -> None:
+        """How many bytes all rounds of all ranks will move."""
+        self._outputs.progress.expect(total_bytes, "written_bytes", "read_bytes")
 
     def advance(self, amount: float) -> None:
         """Count what the pipeline has moved."""
@@ -118,8 +121,8 @@ class RoundProgress:
         return MovedBytes(BUCKET_S * fold, [round(size) for size in sizes])
 
     @contextmanager
-    def track(self, title: str, bytes_of_ranks: list[int]) -> Iterator[None]:
-        """Follow one round, in which each rank moves its `bytes_of_ranks`."""
+    def track(self, title: str, bytes_of_ranks: list[int], *, unit: str) -> Iterator[None]:
+        """Follow one round, in which each rank moves its `bytes_of_ranks`, counted as `unit`."""
         self._moved_bytes = 0
         self._moved_by_bucket.clear()
         self._began_ns = time.monotonic_ns()
@@ -127,10 +130,11 @@ class RoundProgress:
         total_bytes = sum(bytes_of_ranks)
         if self._is_first:
             self._outputs.progress.begin(f"{title}, all ranks", total_bytes)
+            self._outputs.progress.enter("moving", unit=unit)
         self._shown_bytes = 0
         ended = threading.Event()
         watcher = threading.Thread(
-            target=self._watch, args=(title, bytes_of_ranks, ended), name="penstock-watch", daemon=True
+            target=self._watch, args=(bytes_of_ranks, ended), name="penstock-watch", daemon=True
         )
         watcher.start()
         try:
@@ -138,23 +142,30 @@ class RoundProgress:
         finally:
             ended.set()
             watcher.join()
+            if self._is_first:
+                self._outputs.progress.remark("")
         self._show(total_bytes)
+        if self._is_first:
+            self._outputs.progress.enter("working")
 
-    def _watch(self, title: str, bytes_of_ranks: list[int], ended: threading.Event) -> None:
-        began_s = printed_s = heartbeat_s = time.monotonic()
-        while not ended.wait(LOOK_INTERVAL_S):
+    def _watch(self, bytes_of_ranks: list[int], ended: threading.Event) -> None:
+        heartbeat_s = time.monotonic()
+        pause_s = (
+            LOOK_INTERVAL_S
+            if self._is_first
+            else max(LOOK_INTERVAL_S, len(bytes_of_ranks) / MOST_NOTES_PER_S)
+        )
+        while not ended.wait(pause_s):
             self._board.note(self._moved_bytes)
             if not self._is_first:
                 continue
             moved = [min(pair) for pair in zip(self._board.read(), bytes_of_ranks, strict=True)]
             self._show(sum(moved))
+            self._outputs.progress.remark(name_last_rank(moved, bytes_of_ranks))
             now_s = time.monotonic()
             if now_s - heartbeat_s >= SIGN_INTERVAL_S:
                 self._outputs.heartbeat()
                 heartbeat_s = now_s
-            if now_s - printed_s >= TELL_INTERVAL_S:
-                self._outputs.tell(f"{title}: {format_progress(moved, bytes_of_ranks, now_s - began_s)}")
-                printed_s = now_s
 
     def _show(self, moved_bytes: int) -> None:
         if self._is_first and moved_bytes > self._shown_bytes:
@@ -162,13 +173,10 @@ class RoundProgress:
             self._shown_bytes = moved_bytes
 
 
-def format_progress(moved: list[int], planned: list[int], elapsed_s: float) -> str:
-    """Progress in a sentence: the total, its rate, and the rank that is furthest behind."""
-    total_bytes = sum(moved)
-    text = f"{format_bytes(total_bytes)} of {format_bytes(sum(planned))}"
-    text += f", {format_rate(total_bytes / elapsed_s)}" if elapsed_s > 0 else ""
+def name_last_rank(moved: list[int], planned: list[int]) -> str:
+    """The rank that is furthest behind, and how far it is, unless all are alike."""
     shares = {rank: moved[rank] / size for rank, size in enumerate(planned) if size}
-    if len(shares) > 1:
-        last = min(shares, key=shares.__getitem__)
-        text += f"; rank {last} is last with {shares[last]:.0%}"
-    return text
+    if len(shares) < 2 or min(shares.values()) == max(shares.values()):
+        return ""
+    last = min(shares, key=shares.__getitem__)
+    return f"rank {last} is last with {shares[last]:.0%}"

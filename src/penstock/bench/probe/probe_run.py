@@ -33,7 +33,7 @@ from penstock.bench.probe.probe_plan import (
 from penstock.bench.probe.timed_streams import Blocks, StreamStopped, StreamTask, StreamTimes
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment
-from penstock.progress import Progress
+from penstock.progress import RunProgress
 from penstock.storage import Counters, residency
 from penstock.storage.protocol import OptionValue
 from penstock.units import format_bytes, format_seconds
@@ -66,7 +66,7 @@ def probe(
     comm: Comm,
     environment: Environment,
     options: Mapping[str, str],
-    progress: Progress,
+    progress: RunProgress,
 ) -> ProbeResult:
     """Measure what `request` asks for, with the storage's own `options`; leave nothing behind."""
     folder_name = comm.broadcast(
@@ -100,7 +100,7 @@ class _LocationResult:
 
 
 def _probe_location(
-    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
+    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
 ) -> _LocationResult:
     place.check_free_space(request.size_bytes)
     affordable_bytes = _affordable_bytes(request, place, comm=comm, progress=progress)
@@ -123,7 +123,7 @@ def _probe_location(
 
 
 def _measure_all(
-    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
+    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
 ) -> Iterator[ProbeMeasurement]:
     """Every step once. The first step also runs before, uncounted: memory not used lately is slow.
 
@@ -160,7 +160,7 @@ def _all_groups(
         yield group
 
 
-def _affordable_bytes(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress) -> int:
+def _affordable_bytes(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress) -> int:
     """What one stream of each rank moves in `max_seconds`, by a short first write, which also warms up."""
     block_bytes = min(_CALIBRATION_BLOCK_BYTES, request.size_bytes)
     step = ProbeStep(
@@ -231,10 +231,12 @@ _OPERATIONS: Final[Mapping[str, Callable[[StreamTask], StreamTimes]]] = {
 }
 
 
-def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> ProbeMeasurement:
+def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: RunProgress) -> ProbeMeasurement:
     """Time one step; collective. Steps that read need the step that wrote to have run in the same place."""
     phase = f"{place.mode} {step.op}, {step.streams} x {format_bytes(step.block_bytes)}"
     progress.begin(phase, step.size_bytes)
+    unit = "read_bytes" if "read" in step.op else "written_bytes"
+    progress.enter("moving", unit=unit, times=comm.size)
     if step.op in ("write", "small_write", "fsync"):
         place.expect_objects(_keys_written(step, comm.rank))
     resident = _evict_files(step, place)
@@ -275,7 +277,9 @@ def _sum_up(step: ProbeStep, ranks: list[_RankTimes]) -> ProbeMeasurement:
     )
 
 
-def _run_streams(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> list[StreamTimes]:
+def _run_streams(
+    step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: RunProgress
+) -> list[StreamTimes]:
     """Start all threads, start the clocks together on all ranks, wait; the first real failure is raised."""
     gate = threading.Barrier(step.streams + 1)
     stop = threading.Event()

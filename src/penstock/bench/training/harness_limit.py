@@ -20,7 +20,7 @@ from penstock.bench.training.training_loop import PreparedTraining, TrainingLoop
 from penstock.bench.training.training_result import HarnessLimit
 from penstock.cluster.comm import Comm
 from penstock.errors import ObjectNotFound
-from penstock.progress import Progress
+from penstock.progress import PhasesOnly, Progress
 from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankEvents, SpanEvent, StepEvent, StepPhase
 from penstock.storage import Source, Storage
@@ -65,7 +65,7 @@ def measure_harness_limit(
             comm=comm,
             loader=loader,
             recorder=recorder,
-            progress=progress,
+            progress=PhasesOnly(progress),
             planned_ahead=options.prefetch_batches + 2,
         )
         comm.barrier(awaiting="all ranks to begin measuring the harness limit")

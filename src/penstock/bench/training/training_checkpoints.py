@@ -21,7 +21,7 @@ from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
-from penstock.progress import Silent
+from penstock.progress import Activity, RunProgress, Silent
 from penstock.storage.capabilities import find_local_root
 from penstock.workload.spec import CheckpointSection
 
@@ -54,6 +54,27 @@ def count_due(when: CheckpointSection, epochs: Sequence[tuple[int, int]]) -> int
     return sum(is_due(when, epoch, num_steps, num_steps) for epoch, num_steps in epochs)
 
 
+class _OnTheWay(Silent):
+    """Shows a checkpoint as a remark beside the steps of the epoch, which it must not advance."""
+
+    def __init__(self, progress: RunProgress) -> None:
+        self._progress = progress
+
+    def begin(self, phase: str, total: float) -> None:  # noqa: ARG002 - the protocol's
+        """Say what is written."""
+        self._progress.remark(phase)
+
+    def enter(self, activity: Activity, *, unit: str = "", times: int = 1) -> None:  # noqa: ARG002 - likewise
+        """Say what this rank does; the remark goes with the writing."""
+        self._progress.enter(activity)
+        if activity != "moving":
+            self._progress.remark("")
+
+    def advance(self, amount: float) -> None:
+        """Count what was written."""
+        self._progress.count(written_bytes=amount)
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingCheckpoints:
     """Takes a run's checkpoints; its memory and connections are ready before the first epoch."""
@@ -72,6 +93,7 @@ class TrainingCheckpoints:
         comm: Comm,
         board: Path,
         recorder: StepRecorder,
+        progress: RunProgress,
         heartbeat: Callable[[], None],
     ) -> TrainingCheckpoints:
         """Check that there is room for all of them, and warm up. Collective."""
@@ -83,11 +105,7 @@ class TrainingCheckpoints:
         if num_due and sizes[comm.rank]:
             memory.touch()
             Content(request.seed, 0)
-        # The bar shows the steps of an epoch, so checkpoints must not advance it.
-        outputs = ProgressOutputs(progress=Silent(), heartbeat=heartbeat, tell=lambda _text: None)
-        progress = RoundProgress(
-            ProgressBoard(board, rank=comm.rank, num_ranks=comm.size), rank=comm.rank, outputs=outputs
-        )
+        outputs = ProgressOutputs(progress=_OnTheWay(progress), heartbeat=heartbeat)
         runner = RoundRunner(
             comm=comm,
             layout=request.layout,
@@ -97,7 +115,9 @@ class TrainingCheckpoints:
             seed=request.seed,
             shift=0,
             syncs_ranks=request.when.rank_sync,
-            progress=progress,
+            progress=RoundProgress(
+                ProgressBoard(board, rank=comm.rank, num_ranks=comm.size), rank=comm.rank, outputs=outputs
+            ),
             recorder=recorder,
         )
         return cls(request=request, runner=runner, num_due=num_due)

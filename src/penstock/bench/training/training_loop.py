@@ -19,7 +19,7 @@ from penstock.bench.training.batch_requests import KNOWN_FILES, BatchPlanner, Sa
 from penstock.bench.training.sample_sharding import RankEpoch, Sharding
 from penstock.bench.training.training_plan import TrainingPlan
 from penstock.cluster.comm import Comm
-from penstock.progress import Progress
+from penstock.progress import RunProgress
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 from penstock.storage import Storage
 from penstock.workload.enums import ReadType
@@ -126,7 +126,7 @@ class TrainingLoop:
     comm: Comm
     loader: Loader
     recorder: EventRecorder
-    progress: Progress
+    progress: RunProgress
     planned_ahead: int
     saver: StepCheckpointer | None = None
 
@@ -172,30 +172,31 @@ class TrainingLoop:
         saver = self.saver if work.phase is StepPhase.TRAIN else None
         block, num_steps = 1, len(durations_ns)
         for step, duration_ns in enumerate(durations_ns, start=1):
+            self.progress.enter("reading")
             start_ns = time.monotonic_ns()
             batch = next(batches)
             loaded_ns = time.monotonic_ns()
+            self.progress.enter("computing")
             computed_ns = compute_until(loaded_ns + duration_ns, clock)
             meet(step)
             # Recording comes after the barrier: its time falls between two steps, and into no figure.
-            self.recorder.add_step(
-                StepEvent(
-                    phase=work.phase,
-                    epoch=epoch,
-                    block=block,
-                    step=step,
-                    start_ns=start_ns,
-                    loaded_ns=loaded_ns,
-                    computed_ns=computed_ns,
-                    barrier_ns=time.monotonic_ns(),
-                    samples=batch.num_samples,
-                    read_bytes=batch.read_bytes,
-                    reads=batch.num_reads,
-                    read_ns=batch.read_ns,
-                    decode_ns=batch.decode_ns,
-                )
+            event = StepEvent(
+                phase=work.phase,
+                epoch=epoch,
+                block=block,
+                step=step,
+                start_ns=start_ns,
+                loaded_ns=loaded_ns,
+                computed_ns=computed_ns,
+                barrier_ns=time.monotonic_ns(),
+                samples=batch.num_samples,
+                read_bytes=batch.read_bytes,
+                reads=batch.num_reads,
+                read_ns=batch.read_ns,
+                decode_ns=batch.decode_ns,
             )
-            self.progress.advance(1)
+            self.recorder.add_step(event)
+            self._count(event)
             saves = saver is not None and saver.is_due(epoch, step, num_steps)
             # A checkpoint ends its block before it is taken, so its time counts in no block.
             if saves or step == num_steps:
@@ -203,6 +204,19 @@ class TrainingLoop:
             if saver is not None and saves:
                 saver.take(epoch, block, step)
                 block, began_ns = block + 1, time.monotonic_ns()
+        self.progress.enter("working")
+
+    def _count(self, step: StepEvent) -> None:
+        """Count a step of all ranks, which read as many samples as this one and about as many bytes."""
+        self.progress.advance(1)
+        self.progress.count(
+            steps=1,
+            samples=step.samples * self.comm.size,
+            read_bytes=step.read_bytes * self.comm.size,
+            computing_s=(step.computed_ns - step.loaded_ns) / 1e9,
+            storage_wait_s=(step.loaded_ns - step.start_ns) / 1e9,
+            rank_wait_s=(step.barrier_ns - step.computed_ns) / 1e9,
+        )
 
     def _preload(self, batches: Iterator[Batch]) -> tuple[Preload, Iterator[Batch]]:
         """Read a whole epoch and wait for all ranks; its batches as they come from memory, without a read."""

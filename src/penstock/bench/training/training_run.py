@@ -33,7 +33,7 @@ from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.external_dataset import list_external_files
 from penstock.dataset.formats import open_format
 from penstock.errors import StorageError, UsageError
-from penstock.progress import Progress
+from penstock.progress import Progress, RunProgress
 from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
 from penstock.results.active_run import ActiveRun
 from penstock.results.provenance import HostFacts
@@ -105,7 +105,7 @@ def prepare_training(
 
 
 def train(
-    request: TrainingRequest, storage: Storage, *, comm: Comm, progress: Progress
+    request: TrainingRequest, storage: Storage, *, comm: Comm, progress: RunProgress
 ) -> training_result.TrainingResult:
     """Run the workload on the files at `storage`; the same result on every rank."""
     prepared = prepare_training(
@@ -131,6 +131,7 @@ def train(
                     seeds={"order": request.seed},
                     plan=prepared.plan.document(),
                     remarks=prepared.files.remarks,
+                    progress=progress,
                 )
             )
         folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
@@ -176,7 +177,7 @@ class _Session:
     request: TrainingRequest
     storage: Storage
     comm: Comm
-    progress: Progress
+    progress: RunProgress
     prepared: PreparedTraining
 
     def run(self, folder: Path, run: ActiveRun | None) -> training_result.Stages:
@@ -247,6 +248,7 @@ class _Session:
             comm=self.comm,
             board=folder / PROGRESS_FILE,
             recorder=recorder,
+            progress=self.progress,
             heartbeat=heartbeat,
         )
 
@@ -265,6 +267,8 @@ class _Session:
     ) -> Iterator[training_result.EpochStage]:
         """Run every epoch; yield what preceded it once it is over."""
         plan = self.prepared.plan
+        num_steps = sum(epoch.num_steps for epoch in plan.epochs) + len(plan.eval_epochs) * plan.eval_steps
+        self.progress.expect(num_steps, "steps")
         ended_s = time.monotonic()
         for epoch in plan.epochs:
             cache = self._evict(epoch)

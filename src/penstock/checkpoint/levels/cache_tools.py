@@ -25,7 +25,7 @@ from penstock.storage.capabilities import find_local_paths
 from penstock.storage.uri import find_local_paths_at, open_here
 
 if TYPE_CHECKING:
-    from penstock.progress import Progress
+    from penstock.progress import RunProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +284,7 @@ class _CacheDrain:
 
 def drain_caches(
     caches: Sequence[Path],
-    progress: Progress,
+    progress: RunProgress,
     *,
     timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
@@ -298,6 +298,7 @@ def drain_caches(
     drains = {cache: _CacheDrain(cache) for cache in caches}
     num_bytes = sum(state.size_bytes for drain in drains.values() for state in drain.states().values())
     progress.begin("flush", num_bytes)
+    progress.enter("working", unit="written_bytes")
     copied_bytes, num_left, moved_at_s = 0, -1, clock()
     while True:
         for drain in drains.values():

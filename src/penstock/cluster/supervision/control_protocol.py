@@ -64,6 +64,14 @@ class LongWait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """Server to rank 0, which waits in its `call`-th collective call: the ranks that do not."""
+
+    call: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """Why the job ends. `detail` is for --debug: a traceback, or standard error's last lines."""
 
@@ -110,7 +118,7 @@ class Dismiss:
     """Server to all supervisors: every rank has finished or ended, so exit."""
 
 
-Message = Challenge | Hello | ServerAt | LongWait | Failed | Finished | Stop | RankGone | Dismiss
+Message = Challenge | Hello | ServerAt | LongWait | Absent | Failed | Finished | Stop | RankGone | Dismiss
 _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 

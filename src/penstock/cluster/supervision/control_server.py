@@ -61,6 +61,7 @@ class ControlServer:
         self._members: dict[int, _Member] = {}
         self._exit_codes: dict[int, int] = {}
         self._failure: protocol.Failed | None = None
+        self._has_late_news = False
         self._pending: tuple[float, protocol.Failed] | None = None
         self._stopped_s: float | None = None
         self._is_over = False
@@ -149,6 +150,7 @@ class ControlServer:
                 self._read(key.fileobj)  # type: ignore[arg-type] # only channels are left
         while self._requested:
             self._fail(self._requested.pop(0))
+        self._tell_absent()
         self._dismiss_when_settled()
         with self._news:
             self._news.notify_all()
@@ -205,6 +207,7 @@ class ControlServer:
         match message:
             case protocol.LongWait(rank=rank, call=call):
                 self._members[rank].last_late_call = call
+                self._has_late_news = True
             case protocol.Failed():
                 self._on_failure(message)
             case protocol.Finished(rank=rank, exit_code=exit_code):
@@ -242,6 +245,20 @@ class ControlServer:
                 self._send(member, protocol.Dismiss())
             self._is_over = True
 
+    def _tell_absent(self) -> None:
+        """Tell rank 0 whom it waits for: it can say so to those who follow the run."""
+        first = self._members.get(0)
+        if first is None or not first.last_late_call or not self._has_late_news:
+            return
+        self._has_late_news = False
+        missing = [rank for rank in range(self.ranks) if not self._is_late(rank, first.last_late_call)]
+        absent = protocol.Absent(call=first.last_late_call, ranks=tuple(missing[:NAMED_RANKS]))
+        self._send(first, absent)
+
+    def _is_late(self, rank: int, call: int) -> bool:
+        member = self._members.get(rank)
+        return member is not None and member.last_late_call == call
+
     def _fail_pending(self) -> None:
         if self._pending is None or self._failure is not None:
             return
@@ -250,8 +267,7 @@ class ControlServer:
             self._fail(self._name_missing_ranks(failure))
 
     def _name_missing_ranks(self, failure: protocol.Failed) -> protocol.Failed:
-        waiting = {m.rank for m in self._members.values() if m.last_late_call == failure.call}
-        missing = [rank for rank in range(self.ranks) if rank not in waiting]
+        missing = [rank for rank in range(self.ranks) if not self._is_late(rank, failure.call)]
         if not missing:
             return failure
         hosts = {rank: member.host for rank, member in self._members.items()}

@@ -79,7 +79,7 @@ def join_job(
     with _report_failures(channel, ranked.rank, host):
         comm = join_ranks(environment)
         comm.timeout_s = timeout_s
-        comm.on_late = channel.report_long_wait
+        comm.on_late, comm.find_absent = channel.report_long_wait, channel.find_absent
         if config.control is None:
             _announce_server(comm, config, channel)
         yield comm

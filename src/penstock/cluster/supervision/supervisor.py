@@ -7,6 +7,7 @@ too, even if it detached itself.
 
 import ctypes
 import os
+import select
 import selectors
 import signal
 import socket
@@ -56,11 +57,21 @@ class SupervisorChannel:
         self._rank = rank
         self._lock = threading.Lock()
         self._last_call = 0
+        self._absent = protocol.Absent(call=0, ranks=())
 
     def report_long_wait(self, call: int, awaiting: str) -> None:
         """Report that the rank has waited long; see `BaseComm.on_late`."""
         self._last_call = call
         self._send(protocol.LongWait(rank=self._rank, call=call, awaiting=awaiting))
+
+    def find_absent(self, call: int) -> tuple[int, ...]:
+        """The ranks that have not come to this call, as far as the job's server has said; for one thread."""
+        with suppress(protocol.ChannelBroken):  # the supervisor is gone, and this rank is about to end
+            while select.select([self._channel], [], [], 0)[0]:
+                for message in self._channel.receive():
+                    if isinstance(message, protocol.Absent):
+                        self._absent = message
+        return tuple(self._absent.ranks) if self._absent.call == call else ()
 
     def announce_server(self, address: str, token: str) -> None:
         """Report where the job's server listens."""
@@ -284,6 +295,9 @@ class Supervisor:
                 # The server knows more than this rank: the first cause, and which ranks were missing.
                 self._failure = message.failure
                 self._stop(message.failure)
+            elif isinstance(message, protocol.Absent):
+                with suppress(protocol.ChannelBroken):  # the rank has ended
+                    self._rank_channel.send(message)
             elif isinstance(message, protocol.Dismiss):
                 self._is_dismissed = True
 

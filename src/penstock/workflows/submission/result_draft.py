@@ -21,7 +21,7 @@ from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
 from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import TrainingRequest
 from penstock.cluster.comm import Comm
-from penstock.progress import Progress
+from penstock.progress import RunProgress
 from penstock.results import provenance, run_record
 from penstock.submission.authoring import result_dir, write_result_dir
 from penstock.submission.authoring.attempt import RecordedAttempt
@@ -42,7 +42,7 @@ AnyResult = TypeVar("AnyResult", TrainingResult, CheckpointResult)
 class RunObserver(Generic[AnyResult]):
     """Follows runs: `note` gets a sentence before or during each, `format_logs` makes a result's logs."""
 
-    progress: Progress
+    progress: RunProgress
     note: Callable[[str], None]
     format_logs: Callable[[AnyResult], RunLogs]
 

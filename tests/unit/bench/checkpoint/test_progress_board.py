@@ -1,8 +1,9 @@
-"""Watching a round: bars, signs of life and sentences while it lasts, and nothing afterwards."""
+"""Watching a round: progress, signs of life and remarks while it lasts, and nothing afterwards."""
 
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ class _Bar(Silent):
     def __init__(self) -> None:
         self.begun: list[tuple[str, float]] = []
         self.moved = 0.0
+        self.remarks: list[str] = []
 
     def begin(self, phase: str, total: float) -> None:
         self.begun.append((phase, total))
@@ -23,57 +25,51 @@ class _Bar(Silent):
     def advance(self, amount: float) -> None:
         self.moved += amount
 
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)
+
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "LOOK_INTERVAL_S", 0.005)
-    monkeypatch.setattr(watching, "TELL_INTERVAL_S", 0.0)
     monkeypatch.setattr(watching, "SIGN_INTERVAL_S", 0.0)
 
 
 def test_a_round_that_lasts_tells_how_far_all_ranks_are(hasty: None, tmp_path: Path) -> None:
-    told, alive = threading.Event(), threading.Event()
-    said: list[str] = []
-
-    def tell(text: str) -> None:
-        said.append(text)
-        if "rank 1 is last with 10%" in text:
-            told.set()
-
-    bar = _Bar()
+    alive, bar = threading.Event(), _Bar()
     board = ProgressBoard(tmp_path / "progress", rank=0, num_ranks=2)
-    watch = RoundProgress(
-        board, rank=0, outputs=ProgressOutputs(progress=bar, heartbeat=alive.set, tell=tell)
-    )
+    watch = RoundProgress(board, rank=0, outputs=ProgressOutputs(progress=bar, heartbeat=alive.set))
     other = ProgressBoard(tmp_path / "progress", rank=1, num_ranks=2)
-    with watch.track("writing checkpoint 3 of 10", [1000, 1000]):
+    with watch.track("writing checkpoint 3 of 10", [1000, 1000], unit="written_bytes"):
         other.note(100)
         watch.advance(900)
         watch.advance(400)  # chunks are counted whole, so the last of a file may overshoot
-        assert told.wait(timeout=60)
+        deadline_s = time.monotonic() + 60
+        while "rank 1 is last with 10%" not in bar.remarks and time.monotonic() < deadline_s:
+            time.sleep(0.005)
         assert alive.wait(timeout=60)
     assert bar.begun == [("writing checkpoint 3 of 10, all ranks", 2000)]
     assert bar.moved == 2000
-    assert said[-1].startswith("writing checkpoint 3 of 10: 1.07 KiB of 1.95 KiB")
-    num_threads = threading.active_count()
-    assert "penstock-watch" not in {thread.name for thread in threading.enumerate()}, num_threads
+    assert "rank 1 is last with 10%" in bar.remarks
+    assert bar.remarks[-1] == ""
+    assert "penstock-watch" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_failed_round_does_not_come_to_its_end(tmp_path: Path) -> None:
     bar = _Bar()
-    outputs = ProgressOutputs(progress=bar, heartbeat=lambda: None, tell=lambda _: None)
+    outputs = ProgressOutputs(progress=bar, heartbeat=lambda: None)
     watch = RoundProgress(ProgressBoard(tmp_path / "progress", rank=0, num_ranks=1), rank=0, outputs=outputs)
-    with pytest.raises(OSError, match="gone"), watch.track("reading", [10]):
+    with pytest.raises(OSError, match="gone"), watch.track("reading", [10], unit="read_bytes"):
         raise OSError("gone")
     assert bar.moved == 0
 
 
 def test_other_ranks_only_note_their_own(hasty: None, tmp_path: Path) -> None:
     bar = _Bar()
-    outputs = ProgressOutputs(progress=bar, heartbeat=lambda: None, tell=lambda _: None)
+    outputs = ProgressOutputs(progress=bar, heartbeat=lambda: None)
     board = ProgressBoard(tmp_path / "progress", rank=1, num_ranks=2)
     watch = RoundProgress(board, rank=1, outputs=outputs)
-    with watch.track("reading", [10, 10]):
+    with watch.track("reading", [10, 10], unit="read_bytes"):
         watch.advance(7)
         while board.read() != [0, 7]:
             threading.Event().wait(0.005)

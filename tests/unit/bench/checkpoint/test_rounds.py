@@ -18,7 +18,7 @@ from penstock.bench.checkpoint.checkpoint_rounds import (
     rank_shift,
     seconds_between,
 )
-from penstock.bench.checkpoint.progress_board import ProgressBoard, format_progress
+from penstock.bench.checkpoint.progress_board import ProgressBoard, name_last_rank
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PlannedObject
@@ -94,12 +94,10 @@ def test_a_read_is_cold_up_to_a_hundredth_in_memory() -> None:
     assert ObjectEviction(path="past the page cache").is_cold
 
 
-def test_a_look_names_the_total_and_the_rank_that_is_last() -> None:
-    assert (
-        format_progress([512, 256, 0], [1024, 1024, 0], 2.0)
-        == "768 B of 2 KiB, 384 B/s; rank 1 is last with 25%"
-    )
-    assert format_progress([512], [1024], 1.0) == "512 B of 1 KiB, 512 B/s"
+def test_the_rank_that_is_last_is_named_unless_all_are_alike() -> None:
+    assert name_last_rank([512, 256, 0], [1024, 1024, 0]) == "rank 1 is last with 25%"
+    assert name_last_rank([512, 512], [1024, 1024]) == ""
+    assert name_last_rank([512], [1024]) == ""
 
 
 def test_a_board_holds_every_ranks_number_and_misses_none(tmp_path: Path) -> None:

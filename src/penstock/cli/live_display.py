@@ -1,0 +1,207 @@
+"""What people see of work in progress: a bar, live figures, or a line every 30 s without a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from penstock.cli.options import flag, option
+from penstock.cli.parsers import FOLDER, Parser
+from penstock.cli.terminal import format_count
+from penstock.environment import PROGRESS_COLUMNS, process_environment
+from penstock.errors import UsageError, printable
+from penstock.results.run_meter import Follower, Meter
+from penstock.results.run_status import (
+    RUNNING,
+    RunStatus,
+    figure_lines,
+    format_age,
+    left_sentence,
+    phase_sentence,
+    state_sentence,
+    status_line,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.cluster.comm import RankWait
+
+LINE_INTERVAL_S: Final = 30.0
+_LOOPBACK: Final = "127.0.0.1"
+_BAR_CELLS: Final = 40
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """`PORT`, on loopback, or `HOST:PORT`."""
+    host, _, port = text.rpartition(":")
+    if not (port.isdecimal() and int(port) < 2**16):
+        raise UsageError(
+            f"{text!r} is no port", fix="Write 9101, or 0.0.0.0:9101 for scrapes from other hosts."
+        )
+    return host.strip("[]") or _LOOPBACK, int(port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowOptions:
+    """How a run is followed while it lasts."""
+
+    shows_figures: bool = flag("--watch", "Show live figures in place of a progress bar.")
+    metrics_folder: Path | None = option(
+        "--metrics-dir",
+        FOLDER,
+        "Keep the figures in DIR/penstock-RUN.prom, for node exporter's text collector.",
+    )
+    metrics_address: tuple[str, int] | None = option(
+        "--metrics",
+        Parser("[HOST:]PORT", parse_address),
+        "Serve the figures to Prometheus at http://HOST:PORT/metrics (default host: 127.0.0.1).",
+    )
+
+    def open_followers(self, note: Callable[[str], None]) -> Iterator[Follower]:
+        """Those of monitoring: a file, a server."""
+        if self.metrics_folder is not None:
+            from penstock.results.run_metrics import TextCollectorFile
+
+            yield TextCollectorFile(self.metrics_folder)
+        if self.metrics_address is not None:
+            from penstock.results.run_metrics import MetricsServer
+
+            server = MetricsServer(*self.metrics_address)
+            note(f"Metrics are at {server.address}")
+            yield server
+
+
+def make_display(*, shows_figures: bool, first_line_s: float = LINE_INTERVAL_S) -> Follower:
+    """What suits this process's stderr, or that of the process that launched it."""
+    columns = process_environment().get(PROGRESS_COLUMNS)
+    if not (columns or sys.stderr.isatty()):
+        return Lines(first_s=first_line_s)
+    # Rich takes a tenth of a second to import, which only a terminal is worth.
+    from rich.console import Console
+
+    console = Console(
+        stderr=True, force_terminal=columns is not None or None, highlight=False, markup=False, emoji=False
+    )
+    if columns is not None:
+        console.width = int(columns)
+    return Panel(console) if shows_figures else Bars(console)
+
+
+@contextmanager
+def open_meter(
+    options: FollowOptions | None,
+    *,
+    ranks: int,
+    find_wait: Callable[[], RankWait | None],
+    note: Callable[[str], None],
+) -> Iterator[Meter]:
+    """What a command tells of its progress, and all who follow it."""
+    with ExitStack() as undo:
+        followers = [make_display(shows_figures=options is not None and options.shows_figures)]
+        undo.callback(followers[0].close)
+        if options is not None:
+            for follower in options.open_followers(note):
+                followers.append(follower)
+                undo.callback(follower.close)
+        undo.pop_all()
+        with Meter(followers, name=f"process-{os.getpid()}", ranks=ranks, find_wait=find_wait) as meter:
+            yield meter
+
+
+class Lines:
+    """One line on stderr from time to time, for logs."""
+
+    interval_s = LINE_INTERVAL_S
+
+    def __init__(self, *, first_s: float = LINE_INTERVAL_S) -> None:
+        """Work that is done within `first_s` prints none."""
+        self._first_at_s = time.monotonic() + first_s
+
+    def show(self, status: RunStatus) -> None:
+        """Print the state in one line, with the time since the beginning."""
+        if status.phase and status.outcome == RUNNING and time.monotonic() >= self._first_at_s:
+            elapsed = format_age(status.written_at_s - status.started_at_s)
+            print(printable(f"[{elapsed}] {status_line(status)}"), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Lines stay."""
+
+
+class Bars:
+    """Progress as a bar of the present phase: share, time spent, time left. Nothing of it stays."""
+
+    interval_s = 0.2
+
+    def __init__(self, console: Console) -> None:
+        from rich import progress as bars
+
+        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TaskProgressColumn())
+        times = (bars.TimeElapsedColumn(), bars.TextColumn("{task.fields[note]}"))
+        self._display = bars.Progress(*columns, *times, console=console, transient=True)
+        self._display.start()
+        self._last: tuple[str, bars.TaskID] | None = None
+
+    def show(self, status: RunStatus) -> None:
+        """Move the bar, or replace that of the phase before."""
+        if not status.phase or status.outcome != RUNNING:
+            return
+        left = f"left: {format_age(max(1.0, status.left_s))}" if status.left_s else ""
+        note = state_sentence(status) or left
+        if self._last is None or self._last[0] != status.phase:
+            if self._last is not None:
+                self._display.remove_task(self._last[1])
+            task = self._display.add_task(status.phase, total=status.phase_total, note=note)
+            self._last = (status.phase, task)
+        self._display.update(self._last[1], completed=status.phase_done, note=note)
+
+    def close(self) -> None:
+        """Erase it."""
+        self._display.stop()
+
+
+class Panel:
+    """Live figures, some lines that are drawn anew every second. Nothing of it stays."""
+
+    interval_s = 1.0
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        self._live = Live(console=console, transient=True, auto_refresh=False)
+        self._live.start()
+
+    def show(self, status: RunStatus) -> None:
+        """Draw the state."""
+        from rich.text import Text
+
+        text = Text("\n".join(map(printable, panel_lines(status))), no_wrap=True, overflow="ellipsis")
+        self._live.update(text, refresh=True)
+
+    def close(self) -> None:
+        """Erase it."""
+        self._live.stop()
+
+
+def panel_lines(status: RunStatus) -> Iterator[str]:
+    """The state in some lines, its waits last."""
+    age = format_age(status.written_at_s - status.started_at_s)
+    what = " ".join(filter(None, (status.kind, status.workload, f"on {format_count(status.ranks, 'rank')}")))
+    yield f"{status.run}: {status.outcome}, {what}, {age}"
+    if status.why:
+        yield f"  {status.why}"
+    if status.phase:
+        share = min(1.0, status.phase_done / status.phase_total) if status.phase_total else 0.0
+        cells = round(share * _BAR_CELLS)
+        yield f"  {phase_sentence(status)}"
+        yield f"  {'━' * cells}{'╌' * (_BAR_CELLS - cells)}  {left_sentence(status)}".rstrip()
+    for name, text in figure_lines(status):
+        yield f"  {name:<15}{text}"
+    for text in filter(None, (state_sentence(status), status.remark)):
+        yield f"  {text}"

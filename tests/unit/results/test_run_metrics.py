@@ -1,0 +1,115 @@
+"""Figures for Prometheus, read by its own parser: text, the file of the collector, the server, their cost."""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.errors import UsageError
+from penstock.results.run_metrics import KEPT_S, MetricsServer, TextCollectorFile, format_metrics
+from penstock.results.run_status import RunStatus
+
+STATUS = RunStatus(
+    run='odd "name" \\ with\nall',
+    kind="training",
+    workload="unet3d_h100",
+    ranks=8,
+    host="node1",
+    started_at_s=1000.25,
+    written_at_s=2000.5,
+    phase="epoch 1 of 5, steps",
+    phase_done=25,
+    phase_total=100,
+    share_done=0.05,
+    left_s=1234.5,
+    state="waiting for ranks",
+    state_s=42.0,
+    awaiting="all ranks to finish step 26",
+    absent_ranks=(3, 5),
+    totals={"steps": 25.0, "read_bytes": 2.0**40, "storage_wait_s": 1.5},
+)
+
+
+def values_of(text: str) -> dict[tuple[str, ...], float]:
+    """By name and labels but for the run's."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        assert family.type in ("gauge", "counter")
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("run") == STATUS.run
+            found[(sample.name, *labels.values())] = sample.value
+    return found
+
+
+def test_prometheus_reads_every_figure() -> None:
+    found = values_of(format_metrics(STATUS))
+    assert found["penstock_run_counted_total", "read_bytes"] == 2.0**40
+    assert found["penstock_run_counted_total", "steps"] == 25
+    assert found["penstock_run_rank0_seconds_total", "storage_wait"] == 1.5
+    assert found["penstock_run_state", "waiting_for_ranks"] == 1
+    assert found["penstock_run_state", "computing"] == 0
+    assert found["penstock_run_state_seconds",] == 42
+    assert found["penstock_run_absent_rank", "3"] == found["penstock_run_absent_rank", "5"] == 1
+    assert found["penstock_run_phase_done_ratio", "epoch 1 of 5, steps"] == 0.25
+    assert found["penstock_run_done_ratio",] == 0.05
+    assert found["penstock_run_left_seconds",] == 1234.5
+    assert found["penstock_run_outcome", "running"] == 1
+    assert found["penstock_run_update_time_seconds",] == 2000.5
+    assert ("penstock_run_exit_code",) not in found
+    died = values_of(format_metrics(STATUS.died("killed")))
+    assert died["penstock_run_outcome", "died"] == 1
+    assert died["penstock_run_exit_code",] == 1
+    assert died["penstock_run_state", "waiting_for_ranks"] == 0
+
+
+def test_the_collectors_file_is_replaced_and_old_ones_of_ours_are_removed(tmp_path: Path) -> None:
+    old, other = tmp_path / "penstock-old.prom", tmp_path / "node.prom"
+    for path in (old, other):
+        path.write_text("")
+        os.utime(path, (0, time.time() - KEPT_S - 60))
+    recent = tmp_path / "penstock-recent.prom"
+    recent.write_text("")
+    follower = TextCollectorFile(tmp_path)
+    follower.show(replace(STATUS, run="r1"))
+    follower.show(replace(STATUS, run="r1", state_s=7.0))
+    follower.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "node.prom", "penstock-r1.prom", "penstock-recent.prom",
+    ]  # fmt: skip
+    assert 'penstock_run_state_seconds{run="r1"} 7.0' in (tmp_path / "penstock-r1.prom").read_text()
+
+
+def test_a_missing_directory_and_a_port_in_use_are_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such directory"):
+        TextCollectorFile(tmp_path / "missing")
+    server = MetricsServer("127.0.0.1", 0)
+    port = int(server.address.rpartition(":")[2].partition("/")[0])
+    with pytest.raises(UsageError, match="Choose another port"):
+        MetricsServer("127.0.0.1", port)
+    server.close()
+
+
+def test_a_scrape_gets_the_last_state_and_costs_less_than_a_thousandth_of_a_core_a_second() -> None:
+    server = MetricsServer("127.0.0.1", 0)
+    try:
+        server.show(STATUS)
+        with urllib.request.urlopen(server.address, timeout=30) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert values_of(answer.read().decode())["penstock_run_ranks",] == 8
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(server.address.replace("metrics", "other"), timeout=30)
+    finally:
+        server.close()
+    began_s = time.thread_time()
+    for _ in range(200):
+        format_metrics(STATUS)
+    assert (time.thread_time() - began_s) / 200 < 1e-3  # one look a second
