@@ -423,7 +423,7 @@ def write_kineto(path: Path, *, seed: int, num_events: int = 300) -> None:
             event["dur"] = draw.choice((0, 0.4, 12.25, 900.75, 4000))
         events.append(event)
     head = {
-        "schemaVersion": 1, "host_name": "node5", "baseTimeNanoseconds": 1_790_857_026_000_000_000,
+        "schemaVersion": 1, "host_name": "node5", "baseTimeNanoseconds": 1_790_857_026_000_000_750,
         "displayTimeUnit": "ms", "distributedInfo": {"backend": "gloo", "rank": 3, "world_size": 4},
     }  # fmt: skip
     path.write_text(json.dumps({**head, "traceEvents": events}, indent=draw.choice((None, 1))))

@@ -13,6 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -455,7 +456,7 @@ def read_dxt(path: Path) -> list[Event]:
 def read_kineto(path: Path) -> list[Event]:
     """The complete events of a profile. Devices are processes in it; their work is that of the only one."""
     document = json.loads(read_text(path))
-    base_us = document.get("baseTimeNanoseconds", 0) // 1000
+    base_ns = document.get("baseTimeNanoseconds", 0)
     labelled = [
         event["pid"]
         for event in document["traceEvents"]
@@ -468,10 +469,13 @@ def read_kineto(path: Path) -> list[Event]:
         is_on_device = event.get("cat", "") in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
         pid = labelled[-1] if is_on_device and labelled else event["pid"]
         tid = event["tid"]
+        # Profiles write at most three digits behind the point, which doubles of their size hold.
+        begin_ns, length_ns = (round(Decimal(str(event.get(key, 0))) * 1000) for key in ("ts", "dur"))
+        begin_us = (begin_ns + base_ns) // 1000
         events.append(
             Event(
-                name=event["name"], cat=event.get("cat", ""), ts_us=int(event["ts"]) + base_us,
-                dur_us=int(event["ts"] + event.get("dur", 0)) - int(event["ts"]),
+                name=event["name"], cat=event.get("cat", ""), ts_us=begin_us,
+                dur_us=(begin_ns + base_ns + length_ns) // 1000 - begin_us,
                 host=document.get("host_name"),
                 pid=pid if isinstance(pid, int) else 0, tid=tid if isinstance(tid, int) else pid,
             )

@@ -47,6 +47,13 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
 
     description = load_document(ComparisonSpec, options.description)
     folder = options.description.parent
+    if options.out is not None:
+        from penstock.trace.compare.report import REPORT_FILES, is_report_file
+
+        for name in REPORT_FILES:
+            trace_options.check_output(
+                options.out / name, (), kind="one of an earlier report", is_kind=is_report_file
+            )
     with _open_study(description, folder, options.dask, terminal, strict=options.strict) as (study, progress):
         comparison = compare_study(study, progress=progress)
     if options.out is not None:

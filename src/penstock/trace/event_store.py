@@ -10,7 +10,7 @@ lines in each.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, Generic, TypeVar
@@ -67,10 +67,18 @@ class Numbering(Generic[Value]):
 
     def number(self, value: Value) -> int:
         """The number of a value, from 0 on."""
-        number = self._numbers.setdefault(value, len(self.values))
-        if number == len(self.values):
-            self.values.append(value)
-        return number
+        return self.number_all((value,))[0]
+
+    def number_all(self, values: Iterable[Value]) -> list[int]:
+        """The number of each value."""
+        numbers, known = self._numbers, self.values
+        found = []
+        for value in values:
+            number = numbers.setdefault(value, len(known))
+            if number == len(known):
+                known.append(value)
+            found.append(number)
+        return found
 
 
 class EventStore:
@@ -135,7 +143,8 @@ class EventStore:
     def tables(self, slice_rows: int = SLICE_ROWS) -> Iterator[pa.Table]:
         """All events in order, in tables of so many rows; texts are dictionary-encoded."""
         if not self._runs:
-            for numbers in self._sort_pending(slice_rows):
+            # Numbers of lines are for runs alone, which DuckDB would merge in any order.
+            for numbers in self._sort_pending(slice_rows, without="line"):
                 yield self._name_texts(numbers)
             return
         if self._pending:
@@ -157,27 +166,27 @@ class EventStore:
             columns["process_id"] = _number_tuples(batch, _PROCESS, self._processes)
         if "path" in names:
             encoded = batch["path"]
-            numbers = [self._paths.number(path) for path in encoded.dictionary.to_pylist()]
+            numbers = self._paths.number_all(encoded.dictionary.to_pylist())
             columns["path_id"] = take(pa.array(numbers, pa.int32()), encoded.indices)
         columns["file_number"] = pa.array(np.full(num_rows, file, dtype=np.int32))
         columns["line"] = pa.array(np.arange(line, line + num_rows))
         return pa.table(columns)
 
-    def _in_order_of_files(self) -> pa.Table:
+    def _in_order_of_files(self, without: str) -> pa.Table:
         self._pending.sort(key=lambda part: part[:2])
         pending = [dict(zip(table.column_names, table.columns, strict=True)) for _, _, table in self._pending]
         self._pending, self._num_pending = [], 0
         # Column by column, so that no more than one of them is in memory twice.
         columns = {}
-        for name in list(pending[0]):
+        for name in [name for name in pending[0] if name != without]:
             chunks = [chunk for table in pending for chunk in table.pop(name).chunks]
             columns[name] = pa.chunked_array(chunks).unify_dictionaries().combine_chunks()
         return pa.table(columns)
 
-    def _sort_pending(self, slice_rows: int) -> Iterator[pa.Table]:
+    def _sort_pending(self, slice_rows: int, without: str = "") -> Iterator[pa.Table]:
         if not self._pending:
             return
-        table = self._in_order_of_files()
+        table = self._in_order_of_files(without)
         order = None
         if "ts_us" in table.column_names:
             ts_us = table["ts_us"].to_numpy()
@@ -187,7 +196,7 @@ class EventStore:
             if order is None:
                 yield table.slice(begin, slice_rows)
             else:
-                yield take(table, order[begin : begin + slice_rows])
+                yield _take_rows(table, order[begin : begin + slice_rows])
 
     def _spill(self) -> None:
         run = self._scratch / f"run-{len(self._runs):05d}.parquet"
@@ -239,6 +248,15 @@ class EventStore:
                 values = [tuples[parts.index(name)] for tuples in numbering.values]
             self._named[name] = _Texts(values)
         return self._named[name]
+
+
+def _take_rows(table: pa.Table, rows: npt.NDArray[Any]) -> pa.Table:
+    """Rows of a table; a column of which all values are missing is not looked into."""
+    columns = [
+        pa.nulls(len(rows), column.type) if column.null_count == table.num_rows else take(column, rows)
+        for column in table.columns
+    ]
+    return pa.table(columns, schema=table.schema)
 
 
 def columns_to_read(columns: frozenset[str]) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
     files, each on a thread -> batches -> `event_store`: sorted over all files -> row groups -> published
 
-`convert` shows the whole way. Row groups have statistics of all columns. Invariants: a table is complete or
+`convert` shows the whole way. Row groups have statistics of all numbers. Invariants: a table is complete or
 absent, whenever the process dies; it carries its sources and their accounts, so questions to it know what was
 lost and whether it is out of date.
 """
@@ -48,6 +48,9 @@ _DICTIONARIES: Final = [
     "op", "name", "cat", "host", "path", "run", "file", "pid", "tid", "rank", "args", "ret", "size_bytes",
     "epoch", "step", "kind_id",
 ]  # fmt: skip
+_NUMBERS: Final = [field.name for field in TABLE_SCHEMA if pa.types.is_integer(field.type)]
+"""Columns whose least and greatest value each row group has; to find those of texts takes as long as to
+write them."""
 _DELTAS: Final = dict.fromkeys(("ts_us", "dur_us", "end_us", "offset", "path_id"), "DELTA_BINARY_PACKED")
 
 
@@ -202,6 +205,7 @@ def _write_table(store: EventStore, path: Path, facts: EventTableFacts, progress
         store_schema=False,
         use_dictionary=_DICTIONARIES,
         column_encoding=_DELTAS,
+        write_statistics=_NUMBERS,
         compression="zstd",
         compression_level=1,
     ) as writer:

@@ -70,10 +70,11 @@ def _to_numpy(table: pa.Table) -> Part:
 
 
 def _numbers(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    if not column.null_count:
-        return column.to_numpy()
-    lowest = MISSING if pa.types.is_int64(column.type) else np.iinfo(np.int32).min
-    numbers: npt.NDArray[np.int64] = fill_missing(column, lowest).to_numpy().astype(np.int64, copy=False)
+    if column.null_count:
+        lowest = MISSING if pa.types.is_int64(column.type) else np.iinfo(np.int32).min
+        # Numbers of 32 bits are widened: a difference to the lowest of them may not fit.
+        return fill_missing(column, lowest).to_numpy().astype(np.int64, copy=False)  # type: ignore[no-any-return]
+    numbers: npt.NDArray[Any] = column.to_numpy()
     return numbers
 
 

@@ -41,7 +41,7 @@ from penstock.trace.reading.chunks import explain_unreadable
 from penstock.trace.reading.clock_check import find_clock_mismatches
 from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
 from penstock.trace.reading.folder_search import explain_empty, find_in_folder, name_some
-from penstock.trace.reading.trace_file import RANK_PATTERN, TraceFile
+from penstock.trace.reading.trace_file import RANK_PATTERN, Dialect, TraceFile
 
 LOCAL: Final = "local"
 """Stands for a scheduler with workers on this machine only."""
@@ -72,9 +72,40 @@ class TraceSet:
         """What was lost or guessed, for people, one line each; empty if nothing was."""
         return [line for account in self.accounts for line in account.losses()]
 
+    knows_processes: bool = False
+    """Whether hosts, ranks and files of events were read."""
+
     def mismatches(self) -> list[str]:
-        """Files whose clocks or units cannot be right, one sentence each; empty if there are none."""
-        return find_clock_mismatches(self.accounts)
+        """Files that do not fit together, one sentence each; empty if there are none.
+
+        Their clocks or units cannot be right, or nobody can tell the processes of one from another's.
+        """
+        return [*find_clock_mismatches(self.accounts), *self._find_shared_processes()]
+
+    def _find_shared_processes(self) -> Iterator[str]:
+        """Say that files without hosts have the same processes, unless a rank or a listing explains it.
+
+        Listings of strace have a file for each thread; all else has a file, or several, for each process.
+        """
+        for dialect in sorted({account.dialect for account in self.accounts} - {Dialect.STRACE.value}):
+            files = [one.file for one in self.accounts if one.dialect == dialect and not one.hosts]
+            if len(files) < 2 or not self.knows_processes:
+                continue
+            shared = self.connection.execute(
+                f"""
+                SELECT pid, list(DISTINCT file ORDER BY file) FROM {self.relation}
+                WHERE host IS NULL AND list_contains(?, file) GROUP BY run, pid
+                HAVING count(DISTINCT coalesce(rank::VARCHAR, file)) > 1 ORDER BY pid""",
+                [files],
+            ).fetchall()
+            if shared:
+                pid, of_pid = shared[0]
+                names = name_some([Path(name) for name in of_pid])
+                more = f", and {len(shared) - 1:,} more processes do" if len(shared) > 1 else ""
+                yield (
+                    f"Process {pid} occurs in {names}, which name no host{more}: if these are processes of"
+                    " several machines, each number counts as one process"
+                )
 
 
 def find_trace_files(patterns: Sequence[str]) -> list[Path]:
@@ -184,6 +215,7 @@ def open_trace_set(
             files=[table.path for table in tables if table.path is not None],
             is_ordered=is_ordered,
             ordered=tables[0].ordered if is_ordered and not event_filter.where else None,
+            knows_processes={"run", "file", "host", "rank", "pid"} <= wanted,
         )
 
 

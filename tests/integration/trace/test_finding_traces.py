@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from penstock.cli.app import main
-from penstock.errors import UsageError
+from penstock.errors import StorageError, UsageError
+from penstock.progress import Silent
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
-from penstock.trace.trace_set import find_trace_files
+from penstock.trace.trace_set import find_trace_files, open_trace_set
 
 TS_US = 1_700_000_000_000_000
 EVENT = {"name": "read", "cat": "POSIX", "ts": TS_US, "dur": 5, "pid": 1, "tid": 1, "ph": "X"}
@@ -60,6 +61,45 @@ def test_folder_without_traces_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "recorder.mt").write_bytes(b"\0")
     with pytest.raises(UsageError, match=r"a trace of Recorder.* recorder2timeline DIR"):
         find_trace_files([str(tmp_path)])
+
+
+def test_folder_that_cannot_be_read_is_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = tmp_path / "traces" / "closed"
+    closed.mkdir(parents=True)
+
+    def refuse(path: Any) -> Any:
+        # The tests may run as root, who is refused nothing.
+        if Path(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StorageError, match=r"(?s)Permission denied.*closed"):
+        find_trace_files([str(closed.parent)])
+    (closed.parent / "a.pfw").write_text(json.dumps(EVENT) + "\n")
+    assert [path.name for path in find_trace_files([str(closed.parent)])] == ["a.pfw"]
+    assert "closed: left out, because it cannot be read: Permission denied" in caplog.text
+
+
+def test_processes_of_files_without_hosts_are_told_to_be_ambiguous(tmp_path: Path) -> None:
+    for name in ("a.pfw", "b.pfw"):
+        (tmp_path / name).write_text("".join(json.dumps({**EVENT, "pid": pid}) + "\n" for pid in (1, 2)))
+    with open_trace_set({"": [str(tmp_path)]}, progress=Silent()) as traces:
+        (sentence,) = [one for one in traces.mismatches() if one.startswith("Process")]
+    assert sentence.startswith(
+        "Process 1 occurs in a.pfw, b.pfw, which name no host, and 1 more processes do"
+    )
+    with open_trace_set(
+        {"": [str(tmp_path)]}, progress=Silent(), columns=frozenset(("pid", "file"))
+    ) as traces:
+        assert not [one for one in traces.mismatches() if one.startswith("Process")]
+    hosted = {**EVENT, "args": {"hostname": "node1"}}
+    (tmp_path / "b.pfw").write_text(json.dumps(hosted) + "\n")
+    with open_trace_set({"": [str(tmp_path)]}, progress=Silent()) as traces:
+        assert not [one for one in traces.mismatches() if one.startswith("Process")]
 
 
 def test_what_recorders_own_converter_writes_is_found_and_read(tmp_path: Path) -> None:

@@ -411,6 +411,7 @@ def test_random_damage_is_always_accounted_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_thousands_of_random_damages_are_accounted_for(tmp_path: Path) -> None:
     for seed in range(200, 8000):
         damage_at_random(seed, tmp_path)

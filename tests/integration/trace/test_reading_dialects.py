@@ -182,6 +182,17 @@ def test_profile_counts_from_its_base_time_and_names_host_and_rank(tmp_path: Pat
     assert (row["host"], row["rank"], row["pid"]) == ("node7", 3, 4711)
 
 
+@pytest.mark.parametrize(
+    ("ts", "dur", "expected"), [(4.3, 2.5, (5, 2)), (4.2, 0, (4, 0)), (4.2, 0.1, (4, 1))]
+)
+def test_base_time_of_a_profile_counts_to_the_nanosecond(
+    ts: float, dur: float, expected: tuple[int, int], tmp_path: Path
+) -> None:
+    event = {"ph": "X", "cat": "cpu_op", "name": "mm", "ts": ts, "dur": dur, "pid": 1, "tid": 1}
+    (row,) = _profile(tmp_path / "p.json", event, baseTimeNanoseconds=1_790_857_026_000_000_750)
+    assert (row["ts_us"] - 1_790_857_026_000_000, row["dur_us"]) == expected
+
+
 def test_facts_behind_the_events_of_a_profile_are_told(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     event = {"ph": "X", "cat": "cpu_op", "name": "mm", "ts": 4524, "dur": 2, "pid": 1, "tid": 1}

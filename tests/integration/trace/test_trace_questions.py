@@ -173,6 +173,20 @@ def test_compare_prints_findings_and_writes_a_report_and_json(
     )
 
 
+@pytest.mark.parametrize("name", ["report.html", "report.md", "tables.parquet"])
+def test_compare_writes_over_no_files_but_those_of_a_report(
+    name: str, traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["trace", "compare", str(traces / "runs.yaml"), "--out", str(tmp_path)]
+    (tmp_path / name).write_text("# My notes\n")
+    assert main(words) == 2
+    assert f"File exists and is not one of an earlier report ({tmp_path / name})" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    (tmp_path / name).unlink()
+    if name == "report.html":
+        assert [main(words), main(words)] == [0, 0]
+
+
 def test_expect_fails_with_the_line_that_does_not_hold(
     traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

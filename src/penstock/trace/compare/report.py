@@ -7,6 +7,7 @@ as text, and as a number where it is one), so tables of all shapes fit in one fi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import StorageError
-from penstock.reports.html_page import LONG_TEXT, Cell, Table, render_page
+from penstock.reports.html_page import LONG_TEXT, Cell, Table, is_page, render_page
 from penstock.reports.panels import Panel, Sheet
 from penstock.trace.figures.draw_histograms import Bins, draw_bins, draw_rank_bars
 from penstock.trace.figures.draw_over_time import draw_bandwidth
@@ -35,6 +36,28 @@ _HTML_ROWS: Final = 200
 _OPEN: Final = ("t1", "t1_measures", "t2")
 """Tables that are unfolded when the page opens."""
 FINDING_LOOKS: Final = {"alarm": "bad", "cost": "doubt", "note": "good"}
+
+
+_CELL_SCHEMA: Final = pa.schema(
+    [
+        ("table", pa.string()), ("row", pa.int64()), ("column", pa.string()), ("unit", pa.string()),
+        ("text", pa.string()), ("number", pa.float64()),
+    ]
+)  # fmt: skip
+_MARKDOWN_TITLE: Final = re.compile(rb"# \d+ runs compared\n")
+
+
+def is_report_file(path: Path) -> bool:
+    """Whether a file is one of an earlier report."""
+    if path.suffix == ".html":
+        return is_page(path)
+    if path.suffix == ".md":
+        with path.open("rb") as file:
+            return _MARKDOWN_TITLE.match(file.read(64)) is not None
+    try:
+        return bool(pq.read_schema(path).equals(_CELL_SCHEMA))
+    except pa.ArrowInvalid:
+        return False
 
 
 def write_report(comparison: ComparisonResult, folder: Path) -> list[Path]:
@@ -215,12 +238,6 @@ def _tabulate_busy_times(comparison: ComparisonResult) -> Table | None:
 
 def tabulate_cells(comparison: ComparisonResult) -> pa.Table:
     """Every cell of every table, chart and finding's evidence."""
-    schema = pa.schema(
-        [
-            ("table", pa.string()), ("row", pa.int64()), ("column", pa.string()), ("unit", pa.string()),
-            ("text", pa.string()), ("number", pa.float64()),
-        ]
-    )  # fmt: skip
     answers = [
         comparison.mismatches,
         *comparison.tables,
@@ -242,4 +259,4 @@ def tabulate_cells(comparison: ComparisonResult) -> pa.Table:
                         "number": value if is_number else None,
                     }
                 )
-    return pa.Table.from_pylist(table_cells, schema=schema)
+    return pa.Table.from_pylist(table_cells, schema=_CELL_SCHEMA)

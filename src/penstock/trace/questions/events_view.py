@@ -94,7 +94,7 @@ class DerivedRelations:
 
     def find(self, sql: str) -> str:
         """The source itself, or a view of it with the phase, or with all derived columns."""
-        if _PATH_COLUMNS.search(sql) or ("tier" in sql and self._dimensions.tiers):
+        if "file_class" in sql or _names_all_columns(sql) or ("tier" in sql and self._dimensions.tiers):
             return self._make("penstock_events", self._join_paths)
         if "phase" in sql:
             return self._make("penstock_phased", self._join_phases)
@@ -173,11 +173,16 @@ class DerivedRelations:
         return f"SELECT {source}.*{tier}, phase FROM {source} JOIN {kinds} USING (kind_id)"
 
 
-_PATH_COLUMNS: Final = re.compile(r"\bfile_class\b|(?<!count\()\*")
-"""Names that only the widest view has, or a star that stands for them."""
+_COUNT_ALL: Final = re.compile(r"\bcount\s*\(\s*\*", re.IGNORECASE)
+_ALL_COLUMNS: Final = re.compile(r"(?:\b(?:select|distinct|all)\s|[,.(]|^)\s*\*", re.IGNORECASE)
+"""A star that stands for columns: no operand stands before it."""
 _PATH_TEXTS: Final = re.compile(r"\b(?:path|file_class)\b")
 _TIER_OF_PATH: Final = f"CASE WHEN path_id IS NOT NULL THEN {sql_literal(OTHER)} END"
 """The tier where there are no prefixes of tiers."""
+
+
+def _names_all_columns(sql: str) -> bool:
+    return _ALL_COLUMNS.search(_COUNT_ALL.sub("", sql)) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

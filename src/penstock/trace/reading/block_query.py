@@ -222,7 +222,10 @@ class BlockRows:
                 have &= ~_are_in(self.texts[name], lambda text: _ODD_TEXT.match(text) is not None)
         for name in ("arg_fhash", "arg_hhash"):
             if name in self.texts:
-                have &= ~_are_in(self.texts[name], lambda text: _ODD_HASH.match(text) is not None)
+                # Hashes are many: most need no more than a look at their first letter.
+                have &= ~_are_in(
+                    self.texts[name], lambda text: text[:1] in "[{tf" and _ODD_HASH.match(text) is not None
+                )
         return have
 
 
@@ -321,8 +324,8 @@ def build_block_batch(
     return pa.RecordBatch.from_arrays([events.column(field.name) for field in schema], schema=schema)
 
 
-ResolveHashOfEvents = Callable[[HashKind, str, int], str]
-"""Returns the text of a hash that so many events have."""
+ResolveHashOfEvents = Callable[[HashKind, Sequence[str], Sequence[int]], list[str]]
+"""Returns the texts of hashes, each of which so many events have."""
 
 
 class _BlockEvents:
@@ -413,7 +416,9 @@ class _BlockEvents:
     def _name_new_path(self, text: str, num_events: int) -> str:
         if '"newpath_hash"' not in text:
             return text
-        named = name_new_path(json.loads(text), lambda kind, value: self._resolve(kind, value, num_events))
+        named = name_new_path(
+            json.loads(text), lambda kind, value: self._resolve(kind, [value], [num_events])[0]
+        )
         return dump_arguments(named)
 
     def _resolve_names(self, plain: str, hashed: str, kind: HashKind) -> pa.DictionaryArray:
@@ -424,10 +429,7 @@ class _BlockEvents:
         size = len(hashes.dictionary)
         numbers, is_named = number_texts(hashes), find_valid(names.indices)
         counts = np.bincount(numbers[~is_named], minlength=size + 1)
-        texts = [
-            self._resolve(kind, text, int(count)) if count else text
-            for text, count in zip(hashes.dictionary.to_pylist(), counts, strict=False)
-        ]
+        texts = self._resolve(kind, hashes.dictionary.to_pylist(), counts[:size].tolist())
         if not is_named.any():
             return pa.DictionaryArray.from_arrays(hashes.indices, pa.array(texts, pa.string()))
         distinct: dict[str | None, int] = {}

@@ -51,7 +51,7 @@ _DEVICE_CATEGORIES: Final = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_ann
 class _ProfiledRun:
     """What the head of a document says about all its events."""
 
-    base_us: int = 0
+    base_ns: int = 0
     host: str | None = None
     rank: int | None = None
 
@@ -60,7 +60,7 @@ class _ProfiledRun:
         """Find it in the text before or behind the array of events."""
         base, host, rank = (pattern.search(text) for pattern in (_BASE_TIME, _HOST, _RANK))
         return cls(
-            base_us=int(base[1]) // 1000 if base else 0,
+            base_ns=int(base[1]) if base else 0,
             host=json.loads(host[1]) if host else None,
             rank=int(rank[1]) if rank else None,
         )
@@ -117,7 +117,7 @@ class ChromeDocument:
 
     def _find_late_facts(self, late: _ProfiledRun) -> None:
         """Report what stands behind the events, which were passed on before it was known."""
-        if late.base_us and not self._profiled.base_us:
+        if late.base_ns and not self._profiled.base_ns:
             self._account.faults.append(
                 "its baseTimeNanoseconds stands behind the events, so their times are not since 1970"
             )
@@ -145,7 +145,8 @@ class ChromeDocument:
                     break
                 match = _NEXT.search(text, at + 1)
                 end = match.start() if match else len(text)
-                yield self._count(parse_line(text[at:end].encode(), _unbound, 1000), text[at:end])
+                damaged = text[at:end].encode()
+                yield self._count(parse_line(damaged, _unbound, 1000, self._profiled.base_ns), text[at:end])
             else:
                 yield self._count(self._parse_object(document), text[at:end])
             at = end
@@ -175,7 +176,7 @@ class ChromeDocument:
             self._profiled_pid = parse_int64(document.get("pid"))
         if document.get("cat") in _LAUNCHING_CATEGORIES:
             self._launching_pids.add(parse_int64(document.get("pid")))
-        parsed = parse_event(document, _unbound, 1000)
+        parsed = parse_event(document, _unbound, 1000, self._profiled.base_ns)
         if parsed.row is not None:
             self._sum_us += parsed.row["dur_us"]
             self._written_sum_us += float(document.get("dur", 0))
@@ -190,9 +191,9 @@ class ChromeDocument:
             )
 
     def _place(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The event's row with what the document's head says: its time since 1970, host, rank, process."""
+        """The event's row with what the document's head says: its host, rank and process."""
         profiled = self._profiled
-        placed = {**row, "ts_us": row["ts_us"] + profiled.base_us, "host": row["host"] or profiled.host}
+        placed = {**row, "host": row["host"] or profiled.host}
         if profiled.rank is not None:
             placed["rank"] = profiled.rank
         process = self._find_process() if row["cat"] in _DEVICE_CATEGORIES else None

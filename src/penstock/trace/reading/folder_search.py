@@ -5,6 +5,7 @@ JSON and text may be anything, so such a file counts only if its first bytes are
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import zlib
@@ -26,10 +27,14 @@ EXPORT_HEAD: Final = '{"displayTimeUnit":"ms","traceEvents":[\n'
 
 
 def find_in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The traces below a folder, in order, and the files of JSON or text that turned out to be none."""
+    """The traces below a folder, in order, and the files of JSON or text that turned out to be none.
+
+    OSError if there is no trace, and a folder that cannot be read; beside traces, such a one is left out.
+    """
     traces: list[Path] = []
     left_out: list[Path] = []
-    for parent, _, names in os.walk(folder):
+    closed: list[OSError] = []
+    for parent, _, names in os.walk(folder, onerror=closed.append):
         for name in names:
             is_named = _NAMED.fullmatch(name)
             if not (is_named or _EXAMINED.fullmatch(name)):
@@ -37,6 +42,10 @@ def find_in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
             path = Path(parent, name)
             if path.is_file():
                 (traces if is_named or _begins_as_trace(path) else left_out).append(path)
+    if closed and not traces:
+        raise closed[0]
+    for error in closed:
+        logger.warning("%s: left out, because it cannot be read: %s", error.filename, error.strerror)
     order = attrgetter("parts")
     return sorted(traces, key=order), sorted(left_out, key=order)
 
@@ -86,3 +95,6 @@ def _read_head(path: Path) -> bytes:
     except (OSError, zlib.error):
         return b""
     return head.removeprefix(UTF8_MARK)
+
+
+logger = logging.getLogger(__name__)

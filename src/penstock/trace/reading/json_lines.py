@@ -76,7 +76,7 @@ class JsonLines:
         self._context = FileContext()
         self._texts: dict[HashKind, dict[str, str]] = {kind: {} for kind in HashKind}
         self._rebound: set[tuple[HashKind, str]] = set()
-        self._num_named: Counter[tuple[HashKind, str]] = Counter()
+        self._num_named: dict[HashKind, dict[str, int]] = {kind: {} for kind in HashKind}
         self._unexplained: Counter[tuple[HashKind, str]] = Counter()
         self._num_endings = self._num_announced = 0
         self._counts_metadata: bool | None = None
@@ -211,13 +211,20 @@ class JsonLines:
 
     def _resolve(self, kind: HashKind, value: str) -> str:
         """The text of a hash of one line."""
-        self._num_named[kind, value] += 1
+        self._num_named[kind][value] = self._num_named[kind].get(value, 0) + 1
         return self._texts[kind].get(value) or UnexplainedHash(kind, value)
 
-    def _resolve_of_block(self, kind: HashKind, value: str, num_events: int) -> str:
-        """The text of a hash that so many events of a block have."""
-        self._num_named[kind, value] += num_events
-        return self._resolve_late(kind, value, num_events)
+    def _resolve_of_block(
+        self, kind: HashKind, values: Sequence[str], nums_events: Sequence[int]
+    ) -> list[str]:
+        """The texts of hashes, each of which so many events of a block have; of none, the hash."""
+        named, texts = self._num_named[kind], self._texts[kind]
+        for value, num_events in zip(values, nums_events, strict=True):
+            named[value] = named.get(value, 0) + num_events
+        return [
+            texts.get(value) or (self._resolve_late(kind, value, num_events) if num_events else value)
+            for value, num_events in zip(values, nums_events, strict=True)
+        ]
 
     def _resolve_late(self, kind: HashKind, value: str, num_events: int) -> str:
         """The text of a hash that no line before its events has explained."""
@@ -258,7 +265,7 @@ class JsonLines:
         """What is wrong with the file as a whole, after its last line."""
         account = self._account
         if self._rebound:
-            num_events = sum(self._num_named[hashed] for hashed in self._rebound)
+            num_events = sum(self._num_named[kind].get(value, 0) for kind, value in self._rebound)
             yield (
                 f"{len(self._rebound):,} hashes stand for two names: {num_events:,} events with them have the"
                 " one that was explained last before them"

@@ -76,8 +76,8 @@ _TIME_LIMIT_US: Final = 1 << 61
 _TICKS_LIMIT: Final = 2.0**62
 
 
-def parse_line(line: bytes, resolve: ResolveHash, ns_per_tick: int) -> ParsedLine:
-    """Parse one line of a JSON-lines trace, with or without its newline."""
+def parse_line(line: bytes, resolve: ResolveHash, ns_per_tick: int, base_ns: int = 0) -> ParsedLine:
+    """Parse one line of a JSON-lines trace, with or without its newline; times count from `base_ns`."""
     bare = line.strip(b" \t\r\n")
     bare = bare[1:].lstrip() if bare.startswith((b"[", b"]")) else bare
     bare = bare.rstrip(b"],").rstrip() if bare.endswith((b",", b"]")) else bare
@@ -86,13 +86,15 @@ def parse_line(line: bytes, resolve: ResolveHash, ns_per_tick: int) -> ParsedLin
     try:
         document = load_json(bare.decode())
     except (ValueError, RecursionError) as error:
-        return _salvage(bare, _describe_damage(bare, error), resolve, ns_per_tick)
+        return _salvage(bare, _describe_damage(bare, error), resolve, ns_per_tick, base_ns)
     if not isinstance(document, dict):
         return ParsedLine(LineFate.DROPPED, reason="not an object")
-    return parse_event(document, resolve, ns_per_tick)
+    return parse_event(document, resolve, ns_per_tick, base_ns)
 
 
-def parse_event(document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: int) -> ParsedLine:
+def parse_event(
+    document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: int, base_ns: int = 0
+) -> ParsedLine:
     """Tell what a JSON object is."""
     phase = str(document.get("ph", "X"))
     if phase in METADATA_PHASES:
@@ -101,7 +103,7 @@ def parse_event(document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: 
         return ParsedLine(LineFate.METADATA)
     if phase not in COMPLETE_PHASES:
         return ParsedLine(LineFate.DROPPED, reason="unknown phase")
-    row = _build_row(document, resolve, ns_per_tick)
+    row = _build_row(document, resolve, ns_per_tick, base_ns)
     if row is None:
         return ParsedLine(LineFate.DROPPED, reason=_describe_lack(document, ns_per_tick))
     return ParsedLine(LineFate.EVENT, row=row, document=document)
@@ -149,7 +151,7 @@ def _describe_damage(bare: bytes, error: Exception) -> str:
     return "malformed" if bare.endswith(b"}") else "cut short"
 
 
-def _salvage(bare: bytes, reason: str, resolve: ResolveHash, ns_per_tick: int) -> ParsedLine:
+def _salvage(bare: bytes, reason: str, resolve: ResolveHash, ns_per_tick: int, base_ns: int) -> ParsedLine:
     """Search a damaged line for an event's keys; without a name, a time and a duration it is lost."""
     text = bare.decode(errors="backslashreplace")
     found: dict[str, Any] = {
@@ -168,13 +170,15 @@ def _salvage(bare: bytes, reason: str, resolve: ResolveHash, ns_per_tick: int) -
     top: dict[str, Any] = {
         key: found.pop(key) for key in ("name", "cat", "pid", "tid", "ts", "dur") if key in found
     }
-    row = _build_row({**top, "args": found}, resolve, ns_per_tick)
+    row = _build_row({**top, "args": found}, resolve, ns_per_tick, base_ns)
     if row is None:
         return ParsedLine(LineFate.DROPPED, reason=reason)
     return ParsedLine(LineFate.SALVAGED, row=row, reason=reason)
 
 
-def _build_row(document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: int) -> dict[str, Any] | None:
+def _build_row(
+    document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: int, base_ns: int
+) -> dict[str, Any] | None:
     """An event's row; None if the document has no name or no time that fits."""
     given = document.get("args")
     arguments: Mapping[str, Any] = given if isinstance(given, dict) else {}
@@ -182,6 +186,7 @@ def _build_row(document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: i
     ts_ns, dur_ns = _parse_ns(document.get("ts"), ns_per_tick), _parse_ns(document.get("dur", 0), ns_per_tick)
     if not isinstance(name, str) or ts_ns is None or dur_ns is None or dur_ns < 0:
         return None
+    ts_ns += base_ns
     # Starts and ends are cut to the microsecond, so that contiguous calls add up to the time of all of them.
     ts_us = ts_ns // 1000
     dur_us = (ts_ns + dur_ns) // 1000 - ts_us

@@ -214,6 +214,25 @@ def test_a_timeline_finds_a_round_width_for_itself(events: EventsView) -> None:
     assert "0.000005 s" in timeline(events).notes[0] or "5e-06 s" in timeline(events).notes[0]
 
 
+@pytest.mark.parametrize(
+    ("sql", "has_all"),
+    [
+        ("SELECT * FROM {events}", True),
+        ("SELECT e.* FROM {events} e", True),
+        ("SELECT op, * FROM {events}", True),
+        ("SELECT DISTINCT\n* FROM {events}", True),
+        ("SELECT COLUMNS(*) FROM {events}", True),
+        ("SELECT count(*), COUNT( * ) FROM {events}", False),
+        ("SELECT 2 * sum(dur_us), max(size_bytes*dur_us), (max(tid)) * 2 FROM {events}", False),
+    ],
+)
+def test_only_a_star_that_stands_for_columns_needs_all_of_them(
+    sql: str, events: EventsView, *, has_all: bool
+) -> None:
+    assert events.fill_in(sql) == sql.replace("{events}", "penstock_events" if has_all else "events")
+    events.ask(sql)
+
+
 def test_every_question_answers_a_trace_without_events(nothing: EventsView) -> None:
     answers = [
         overlap(nothing),
