@@ -1,7 +1,11 @@
-"""`penstock storage probe direct://...` beside fio: the same sizes, blocks and depths, on the same disk.
+"""`penstock storage probe` beside fio on the same disk, and against storages whose limits are known.
 
-fio runs psync threads, one block in flight each, O_DIRECT: exactly what the probe's streams do. The goal is a
-ratio within 10 % of 1: neither slower than the disk allows nor faster than the truth.
+Streams: fio runs psync threads, one block in flight each, O_DIRECT: exactly what the probe's streams do.
+Jobs: both keep blocks of one file in flight by io_uring in one thread. The goal of both is a ratio of 1:
+neither slower than the disk allows nor faster than the truth.
+
+    python benchmarks/storage_probe.py            everything, five rounds of each comparison
+    python benchmarks/storage_probe.py jobs       one part: streams, jobs, knee, stall, loops
 """
 
 from __future__ import annotations
@@ -11,44 +15,87 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from harness import Ratio, interleave
+from penstock.bench.probe.load_plan import LoadShape
+from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
+from penstock.bench.probe.probe_folder import ProbeFolder
+from penstock.cluster.comm import SoloComm
+from penstock.progress import Silent
+from penstock.storage import Storage
+from penstock.storage.uri import parse_uri
 
 SIZE_BYTES = 1 << 30
 BLOCK_BYTES = 1 << 20
 RANDOM_BLOCK_BYTES = 128 << 10
 NUM_RANDOM_READS = 4096
 STREAMS = (1, 8)
+SECONDS = 2.0
+JOBS = (
+    ("read", 1 << 20, 1),
+    ("read", 128 << 10, 8),
+    ("write", 1 << 20, 4),
+    ("randread", 4 << 10, 1),
+    ("randread", 4 << 10, 32),
+    ("randwrite", 4 << 10, 16),
+)
+"""fio's name of the pattern, the block, how many in flight."""
 
 
 def measure(repetitions: int) -> list[Ratio]:
-    """Both sides at each depth, in a folder on the disk that holds the current folder."""
+    """Both sides of all comparisons with fio, in a folder on the disk that holds the current folder."""
+    return [*compare_streams(repetitions), *compare_jobs(repetitions)]
+
+
+def compare_streams(repetitions: int) -> list[Ratio]:
+    """Streams of the probe beside as many threads of fio."""
+    return [
+        ratio
+        for streams in STREAMS
+        for ratio in _compare(
+            repetitions,
+            partial(_our_streams, streams=streams),
+            partial(_fio_streams, streams=streams),
+            "GiB/s",
+        )
+    ]
+
+
+def compare_jobs(repetitions: int) -> list[Ratio]:
+    """Six jobs of one thread with blocks in flight, each beside fio's."""
+    return [
+        ratio
+        for job in JOBS
+        for ratio in _compare(repetitions, partial(_our_job, job=job), partial(_fio_job, job=job), "ops/s")
+    ]
+
+
+def _compare(
+    repetitions: int,
+    ours: Callable[[str], Mapping[str, float]],
+    theirs: Callable[[str], Mapping[str, float]],
+    unit: str,
+) -> list[Ratio]:
     if shutil.which("fio") is None:
         sys.exit(
             "fio is not installed: apt-get install fio (or your distribution's package), then try again."
         )
-    ratios: list[Ratio] = []
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-        for streams in STREAMS:
-            ratios += interleave(
-                partial(_penstock, folder, streams),
-                partial(_fio, folder, streams),
-                repetitions=repetitions,
-                unit="GiB/s",
-            )
-    return ratios
+        return interleave(partial(ours, folder), partial(theirs, folder), repetitions=repetitions, unit=unit)
 
 
 def _name(operation: str, streams: int) -> str:
     return f"{operation} direct, {streams} streams"
 
 
-def _penstock(folder: str, streams: int) -> Mapping[str, float]:
+def _our_streams(folder: str, streams: int) -> Mapping[str, float]:
     command = [
-        *(sys.executable, "-m", "penstock", "storage", "probe", f"direct://{folder}", "--json"),
+        *(sys.executable, "-m", "penstock", "storage", "probe", f"direct://{folder}", "--json", "--exact"),
         *("--size", str(SIZE_BYTES), "--streams", str(streams), "--blocks", str(BLOCK_BYTES)),
     ]
     result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
@@ -60,37 +107,134 @@ def _penstock(folder: str, streams: int) -> Mapping[str, float]:
     }
 
 
-def _fio(folder: str, streams: int) -> Mapping[str, float]:
-    write = _fio_job(folder, streams, "write", BLOCK_BYTES, "--end_fsync=1")
-    read = _fio_job(folder, streams, "read", BLOCK_BYTES)
+def _fio_streams(folder: str, streams: int) -> Mapping[str, float]:
+    threads = ("--filename_format=peer.$jobnum", "--thread", "--ioengine=psync", f"--numjobs={streams}")
+    options = (*threads, f"--size={SIZE_BYTES // streams}")
+    write = _fio(folder, "write", BLOCK_BYTES, *options, "--end_fsync=1")
+    read = _fio(folder, "read", BLOCK_BYTES, *options)
     reads_each = f"--number_ios={NUM_RANDOM_READS // streams}"
-    random = _fio_job(folder, streams, "randread", RANDOM_BLOCK_BYTES, reads_each)
+    random = _fio(folder, "randread", RANDOM_BLOCK_BYTES, *options, reads_each)
     for path in Path(folder).glob("peer.*"):
         path.unlink()
-    return {
-        _name("write", streams): write,
-        _name("read", streams): read,
-        _name("random_read", streams): random,
-    }
+    sides = {"write": write, "read": read, "random_read": random}
+    return {_name(name, streams): side["bw_bytes"] / 2**30 for name, side in sides.items()}
 
 
-def _fio_job(folder: str, streams: int, pattern: str, block_bytes: int, *more: str) -> float:
+def _fio(folder: str, pattern: str, block_bytes: int, *more: str) -> Mapping[str, float]:
     command = [
-        *(
-            "fio",
-            "--name=peer",
-            f"--directory={folder}",
-            "--filename_format=peer.$jobnum",
-            "--output-format=json",
-        ),
-        *("--thread", "--direct=1", "--ioengine=psync", f"--numjobs={streams}", "--group_reporting"),
-        *(f"--rw={pattern}", f"--bs={block_bytes}", f"--size={SIZE_BYTES // streams}", *more),
+        *("fio", "--name=peer", f"--directory={folder}", "--output-format=json", "--direct=1"),
+        *("--group_reporting", f"--rw={pattern}", f"--bs={block_bytes}", *more),
     ]
     result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    side = result["jobs"][0]["write" if pattern == "write" else "read"]
-    return float(side["bw_bytes"]) / 2**30
+    return result["jobs"][0]["write" if "write" in pattern else "read"]  # type: ignore[no-any-return]
 
+
+def _job_name(job: tuple[str, int, int]) -> str:
+    pattern, block_bytes, depth = job
+    return f"{pattern} {block_bytes >> 10} KiB, {depth} in flight"
+
+
+def _our_job(folder: str, job: tuple[str, int, int]) -> Mapping[str, float]:
+    pattern, block_bytes, depth = job
+    shape = LoadShape(
+        block_bytes=block_bytes,
+        read_percent=0 if "write" in pattern else 100,
+        is_sequential=not pattern.startswith("rand"),
+        depth=depth,
+    )
+    seen = _load(f"direct://{folder}", shape, loops=("io_uring",))
+    # The mean over the whole time, as fio's.
+    return {_job_name(job): float(np.mean([one.operations_per_s for one in seen.saturation.intervals]))}
+
+
+def _fio_job(folder: str, job: tuple[str, int, int]) -> Mapping[str, float]:
+    pattern, block_bytes, depth = job
+    path = Path(folder) / "peer.job"
+    if not path.exists():
+        _fio(folder, "write", 8 << 20, f"--size={SIZE_BYTES}", f"--filename={path.name}", "--end_fsync=1")
+    options = (f"--size={SIZE_BYTES}", "--ioengine=io_uring", f"--iodepth={depth}", f"--filename={path.name}")
+    side = _fio(
+        folder, pattern, block_bytes, *options, "--randrepeat=0", "--time_based", f"--runtime={SECONDS}"
+    )
+    return {_job_name(job): side["iops"]}
+
+
+def _load(
+    uri: str,
+    shape: LoadShape,
+    *,
+    size_bytes: int = SIZE_BYTES,
+    loops: tuple[str, ...] = ("threads", "io_uring"),
+    rates: tuple[float, ...] | None = (),
+    seconds: float = SECONDS,
+    wrap: Callable[[Storage], Storage] = lambda storage: storage,
+) -> LoadResult:
+    request = LoadRequest(
+        shape=shape, size_bytes=size_bytes, seconds=seconds, max_seconds=seconds, loops=loops, rates=rates
+    )
+    folder = ProbeFolder(parse_uri(uri), "penstock-probe-bench", comm=SoloComm(), environment={}, options={})
+    with folder as place:
+        place.storage = wrap(place.storage)
+        return measure_load(request, place, comm=SoloComm(), progress=Silent())
+
+
+def print_knees() -> None:
+    """The knee of storages of known rate and latency."""
+    from tests.support.slow_storages import Throttled  # noqa: PLC0415 - found through `harness`
+
+    for rate_per_s, latency_s in ((100, 0.02), (400, 0.005), (400, 0.05), (1000, 0.01), (2000, 0.005)):
+        seen = _load(
+            "mem://x",
+            LoadShape(depth=64),
+            size_bytes=16 << 20,
+            rates=None,
+            wrap=partial(Throttled, rate_per_s=rate_per_s, latency_s=latency_s),
+        )
+        found, by = (seen.knee.operations_per_s, seen.knee.limited_by) if seen.knee else (0.0, "no knee")
+        print(
+            f"throttled to {rate_per_s}/s and {1e3 * latency_s:g} ms: knee at {found:,.1f}/s, "
+            f"{found / rate_per_s - 1:+.1%}, limited by {by}, after {len(seen.points)} loads",
+            flush=True,
+        )
+
+
+def print_stall() -> None:
+    """What a stall of 200 ms every 2 s looks like on a schedule, and to one reader in a closed loop."""
+    from tests.support.slow_storages import Stalling  # noqa: PLC0415 - found through `harness`
+
+    wrap = partial(Stalling, latency_s=0.002, stall_s=0.2, every_s=2.0)
+    more = {"size_bytes": 16 << 20, "seconds": 6.0, "wrap": wrap}
+    seen = _load("mem://x", LoadShape(depth=64), rates=(200.0,), **more)  # type: ignore[arg-type]
+    alone = _load("mem://x", LoadShape(depth=1), **more)  # type: ignore[arg-type]
+    (point,) = seen.points
+    print(
+        f"stall of 200 ms every 2 s: on schedule p50 {point.p50_ms:.1f}, p99 {point.p99_ms:.1f}, "
+        f"p99.9 {point.p999_ms:.1f} ms; one reader in a closed loop: p99 {alone.saturation.p99_ms:.1f} ms"
+    )
+
+
+def print_loops() -> None:
+    """What threads and io_uring reach with 4 KiB reads."""
+    for depth in (1, 8, 32, 128):
+        with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+            seen = _load(f"direct://{folder}", LoadShape(block_bytes=4096, depth=depth))
+        rates = ", ".join(f"{name} {rate:,.0f}/s" for name, rate in seen.rates_of_loops.items())
+        print(f"random reads of 4 KiB, {depth} in flight: {rates}")
+
+
+def _print_ratios(compare: Callable[[int], list[Ratio]]) -> None:
+    for ratio in compare(5):
+        print(ratio.line(None), flush=True)
+
+
+PARTS: Mapping[str, Callable[[], None]] = {
+    "streams": partial(_print_ratios, compare_streams),
+    "jobs": partial(_print_ratios, compare_jobs),
+    "knee": print_knees,
+    "stall": print_stall,
+    "loops": print_loops,
+}
 
 if __name__ == "__main__":
-    for ratio in measure(repetitions=5):
-        print(ratio.line(None))
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part]()

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from penstock.cli.option_groups import BackendOptions, PageOption
 from penstock.cli.options import argument, flag, group, option
-from penstock.cli.parsers import SIZE, URI, number, several, whole
+from penstock.cli.parsers import FILE, SIZE, URI, choice, number, several, whole
 from penstock.cli.rank_options import ranked
-from penstock.cli.terminal import Terminal, table
+from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 
 if TYPE_CHECKING:
     from penstock.bench.probe import ProbeResult
+    from penstock.bench.probe.probe_plan import Part
     from penstock.reports.answer_page import AnswerPage
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LoadOptions:
+    block_bytes: int = option(
+        "--request", SIZE, "Use operations of this size, at rates on a schedule.", default="128KiB"
+    )
+    mix: int = option(
+        "--mix", whole(0, 100), "Read in so many of 100 operations, and write in the others.", default="100"
+    )
+    is_sequential: bool = flag("--sequential", "Pass through the file in order, not at random.")
+    depth: int = option(
+        "--depth", whole(1, 4096), "Keep at most so many operations in flight on each rank.", default="64"
+    )
+    seconds: float = option("--seconds", number(), "Keep each rate up for this many seconds.", default="3")
+    rates: tuple[float, ...] | None = option(
+        "--rates", several(number()), "Try these operations a second, instead of looking for the knee."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +64,14 @@ class _ProbeOptions:
     is_exact: bool = flag(
         "--exact", "Measure only these streams and blocks, and do not search for faster ones."
     )
+    parts: tuple[str, ...] = option(
+        "--measure",
+        several(choice("best", "knee", "metadata")),
+        "Measure the best rates, loads up to the knee (of a path: past its cache), calls on files.",
+        default="best",
+    )
+    load: _LoadOptions = group(_LoadOptions, panel="Loads up to the knee")
+    fio: Path | None = option("--fio", FILE, "Write a job file of fio that repeats what was measured.")
     page: PageOption = group(PageOption)
     storage: BackendOptions = group(BackendOptions)
 
@@ -53,8 +81,11 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
     """Measure the limits of the storage at URI, and clean up.
 
     Sequential writes (durable at the end), cold reads, random reads, small objects and fsync latency: the
-    limits that all other measurements are compared with. More streams and larger blocks than those asked for
-    are tried until none is faster.
+    limits that all other measurements are compared with. Some more streams and larger blocks than those asked
+    for are tried, as long as that is faster.
+
+    With --measure knee operations come at rates on a schedule, whether or not earlier ones were answered, and
+    latency counts from when they were due: up to the rate beyond which waits grow.
 
     Examples:
 
@@ -64,10 +95,15 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
 
       penstock storage probe /mnt/pfs --page pfs.html
 
+      penstock storage probe /data --measure knee --request 4KiB --mix 70 --fio knee.fio
+
+      penstock storage probe /mnt/pfs --measure best,knee,metadata --streams 1,8,32
+
       penstock storage probe s3://bucket/x -O client=minio -O part_bytes=16MiB --ranks 4
     """
     from penstock.bench import probe as storage_probe
-    from penstock.bench.probe.probe_run import measurement_rows
+    from penstock.bench.probe.fio_jobs import fio_job_file
+    from penstock.bench.probe.load_plan import LoadShape
 
     request = storage_probe.ProbeRequest(
         uri=options.uri,
@@ -76,6 +112,15 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
         block_bytes=options.block_bytes,
         max_seconds=options.max_seconds,
         searches=not options.is_exact,
+        parts=tuple(cast("Part", part) for part in options.parts),
+        load=LoadShape(
+            block_bytes=options.load.block_bytes,
+            read_percent=options.load.mix,
+            is_sequential=options.load.is_sequential,
+            depth=options.load.depth,
+        ),
+        load_seconds=options.load.seconds,
+        load_rates=options.load.rates,
     )
     with terminal.progress() as progress:
         report = storage_probe.probe(
@@ -87,8 +132,30 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
         )
     options.page.write(lambda: _draw(report), terminal)
     terminal.notes(report.notes)
-    title = f"{options.uri} from {', '.join(report.hosts)}, {report.ranks} rank{'s' * (report.ranks > 1)}"
-    terminal.result(asdict(report), table(title, measurement_rows(report.measurements)))
+    if options.fio is not None and terminal.speaks:
+        options.fio.write_text(fio_job_file(report), encoding="utf-8")
+        terminal.note(f"wrote {options.fio}")
+    terminal.result(asdict(report), _tell(report))
+
+
+def _tell(report: ProbeResult) -> View:
+    from penstock.bench.probe.load_page import describe_shape, say_knee, say_limit, say_loops
+    from penstock.bench.probe.load_run import load_rows
+    from penstock.bench.probe.metadata_rates import metadata_rows
+    from penstock.bench.probe.probe_page import say_feeds
+    from penstock.bench.probe.probe_run import measurement_rows
+
+    title = f"{report.uri} from {', '.join(report.hosts)}, {report.ranks} rank{'s' * (report.ranks > 1)}"
+    if report.measurements:
+        yield from table(title, measurement_rows(report.measurements))
+    for load in report.loads:
+        yield from table(f"{title}: {load.mode}, {describe_shape(load)}", load_rows(load))
+        yield f"The knee: {say_knee(load)}. {say_limit(load)}"
+        yield say_loops(load)
+    if report.metadata:
+        yield from table(f"{title}: calls on files", metadata_rows(report.metadata))
+    if feeding := say_feeds(report):
+        yield f"This storage {feeding}."
 
 
 def _draw(report: ProbeResult) -> AnswerPage:

@@ -259,6 +259,13 @@ CASES = (
         elsewhere="tests/integration/storage/test_third_party_file_system.py",
     ),
     Case(
+        page="docs/storage.md",
+        key="--measure knee",
+        shows=(r"^The knee: .* Limited by ", r"^ delete +direct"),
+        figures={r"^The knee: ([\d,]+) random 64 KiB operations": 10, r"^ create +direct +1 +([\d,]+)": 100},
+        leaves=("knee.fio",),
+    ),
+    Case(
         page="docs/trace.md",
         key="trace synthesize seven_runs",
         shows=(r"1060\.072770",),

@@ -8,14 +8,21 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Final
 
+from penstock.bench.probe.load_page import (
+    load_banner,
+    load_charts,
+    load_exhibits,
+    metadata_banner,
+    say_knee,
+)
 from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, headline_rows, measurement_rows
 from penstock.reports import charts
 from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
 from penstock.reports.charts import Curve, ValueAxis
 from penstock.reports.panels import Panel, assign_hues
 from penstock.units import format_bytes, format_rate
+from penstock.workload import load_workload
 from penstock.workload.accelerator_forecast import forecast_accelerators
-from penstock.workload.load_workload import load, shipped
 from penstock.workload.spec import Workload
 
 GIB: Final = 2**30
@@ -29,9 +36,11 @@ _NAMED: Final = "unet3d_h100"
 def make_probe_page(result: ProbeResult) -> AnswerPage:
     """The page of a probe."""
     modes = list(dict.fromkeys(seen.mode for seen in result.measurements))
-    fastest = best(result, "read").mode
     hue = assign_hues([result.uri])[result.uri]
     charts_by_mode = {mode: _charts(result, mode, hue) for mode in modes}
+    first = charts_by_mode.pop(best(result, "read").mode) if modes else []
+    if result.loads and not modes:
+        first = load_charts(result.loads[0], hue)
     return AnswerPage(
         title=f"What {result.uri} can do at best",
         subtitle=(
@@ -39,17 +48,26 @@ def make_probe_page(result: ProbeResult) -> AnswerPage:
             f"up to {format_bytes(result.size_bytes)} a measurement"
         ),
         banner=_banner(result),
-        first=charts_by_mode.pop(fastest),
+        first=first,
         exhibits=[
             *(
                 Exhibit(name=mode, title=f"The same, {_MODES.get(mode, mode)}", panels=panels)
                 for mode, panels in charts_by_mode.items()
             ),
-            folded_table("feeds", "Accelerators that this storage feeds", list(_feeds(result))),
-            folded_table("best", "The best of each kind", headline_rows(result.measurements)),
-            folded_table("all", "All measurements", measurement_rows(result.measurements), bars="GiB/s"),
+            *load_exhibits(result.loads, result.metadata, hue, draws_knee=bool(modes)),
+            *(_tables(result) if modes else ()),
+            *(
+                [folded_table("feeds", "Accelerators that this storage feeds", feed_rows(result))]
+                if read_rate(result)
+                else []
+            ),
         ],
     )
+
+
+def _tables(result: ProbeResult) -> Iterator[Exhibit]:
+    yield folded_table("best", "The best of each kind", headline_rows(result.measurements))
+    yield folded_table("all", "All measurements", measurement_rows(result.measurements), bars="GiB/s")
 
 
 _MODES: Final = {"buffered": "through the page cache, dropped before each read", "direct": "with O_DIRECT"}
@@ -74,25 +92,47 @@ def _of(result: ProbeResult, op: str, mode: str = "") -> list[ProbeMeasurement]:
     return [seen for seen in result.measurements if seen.op == op and mode in ("", seen.mode)]
 
 
+def read_rate(result: ProbeResult) -> float:
+    """The bytes a second that a reader can count on: the best rate, or the knee's; 0 if neither is known.
+
+    Of a mix only its reads count.
+    """
+    rates = [seen.gib_per_s for seen in _of(result, "read")]
+    rates = rates or [load.knee.gib_per_s * load.read_percent / 100 for load in result.loads if load.knee]
+    return max(rates, default=0.0) * GIB
+
+
 def feeds(result: ProbeResult, workload: Workload) -> int:
-    """How many accelerators of a workload the best read rate feeds."""
-    rate = Fraction(best(result, "read").gib_per_s) * GIB
-    return forecast_accelerators(workload, rate).num_accelerators
+    """How many accelerators of a workload that rate feeds."""
+    return forecast_accelerators(workload, Fraction(read_rate(result))).num_accelerators
+
+
+def say_feeds(result: ProbeResult) -> str:
+    """How many accelerators of the best-known workload the rate of reading feeds; "" if that is not known."""
+    rate = read_rate(result)
+    if not rate:
+        return ""
+    count = feeds(result, load_workload.load(_NAMED).workload)
+    at = "" if result.measurements else " at its knee"
+    return f"feeds {count or 'no'} H100 of unet3d{at}"
 
 
 def _banner(result: ProbeResult) -> Banner:
+    if result.measurements:
+        return _best_banner(result)
+    if result.loads:
+        return load_banner(result.loads[0], say_feeds(result), result.notes)
+    return metadata_banner(result.metadata, result.notes)
+
+
+def _best_banner(result: ProbeResult) -> Banner:
     read, write = best(result, "read"), best(result, "write")
     random = best(result, "random_read")
-    workload = load(_NAMED).workload
-    count = feeds(result, workload)
     enough = _enough(result, read)
     return Banner(
         verdict="measured",
         look=Look.PLAIN,
-        figure=(
-            f"reads with {_rate(read)}, writes with {_rate(write)}, durable; feeds {count or 'no'} H100 of "
-            "unet3d"
-        ),
+        figure=f"reads with {_rate(read)}, writes with {_rate(write)}, durable; {say_feeds(result)}",
         limited_by=_say_limit(result, read),
         since=(
             f"{describe(enough)}, which reach {_rate(enough)}; "
@@ -104,6 +144,7 @@ def _banner(result: ProbeResult) -> Banner:
             f"{format_bytes(enough.block_bytes)}; `penstock training run` shows what a workload makes of it."
         ),
         troubles=[*result.notes, *_from_memory(result)],
+        more={"Knee": say_knee(result.loads[0])} if result.loads else {},
     )
 
 
@@ -208,10 +249,13 @@ def _line(measured: Sequence[ProbeMeasurement], op: str, places: Sequence[int], 
     return Curve(op, _SEQUENTIAL[op], [number for number, _ in known], [y for _, y in known])
 
 
-def _feeds(result: ProbeResult) -> Iterator[dict[str, str]]:
-    """What the best read rate means for the shipped workloads."""
-    rate = best(result, "read").gib_per_s * GIB
-    for loaded in shipped():
+def feed_rows(result: ProbeResult) -> list[dict[str, str]]:
+    """What the rate of reading means for the shipped workloads."""
+    return list(_feeds(read_rate(result)))
+
+
+def _feeds(rate: float) -> Iterator[dict[str, str]]:
+    for loaded in load_workload.shipped():
         workload = loaded.workload
         if workload.train.computation_time.is_zero or not workload.metric.au:
             continue

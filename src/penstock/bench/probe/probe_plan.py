@@ -4,15 +4,18 @@ Files are written, read back and removed group by group: a probe never holds mor
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
+from penstock.bench.probe.load_plan import LoadShape
 from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.errors import UsageError
 from penstock.storage.uri import Location, is_plain_path, parse_uri
 
 Operation = Literal["write", "read", "random_read", "small_write", "small_read", "fsync"]
 Mode = Literal["buffered", "direct", "objects", "memory"]
+Part = Literal["best", "knee", "metadata"]
+"""What a probe measures: the best rates, the load up to the knee, calls on files."""
 
 RANDOM_BLOCK_BYTES: Final = 128 << 10
 SMALL_OBJECT_BYTES: Final = 64 << 10
@@ -26,7 +29,8 @@ NUM_FSYNCS: Final = 128
 class ProbeRequest:
     """The user's request; each measurement moves `size_bytes`, over all streams and ranks.
 
-    With `searches`, more streams and blocks than those asked for are tried until none is faster.
+    With `searches`, some more streams and blocks than those asked for are tried. `load` is what is offered
+    up to the knee, each rate for `load_seconds`.
     """
 
     uri: str
@@ -35,11 +39,18 @@ class ProbeRequest:
     block_bytes: tuple[int, ...] = (1 << 20, 8 << 20)
     max_seconds: float = 20.0
     searches: bool = False
+    parts: tuple[Part, ...] = ("best",)
+    load: LoadShape = field(default_factory=LoadShape)
+    load_seconds: float = 3.0
+    load_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if min(self.size_bytes, *self.streams, *self.block_bytes) < 1 or self.max_seconds <= 0:
+        if (
+            min(self.size_bytes, *self.streams, *self.block_bytes) < 1
+            or min(self.max_seconds, self.load_seconds, *(self.load_rates or ())) <= 0
+        ):
             raise UsageError(
-                "Sizes, streams, blocks and seconds must be positive",
+                "Sizes, streams, blocks, seconds and rates must be positive",
                 fix="Leave an option out for its default.",
             )
 
@@ -78,6 +89,11 @@ def probe_locations(uri: str) -> tuple[Location, ...]:
     return (location,)
 
 
+def load_location(uri: str) -> Location:
+    """Where to offer loads: of a plain path past the page cache, which would answer from memory."""
+    return probe_locations(uri)[-1]
+
+
 def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[StepGroup, ...]:
     """All steps of one mode, in order."""
     share_bytes = max(1, request.size_bytes // num_ranks)
@@ -94,36 +110,54 @@ def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[S
     return tuple(groups)
 
 
-MOST_TRIES: Final = 8
+MOST_TRIES: Final = 4
 """Pairs of streams and block that a search adds to those asked for."""
+TRY_SHARE: Final = 2
+"""A try moves this much less than a measurement that was asked for."""
+LEAST_GAIN: Final = 1.05
+"""A try that is faster by less ends the search in its direction."""
 MOST_STREAMS: Final = 64
 MOST_BLOCK_BYTES: Final = 32 << 20
 LEAST_BLOCKS: Final = 2
 """Of each stream: fewer say nothing about a rate."""
 
 Rates = Mapping[tuple[int, int], tuple[float, float]]
-"""What was measured: streams and block -> the rates of writing and reading."""
+"""What was measured: streams and block -> the rates of writing and reading, in the order of measuring."""
 
 
 def next_try(request: ProbeRequest, rates: Rates, mode: Mode, *, num_ranks: int) -> StepGroup | None:
-    """The pair of streams and block to measure next; None once no neighbour of the fastest ones is left.
+    """The pair of streams and block to measure next; None once the search is over.
 
-    The first try is what the pipeline of checkpoints uses; then neighbours of the fastest pair are tried,
-    with twice or half as many streams, or blocks twice or half as large.
+    The first try is what the pipeline of checkpoints uses. Then the fastest pair of reading, and that of
+    writing, are tried with twice as many streams and with blocks twice as large, until two tries in a row
+    brought nothing.
     """
-    share_bytes = max(1, request.size_bytes // num_ranks)
+    share_bytes = max(1, request.size_bytes // num_ranks // TRY_SHARE)
     pipe = PipelineSettings()
     wanted = [(pipe.streams, pipe.chunk_bytes)]
-    for direction in (1, 0):
-        streams, block_bytes = max(rates, key=lambda pair: rates[pair][direction])
-        wanted += [(2 * streams, block_bytes), (streams, 2 * block_bytes)]
-        wanted += [(streams // 2, block_bytes), (streams, block_bytes // 2)]
+    if not _is_flat(rates, asked=len(request.streams) * len(request.block_bytes)):
+        for direction in (1, 0):
+            streams, block_bytes = max(rates, key=lambda pair: rates[pair][direction])
+            wanted += [(2 * streams, block_bytes), (streams, 2 * block_bytes)]
     for streams, block_bytes in wanted:
         fits = LEAST_BLOCKS * streams * block_bytes <= share_bytes
         is_known = (streams, block_bytes) in rates
-        if fits and not is_known and 0 < streams <= MOST_STREAMS and 0 < block_bytes <= MOST_BLOCK_BYTES:
+        if fits and not is_known and streams <= MOST_STREAMS and block_bytes <= MOST_BLOCK_BYTES:
             return _sequential(mode, streams, block_bytes, share_bytes)
     return None
+
+
+def _is_flat(rates: Rates, asked: int) -> bool:
+    """Whether the last two tries were no faster, in either direction, than what was there before them."""
+    pairs = list(rates)
+    tried = pairs[-2:]
+    if len(pairs) < asked + len(tried):
+        return False
+    before = pairs[: -len(tried)]
+    return all(
+        max(rates[pair][way] for pair in tried) < LEAST_GAIN * max(rates[pair][way] for pair in before)
+        for way in (0, 1)
+    )
 
 
 def _sequential(mode: Mode, streams: int, block_bytes: int, share_bytes: int) -> StepGroup:

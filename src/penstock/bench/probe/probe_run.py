@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -20,12 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bench.probe import timed_streams
+from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
+from penstock.bench.probe.metadata_rates import MetadataRate, measure_metadata
 from penstock.bench.probe.probe_folder import FOLDER_PREFIX, ProbeFolder
 from penstock.bench.probe.probe_plan import (
     MOST_TRIES,
     ProbeRequest,
     ProbeStep,
     StepGroup,
+    load_location,
     next_try,
     plan_groups,
     probe_locations,
@@ -58,6 +61,8 @@ class ProbeResult:
     counters: Mapping[str, Mapping[str, int | dict[str, int]]]
     measurements: tuple[ProbeMeasurement, ...]
     notes: tuple[str, ...]
+    loads: tuple[LoadResult, ...] = ()
+    metadata: tuple[MetadataRate, ...] = ()
 
 
 def probe(
@@ -74,8 +79,14 @@ def probe(
     )
     probed: list[_LocationResult] = []
     for location in probe_locations(request.uri):
-        with ProbeFolder(location, folder_name, comm=comm, environment=environment, options=options) as place:
-            probed.append(_probe_location(request, place, comm=comm, progress=progress))
+        parts = [part for part in request.parts if part == "best" or location == load_location(request.uri)]
+        if parts:
+            with ProbeFolder(
+                location, folder_name, comm=comm, environment=environment, options=options
+            ) as place:
+                probed.append(
+                    _probe_location(replace(request, parts=tuple(parts)), place, comm=comm, progress=progress)
+                )
     return ProbeResult(
         uri=request.uri,
         ranks=comm.size,
@@ -85,6 +96,8 @@ def probe(
         counters={location.mode: location.counters.record() for location in probed},
         measurements=tuple(measured for location in probed for measured in location.measurements),
         notes=tuple(note for location in probed for note in location.notes),
+        loads=tuple(load for location in probed for load in location.loads),
+        metadata=tuple(rate for location in probed for rate in location.metadata),
     )
 
 
@@ -95,8 +108,10 @@ class _LocationResult:
     mode: str
     options: Mapping[str, OptionValue]
     counters: Counters
-    measurements: tuple[ProbeMeasurement, ...]
-    notes: tuple[str, ...]
+    measurements: Sequence[ProbeMeasurement]
+    loads: Sequence[LoadResult]
+    metadata: Sequence[MetadataRate]
+    notes: Sequence[str]
 
 
 def _probe_location(
@@ -105,10 +120,18 @@ def _probe_location(
     place.check_free_space(request.size_bytes)
     affordable_bytes = _affordable_bytes(request, place, comm=comm, progress=progress)
     sized = replace(request, size_bytes=min(request.size_bytes, affordable_bytes))
-    measurements = tuple(_measure_all(sized, place, comm=comm, progress=progress))
+    measurements: list[ProbeMeasurement] = []
+    loads: list[LoadResult] = []
+    metadata: list[MetadataRate] = []
+    if "best" in request.parts:
+        measurements += _measure_all(sized, place, comm=comm, progress=progress)
+    if "knee" in request.parts:
+        loads.append(measure_load(_load_request(sized), place, comm=comm, progress=progress))
+    if "metadata" in request.parts:
+        metadata += measure_metadata(place, request.streams, comm=comm, progress=progress)
     mine = place.storage.counters.snapshot()
     counters = sum(comm.gather(mine, awaiting="what the storages of all ranks counted"), Counters())
-    notes = []
+    notes = [note for load in loads for note in load.notes]
     if affordable_bytes < request.size_bytes:
         notes.append(_note_smaller_size(request, place, affordable_bytes))
     if counters.retries or counters.errors:
@@ -118,7 +141,19 @@ def _probe_location(
         options=place.storage.options,
         counters=counters,
         measurements=measurements,
-        notes=tuple(notes),
+        loads=loads,
+        metadata=metadata,
+        notes=notes,
+    )
+
+
+def _load_request(request: ProbeRequest) -> LoadRequest:
+    return LoadRequest(
+        shape=request.load,
+        size_bytes=request.size_bytes,
+        seconds=request.load_seconds,
+        rates=request.load_rates,
+        max_seconds=request.max_seconds,
     )
 
 

@@ -1,0 +1,295 @@
+"""Loads at a fixed rate: when each operation is due, whether a load held, and which rate to try next. Pure.
+
+Operations are due on an even schedule, whatever the storage does, and their latency counts from that moment:
+a storage that stalls makes all operations wait that were due meanwhile, and each of these waits is counted
+(no coordinated omission).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import UsageError
+
+NS: Final = 1_000_000_000
+LIGHT: Final = 0.1
+"""The share of the closed-loop rate that counts as light load: its p99 is what others are compared with."""
+MOST_SLOWDOWN: Final = 5.0
+"""A load holds while its p99 is at most so many times that of light load."""
+MOST_GROWTH: Final = 0.02
+"""A load holds while operations fall behind by at most this share of the time."""
+PRECISION: Final = 1.05
+"""The knee is known once the lowest load that did not hold is this close above the highest that did."""
+MOST_POINTS: Final = 16
+_LADDER: Final = (LIGHT, 0.3, 0.6, 0.8, 0.9, 1.0)
+_NEXT_RUNG: Final = 1.15
+_CLEARLY_LATE: Final = 0.1
+_MOST_TRIES: Final = 3
+_WARM_SHARE: Final = 0.2
+_ROUNDS: Final = 5
+RULE: Final = (
+    f"the highest rate at which operations fall behind by less than {MOST_GROWTH:.0%} of the time and p99 is "
+    f"at most {MOST_SLOWDOWN:g} times that of light load, both without what this host was late"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadShape:
+    """What one operation is, and how many may be in flight at once on each rank."""
+
+    block_bytes: int = 128 << 10
+    read_percent: int = 100
+    is_sequential: bool = False
+    depth: int = 64
+
+    def __post_init__(self) -> None:
+        if self.block_bytes < 1 or self.depth < 1 or not 0 <= self.read_percent <= 100:
+            raise UsageError(
+                "A load needs a block, a depth and a share of reads from 0 to 100",
+                fix="Leave an option out for its default.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OperationTimes:
+    """Moments of operations, in ns since the common start; what never ended has the time of giving up.
+
+    An operation is `due` by the schedule, a slot for it is `free`, it is `begun`, and it has `ended`.
+    """
+
+    due: NDArray[np.int64]
+    free: NDArray[np.int64]
+    begun: NDArray[np.int64]
+    ended: NDArray[np.int64]
+    is_write: NDArray[np.bool_]
+
+    @property
+    def latencies(self) -> NDArray[np.int64]:
+        """From when each operation was due to its end."""
+        return self.ended - self.due
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[OperationTimes]) -> OperationTimes:
+        """The operations of all parts."""
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
+
+    def between(self, start_ns: int, end_ns: int) -> OperationTimes:
+        """The operations that were due then."""
+        chosen = (self.due >= start_ns) & (self.due < end_ns)
+        return OperationTimes(*(getattr(self, name)[chosen] for name in _FIELDS))
+
+
+_FIELDS: Final = ("due", "free", "begun", "ended", "is_write")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadInterval:
+    """A short time of a load: operations that ended in it, by their rate and latency."""
+
+    start_s: float
+    operations_per_s: float
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedLoad:
+    """One offered rate over all ranks, after its first fifth, which is for warming up.
+
+    Latencies count from when an operation was due; `service_p50_ms` from when it began. `lag_p99_ms` is what
+    this host was late although a slot was free, `storage_p99_ms` the p99 without it: waits for a slot count.
+    `slots_busy` is the share of operations that found no slot free.
+    `growth` is by how much the latency grows in a second: what the storage falls behind.
+    """
+
+    offered_per_s: float
+    achieved_per_s: float
+    seconds: float
+    p50_ms: float
+    p99_ms: float
+    p999_ms: float
+    max_ms: float
+    read_p99_ms: float | None
+    write_p99_ms: float | None
+    service_p50_ms: float
+    lag_p99_ms: float
+    storage_p99_ms: float
+    slots_busy: float
+    growth: float
+    intervals: tuple[LoadInterval, ...]
+
+
+def arrivals(rate_per_s: float, seconds: float, *, rank: int, num_ranks: int) -> list[int]:
+    """When the operations of a rank are due, in nanoseconds: every `num_ranks`-th one of an even schedule."""
+    total = max(1, round(rate_per_s * seconds))
+    numbers = np.arange(rank, total, num_ranks, dtype=np.float64)
+    due: list[int] = np.rint(numbers * (NS / rate_per_s)).astype(np.int64).tolist()
+    return due
+
+
+def describe_load(times: OperationTimes, *, rate_per_s: float, seconds: float) -> OfferedLoad:
+    """Sum up the operations of all ranks of one load."""
+    end_ns = round(seconds * NS)
+    warm_ns = round(seconds * _WARM_SHARE * NS)
+    seen = times.between(warm_ns, end_ns)
+    if not seen.due.size:
+        seen = times
+    latencies = seen.latencies
+    p50, p99, p999 = (float(value) / 1e6 for value in np.percentile(latencies, (50, 99, 99.9)))
+    in_time = np.count_nonzero((times.ended >= warm_ns) & (times.ended < end_ns))
+    lags = seen.begun - np.maximum(seen.due, seen.free)
+    return OfferedLoad(
+        offered_per_s=rate_per_s,
+        achieved_per_s=in_time / (seconds * (1 - _WARM_SHARE)),
+        seconds=seconds,
+        p50_ms=p50,
+        p99_ms=p99,
+        p999_ms=p999,
+        max_ms=float(latencies.max()) / 1e6,
+        read_p99_ms=_p99_ms(latencies[~seen.is_write]),
+        write_p99_ms=_p99_ms(latencies[seen.is_write]),
+        service_p50_ms=float(np.median(seen.ended - seen.begun)) / 1e6,
+        lag_p99_ms=float(np.percentile(lags, 99)) / 1e6,
+        storage_p99_ms=float(np.percentile(latencies - lags, 99)) / 1e6,
+        slots_busy=float(np.mean(seen.free > seen.due)),
+        growth=_growth(seen),
+        intervals=intervals(times, seconds),
+    )
+
+
+def _p99_ms(latencies: NDArray[np.int64]) -> float | None:
+    return float(np.percentile(latencies, 99)) / 1e6 if latencies.size else None
+
+
+def _growth(seen: OperationTimes) -> float:
+    """By how much latency grows per time, from medians of the first and last quarter, which a stall keeps.
+
+    While a storage answers A of R operations a second that are due, latency grows by 1 - A/R a second.
+    """
+    first, last = np.quantile(seen.due, (0.25, 0.75))
+    early, late = seen.due <= first, seen.due >= last
+    apart_ns = float(np.median(seen.due[late]) - np.median(seen.due[early]))
+    latencies = seen.latencies
+    return float(np.median(latencies[late]) - np.median(latencies[early])) / apart_ns if apart_ns else 0.0
+
+
+def interval_s(seconds: float) -> float:
+    """How long the intervals of a time series are."""
+    return 0.1 if seconds <= 10 else 1.0
+
+
+def intervals(times: OperationTimes, seconds: float) -> tuple[LoadInterval, ...]:
+    """Rate and latency over time; an interval in which nothing ended has latencies of 0."""
+    step_s = interval_s(seconds)
+    step_ns = round(step_s * NS)
+    order = np.argsort(times.ended, kind="stable")
+    ended, latencies = times.ended[order], times.latencies[order] / 1e6
+    count = max(1, math.ceil(seconds / step_s - 1e-9))
+    bounds = np.searchsorted(ended, np.arange(count + 1) * step_ns)
+    series = []
+    for number in range(count):
+        part = latencies[bounds[number] : bounds[number + 1]]
+        p50, p99 = np.percentile(part, (50, 99)) if part.size else (0.0, 0.0)
+        series.append(
+            LoadInterval(
+                start_s=round(number * step_s, 3),
+                operations_per_s=part.size / step_s,
+                p50_ms=float(p50),
+                p99_ms=float(p99),
+            )
+        )
+    return tuple(series)
+
+
+def holds(point: OfferedLoad, light: OfferedLoad) -> bool:
+    """Whether a storage kept up with a load; see `RULE`."""
+    return point.growth <= MOST_GROWTH and point.storage_p99_ms <= MOST_SLOWDOWN * light.storage_p99_ms
+
+
+def find_knee(points: Sequence[OfferedLoad]) -> OfferedLoad | None:
+    """The highest load that held below the lowest one that did not; None if not even light load held."""
+    if not points:
+        return None
+    holding, failing_per_s = _split(points)
+    below = [point for point in holding if point.offered_per_s < failing_per_s]
+    return max(below, key=lambda point: point.offered_per_s, default=None)
+
+
+def _split(points: Sequence[OfferedLoad]) -> tuple[list[OfferedLoad], float]:
+    """The points that held, and the lowest rate that did not; a rate that held once holds."""
+    light = points[0]
+    holding = [point for point in points if holds(point, light)]
+    held = {point.offered_per_s for point in holding}
+    failed = [point.offered_per_s for point in points if point.offered_per_s not in held]
+    return holding, min(failed, default=math.inf)
+
+
+def next_rate(points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float | None:
+    """The rate to offer next: up a ladder until one does not hold, then between; None once the knee is known.
+
+    A rate that fell behind by little is offered again, so that no hiccup of the host is the knee.
+    """
+    if not points:
+        return LIGHT * closed_loop_per_s
+    if len(points) >= MOST_POINTS:
+        return None
+    _, failing = _split(points)
+    last = points[-1]
+    tries = sum(point.offered_per_s == last.offered_per_s for point in points)
+    is_close = last.growth <= _CLEARLY_LATE and last.offered_per_s == failing
+    if is_close and tries < _MOST_TRIES:
+        return last.offered_per_s
+    knee = find_knee(points)
+    if knee is None:
+        return failing / 2 if failing > LIGHT * closed_loop_per_s / 8 else None
+    best = knee.offered_per_s
+    if failing == math.inf:
+        rungs = [share * closed_loop_per_s for share in _LADDER if share * closed_loop_per_s > best * 1.001]
+        return rungs[0] if rungs else best * _NEXT_RUNG
+    return math.sqrt(best * failing) if failing > best * PRECISION else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyState:
+    """What a storage keeps up once its first seconds are over, by rounds of the same length.
+
+    `begins` is the number of the first round of the steady state; the rounds before it are another phase:
+    a cache that fills, credit for bursts that is spent, or a start that is slow.
+    """
+
+    is_steady: bool
+    begins: int
+    rate: float
+    first_rate: float
+
+
+def find_steady_state(rounds: Sequence[float]) -> SteadyState:
+    """The test of SNIA's performance test specification on the last five rounds.
+
+    Their range is at most 20 % of their mean, and a line through them climbs or falls by at most 10 % of it.
+    The steady state reaches back over rounds within 20 % of that mean.
+    """
+    window = np.asarray(rounds[-_ROUNDS:])
+    mean = float(window.mean())
+    slope = float(np.polyfit(np.arange(window.size), window, 1)[0]) if window.size > 1 else 0.0
+    is_steady = (
+        window.size == _ROUNDS
+        and float(np.ptp(window)) <= 0.2 * mean
+        and abs(slope) * (_ROUNDS - 1) <= 0.1 * mean
+    )
+    begins = len(rounds) - window.size
+    while begins and abs(rounds[begins - 1] - mean) <= 0.2 * mean:
+        begins -= 1
+    first = rounds[:begins]
+    return SteadyState(
+        is_steady=is_steady,
+        begins=begins,
+        rate=float(np.mean(rounds[begins:])),
+        first_rate=float(np.mean(first)) if first else 0.0,
+    )

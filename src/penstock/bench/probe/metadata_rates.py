@@ -1,0 +1,220 @@
+"""How many files a second: created, looked up, listed and deleted, by threads.
+
+A file system is asked by its own calls, one a file, as mdtest does it: an empty file is created and closed,
+not made durable, and each thread has a folder of its own. Any other storage is asked through its protocol.
+Collective: every rank does the same; a rate is the files of all ranks by the time of the slowest.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Final, Literal, Protocol
+
+import numpy as np
+
+from penstock.bench.probe.load_loops import find_local_files
+from penstock.bench.probe.probe_folder import ProbeFolder
+from penstock.cluster.comm import Comm
+from penstock.errors import StorageError
+from penstock.progress import Progress
+from penstock.storage import Storage
+from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.protocol import write_object
+
+MetadataCall = Literal["create", "stat", "list", "delete"]
+CALLS: Final[tuple[MetadataCall, ...]] = ("create", "stat", "list", "delete")
+MOST_FILES: Final = 10_000
+MOST_SECONDS: Final = 2.0
+"""Files of all threads of a rank, and the time to create them; whichever ends first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetadataRate:
+    """One call on files by `threads` threads on each rank; latencies are of one file, or of one listing."""
+
+    op: str
+    mode: str
+    ranks: int
+    threads: int
+    files: int
+    elapsed_s: float
+    files_per_s: float
+    p50_ms: float
+    p99_ms: float
+
+
+class _Names(Protocol):
+    """The files of one thread, by number."""
+
+    def create(self, number: int) -> None: ...
+    def stat(self, number: int) -> None: ...
+    def delete(self, number: int) -> None: ...
+    def list(self) -> int: ...
+
+
+class _Files:
+    """Files in a folder, by system calls."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        Path(folder).mkdir(parents=True)
+
+    def _path(self, number: int) -> str:
+        return f"{self._folder}/{number}"
+
+    def create(self, number: int) -> None:
+        os.close(os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
+    def stat(self, number: int) -> None:
+        os.stat(self._path(number))  # noqa: PTH116 - a path as text costs less than the call
+
+    def delete(self, number: int) -> None:
+        os.unlink(self._path(number))  # noqa: PTH108 - as above
+
+    def list(self) -> int:
+        with os.scandir(self._folder) as entries:
+            return sum(1 for _ in entries)
+
+
+class _Objects:
+    """Objects below a prefix, by the storage's own calls; each is empty."""
+
+    def __init__(self, storage: Storage, prefix: str) -> None:
+        self._storage = storage
+        self._prefix = prefix
+
+    def create(self, number: int) -> None:
+        write_object(self._storage, f"{self._prefix}/{number}", (), size_bytes=0)
+
+    def stat(self, number: int) -> None:
+        self._storage.stat(f"{self._prefix}/{number}")
+
+    def delete(self, number: int) -> None:
+        self._storage.delete(f"{self._prefix}/{number}")
+
+    def list(self) -> int:
+        return sum(1 for _ in self._storage.list(self._prefix))
+
+
+@dataclass(frozen=True, slots=True)
+class _ThreadTimes:
+    start_ns: int
+    end_ns: int
+    files: int
+    latencies_ns: Sequence[int]
+
+
+def measure_metadata(
+    place: ProbeFolder, threads: Sequence[int], *, comm: Comm, progress: Progress
+) -> Iterator[MetadataRate]:
+    """The four calls with each number of threads, on files that are removed again."""
+    for number in threads:
+        names = [_names(place, f"rank{comm.rank}-files{number}-{thread}") for thread in range(number)]
+        created = [0] * number
+        for call in CALLS:
+            progress.begin(f"{place.mode} {call}, {number} thread{'s' * (number > 1)}", MOST_FILES)
+            with translate_os_errors(f"The call {call}", place.storage.uri):
+                times = _run(call, names, created, comm)
+            if call == "create":
+                created = [seen.files for seen in times]
+            yield _sum_up(call, place.mode, comm.gather(times, awaiting=f"all ranks to {call} files"))
+        if place.folder is not None:
+            for thread in range(number):
+                with suppress(OSError):
+                    (place.folder / f"rank{comm.rank}-files{number}-{thread}").rmdir()
+
+
+def _names(place: ProbeFolder, folder: str) -> _Names:
+    if find_local_files(place.storage) is not None and place.folder is not None:
+        with translate_os_errors("Creating a folder", place.storage.uri):
+            return _Files(str(place.folder / folder))
+    return _Objects(place.storage, folder)
+
+
+def _run(
+    call: MetadataCall, names: Sequence[_Names], created: Sequence[int], comm: Comm
+) -> list[_ThreadTimes]:
+    """One call in all threads of this rank, which begin together, and with those of other ranks."""
+    ready = threading.Barrier(len(names) + 1)
+    with ThreadPoolExecutor(len(names), thread_name_prefix="penstock-metadata") as pool, ExitStack() as undo:
+        undo.callback(ready.abort)
+        most = [MOST_FILES // len(names)] * len(names) if call == "create" else created
+        futures = [
+            pool.submit(_time_calls, call, own, limit, ready) for own, limit in zip(names, most, strict=True)
+        ]
+        ready.wait()
+        comm.barrier(awaiting=f"all ranks to be ready to {call} files")
+        ready.wait()
+        return [future.result() for future in futures]
+
+
+def _time_calls(call: MetadataCall, names: _Names, most: int, ready: threading.Barrier) -> _ThreadTimes:
+    ready.wait()
+    ready.wait()
+    start_ns = time.monotonic_ns()
+    if call == "list":
+        seen = names.list()
+        if seen != most:
+            raise StorageError(f"A listing has {seen} of {most} files", fix="Look at what else removes them.")
+        end_ns = time.monotonic_ns()
+        return _ThreadTimes(start_ns, end_ns, seen, [end_ns - start_ns])
+    act: Callable[[int], None] = getattr(names, call)
+    until_ns = start_ns + round(MOST_SECONDS * 1e9) if call == "create" else None
+    latencies = list(islice(_each(act, until_ns), most))
+    return _ThreadTimes(start_ns, time.monotonic_ns(), len(latencies), latencies)
+
+
+def _each(act: Callable[[int], None], until_ns: int | None) -> Iterator[int]:
+    """The time of each call, on one file after the other, until the time is over."""
+    clock = time.monotonic_ns
+    number, now = 0, clock()
+    while until_ns is None or number == 0 or now < until_ns:
+        act(number)
+        ended = clock()
+        yield ended - now
+        number, now = number + 1, clock()
+
+
+def _sum_up(call: MetadataCall, mode: str, ranks: Sequence[Sequence[_ThreadTimes]]) -> MetadataRate:
+    elapsed_s = (
+        max(max(seen.end_ns for seen in times) - min(seen.start_ns for seen in times) for times in ranks)
+        / 1e9
+    )
+    files = sum(seen.files for times in ranks for seen in times)
+    latencies = np.array([ns for times in ranks for seen in times for ns in seen.latencies_ns]) / 1e6
+    p50, p99 = np.percentile(latencies, (50, 99))
+    return MetadataRate(
+        op=call,
+        mode=mode,
+        ranks=len(ranks),
+        threads=len(ranks[0]),
+        files=files,
+        elapsed_s=elapsed_s,
+        files_per_s=files / elapsed_s,
+        p50_ms=float(p50),
+        p99_ms=float(p99),
+    )
+
+
+def metadata_rows(rates: Sequence[MetadataRate]) -> list[dict[str, str]]:
+    """One row for each call and number of threads."""
+    return [
+        {
+            "call": rate.op,
+            "mode": rate.mode,
+            "threads": str(rate.threads),
+            "files": f"{rate.files:,}",
+            "files/s": f"{rate.files_per_s:,.0f}",
+            "p50 ms": f"{rate.p50_ms:.3f}",
+            "p99 ms": f"{rate.p99_ms:.3f}",
+        }
+        for rate in rates
+    ]

@@ -1,0 +1,240 @@
+"""Loads on a schedule against real storages: throttled, stalling, of files and of objects."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.slow_storages import Stalling, Throttled
+
+from penstock.bench.probe import ProbeRequest, ProbeResult, metadata_rates, probe
+from penstock.bench.probe.fio_jobs import fio_job_file
+from penstock.bench.probe.io_uring import READ, WRITE, RequestRing
+from penstock.bench.probe.load_plan import LoadShape
+from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
+from penstock.bench.probe.probe_folder import ProbeFolder
+from penstock.bench.probe.probe_plan import Part
+from penstock.cluster.comm import Comm, SoloComm
+from penstock.errors import StorageError, Unavailable, UsageError
+from penstock.progress import Silent
+from penstock.storage import Storage
+from penstock.storage.uri import parse_uri
+from penstock.testing.faults import FailAtCall
+from penstock.testing.rank_threads import on_ranks
+
+QUICK = LoadRequest(shape=LoadShape(depth=16), size_bytes=16 << 20, seconds=0.5, max_seconds=1.2)
+
+
+def _load(
+    request: LoadRequest,
+    uri: str = "mem://x",
+    *,
+    wrap: Callable[[Storage], Storage] = lambda storage: storage,
+    comm: Comm | None = None,
+) -> LoadResult:
+    comm = comm or SoloComm()
+    folder = ProbeFolder(parse_uri(uri), "penstock-probe-test", comm=comm, environment={}, options={})
+    with folder as place:
+        place.storage = wrap(place.storage)
+        return measure_load(request, place, comm=comm, progress=Silent())
+
+
+def _quick(**more: object) -> LoadRequest:
+    return LoadRequest(**{**{name: getattr(QUICK, name) for name in QUICK.__slots__}, **more})
+
+
+def test_the_knee_of_a_throttled_storage_is_its_rate_within_10_percent() -> None:
+    request = _quick(shape=LoadShape(depth=32))
+    seen = _load(request, wrap=lambda storage: Throttled(storage, rate_per_s=400, latency_s=0.02))
+    assert seen.knee is not None
+    assert seen.knee.operations_per_s == pytest.approx(400, rel=0.1)
+    assert seen.knee.limited_by == "storage"
+    assert seen.points[0].p50_ms == pytest.approx(22.5, rel=0.3)
+
+
+@pytest.mark.slow
+def test_a_load_that_more_in_flight_would_keep_up_with_says_so() -> None:
+    request = _quick(shape=LoadShape(depth=4))
+    seen = _load(request, wrap=lambda storage: Throttled(storage, rate_per_s=4000, latency_s=0.02))
+    assert seen.knee is not None
+    assert seen.knee.limited_by == "depth"
+    assert seen.knee.operations_per_s == pytest.approx(4 / 0.02025, rel=0.1)
+
+
+def test_a_storage_that_stalls_200_ms_every_2_s_shows_it_in_p999() -> None:
+    request = _quick(seconds=2.5, rates=(150.0,))
+    seen = _load(request, wrap=lambda storage: Stalling(storage, latency_s=0.05, stall_s=0.2, every_s=2))
+    (point,) = seen.points
+    # The longest wait is that of what was due as the stall began.
+    assert 200 <= point.p999_ms <= 300
+    assert point.p50_ms < 80
+
+
+def test_reads_and_writes_are_mixed_on_files_and_nothing_stays(tmp_path: Path) -> None:
+    request = _quick(
+        shape=LoadShape(depth=4, block_bytes=4096, read_percent=70), seconds=0.1, max_seconds=0.3
+    )
+    for uri in (f"file://{tmp_path}", f"direct://{tmp_path}"):
+        seen = _load(request, uri)
+        point = seen.points[-1]
+        assert point.read_p99_ms is not None
+        assert point.write_p99_ms is not None
+        assert list(tmp_path.iterdir()) == []
+    assert set(seen.rates_of_loops) >= {"threads"}
+
+
+def test_storages_without_files_write_objects_and_remove_them() -> None:
+    request = _quick(
+        shape=LoadShape(depth=4, block_bytes=4096, read_percent=0), seconds=0.05, max_seconds=0.2
+    )
+    left: list[Storage] = []
+
+    def keep(storage: Storage) -> Storage:
+        left.append(storage)
+        return storage
+
+    assert _load(request, wrap=keep).points[0].write_p99_ms is not None
+    assert list(left[0].list()) == []
+
+
+def test_all_ranks_offer_their_share_and_come_to_the_same_result(tmp_path: Path) -> None:
+    request = _quick(shape=LoadShape(depth=2, block_bytes=4096), seconds=0.05, max_seconds=0.2)
+    one, other = on_ranks(2, lambda comm: _load(request, f"file://{tmp_path}", comm=comm))
+    assert one == other
+    assert one.ranks == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_read_that_fails_ends_the_load_with_its_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="Injected fault in read_into"):
+        _load(QUICK, f"file://{tmp_path}", wrap=lambda storage: FailAtCall(storage, "read_into", 30))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _open_ring(path: Path, blocks: int) -> tuple[int, list[memoryview]]:
+    memory = memoryview(mmap.mmap(-1, blocks * 4096))
+    buffers = [memory[4096 * slot : 4096 * (slot + 1)] for slot in range(blocks)]
+    return os.open(path, os.O_RDWR), buffers
+
+
+def test_a_ring_reads_and_writes_the_right_bytes_at_the_right_places(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    content = np.random.Generator(np.random.SFC64(1)).bytes(64 * 4096)
+    path.write_bytes(content)
+    descriptor, buffers = _open_ring(path, 5)
+    with RequestRing(descriptor, buffers, "file:///x") as ring:
+        for first in range(0, 60, 5):
+            for slot in range(5):
+                ring.queue(slot, READ, 4096 * (first + slot))
+            ended: list[int] = []
+            while len(ended) < 5:
+                ended += ring.wait(1)
+            assert sorted(ended) == [0, 1, 2, 3, 4]
+            assert b"".join(buffers) == content[4096 * first : 4096 * (first + 5)]
+        assert ring.wait(1, 1_000_000) == []
+        ring.queue(3, WRITE, 0)
+        assert ring.wait(1) == [3]
+    os.close(descriptor)
+    assert path.read_bytes() == content[58 * 4096 : 59 * 4096] + content[4096:]
+
+
+def test_a_ring_names_what_failed_and_what_was_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 5000)
+    descriptor, buffers = _open_ring(path, 1)
+    with RequestRing(descriptor, buffers, "file:///x") as ring:
+        ring.queue(0, READ, 4096)
+        with pytest.raises(StorageError, match="Only 904 bytes"):
+            ring.wait(1)
+        os.close(descriptor)
+        ring.queue(0, READ, 0)
+        with pytest.raises(StorageError, match="Bad file descriptor"):
+            ring.wait(1)
+
+
+def test_a_ring_that_the_kernel_refuses_is_unavailable(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    descriptor, buffers = _open_ring(path, 1)
+    with pytest.raises(Unavailable, match="no io_uring"):
+        RequestRing(descriptor, buffers * 40_000, "file:///x")
+    os.close(descriptor)
+
+
+_WITHOUT_IO_URING = """
+import ctypes, struct, sys
+# A filter of system calls, as containers have it: io_uring_setup (425) fails with EPERM, all else is allowed.
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7fff0000)]
+filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(filters))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.create_string_buffer(program), 0, 0) == 0
+from penstock.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_where_io_uring_is_forbidden_threads_do_it_and_the_result_says_so(tmp_path: Path) -> None:
+    options = ["--measure", "knee", "--size", "1MiB", "--seconds", "0.05", "--max-seconds", "0.2", "--json"]
+    result = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_IO_URING, "storage", "probe", f"direct://{tmp_path}", *options],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    document = json.loads(result.stdout)
+    assert document["loads"][0]["loop"] == "threads"
+    assert list(document["loads"][0]["rates_of_loops"]) == ["threads"]
+    assert "Operation not permitted" in result.stderr
+
+
+def _probe(uri: str, *parts: Part, load: LoadShape | None = None) -> ProbeResult:
+    request = ProbeRequest(
+        uri=uri,
+        size_bytes=1 << 20,
+        streams=(1, 2),
+        load_seconds=0.05,
+        max_seconds=0.2,
+        parts=parts,
+        load=load or LoadShape(),
+    )
+    return probe(request, comm=SoloComm(), environment={}, options={}, progress=Silent())
+
+
+@pytest.mark.parametrize("scheme", ["file", "mem"])
+def test_files_are_counted_by_call_and_threads_and_removed(
+    tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata_rates, "MOST_FILES", 500)
+    result = _probe(f"file://{tmp_path}" if scheme == "file" else "mem://x", "metadata")
+    assert [(seen.op, seen.threads) for seen in result.metadata] == [
+        (call, threads) for threads in (1, 2) for call in metadata_rates.CALLS
+    ]
+    assert len({seen.files for seen in result.metadata if seen.threads == 1}) == 1
+    assert all(seen.files_per_s > 0 and seen.p99_ms >= seen.p50_ms for seen in result.metadata)
+    assert result.measurements == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_fio_accepts_the_job_file_of_everything_that_was_measured(tmp_path: Path) -> None:
+    result = _probe(str(tmp_path), "best", "knee", load=LoadShape(read_percent=70, depth=4))
+    path = tmp_path / "probe.fio"
+    path.write_text(fio_job_file(result), encoding="utf-8")
+    subprocess.run(["fio", "--parse-only", path], check=True, capture_output=True, timeout=60)
+    sections = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("[")]
+    assert len(sections) == len(set(sections))
+
+
+def test_a_job_file_of_objects_is_refused() -> None:
+    with pytest.raises(UsageError, match="on files"):
+        fio_job_file(_probe("mem://x", "knee"))

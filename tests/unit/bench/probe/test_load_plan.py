@@ -1,0 +1,138 @@
+"""Loads on a schedule: what is due when, what a knee is, and that a stall is seen by all it held up."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.bench.probe.load_loops import Operations
+from penstock.bench.probe.load_plan import (
+    MOST_POINTS,
+    NS,
+    LoadShape,
+    OfferedLoad,
+    OperationTimes,
+    arrivals,
+    describe_load,
+    find_knee,
+    find_steady_state,
+    next_rate,
+)
+from penstock.errors import UsageError
+
+SECONDS = 2.0
+
+
+def _serve(rate_per_s: float, *, capacity_per_s: float, latency_s: float) -> OfferedLoad:
+    """What a storage would show that begins one operation after another and answers each after a latency."""
+    due = np.array(arrivals(rate_per_s, SECONDS, rank=0, num_ranks=1))
+    service = round(NS / capacity_per_s)
+    # The classic recursion of a queue, without a loop: an operation begins at its time or after its elders.
+    turns = np.arange(due.size) * service
+    begun = np.maximum.accumulate(due - turns) + turns
+    ended = begun + service + round(latency_s * NS)
+    return describe_load(_times(due, begun, ended), rate_per_s=rate_per_s, seconds=SECONDS)
+
+
+def _times(due: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> OperationTimes:
+    return OperationTimes(due, np.zeros_like(due), begun, ended, np.zeros(due.size, dtype=bool))
+
+
+@given(
+    capacity_per_s=st.floats(100, 20_000),
+    latency_s=st.floats(0.0001, 0.05),
+    closed_loop_share=st.floats(0.7, 1.4),
+)
+@settings(max_examples=15)
+def test_the_knee_of_a_storage_of_known_rate_is_found_within_5_percent(
+    capacity_per_s: float, latency_s: float, closed_loop_share: float
+) -> None:
+    points: list[OfferedLoad] = []
+    while rate := next_rate(points, closed_loop_share * capacity_per_s):
+        points.append(_serve(rate, capacity_per_s=capacity_per_s, latency_s=latency_s))
+    knee = find_knee(points)
+    assert knee is not None
+    assert knee.offered_per_s == pytest.approx(capacity_per_s, rel=0.05)
+    assert len(points) <= MOST_POINTS
+
+
+def test_a_load_that_fell_behind_by_little_is_offered_again_and_counts_if_it_holds_then() -> None:
+    light = _serve(100, capacity_per_s=1000, latency_s=0.01)
+    late = _serve(1030, capacity_per_s=1000, latency_s=0.01)
+    assert next_rate([light, late], 1000) == next_rate([light, late, late], 1000) == late.offered_per_s
+    assert next_rate([light, late, late, late], 1000) != late.offered_per_s
+    held = _serve(1030, capacity_per_s=2000, latency_s=0.01)
+    knee = find_knee([light, late, held])
+    assert knee is held
+
+
+def test_a_storage_that_fails_light_load_is_asked_for_less_and_then_given_up() -> None:
+    points: list[OfferedLoad] = []
+    while rate := next_rate(points, 1000):
+        points.append(_serve(rate, capacity_per_s=1, latency_s=0))
+    assert find_knee(points) is None
+    assert len(points) < MOST_POINTS
+
+
+def test_every_operation_that_a_stall_held_up_is_counted_from_when_it_was_due() -> None:
+    due = np.array(arrivals(1000, 4, rank=0, num_ranks=1))
+    phase = due % (2 * NS)
+    ended = np.where(phase < 0.2 * NS, due - phase + round(0.2 * NS), due) + NS // 1000
+    seen = describe_load(_times(due, due, ended), rate_per_s=1000, seconds=4)
+    assert seen.p50_ms == pytest.approx(1)
+    assert seen.p999_ms == pytest.approx(200, rel=0.02)
+    assert seen.growth == pytest.approx(0, abs=0.01)
+    assert seen.achieved_per_s == pytest.approx(1000, rel=0.01)
+
+
+@given(st.floats(1, 5000), st.floats(0.1, 3), st.integers(1, 7))
+def test_the_ranks_share_one_even_schedule(rate: float, seconds: float, num_ranks: int) -> None:
+    shares = [arrivals(rate, seconds, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    together = sorted(moment for share in shares for moment in share)
+    assert together == arrivals(rate, seconds, rank=0, num_ranks=1)
+    assert len(together) == max(1, round(rate * seconds))
+    assert all(abs(gap - NS / rate) <= 1 for gap in np.diff(together))
+
+
+@given(read_percent=st.integers(0, 100), blocks=st.integers(1, 64), is_sequential=st.booleans())
+def test_operations_read_and_write_in_exact_shares_and_pass_each_block_once(
+    *, read_percent: int, blocks: int, is_sequential: bool
+) -> None:
+    shape = LoadShape(block_bytes=4096, read_percent=read_percent, is_sequential=is_sequential)
+    operations = Operations.of(shape, blocks * 4096 + 7, rank=1)
+    assert sorted(operations.offsets) == [4096 * number for number in range(blocks)]
+    assert operations.offsets == sorted(operations.offsets) or not is_sequential
+    for hundred in range(0, len(operations.writes), 100):
+        assert sum(operations.writes[hundred : hundred + 100]) == 100 - read_percent
+
+
+def test_a_burst_is_told_apart_from_the_steady_state_behind_it() -> None:
+    state = find_steady_state([1000, 990, 1010, 600, 202, 198, 200, 201, 199, 203])
+    assert state.is_steady
+    assert (state.begins, round(state.rate)) == (4, 200)
+    assert state.first_rate == pytest.approx(900)
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [[100, 100, 100, 100], [100, 110, 120, 130, 140], [100, 140, 100, 140, 100]],
+    ids=["few", "climbing", "uneven"],
+)
+def test_rounds_that_are_few_or_climb_or_differ_are_not_steady(rounds: list[float]) -> None:
+    assert not find_steady_state(rounds).is_steady
+
+
+@pytest.mark.parametrize("wrong", [{"block_bytes": 0}, {"depth": 0}, {"read_percent": 101}])
+def test_a_load_of_nothing_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="share of reads"):
+        LoadShape(**wrong)  # type: ignore[arg-type]
+
+
+def test_intervals_cover_the_whole_time_and_all_that_ended_in_it() -> None:
+    point = _serve(500, capacity_per_s=1000, latency_s=0.001)
+    assert len(point.intervals) == math.ceil(SECONDS / 0.1)
+    assert sum(one.operations_per_s for one in point.intervals) * 0.1 == pytest.approx(1000, abs=2)
