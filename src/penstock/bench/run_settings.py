@@ -85,6 +85,7 @@ class RunSettings:
         events: Sequence[RankEvents] | None = None,
         train: PhaseFigures | None = None,
         evaluation: PhaseFigures | None = None,
+        preparation: Sequence[str] = (),
     ) -> None:
         """Write the outputs and the configuration that DLIO would leave in the run's folder."""
         write_dlio_files(
@@ -97,6 +98,7 @@ class RunSettings:
                 ended=datetime.now(UTC),
                 train=train,
                 evaluation=evaluation,
+                preparation=preparation,
             ),
             HydraFacts(
                 workload_name=workload.full_name,

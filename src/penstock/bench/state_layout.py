@@ -377,14 +377,20 @@ def _explicit(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
     )
     model_writers = writers if spec.parallelism.zero_stage == 3 else writers[: mesh.model_parallel]
     yield _even(_MODEL, model_writers, spec.model_size_bytes)
-    width = DATATYPE_BYTES[spec.model_datatype]
-    for number in range(1, (spec.num_layers or 0) + 1):
-        stage = stage_of_layer(number, num_layers=spec.num_layers or 1, num_stages=mesh.pipeline)
-        ranks = mesh.ranks_of_stage(stage)
-        sizes = width * _divided(spec.layer_parameters, mesh, ranks)
-        yield FileGroup(name=_LAYER % number, ranks=ranks, size_bytes=sizes)
+    if spec.layer_parameters and spec.num_layers:
+        yield from _explicit_layers(spec, mesh, num_layers=spec.num_layers)
     elements = OPTIMIZER_STATES * sum(spec.optimization_groups)
     yield _even(_OPTIMIZER, writers, elements * DATATYPE_BYTES[spec.optimizer_datatype])
+
+
+def _explicit_layers(spec: Model, mesh: Mesh, *, num_layers: int) -> Iterator[FileGroup]:
+    """A file for each layer with a pipeline, else one for all, as of transformers."""
+    width, stage = DATATYPE_BYTES[spec.model_datatype], spec.parallelism.zero_stage
+    if stage == 3 or mesh.pipeline == 1:
+        yield _model_file(spec.layer_parameters * num_layers, mesh=mesh, zero_stage=stage, width=width)
+        return
+    for number in range(1, num_layers + 1):
+        yield _layer(number, spec.layer_parameters, mesh=mesh, num_layers=num_layers, width=width)
 
 
 def _listed(model: CheckpointModel, mesh: Mesh) -> Iterator[FileGroup]:

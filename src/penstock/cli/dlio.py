@@ -33,20 +33,24 @@ if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
     from penstock.results.dlio.output_files import HydraFacts
 
+DEFAULT_WORKLOAD: Final = "default"
+"""What DLIO runs where no workload is named."""
+
 OUTPUT_VARIABLE: Final = "DLIO_OUTPUT_FOLDER"
 
 LONGEST_WAIT_S: Final = 3600.0
 """DLIO has no option for it, so this must be enough for the slowest rank's share of data generation."""
 
 HELP: Final = f"""\
-Usage: penstock-dlio workload=NAME [++workload.SECTION.KEY=VALUE ...]
+Usage: penstock-dlio [workload=NAME] [++workload.SECTION.KEY=VALUE ...]
                      [hydra.run.dir=FOLDER] [hydra.output_subdir=NAME] [--config-dir FOLDER]
 
 Run a workload with DLIO's command line, and write DLIO's files: summary.json, dlio.log, RANK_output.json,
 RANK_per_epoch_stats.json and .hydra. Runs alone, or as ranks under mpiexec, mpirun, srun or torchrun.
 
 Arguments:
-  workload=unet3d_h100               Shipped workload (`penstock workloads`), or NAME.yaml of --config-dir.
+  workload=unet3d_h100               Shipped workload (`penstock workloads`), one of DLIO's, or NAME.yaml of
+                                     --config-dir (default: "default", as in DLIO).
   ++workload.dataset.num_files_train=42
                                      Change any value of the workload; also with one + or none.
   ++workload.workflow.generate_data=True ++workload.workflow.train=False
@@ -94,12 +98,8 @@ def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> 
     from penstock.workload.load_workload import load
 
     arguments = parse_dlio_words(words)
-    if not arguments.workload:
-        raise UsageError(
-            "No workload is named",
-            fix="Write workload=NAME; `penstock workloads` lists them, `penstock-dlio --help` tells more.",
-        )
-    loaded = load(arguments.workload, overrides=arguments.overrides, config_dir=arguments.config_dir)
+    name = arguments.workload or DEFAULT_WORKLOAD
+    loaded = load(name, overrides=arguments.overrides, config_dir=arguments.config_dir, prefers_dlio=True)
     workload = loaded.workload
     require_runnable_stages(workload)
     location = dlio_storage.data_location(workload, environment)
@@ -107,13 +107,13 @@ def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> 
     opener = partial(
         open_storage, location.uri, location.environment, options=location.options, rank=comm.rank
     )
-    remarks: tuple[str, ...] = ()
+    remarks = list_unused_stages(workload)
     loader = training_request.loader_options("native", workload, None)
     if workload.workflow.train:
         loader, replacements = choose_loader(workload)
-        remarks = (*training_request.list_unsupported(workload), *replacements, *list_replaced(workload))
+        remarks += (*training_request.list_unsupported(workload), *replacements, *list_replaced(workload))
     return _Stages(
-        name=arguments.workload,
+        name=name,
         workload=workload,
         comm=comm,
         terminal=Terminal(as_json=False, speaks=comm.rank == 0),
@@ -131,18 +131,20 @@ def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> 
 def require_runnable_stages(workload: Workload) -> None:
     """Raise UsageError for stages that cannot be run, naming the key to change."""
     stages = workload.workflow
-    if stages.evaluation and not stages.train:
-        raise UsageError(
-            "Evaluation needs training, which is switched off",
-            where="workflow.evaluation",
-            fix="Write ++workload.workflow.train=True, or ++workload.workflow.evaluation=False.",
-        )
     if not (stages.generate_data or stages.train or stages.checkpoint):
         raise UsageError(
             "All stages are switched off",
             where="workflow",
             fix="Write ++workload.workflow.generate_data=True or ++workload.workflow.train=True.",
         )
+
+
+def list_unused_stages(workload: Workload) -> tuple[str, ...]:
+    """What is switched on and, as with DLIO, has nothing to do."""
+    stages = workload.workflow
+    if not stages.evaluation or stages.train:
+        return ()
+    return ("workflow.evaluation: it follows epochs of training, and workflow.train is false",)
 
 
 def choose_run_folder(

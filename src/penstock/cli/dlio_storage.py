@@ -91,8 +91,9 @@ def _object_options(workload: Workload) -> Iterator[tuple[str, str]]:
     options = workload.storage.storage_options
     if workload.storage.storage_library is not None:
         yield "client", workload.storage.storage_library.value
-    if options.endpoint_url:
-        yield "endpoints", _endpoint(options)
+    uris = workload.storage.endpoint_uris or tuple(filter(None, (options.endpoint_url,)))
+    if uris:
+        yield "endpoints", ",".join(_endpoint(uri, options) for uri in uris)
     if options.region:
         yield "region", options.region
     if options.s3_force_path_style is not None:
@@ -103,9 +104,8 @@ def _object_options(workload: Workload) -> Iterator[tuple[str, str]]:
         yield "ranges_in_flight", str(options.max_outstanding)
 
 
-def _endpoint(options: StorageOptions) -> str:
-    """The URL of the service; `secure` decides the scheme of one without, and the default is https."""
-    url = options.endpoint_url or ""
+def _endpoint(url: str, options: StorageOptions) -> str:
+    """A URL of the service; `secure` decides the scheme of one without, and the default is https."""
     scheme, separator, _ = url.partition("://")
     if not separator:
         return f"{'http' if options.secure is False else 'https'}://{url}"

@@ -189,7 +189,7 @@ def _number_files(dataset: Dataset, folder: str, count: int, num_subfolders: int
     return NumberedFiles(
         folder=folder,
         count=count,
-        suffix=dataset.format,
+        suffix=dataset.format.value,
         prefix=dataset.file_prefix,
         num_subfolders=num_subfolders,
     )

@@ -1,4 +1,4 @@
-"""The files of an external data set: listed once per node, in parallel, into one file that its ranks share.
+"""The files of an external data set: listed once by rank 0, in parallel, into one file a node for its ranks.
 
 Used where no manifest of ours exists. Collective: all ranks of all nodes see the same files, or all fail. The
 listing's file is removed once every rank has mapped it.
@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,15 +17,20 @@ from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import Final
 
-from penstock.cluster.comm import Comm, all_gather_results
+from penstock.cluster.comm import Comm, all_gather_results, run_on_rank0
 from penstock.dataset.data_files import evaluation_files, training_files
 from penstock.dataset.file_listing import Listing, list_files
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import ObjectInfo, Storage
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.workload.spec import Dataset
 
+LONGEST_LISTING_S: Final = 24 * 3600.0
+"""Rank 0 lists for all: an object service with 50 million objects takes hours."""
+_ADVICE: Final = "Check --data, or make the data set with `penstock training generate`"
 _PAGE: Final = 1000
+_PIECE_BYTES: Final = 16 << 20
 _LOOK_S: Final = 0.2
 
 
@@ -47,22 +52,31 @@ def list_external_files(
     first_here = hosts.index(comm.host)
     folder = Path(tempfile.mkdtemp(prefix="penstock-listing-")) if comm.rank == first_here else None
     try:
-        if comm.rank == first_here:
+        if comm.rank == 0:
             progress.begin("listing files", dataset.num_files_train + evaluates * dataset.num_files_eval)
-        folders = all_gather_results(
+        sizes = run_on_rank0(
             comm,
             lambda: _list_both(dataset, storage, folder, evaluates=evaluates, progress=progress),
-            awaiting="one rank of each node to list the data set",
+            awaiting="rank 0 to list the data set",
+            timeout_s=max(LONGEST_LISTING_S, comm.timeout_s),
         )
-        found = all_gather_results(
+        if len(set(hosts)) > 1:
+            _hand_on(comm, folder, sizes)
+        folders = comm.gather(folder, awaiting="each node to have the listing")
+        train, evaluation = all_gather_results(
             comm, lambda: _open_both(folders[first_here]), awaiting="all ranks to open the listing"
         )[comm.rank]
-        _require_same(comm, found, storage)
-        train, evaluation = found
+        if not len(train):
+            run_on_rank0(comm, lambda: _require_root(storage), awaiting="rank 0 to look for the data set")
         _require_enough(len(train), dataset.num_files_train, f"{storage.uri}/train", key="num_files_train")
         if evaluation is not None:
             num_asked = dataset.num_files_eval
             _require_enough(len(evaluation), num_asked, f"{storage.uri}/valid", key="num_files_eval")
+        all_gather_results(
+            comm,
+            lambda: _require_here(storage, train, comm.host) if comm.rank == first_here else None,
+            awaiting="each node to look up the first and the last file",
+        )
     finally:
         if folder is not None:
             shutil.rmtree(folder)
@@ -71,15 +85,59 @@ def list_external_files(
 
 def _list_both(
     dataset: Dataset, storage: Storage, folder: Path | None, *, evaluates: bool, progress: Progress
-) -> Path | None:
-    if folder is None:
-        return None
+) -> dict[str, int]:
+    """List into files of `folder`; their names and sizes."""
+    assert folder is not None
     asked = [("train", training_files(dataset).folders())]
     if evaluates and dataset.num_files_eval:
         asked.append(("valid", evaluation_files(dataset).folders()))
     for name, folders in asked:
         _list_one(dataset, storage, folder / name, folders=folders, progress=progress).close()
-    return folder
+    return {name: (folder / name).stat().st_size for name, _ in asked}
+
+
+def _hand_on(comm: Comm, folder: Path | None, sizes: Mapping[str, int]) -> None:
+    """Copy the listings of rank 0 to each other node, piece by piece. Collective."""
+    failures: list[OSError] = []
+    for name, size_bytes in sizes.items():
+        for start in range(0, size_bytes, _PIECE_BYTES):
+            own = None
+            if comm.rank == 0:
+                assert folder is not None
+                with (folder / name).open("rb") as listing:
+                    listing.seek(start)
+                    own = listing.read(_PIECE_BYTES)
+            piece = comm.broadcast(own, awaiting="rank 0 to hand on its listing")
+            if comm.rank and folder is not None and not failures:
+                # The other ranks send on meanwhile: the failure is reported once they have finished.
+                try:
+                    with (folder / name).open("ab") as copy:
+                        copy.write(piece)
+                except OSError as error:
+                    failures.append(error)
+    all_gather_results(
+        comm, lambda: _raise_first(failures, folder), awaiting="each node to have a copy of the listing"
+    )
+
+
+def _raise_first(failures: Sequence[OSError], folder: Path | None) -> None:
+    with translate_os_errors("Keeping the listing", f"file://{folder}"):
+        for failure in failures:
+            raise failure
+
+
+def _require_here(storage: Storage, files: Listing, host: str) -> None:
+    """`StorageError` unless this node sees what rank 0 has listed, by its first and its last file."""
+    for number in sorted({0, len(files) - 1}):
+        name = files.name(number)
+        try:
+            storage.stat(name)
+        except ObjectNotFound as error:
+            raise StorageError(
+                f"{host} does not see what rank 0 has listed: {name} is not there",
+                uri=storage.uri,
+                fix="Mount the same storage everywhere, and write nothing to it while a run starts.",
+            ) from error
 
 
 def _list_one(
@@ -101,19 +159,26 @@ def _list_one(
     return list_files(files(path.name), path)
 
 
+def _require_root(storage: Storage) -> None:
+    """The storage's own error where not even its root exists: a folder or a bucket that is misspelt."""
+    try:
+        next(iter(storage.list("")), None)
+    except ObjectNotFound as error:
+        raise ObjectNotFound(error.what, uri=error.uri, fix=f"{_ADVICE}.") from error
+
+
 def _require_enough(num_found: int, num_asked: int, where: str, *, key: str) -> None:
-    advice = "Check --data, or make the data set with `penstock training generate`"
     if not num_found:
         raise ObjectNotFound(
             f"There are no files of this format here; dataset.{key} asks for {num_asked:,}",
             uri=where,
-            fix=f"{advice}.",
+            fix=f"{_ADVICE}.",
         )
     if num_found < num_asked:
         raise UsageError(
             f"{num_found:,} files were found where dataset.{key} asks for {num_asked:,}",
             where=where,
-            fix=f"{advice}; or set dataset.{key}={num_found}.",
+            fix=f"{_ADVICE}; or set dataset.{key}={num_found}.",
         )
 
 
@@ -121,18 +186,6 @@ def _open_both(folder: Path | None) -> tuple[Listing, Listing | None]:
     assert folder is not None
     valid = folder / "valid"
     return Listing(folder / "train"), Listing(valid) if valid.exists() else None
-
-
-def _require_same(comm: Comm, found: tuple[Listing, Listing | None], storage: Storage) -> None:
-    mine = tuple(listing.fingerprint if listing else "" for listing in found)
-    prints = comm.gather((comm.host, mine), awaiting="all ranks to compare their listings")
-    others = sorted({host for host, seen in prints if seen != prints[0][1]})
-    if others:
-        raise StorageError(
-            f"Hosts see different files: {', '.join(others)} and {prints[0][0]}",
-            uri=storage.uri,
-            fix="Mount the same storage everywhere, and write nothing to it while a run starts.",
-        )
 
 
 def list_in_parallel(

@@ -5,6 +5,7 @@ follow from the recipe alone, whichever rank writes them, in any order.
 """
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 
@@ -15,7 +16,7 @@ from penstock.dataset.dataset_manifest import DatasetRecipe, is_claimed, write_m
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file_io import buffer_pool, write_file
 from penstock.dataset.formats.format_protocol import FilePlan
-from penstock.errors import ObjectNotFound
+from penstock.errors import AlreadyThere, ObjectNotFound
 from penstock.progress import Progress
 from penstock.storage import Storage, capabilities, volumes
 from penstock.storage.aligned import BufferPool
@@ -90,6 +91,7 @@ def generate(
     elapsed_s = comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time")
     # Every rank took part in the reductions above, so all files are written.
     if comm.rank == 0:
+        _make_folders(storage)
         write_manifest(storage, recipe, complete=True)
     return GenerationResult(
         num_files=len(files),
@@ -98,6 +100,16 @@ def generate(
         written_bytes=total_bytes,
         elapsed_s=elapsed_s,
     )
+
+
+def _make_folders(storage: Storage) -> None:
+    """Make the folders of both phases also where one has no file: DLIO lists both of them."""
+    tree = capabilities.find_folder_tree(storage)
+    if tree is None:
+        return
+    for folder in ("train", "valid"):
+        with suppress(AlreadyThere):
+            tree.make(folder)
 
 
 def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:

@@ -121,10 +121,12 @@ def _parse_query(text: str, query: str) -> dict[str, str]:
     return options
 
 
+_NOT_PLAIN = frozenset(("", ".", ".."))
+
+
 def check_key(key: str, root_uri: str) -> str:
     """`key` itself, if it is a relative path of plain names; else `AccessRefused`."""
-    plain = key and "\0" not in key and all(name not in ("", ".", "..") for name in key.split("/"))
-    if not plain:
+    if "\0" in key or not _NOT_PLAIN.isdisjoint(key.split("/")):
         raise AccessRefused(
             f"The key {key!r} is not a plain path below its root",
             uri=root_uri,

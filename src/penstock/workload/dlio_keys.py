@@ -5,7 +5,7 @@ remark, or an error.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from penstock.errors import UsageError
@@ -32,6 +32,10 @@ def _paths(texts: Mapping[str, str]) -> dict[KeyPath, KeyPath]:
     return {_path(other): _path(ours) for other, ours in texts.items()}
 
 
+def _paths_to(values: Mapping[str, object]) -> dict[KeyPath, object]:
+    return {_path(text): value for text, value in values.items()}
+
+
 SECTION_ALIASES: Final = {"data_reader": "reader"}
 
 ALIASES: Final = _paths(
@@ -45,6 +49,7 @@ ALIASES: Final = _paths(
         "evaluation.eval_time_stdev": "evaluation.eval_time.stdev",
         "reader.preprocess_time_stdev": "reader.preprocess_time.stdev",
         "storage.storage_options.storage_library": "storage.storage_library",
+        "storage.storage_options.endpoint_uris": "storage.endpoint_uris",
         "storage.s3_force_path_style": "storage.storage_options.s3_force_path_style",
     }
 )
@@ -93,6 +98,8 @@ EXPLAINED: Final = {
     _path("reader.dont_use_mmap"): "files are never mapped, only read",
     _path("checkpoint.randomize_tensor"): "content is always unique and cannot be deduplicated",
     _path("checkpoint.ksm"): "content is unique, so the kernel has no equal pages to merge",
+    _path("storage.use_mpi_endpoint_distribution"): "each rank begins with another endpoint in any case",
+    _path("storage.load_balance_strategy"): "requests take the endpoints in turn",
     _path("storage.storage_options.use_full_object_uri"): "keys are always relative to the storage's root",
     _path("storage.storage_options.coalesce_rgs"): _S3DLIO,
     _path("storage.storage_options.footer_cap"): _S3DLIO,
@@ -129,15 +136,28 @@ class DlioDifference:
     text: str
     shown_for: tuple[object, ...] = ()
     hidden_for: tuple[object, ...] = ()
+    only_with: tuple[KeyPath, object] | None = None
+    """Another key and the value of it without which DLIO does no otherwise."""
 
-    def shows(self, value: object) -> bool:
+    def shows(self, value: object, stack: LayeredSettings) -> bool:
         """Whether DLIO does otherwise for this value."""
+        if self.only_with is not None:
+            path, needed = self.only_with
+            other = stack.settings.get(path)
+            if (other.value if other else DLIO_DEFAULTS.get(path)) != needed:
+                return False
         return value in self.shown_for if self.shown_for else value not in self.hidden_for
+
+
+DLIO_DEFAULTS: Final = _paths_to({"dataset.format": "tfrecord", "reader.data_loader": "tensorflow"})
+"""What these keys are where a workload does not say."""
 
 
 DEPARTURES: Final = {
     _path("dataset.compression"): DlioDifference(
-        hidden_for=("none",), text="DLIO never compresses npz; here it compresses"
+        hidden_for=("none",),
+        text="DLIO never compresses npz; here it compresses",
+        only_with=(_path("dataset.format"), "npz"),
     ),
     _path("dataset.enable_chunking"): DlioDifference(
         shown_for=(True,), text="DLIO ignores it; here HDF5 is chunked"
@@ -154,6 +174,7 @@ DEPARTURES: Final = {
     _path("reader.sample_shuffle"): DlioDifference(
         shown_for=("seed", "random"),
         text="DLIO's PyTorch loader leaves samples in order; here they are shuffled",
+        only_with=(_path("reader.data_loader"), "pytorch"),
     ),
     _path("reader.read_type"): DlioDifference(
         shown_for=("on_demand",),
@@ -216,8 +237,11 @@ def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[Remark], list[Setting
     """
     remarks: list[Remark] = []
     problems: list[SettingProblem] = []
+    _split_storage_type(stack)
     for path, setting in list(stack.settings.items()):
-        if setting.value is None or (path in UNSET_BY_MINUS_ONE and setting.value == -1):
+        is_unset = setting.value is None or (path in UNSET_BY_MINUS_ONE and setting.value == -1)
+        # Without workers DLIO's own tests say None, which hydra reads as text.
+        if is_unset or (path == _path("reader.multiprocessing_context") and setting.value == "None"):
             del stack.settings[path]
         elif reason := explanation(path):
             del stack.settings[path]
@@ -225,9 +249,18 @@ def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[Remark], list[Setting
         elif refusal := _refusal(path, setting.value):
             del stack.settings[path]
             problems.append(SettingProblem(path=path, kind="refused", text=refusal))
-        elif not setting.is_ours and path in DEPARTURES and DEPARTURES[path].shows(setting.value):
+        elif not setting.is_ours and path in DEPARTURES and DEPARTURES[path].shows(setting.value, stack):
             remarks.append(Remark(dotted(path), DEPARTURES[path].text))
     return remarks, problems
+
+
+def _split_storage_type(stack: LayeredSettings) -> None:
+    """Some files name the client library where others say that storage is S3."""
+    kind, library = _path("storage.storage_type"), _path("storage.storage_library")
+    setting = stack.settings.get(kind)
+    if setting is not None and setting.value == "s3dlio":
+        stack.settings[kind] = replace(setting, value="s3")
+        stack.settings.setdefault(library, setting)
 
 
 def explanation(path: KeyPath) -> str:

@@ -54,17 +54,20 @@ class LayeredSettings:
     def add_layer(self, values: Mapping[KeyPath, Any], *, source: str, is_ours: bool = False) -> None:
         """Put one layer on top. A value replaces what stood at its path, and everything below it."""
         for path, value in sorted(values.items(), key=lambda setting: len(setting[0])):
-            self._make_room(path, source)
+            self._make_room(path, value, source)
             self.settings[path] = Setting(value, source, is_ours)
 
-    def _make_room(self, path: KeyPath, source: str) -> None:
+    def _make_room(self, path: KeyPath, value: Any, source: str) -> None:
         for below in [known for known in self.settings if known[: len(path)] == path]:
             del self.settings[below]
         for length in range(1, len(path)):
-            self._open(path[:length], path, source)
+            self._open(path[:length], path, value, source)
 
-    def _open(self, above: KeyPath, path: KeyPath, source: str) -> None:
-        """A bare time becomes a mapping when `.stdev` is set below it; any other value cannot be entered."""
+    def _open(self, above: KeyPath, path: KeyPath, value: Any, source: str) -> None:
+        """A bare time becomes a mapping when a part is set below it; any other value cannot be entered.
+
+        It is the mean of a normal distribution. Of any other one it says nothing, and is replaced.
+        """
         standing = self.settings.get(above)
         if standing is None:
             return
@@ -75,7 +78,8 @@ class LayeredSettings:
                 fix=f"Set {dotted(above)} itself.",
             )
         del self.settings[above]
-        if standing.value is not None:
+        is_normal = path[-1] in ("mean", "stdev") or (path[-1] == "type" and value in ("normal", "fixed"))
+        if standing.value is not None and is_normal:
             self.settings[*above, "mean"] = standing
 
     def tree(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from penstock.workload.shipped_catalog import (
     ModelCard,
     WorkloadFamily,
     cards,
+    dlio_workloads,
     families,
     read_card,
     shipped_card,
@@ -106,12 +107,16 @@ def load(
     accelerator: str = "",
     overrides: Sequence[Override] = (),
     config_dir: Path | None = None,
+    prefers_dlio: bool = False,
 ) -> LoadedWorkload:
     """The workload of this name: shipped (`unet3d` with an accelerator, `unet3d_h100`), or a YAML file.
 
-    A file `NAME.yaml` of `config_dir`, or of its folder `workload`, comes before a shipped one.
+    A file `NAME.yaml` of `config_dir`, or of its folder `workload`, comes before a shipped one. Names that
+    only DLIO gives are known, too; `prefers_dlio` decides about those that mean another workload here.
     """
     origin = _file_origin(name, accelerator, config_dir) or _model_origin(name)
+    if origin is None and not accelerator and (prefers_dlio or name not in families()):
+        origin = _dlio_origin(name)
     return _finish(origin or _shipped_origin(name, accelerator), overrides)
 
 
@@ -174,6 +179,16 @@ def _model_origin(name: str) -> _Origin | None:
     if card is None:
         return None
     return _Origin(name=card.name, accelerator="", source=card.name, layers=(card.sections,), is_ours=True)
+
+
+def _dlio_origin(name: str) -> _Origin | None:
+    """A workload that DLIO ships and that is not one of our families."""
+    tree = dlio_workloads().get(name)
+    if tree is None:
+        return None
+    own = {section: values for section, values in tree.items() if section != "like"}
+    base = dlio_workloads()[tree["like"]] if "like" in tree else {}
+    return _Origin(name=name, accelerator="", source=name, layers=(base, own), is_ours=True)
 
 
 def _find_file(name: str, config_dir: Path | None) -> Path | None:
@@ -279,6 +294,12 @@ def _contradictions(workload: Workload) -> Iterator[SettingProblem]:
             path=("dataset", "record_length_bytes_stdev"),
             kind="refused",
             text="cannot go with record_dims, which fix every record's size; set one of them",
+        )
+    if workload.workflow.evaluation and not workload.evaluation.epochs_between_evals:
+        yield SettingProblem(
+            path=("evaluation", "epochs_between_evals"),
+            kind="refused",
+            text="is 0, which fits workflow.evaluation=false only; 1 evaluates after every epoch",
         )
     if workload.checkpoint.mode is CheckpointMode.SUBSET and model.parallelism.data is None:
         yield SettingProblem(

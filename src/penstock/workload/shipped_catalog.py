@@ -36,7 +36,11 @@ def families() -> Mapping[str, WorkloadFamily]:
     """All families by name, in order."""
     folder = resources.files("penstock.workload") / "catalog"
     entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
-    shipped = (_family(entry.name, entry.read_text()) for entry in entries if entry.name.endswith(".yaml"))
+    shipped = (
+        _family(entry.name, entry.read_text())
+        for entry in entries
+        if entry.name.endswith(".yaml") and entry.name != "dlio.yaml"
+    )
     return {family.name: family for family in shipped}
 
 
@@ -48,6 +52,14 @@ def _family(file_name: str, text: str) -> WorkloadFamily:
         shared=tree["workload"],
         variants=tree.get("accelerators", {}),
     )
+
+
+@cache
+def dlio_workloads() -> Mapping[str, Mapping[str, Any]]:
+    """The workloads that DLIO ships under names of its own, beside those of the families."""
+    folder = resources.files("penstock.workload") / "catalog" / "dlio.yaml"
+    named: Mapping[str, Mapping[str, Any]] = parse_yaml(folder.read_text(), source="dlio.yaml")
+    return named
 
 
 CARD_KEYS: Final = ("about", "ranks", "aliases", "files")

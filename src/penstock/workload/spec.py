@@ -167,11 +167,14 @@ class Train:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The emulated evaluation: first after epoch `eval_after_epoch`, then every `epochs_between_evals`."""
+    """The emulated evaluation: first after epoch `eval_after_epoch`, then every `epochs_between_evals`.
+
+    An interval of 0 is for workloads that do not evaluate.
+    """
 
     eval_time: Time = field(default_factory=quantities.Duration)
     eval_after_epoch: AtLeastOne = 1
-    epochs_between_evals: AtLeastOne = 1
+    epochs_between_evals: Count = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,12 +290,16 @@ SECRET_NAMES: Final = frozenset(entry.name for entry in fields(StorageOptions) i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSection:
-    """Where data is, in DLIO's terms; a `--data` URI replaces it."""
+    """Where data is, in DLIO's terms; a `--data` URI replaces it.
+
+    `endpoint_uris` are the addresses of one service, used in turn instead of `endpoint_url`.
+    """
 
     storage_type: enums.StorageKind = enums.StorageKind.LOCAL_FS
     storage_root: str = "./"
     storage_library: enums.StorageLibrary | None = None
     post_generation_settle_s: Annotated[Seconds, Field(alias="post_generation_settle_seconds")] = 0.0
+    endpoint_uris: tuple[str, ...] = ()
     storage_options: StorageOptions = field(default_factory=StorageOptions)
 
 

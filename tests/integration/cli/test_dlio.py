@@ -279,7 +279,8 @@ def test_synthetic_samples_are_not_generated(here: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("skip", "said"), [("True", "train/img_0_of_2.npz"), ("False", "There are no files of this format here")]
+    ("skip", "said"),
+    [("True", "train/img_0_of_2.npz"), ("False", "root folder failed: No such file or directory")],
 )
 def test_missing_data_ends_the_run_and_keeps_its_configuration(
     here: Path, capsys: pytest.CaptureFixture[str], skip: str, said: str

@@ -57,5 +57,5 @@ def test_failing_run_ends_the_sweep_with_its_error(tmp_path: Path) -> None:
     words = ("--data", str(tmp_path / "nothing"), "--results", str(tmp_path / "runs"), "--most", "4")
     result = _training("sweep", "unet3d_h100", *SMALL, *words)
     assert result.returncode == 1
-    assert "There are no files of this format here" in result.stderr
+    assert "root folder failed: No such file or directory" in result.stderr
     assert "The run with 1 accelerators failed" in result.stderr

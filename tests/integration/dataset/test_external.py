@@ -1,4 +1,4 @@
-"""Data sets that others made: found by listing, once a node, whatever their files are called."""
+"""Data sets that others made: found by listing, once a job, whatever their files are called."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.cluster.comm import SoloComm
+from penstock.cluster.comm import Comm, SoloComm
 from penstock.dataset.external_dataset import list_external_files, list_in_parallel
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import ObjectInfo, open_storage
+from penstock.storage.protocol import WrappedStorage
+from penstock.testing.rank_threads import on_ranks
 from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
 
@@ -73,10 +75,34 @@ def test_fewer_files_than_asked_for_are_an_error_that_says_how_many(tmp_path: Pa
     assert not list(scratch.iterdir())
 
 
-@pytest.mark.parametrize("folder", [".", "missing"])
-def test_no_files_at_all_say_how_to_make_some(tmp_path: Path, folder: str) -> None:
+def test_no_files_at_all_say_how_to_make_some(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFound, match="training generate"):
-        found(tmp_path / folder, Dataset(format=DataFormat.NPZ, num_files_train=3))
+        found(tmp_path, Dataset(format=DataFormat.NPZ, num_files_train=3))
+
+
+def test_a_root_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ObjectNotFound, match="root folder failed: No such file or directory"):
+        found(tmp_path / "missing", Dataset(format=DataFormat.NPZ, num_files_train=3))
+
+
+def test_one_rank_lists_and_hands_on_to_each_node(tmp_path: Path) -> None:
+    put(tmp_path, *(f"train/{number:03}.npz" for number in range(300)))
+    dataset = Dataset(format=DataFormat.NPZ, num_files_train=300)
+    listings: list[str] = []
+
+    class Watched(WrappedStorage):
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            listings.append(prefix)
+            return super().list(prefix)
+
+    def on_rank(comm: Comm) -> list[str]:
+        storage = Watched(open_storage(str(tmp_path), {}))
+        seen = list_external_files(dataset, storage, evaluates=False, comm=comm, progress=Silent())
+        return [seen.train.name(number) for number in range(300)]
+
+    ranks = on_ranks(3, on_rank, hosts=["a", "a", "b"])
+    assert ranks[0] == ranks[1] == ranks[2] == [f"train/{number:03}.npz" for number in range(300)]
+    assert listings == ["train"]
 
 
 def info(key: str) -> ObjectInfo:

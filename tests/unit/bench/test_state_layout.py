@@ -237,6 +237,27 @@ def test_explicit_sizes_are_divided_as_dlio_divides_them() -> None:
     assert [file.name for file in second] == ["zero_pp_rank_1_mp_rank_0_optim_states.pt"]
 
 
+@pytest.mark.parametrize(
+    ("zero_stage", "files"),
+    [
+        (0, ["model_0_model_states.pt", "model_1_model_states.pt"]),
+        (1, ["model_0_model_states.pt", "model_1_model_states.pt"]),
+        (3, [f"zero_pp_rank_{dp}_mp_rank_{mp}_model_states.pt" for dp in range(2) for mp in range(2)]),
+    ],
+)
+def test_explicit_layers_without_a_pipeline_share_a_file_as_those_of_transformers(
+    zero_stage: int, files: list[str]
+) -> None:
+    spec = Model(
+        num_layers=3, layer_parameters=(10, 6), parallelism=Parallelism(tensor=2, zero_stage=zero_stage)
+    )
+    layout = plan_layout(LayoutRequest(model=model_of(spec), num_processes=4))
+    named = {file.name: file.size_bytes for rank in range(4) for file in layout.files_of(rank)}
+    layers = [name for name in named if name.endswith("_model_states.pt")]
+    assert layers == files
+    assert sum(named[name] for name in layers) == 3 * 16 * 2
+
+
 def test_plain_bytes_are_written_by_rank_0_or_by_everyone() -> None:
     spec = Model(model_size_bytes=1000)
     alone = plan_layout(LayoutRequest(model=model_of(spec), num_processes=4))

@@ -15,6 +15,7 @@ from penstock.cli.dlio import (
     choose_loader,
     choose_run_folder,
     list_replaced,
+    list_unused_stages,
     main,
     require_runnable_stages,
 )
@@ -74,7 +75,6 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["hydra.run.dir=x"], "No workload is named"),
         (["workload=unet3d_h100", "hydra.verbose=true"], "'hydra.verbose=true' is not understood"),
         (["workload=unet3d_h100", "--config-dir"], "--config-dir names no folder"),
         (["workload=unet4d_h100"], "Did you mean unet3d_h100?"),
@@ -107,11 +107,19 @@ def test_stages_that_can_run_are_let_through() -> None:
     require_runnable_stages(unet3d("workflow.evaluation=true", "dataset.num_files_eval=2"))
 
 
+def test_evaluation_without_training_is_said_to_have_nothing_to_do() -> None:
+    generates = ("workflow.generate_data=true", "workflow.train=false", "workflow.evaluation=true")
+    require_runnable_stages(unet3d(*generates))
+    (remark,) = list_unused_stages(unet3d(*generates))
+    assert remark.startswith("workflow.evaluation: ")
+    assert list_unused_stages(unet3d("workflow.evaluation=true", "dataset.num_files_eval=2")) == ()
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
         (["workflow.train=false"], "workflow"),
-        (["workflow.train=false", "workflow.evaluation=true"], "workflow.evaluation"),
+        (["workflow.train=false", "workflow.evaluation=true"], "workflow"),
     ],
 )
 def test_stages_that_cannot_run_are_refused_by_their_key(settings: list[str], key: str) -> None:
@@ -233,6 +241,20 @@ def test_keys_go_into_the_environment_of_the_client_and_are_never_shown() -> Non
 def test_an_endpoint_without_a_scheme_has_that_of_secure(secure: list[str], url: str) -> None:
     settings = [option("endpoint_url=h:9000"), *(option(f"secure={word}") for word in secure)]
     assert data_location(s3(*settings), {}).options["endpoints"] == url
+
+
+def test_several_endpoints_of_one_service_are_used_in_turn() -> None:
+    uris = "storage.endpoint_uris=[http://a:9000,http://b:9000]"
+    workload = unet3d(
+        "storage.storage_type=s3dlio",
+        "storage.storage_root=s3://bucket",
+        "storage.use_mpi_endpoint_distribution=true",
+        uris,
+    )
+    location = data_location(workload, {})
+    assert location.uri.startswith("s3://bucket/")
+    assert location.options["endpoints"] == "http://a:9000,http://b:9000"
+    assert location.options["client"] == "s3dlio"
 
 
 @pytest.mark.parametrize(

@@ -229,8 +229,21 @@ def test_the_whole_set_of_files_is_written(tmp_path: Path, full_run: DlioOutputs
     assert json.loads((tmp_path / "summary.json").read_text()) == golden("summary.json")
     log = (tmp_path / "dlio.log").read_text().splitlines()
     assert log[-len(lines) :] == lines
-    assert any("Ending epoch 2 [Training] - 6 steps completed" in line for line in log)
-    assert any("Saved the checkpoint of epoch 1" in line for line in log)
+    for words in (
+        "Starting epoch 2: 6 steps expected",
+        "Starting block 1",
+        "Ending block 1 - ",
+        "Epoch 2 - Block 1 [Training] Accelerator Utilization [AU] (%): ",
+        "Epoch 2 - Block 1 [Training] Throughput (samples/second): ",
+        "Epoch 2 - Block 1 [Training] Computation time per step (second): ",
+        "Ending epoch 2 - 6 steps completed in ",
+        "Starting saving checkpoint 1 after total step ",
+        "Finished saving checkpoint 1 for epoch 1 in ",
+    ):
+        assert any(words in line for line in log), words
+    assert [line.split()[1] for line in log if "[OUTPUT]" in line] == sorted(
+        line.split()[1] for line in log if "[OUTPUT]" in line
+    )
 
 
 def test_the_configuration_is_what_hydra_leaves(tmp_path: Path, full_run: DlioOutputs) -> None:

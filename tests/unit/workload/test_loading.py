@@ -14,6 +14,7 @@ from penstock.workload.enums import DataFormat, LoaderKind, Shuffle
 from penstock.workload.load_workload import load, load_data_set
 from penstock.workload.overrides import parse_settings
 from penstock.workload.quantities import Distribution, Duration
+from penstock.workload.shipped_catalog import dlio_workloads
 from penstock.workload.workload_schema import write_workload
 
 DLIO_FILE = """
@@ -160,6 +161,42 @@ def test_overrides_come_last_and_know_units() -> None:
 def test_a_spread_can_be_set_upon_a_shipped_time() -> None:
     workload = load("unet3d_h100", overrides=parse_settings(["train.computation_time.stdev=10ms"])).workload
     assert workload.train.computation_time == Duration(law=Distribution.NORMAL, mean_s=0.323, stdev_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("parts", "time"),
+    [
+        (["type=uniform", "min=1", "max=2"], Duration(law=Distribution.UNIFORM, min_s=1, max_s=2)),
+        (["min=1", "max=2", "type=uniform"], Duration(law=Distribution.UNIFORM, min_s=1, max_s=2)),
+        (["type=gamma", "shape=1", "scale=1"], Duration(law=Distribution.GAMMA, shape=1, scale_s=1)),
+        (["type=exponential", "scale=1"], Duration(law=Distribution.EXPONENTIAL, scale_s=1)),
+        (["type=poisson", "lam=1"], Duration(law=Distribution.POISSON, expected_events=1)),
+        (["type=normal", "mean=1", "stdev=1"], Duration(law=Distribution.NORMAL, mean_s=1, stdev_s=1)),
+        (["mean=1"], Duration.fixed(1)),
+    ],
+)
+def test_a_distribution_replaces_a_bare_time(parts: list[str], time: Duration) -> None:
+    settings = parse_settings([f"train.computation_time.{part}" for part in parts])
+    assert load("default", overrides=settings, prefers_dlio=True).workload.train.computation_time == time
+
+
+def test_dlios_own_names_are_known_and_mean_dlios_workloads_to_its_command() -> None:
+    for name in dlio_workloads():
+        assert load(name, prefers_dlio=True).workload.dataset.num_files_train
+    assert load("unet3d_v100_s3").workload.reader.batch_size == 4
+    assert load("unet3d_v100_s3").workload.train.epochs == 5
+    assert load("dlrm", prefers_dlio=True).workload.dataset.num_samples_per_file == 1024
+    with pytest.raises(UsageError, match="accelerator"):
+        load("dlrm")
+
+
+def test_an_interval_of_no_evaluations_fits_workloads_that_do_not_evaluate() -> None:
+    every = "evaluation.epochs_between_evals=0"
+    assert (
+        load("unet3d_h100", overrides=parse_settings([every])).workload.evaluation.epochs_between_evals == 0
+    )
+    with pytest.raises(UsageError, match="epochs_between_evals is 0"):
+        load("unet3d_h100", overrides=parse_settings([every, "workflow.evaluation=true"]))
 
 
 def test_old_names_work_in_overrides_and_are_said() -> None:

@@ -10,8 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -60,7 +59,7 @@ class NativeLoader:
         self._storage = storage
         self._options = options
         self._decoder = decoder
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_PendingBatch | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, name=f"penstock-loader-{number}", daemon=True)
             for number in range(options.threads)
@@ -90,7 +89,7 @@ class NativeLoader:
         finally:
             # An epoch that is left early must not leave its reads among those of the next one.
             for pending in window:
-                pending.cancelled = True
+                pending.cancel()
             for pending in window:
                 pending.wait_until_done()
 
@@ -105,11 +104,11 @@ class NativeLoader:
             thread.join()
 
     def _submit(self, request: BatchRequest) -> _PendingBatch:
-        works = [partial(RangeReader.serve, request=read) for read in request.requests]
+        works: list[_Work] = [partial(RangeReader.serve, request=read) for read in request.requests]
         works += [partial(_preprocess, share_ns) for share_ns in self._split(request.preprocess_ns)]
-        pending = _PendingBatch(request.num_samples, len(works))
-        for work in works:
-            self._tasks.put(_Task(pending, work))
+        pending = _PendingBatch(request.num_samples, works)
+        for _ in range(min(len(works), len(self._threads))):
+            self._tasks.put(pending)
         if self._defect is not None:
             self._fail_tasks(self._defect)
         return pending
@@ -122,8 +121,8 @@ class NativeLoader:
     def _serve(self) -> None:
         reader = RangeReader(self._storage, self._options.buffer_bytes, self._decoder)
         try:
-            while (task := self._tasks.get()) is not None:
-                task.run(reader)
+            while (batch := self._tasks.get()) is not None:
+                batch.work_on(reader)
         finally:
             reader.close()
             if (defect := sys.exception()) is not None:
@@ -133,33 +132,49 @@ class NativeLoader:
 
     def _fail_tasks(self, reason: BaseException) -> None:
         while not self._tasks.empty():
-            task = self._tasks.get()
-            if task is not None:
-                task.batch.complete_task(ReadTotals(), reason)
+            batch = self._tasks.get()
+            if batch is not None:
+                batch.fail(reason)
 
 
 class _PendingBatch:
-    """A batch that is being read: its totals so far, the tasks still missing, and the first error.
+    """A batch that is being read: the work left, the totals so far, and the first error.
 
-    Tasks that have not begun are skipped once it is `cancelled`.
+    Each free thread takes the next piece of work until none is left, so that a batch of hundreds of small
+    reads wakes each thread once. Work that has not begun is skipped once it is cancelled.
     """
 
-    def __init__(self, num_samples: int, num_tasks: int) -> None:
+    def __init__(self, num_samples: int, works: Sequence[_Work]) -> None:
         self._num_samples = num_samples
-        self._missing = num_tasks
+        self._left = deque(works)
+        self._missing = len(works)
         self._totals = ReadTotals()
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self.cancelled = False
+        self._is_cancelled = False
 
-    def complete_task(self, totals: ReadTotals, error: BaseException | None) -> None:
-        """Add one task's totals, or its error."""
-        with self._changed:
-            self._totals = self._totals.plus(totals)
-            self._error = self._error or error
-            self._missing -= 1
-            if self._missing == 0:
-                self._changed.notify_all()
+    def work_on(self, reader: RangeReader) -> None:
+        """Work until nothing is left to begin; always report the end, or the batch is awaited forever."""
+        done, totals, error = 0, ReadTotals(), None
+        try:
+            while (work := self._take()) is not None:
+                done += 1
+                try:
+                    totals = totals.plus(work(reader))
+                except PenstockError as failure:  # it is raised where the batch is awaited
+                    error = error or failure
+        finally:
+            defect = sys.exception()
+            self._report(done, totals, error or defect)
+            if defect is not None:
+                self.fail(defect)
+
+    def fail(self, reason: BaseException) -> None:
+        """End all work that has not begun."""
+        done = 0
+        while self._take() is not None:
+            done += 1
+        self._report(done, ReadTotals(), reason)
 
     def wait(self) -> Batch:
         """The complete batch; storage bounds each read, so this needs no time limit of its own."""
@@ -169,27 +184,35 @@ class _PendingBatch:
         return Batch(self._num_samples, *self._totals)
 
     def wait_until_done(self) -> None:
-        """Return once no task of this batch runs or waits."""
+        """Return once no work on this batch runs or waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._missing == 0)
 
+    def cancel(self) -> None:
+        """Begin nothing more."""
+        self._is_cancelled = True
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """One piece of work for one batch, for the next free thread."""
-
-    batch: _PendingBatch
-    work: Callable[[RangeReader], ReadTotals]
-
-    def run(self, reader: RangeReader) -> None:
-        """Work, and always report the end: a batch that is never completed would be awaited forever."""
-        totals = ReadTotals()
-        with suppress(PenstockError):  # it is raised where the batch is awaited
+    def _take(self) -> _Work | None:
+        while True:
             try:
-                if not self.batch.cancelled:
-                    totals = self.work(reader)
-            finally:
-                self.batch.complete_task(totals, sys.exception())
+                work = self._left.popleft()
+            except IndexError:
+                return None
+            if not self._is_cancelled:
+                return work
+            self._report(1, ReadTotals(), None)
+
+    def _report(self, done: int, totals: ReadTotals, error: BaseException | None) -> None:
+        with self._changed:
+            self._totals = self._totals.plus(totals)
+            self._error = self._error or error
+            self._missing -= done
+            if self._missing == 0:
+                self._changed.notify_all()
+
+
+_Work = Callable[[RangeReader], ReadTotals]
+"""One read or one part of the preprocessing of a batch."""
 
 
 def _preprocess(duration_ns: int, _reader: RangeReader) -> ReadTotals:

@@ -28,7 +28,12 @@ class ReadTotals(NamedTuple):
 
     def plus(self, other: ReadTotals) -> ReadTotals:
         """The sum of both."""
-        return ReadTotals(*map(sum, zip(self, other, strict=True)))
+        return ReadTotals(
+            self.read_bytes + other.read_bytes,
+            self.num_reads + other.num_reads,
+            self.read_ns + other.read_ns,
+            self.decode_ns + other.decode_ns,
+        )
 
 
 class RangeReader:

@@ -67,6 +67,8 @@ class BatchPlanner:
         self._handling = handling or SampleHandling()
         self._transfer_bytes = transfer_bytes or TRANSFER_BYTES
         self._max_known = known_files
+        # Asked for every file, and the same for all of them.
+        self._needs_survey, self._have_manifest = files.needs_survey, files.have_manifest
         self._known: OrderedDict[int, tuple[FilePlan, FileSurvey]] = OrderedDict()
         self.survey_bytes = 0
 
@@ -168,14 +170,14 @@ class BatchPlanner:
         return ReadRequest(key, offset, None if is_whole else size_bytes, expected_bytes)
 
     def _expected(self, plan: FilePlan, part: int) -> int | None:
-        return plan.parts[part].size_bytes if self._files.have_manifest else None
+        return plan.parts[part].size_bytes if self._have_manifest else None
 
     def _look_into(self, number: int) -> tuple[FilePlan, FileSurvey]:
         if number in self._known:
             self._known.move_to_end(number)
             return self._known[number]
         plan = self._files.plan(self._phase, number)
-        known = plan, self._survey(plan) if self._files.needs_survey else COMPUTED
+        known = plan, self._survey(plan) if self._needs_survey else COMPUTED
         self._known[number] = known
         if len(self._known) > self._max_known:
             self._known.popitem(last=False)

@@ -31,6 +31,11 @@ class EpochStage:
     change_s: float
     preload: Preload | None = None
 
+    def sentence(self) -> str:
+        """How long the change to this epoch took."""
+        dropped = f", page cache dropped in {self.cache.elapsed_s:.2f} s" if self.cache else ""
+        return f"Change to epoch {self.epoch} in {self.change_s:.2f} s{dropped}"
+
     def document(self) -> dict[str, Any]:
         """As plain data."""
         return {
@@ -95,6 +100,18 @@ class Stages:
     storage_options: Mapping[str, OptionValue]
     counters: Counters
     deliveries: tuple[IoReconciliation, ...] = ()
+
+    def sentences(self) -> tuple[str, ...]:
+        """What was done outside of the score, and how long it took: for the log."""
+        found = "" if self.files_found is None else f": {self.files_found:,} files listed"
+        looked_up = f"{self.validation.num_files:,} files looked up in {self.validation.elapsed_s:.2f} s"
+        return (
+            f"Data set opened in {self.opening_s:.2f} s{found}; {looked_up}",
+            f"Order of all epochs planned in {self.planning_s:.2f} s",
+            f"Harness limit measured in {self.ceiling_s:.2f} s",
+            f"Loader started in {self.loader_start_s:.2f} s",
+            *(epoch.sentence() for epoch in self.epochs),
+        )
 
     def document(self) -> dict[str, Any]:
         """The content of `stages.json`. `survey_bytes` were read to find samples; no step counts them."""

@@ -158,7 +158,15 @@ def _write_results(
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
     evaluation = phase_figures.compute_phase_figures(events, workload, phase=StepPhase.EVAL)
     published_files.write_json(run.folder, run_folder.STAGES_FILE, stages.document())
-    request.write_dlio_files(run, workload, hosts=hosts, events=events, train=train, evaluation=evaluation)
+    request.write_dlio_files(
+        run,
+        workload,
+        hosts=hosts,
+        events=events,
+        train=train,
+        evaluation=evaluation,
+        preparation=stages.sentences(),
+    )
     run.finish(train=train, evaluation=evaluation, deliveries=stages.deliveries)
     return training_result.TrainingResult(
         workload=workload.full_name,

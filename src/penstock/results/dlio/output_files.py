@@ -29,7 +29,7 @@ from penstock.results.step_events import (
     compute_ns,
     wait_ns,
 )
-from penstock.results.utilization import EpochRate, choose_window, compat_block_rate
+from penstock.results.utilization import choose_window, compat_block_rate
 from penstock.workload.dataset_size import record_bytes
 from penstock.workload.spec import Workload
 
@@ -48,6 +48,8 @@ class DlioOutputs:
     ended: datetime
     train: PhaseFigures | None
     evaluation: PhaseFigures | None
+    preparation: Sequence[str] = ()
+    """What was done before the first epoch and between epochs, and how long it took: for the log."""
 
     def figures(self, phase: StepPhase) -> PhaseFigures | None:
         """The figures of one phase."""
@@ -404,31 +406,72 @@ def _configuration(workload: Workload, hydra: HydraFacts) -> dict[str, str]:
 
 
 def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
-    """The lines that DLIO logs while it runs, reconstructed from rank 0's events."""
+    """The lines that DLIO logs while it runs, in its words, which others parse: from rank 0's events."""
     first = run.ranks[0]
     yield log_line(run.started, f"Running with {len(run.ranks)} process(es)")
-    for phase, title in ((StepPhase.TRAIN, "Training"), (StepPhase.EVAL, "Evaluation")):
-        figures = run.figures(phase)
-        for epoch in figures.epochs if figures else ():
-            blocks = first.blocks(phase, epoch.epoch)
-            date = first.clock.date(blocks[-1].end_ns)
-            num_steps = sum(len(block.steps) for block in blocks)
-            yield from (log_line(date, text) for text in _epoch_texts(epoch, title, num_steps))
-    for kind, verb in ((SpanKind.SAVE, "Saved"), (SpanKind.LOAD, "Loaded")):
-        for span in first.spans_of(kind):
-            date, elapsed_s = first.clock.date(span.end_ns), (span.end_ns - span.start_ns) / 1e9
-            yield log_line(
-                date, f"{verb} the checkpoint of epoch {span.epoch}, step {span.step} in {elapsed_s:.4f} s"
-            )
+    yield from (log_line(run.started, text) for text in run.preparation)
+    dated = [
+        (moment_ns, text)
+        for span in first.spans_of(SpanKind.EPOCH)
+        for moment_ns, text in _epoch_lines(run, first, span)
+    ]
+    sizes = checkpoint_sizes(run.ranks)
+    for kind in PREFIXES:
+        for checkpoint in checkpoints(first, kind, sizes):
+            dated += _checkpoint_log(checkpoint, kind)
+    # Sorting is stable: lines of one moment stay as they are.
+    for moment_ns, text in sorted(dated, key=lambda line: line[0]):
+        yield log_line(first.clock.date(moment_ns), text)
     yield from lines
 
 
-def _epoch_texts(epoch: EpochRate, title: str, num_steps: int) -> tuple[str, ...]:
-    return (
-        f"Ending epoch {epoch.epoch} [{title}] - {num_steps} steps completed in {epoch.elapsed_s:.2f} s",
-        f"Epoch {epoch.epoch} [{title}] Accelerator Utilization [AU] (%): {epoch.au_compat_percent:.4f}",
-        f"Epoch {epoch.epoch} [{title}] Throughput (samples/second): {epoch.samples_per_s_compat:.4f}",
+def _epoch_lines(run: DlioOutputs, rank: RankEvents, span: SpanEvent) -> Iterator[tuple[int, str]]:
+    epoch, train = span.epoch, rank.blocks(StepPhase.TRAIN, span.epoch)
+    num_steps = sum(len(block.steps) for block in train)
+    yield span.start_ns, f"Starting epoch {epoch}: {num_steps} steps expected"
+    for block in train:
+        yield block.start_ns, f"Starting block {block.number}"
+        yield block.end_ns, _ending(f"block {block.number}", len(block.steps), block.start_ns, block.end_ns)
+        yield from _rate_lines(
+            run, block, StepPhase.TRAIN, f"Epoch {epoch} - Block {block.number} [Training]"
+        )
+    if train:
+        yield train[-1].end_ns, _ending(f"epoch {epoch}", num_steps, train[0].start_ns, train[-1].end_ns)
+    for block in rank.blocks(StepPhase.EVAL, epoch):
+        yield block.start_ns, f"Starting eval - {len(block.steps)} steps expected"
+        yield block.end_ns, _ending("eval", len(block.steps), block.start_ns, block.end_ns)
+        yield from _rate_lines(run, block, StepPhase.EVAL, f"Epoch {epoch} [Eval]")
+
+
+def _ending(what: str, num_steps: int, start_ns: int, end_ns: int) -> str:
+    return f"Ending {what} - {num_steps} steps completed in {(end_ns - start_ns) / 1e9:.2f} s"
+
+
+def _rate_lines(
+    run: DlioOutputs, block: StepBlock, phase: StepPhase, title: str
+) -> Iterator[tuple[int, str]]:
+    """As DLIO: rank 0's own utilization, and its throughput times the number of ranks."""
+    window = choose_window(run.workload, num_ranks=len(run.ranks), phase=phase)
+    rate = compat_block_rate(block, window, phase)
+    together = rate.samples_per_s * len(run.ranks)
+    yield block.end_ns, f"{title} Accelerator Utilization [AU] (%): {rate.au_percent:.4f}"
+    yield block.end_ns, f"{title} Throughput (samples/second): {together:.4f}"
+    if phase is StepPhase.TRAIN:
+        end = window.num_steps - window.exclude_end_steps
+        counted_s = compute_ns(block.steps)[window.exclude_start_steps : end] / 1e9
+        computed = f"{counted_s.mean():.4f}+/-{counted_s.std():.4f}" if len(counted_s) else "n/a+/-n/a"
+        asked = run.workload.train.computation_time.expected_s
+        yield block.end_ns, f"{title} Computation time per step (second): {computed} (set value: {asked:g})"
+
+
+def _checkpoint_log(checkpoint: CheckpointTime, kind: SpanKind) -> list[tuple[int, str]]:
+    span, doing = checkpoint.span, {SpanKind.SAVE: "saving", SpanKind.LOAD: "loading"}[kind]
+    begun = f"Starting {doing} checkpoint {span.block} after total step {span.step} for epoch {span.epoch}"
+    done = (
+        f"Finished {doing} checkpoint {span.block} for epoch {span.epoch} in {checkpoint.duration_s:.4f} s; "
+        f"Throughput: {checkpoint.gib_per_s:.4f} GiB/s"
     )
+    return [(span.start_ns, begun), (span.end_ns, done)]
 
 
 def _dump_yaml(document: Any) -> str:

@@ -54,7 +54,7 @@ def unfinished_name() -> str:
 
 def is_unfinished(name: str) -> bool:
     """Whether `name` is one that only an unfinished object has."""
-    return _UNFINISHED.fullmatch(name) is not None
+    return name.startswith(".penstock-") and _UNFINISHED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

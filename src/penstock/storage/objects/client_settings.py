@@ -115,10 +115,19 @@ class ObjectLocation:
         return asdict(self.options)
 
 
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
+
+
 def resolve_location(location: Location, environment: Environment) -> ObjectLocation:
     """`location` with everything that it leaves open taken from the environment."""
     options = parse_options(ObjectOptions, location.options, where=location.uri)
     bucket, _, prefix = location.root.partition("/")
+    if location.scheme == "s3" and not _BUCKET.fullmatch(bucket):
+        raise UsageError(
+            f"No bucket can be called {bucket!r}",
+            where=location.uri,
+            fix="Names of buckets have 3 to 63 letters, digits, dots and hyphens.",
+        )
     if location.scheme != "s3" and options.client != "obstore":
         raise UsageError(
             f"The client {options.client} supports S3 only",
