@@ -7,21 +7,40 @@ only a key that goes away, or changes its meaning, makes a new version (`SCHEMA_
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from penstock.cli.app import main
+
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemas"
 SMALL = "--set dataset.num_files_train=28 --set dataset.record_length_bytes=64KiB"
 SMALL += " --set dataset.record_length_bytes_stdev=0 --set train.epochs=1"
-SAVED = """
+PREPARE = """
+import json, sys
+from pathlib import Path
 import torch, penstock.checkpoint as pc
+from tests.support.submission.numbered_tree import valid_submission
+state = {"weights": torch.ones(8)}
 with pc.Manager("ckpt") as manager:
-    manager.save(1, {"weights": torch.ones(8)})
+    manager.save(1, state)
+    manager.save(2, state)
+with pc.Manager("durable", cache="cache") as manager:
+    manager.save(1, state)
+requests = [
+    {"timestamp": 0, "input_length": 1200, "output_length": 30, "hash_ids": [1, 2, 3]},
+    {"timestamp": 100, "input_length": 1500, "output_length": 20, "hash_ids": [1, 2, 4]},
+]
+Path("requests.jsonl").write_text("".join(json.dumps(request) + "\\n" for request in requests))
+Path("runs.yaml").write_text("{runs: {base: traces, other: traces}, checks: [base.num_dropped == 0]}")
+valid_submission().write(Path("round"))
 """
 COMMANDS = f"""
 docs
@@ -49,12 +68,29 @@ checkpoint verify ckpt/step-1
 checkpoint status ckpt
 checkpoint convert ckpt/step-1 one.safetensors
 checkpoint diff ckpt/step-1 ckpt/step-1
+checkpoint rm ckpt/step-1
+checkpoint flush cache
+checkpoint rebuild cache
+checkpoint scavenge cache --to scavenged
+checkpoint drop cache --all --force
+kvcache models
+kvcache size --model llama3.1-8b --users 4
+kvcache simulate requests.jsonl --blocks 1,2
+kvcache run --to kv --requests 8 --scale 1/1000 --results kvruns --keep
+kvcache replay requests.jsonl --to kv2 --scale 1/1000 --results kvruns
+kvcache compare KVRUNS
+kvcache inspect kv
 checkpoint halt ckpt --status
 results ls runs
 results show RUN
 results show llama3
 results compare RUNS
 results watch RUN --once
+results page RUN
+results rerun RUN --dry-run
+results rm RUN
+results restore REMOVED
+training sweep unet3d_h100 {SMALL} --data data --results sweep --most 1
 cluster collect -o cluster.json
 cluster check cluster.json
 trace summary traces
@@ -65,29 +101,41 @@ trace sizes traces
 trace ranks traces
 trace overlap traces
 trace timeline traces
+trace file img_10_of_28.npz traces
+trace report traces -o report.html
+trace compare runs.yaml
+trace expect runs.yaml
+trace export traces -o exported.json
+trace synthesize seven_runs -o study
 trace load traces -o table.events
 trace sql SELECT-1 traces
 submission init acme tree
 submission rules
 submission rules sizing.memory
 submission status tree
+submission describe --submission tree --system fast --closed --cluster cluster.json
+submission check round
+submission report round
 """
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def gather(folder: Path) -> Iterator[dict[str, Any]]:
-    """What the commands print in a folder, one after the other."""
-    subprocess.run([sys.executable, "-c", SAVED], cwd=folder, check=True)
+    """What the commands print in a folder, one after the other, in this process: it has imported them."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", PREPARE], cwd=folder, check=True, env=environment)
     for line in COMMANDS.strip().splitlines():
-        words = line.split()
-        runs = sorted(path.name for path in folder.glob("runs/unet3d*"))
-        named = {"RUN": runs[:1], "RUNS": runs}
-        words = [name for word in words for name in named.get(word, [word])]
-        words = ["SELECT 1 AS one" if word == "SELECT-1" else word for word in words]
-        command = [sys.executable, "-m", "penstock", *words, "--json"]
-        result = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
-        if result.returncode not in (0, 3):
-            raise RuntimeError(f"{line}: {result.stderr}")
-        yield json.loads(result.stdout)
+        runs, kvruns = (sorted(map(str, folder.glob(names))) for names in ("runs/unet3d*", "kvruns/kv*"))
+        named = {"RUN": [Path(run).name for run in runs[:1]], "RUNS": runs, "KVRUNS": kvruns}
+        named["REMOVED"] = [path.name for path in folder.glob("runs/.penstock/trash/*/*")]
+        named["SELECT-1"] = ["SELECT 1 AS one"]
+        words = [name for word in line.split() for name in named.get(word, [word])]
+        said, noted = StringIO(), StringIO()
+        with chdir(folder), redirect_stdout(said), redirect_stderr(noted):
+            exit_code = main([*words, "--json"])
+        if exit_code not in (0, 1, 3) or not said.getvalue():
+            raise RuntimeError(f"{line}: {noted.getvalue()}")
+        yield json.loads(said.getvalue())
 
 
 _FIELD = re.compile(r"[a-z]\w*")
@@ -120,7 +168,7 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), "number")
 
 
-def main() -> None:
+def write_schemas() -> None:
     """Write one schema for each document that commands name."""
     with TemporaryDirectory() as folder:
         documents = list(gather(Path(folder)))
@@ -143,4 +191,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_schemas()

@@ -21,13 +21,13 @@ All of them survive pickling with their fields, because they travel from rank to
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 
 class PenstockError(Exception):
     """Base of the tree: `what` happened, `where`, and the `fix`; `exit_code` is the command line's."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", **fields: Any) -> None:
         super().__init__(what)
@@ -133,10 +133,14 @@ class RankError(PenstockError):
 
 
 class RankFailed(RankError, RuntimeError):
-    """One rank failed, so all stop: `rank`, `host` and the one-line `cause`."""
+    """One rank failed, so all stop: `rank`, `host` and the one-line `cause`.
 
-    def __init__(self, rank: int, host: str, cause: str) -> None:
+    `exit_code` is 2 where a single process would exit with 2, as for a path that does not exist.
+    """
+
+    def __init__(self, rank: int, host: str, cause: str, *, exit_code: int = 1) -> None:
         super().__init__(f"Rank {rank} on {host} failed: {cause}")
+        self.exit_code = exit_code
         self.rank = rank
         self.host = host
         self.cause = cause

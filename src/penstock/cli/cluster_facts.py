@@ -21,7 +21,7 @@ from penstock.cluster.gates.gate_model import Gate, PreflightRequest
 from penstock.cluster.host_slots import expand_nodelist, parse_host_names, parse_hostfile_names
 from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name
 from penstock.environment import Environment, process_environment, untraced
-from penstock.errors import UsageError
+from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage import open_storage
 from penstock.units import format_bytes
 
@@ -76,6 +76,9 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
     from penstock.results.published_files import write_text
 
     environment = process_environment()
+    output = options.output
+    if not output.absolute().parent.is_dir():
+        raise ObjectNotFound("No such directory", uri=str(output.parent), fix="Make it first.")
     target = choose_hosts(options, environment)
     facts = collect_from_hosts(
         plan_queries(target, options, environment),
@@ -85,7 +88,6 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
         collected_at=datetime.now(UTC).isoformat(timespec="seconds"),
         allow_partial=options.allow_partial,
     )
-    output = options.output
     write_text(output.absolute().parent, output.name, facts.model_dump_json(indent=2) + "\n")
     options.page.write(lambda: _draw(facts), terminal)
     for host in facts.absent:

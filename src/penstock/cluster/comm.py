@@ -130,6 +130,7 @@ class _Failure:
     rank: int
     host: str
     cause: str
+    code: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def run_on_all_ranks(
     outcome, own_error = _attempt(comm, work)
     failure = comm.carry(_first_failure(comm, outcome), awaiting=awaiting, timeout_s=timeout_s)
     if failure is not None:
-        raise RankFailed(failure.rank, failure.host, failure.cause) from (
+        raise RankFailed(failure.rank, failure.host, failure.cause, exit_code=failure.code) from (
             own_error if failure.rank == comm.rank else None
         )
     assert not isinstance(outcome, _Failure), "a failure of any rank was raised"
@@ -204,7 +205,7 @@ def run_on_rank0(
         )
     )
     if isinstance(answer, _Failure):
-        raise RankFailed(answer.rank, answer.host, answer.cause) from own_error
+        raise RankFailed(answer.rank, answer.host, answer.cause, exit_code=answer.code) from own_error
     result: Result = answer
     return result
 
@@ -214,7 +215,8 @@ def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple["Result | _Failure
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - gathered: no rank may fail alone
-        return _Failure(comm.rank, comm.host, format_cause(error)), error
+        code = error.exit_code if isinstance(error, PenstockError) else 1
+        return _Failure(comm.rank, comm.host, format_cause(error), code), error
 
 
 def _pack(comm: Comm, value: object) -> bytes:

@@ -98,7 +98,7 @@ class Meter:
         self._looks: deque[_Look] = deque([(self._phase.began_s, 0.0, {})])
         self._showing = threading.Lock()
         self._wake = threading.Event()
-        self._is_over = False
+        self._is_over = self._is_new_phase = False
         self._thread = threading.Thread(target=self._follow, name="penstock-status", daemon=True)
 
     def begin(self, phase: str, total: float) -> None:
@@ -110,6 +110,8 @@ class Meter:
             self._phase = _Phase(now_s, phase, total, moved_s=now_s)
             self._activity = ("working", now_s)
             self._looks = deque([(now_s, 0.0, dict(self._totals))])
+            self._is_new_phase = True
+        self._wake.set()
 
     def advance(self, amount: float) -> None:
         """More of the phase is done; from any thread."""
@@ -187,7 +189,13 @@ class Meter:
             now_s = self._clock()
             for follower in self._followers:
                 due_s.setdefault(follower, now_s)
-            due = [follower for follower in self._followers if due_s[follower] <= now_s]
+            # A bar has a phase at once, however short that is.
+            is_new, self._is_new_phase = self._is_new_phase, False
+            due = [
+                follower
+                for follower in self._followers
+                if due_s[follower] <= now_s or (is_new and follower.interval_s < 1)
+            ]
             self._show(due)
             due_s |= {follower: now_s + follower.interval_s for follower in due}
             self._wake.wait(max(0.0, min(due_s.values(), default=now_s + NOW_S) - self._clock()))

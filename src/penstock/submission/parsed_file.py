@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import yaml
 
@@ -44,7 +44,7 @@ KeyPath = tuple[str, ...]
 class MissingFact(PenstockError):
     """A fact that a rule needs cannot be read from the files; `where` is the file."""
 
-    exit_code: ClassVar[int] = 3
+    exit_code = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

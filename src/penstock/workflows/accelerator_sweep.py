@@ -121,7 +121,7 @@ def make_sweep_page(result: SweepResult, workload: str, storage: str) -> AnswerP
             look=Look.GOOD if result.accelerators else Look.BAD,
             figure=_say_figure(result),
             limited_by="nothing up to there" if failed is None else failed.bottleneck or "not known",
-            since="-"
+            since="every run reached the utilization that is asked"
             if failed is None
             else f"{failed.accelerators} accelerators: AU {failed.au_compat:.1f} %",
             to_do=(

@@ -8,7 +8,7 @@ from penstock.checkpoint.levels.cache_tools import LevelsOverview
 from penstock.checkpoint.levels.efficiency_model import Prediction
 from penstock.reports import charts
 from penstock.reports.answer_page import AnswerPage, Banner, Look, folded_table
-from penstock.reports.charts import Curve, ValueAxis
+from penstock.reports.charts import ValueAxis
 from penstock.reports.panels import assign_hues
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -21,7 +21,7 @@ def make_plan_page(predictions: Sequence[Prediction], rows: Rows) -> AnswerPage:
     names = [chr(ord("A") + number) for number in range(len(predictions))]
     meaning = "; ".join(f"{name} {one.strategy.name}" for name, one in zip(names, predictions, strict=True))
     waits = [one.strategy.blocked_s for one in predictions]
-    places = list(range(len(names)))
+    lost = {name: 100 * (1 - one.simulated) for name, one in zip(names, predictions, strict=True)}
     hue = assign_hues(["plan"])["plan"]
     failing = [failure for failure in best.strategy.failures if failure.mtbf_s < float("inf")]
     worst = min(failing, key=lambda failure: failure.mtbf_s, default=None)
@@ -42,15 +42,12 @@ def make_plan_page(predictions: Sequence[Prediction], rows: Rows) -> AnswerPage:
             troubles=list(_find_doubts(predictions)),
         ),
         first=[
-            charts.curves(
-                "Left for training",
+            charts.bar_chart(
+                "Lost to checkpoints and failures, simulated",
                 hue,
-                names,
-                [
-                    Curve("formula", "tone-1", places, [100 * one.efficiency for one in predictions]),
-                    Curve("simulated", "tone-3", places, [100 * one.simulated for one in predictions]),
-                ],
-                ValueAxis.of_percent(),
+                lost,
+                ValueAxis.of_counts(lost.values(), "%"),
+                limits={},
                 note=meaning,
             ),
             charts.bar_chart(
@@ -92,7 +89,8 @@ def make_status_page(run: str, levels: LevelsOverview, rows: Rows) -> AnswerPage
     cached = {str(one.step): one.size_bytes for one in levels.cached}
     return AnswerPage(
         title=f"Checkpoints of {run}",
-        subtitle=f"{len(steps)} steps on {1 + len(levels.flushes)} levels and caches",
+        subtitle=f"{len(steps)} step{'s' * (len(steps) != 1)}, on the durable level and "
+        f"{len(levels.flushes)} cache{'s' * (len(levels.flushes) != 1)}",
         banner=Banner(
             verdict="failing" if failing else "copying" if states else "durable",
             look=Look.BAD if failing else Look.DOUBT if states else Look.GOOD,

@@ -35,6 +35,22 @@ def test_this_machine_is_collected_and_equals_itself(tmp_path: Path) -> None:
     assert json.loads(checked.stdout)["is_partial"] is False
 
 
+def test_a_directory_that_does_not_exist_is_refused_and_not_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cluster", "collect", "-o", str(tmp_path / "missing" / "cluster.json")]) == 2
+    assert "No such directory" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_file_has_the_same_exit_code_on_several_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    alone = _cluster("check", str(tmp_path / "missing.json"))
+    several = _cluster("check", str(tmp_path / "missing.json"), "--ranks", "2")
+    assert (several.returncode, alone.returncode) == (2, 2)
+    assert alone.stderr.removeprefix("penstock: ") in several.stderr
+
+
 def test_hosts_that_are_one_machine_are_detected(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     file = tmp_path / "cluster.json"

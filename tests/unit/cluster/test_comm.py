@@ -143,7 +143,7 @@ def test_a_cause_names_the_kind_of_foreign_errors_only(error: Exception, cause: 
 @pytest.mark.parametrize(
     ("error", "ending", "kind"),
     [
-        (ObjectNotFound("gone"), Ending.FAILED, RankFailed),
+        (ObjectNotFound("gone"), Ending.NOT_FOUND, RankFailed),
         (UsageError("what?"), Ending.USAGE, UsageError),
         (Unavailable("not here"), Ending.UNAVAILABLE, Unavailable),
         (WaitTimeout("all", 1.0), Ending.TIMED_OUT, RankFailed),
@@ -156,6 +156,7 @@ def test_an_error_keeps_its_exit_code_on_its_way(
     failure = describe_failure(error, 3, "here")
     assert (failure.rank, failure.host, failure.ending) == (3, "here", ending)
     assert type(failure.error()) is kind
+    assert failure.error().exit_code == (error.exit_code if isinstance(error, PenstockError) else 1)
 
 
 def test_a_blamed_rank_stays_the_blamed_one() -> None:

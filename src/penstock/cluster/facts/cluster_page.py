@@ -28,10 +28,11 @@ def make_cluster_page(facts: ClusterFacts, rows: Sequence[Mapping[str, str]]) ->
     checks = check_homogeneity(facts)
     verdict = overall_verdict(checks)
     bad = [check for check in checks if check.verdict != "pass"]
+    collected = facts.collected_at[:16].replace("T", " ") + facts.collected_at[19:].replace("+00:00", " UTC")
     memory = "unknown" if facts.memory_bytes is None else format_bytes(facts.memory_bytes)
     return AnswerPage(
-        title=f"{len(facts.present)} of {len(facts.asked)} hosts",
-        subtitle=f"collected {facts.collected_at}",
+        title=f"Facts of {len(facts.present)} host{'s' * (len(facts.present) != 1)}",
+        subtitle=f"collected {collected}",
         banner=Banner(
             verdict=_WORDS.get(verdict, verdict),
             look=_LOOKS[verdict],
@@ -40,7 +41,7 @@ def make_cluster_page(facts: ClusterFacts, rows: Sequence[Mapping[str, str]]) ->
                 f"together; {len(checks) - len(bad)} of {len(checks)} checks pass"
             ),
             limited_by=", ".join(check.subject for check in bad) or "nothing",
-            since=f"the facts of {facts.collected_at}",
+            since=f"the facts of {collected}",
             to_do=next((check.fix for check in bad if check.fix), "Nothing."),
             troubles=[
                 *(f"{check.subject}: {check.found}" for check in bad),

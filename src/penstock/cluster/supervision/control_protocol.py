@@ -23,6 +23,7 @@ class Ending(StrEnum):
     """How a rank failed, as far as the job's exit code and its message depend on it."""
 
     FAILED = "failed"
+    NOT_FOUND = "not found"
     TIMED_OUT = "timed out"
     USAGE = "usage"
     UNAVAILABLE = "unavailable"
@@ -85,7 +86,8 @@ class Failed:
     def error(self) -> PenstockError:
         """The error that the launching process raises for it."""
         kind = {Ending.USAGE: UsageError, Ending.UNAVAILABLE: Unavailable}.get(self.ending)
-        error = kind(self.cause) if kind else RankFailed(self.rank, self.host, self.cause)
+        code = 2 if self.ending is Ending.NOT_FOUND else 1
+        error = kind(self.cause) if kind else RankFailed(self.rank, self.host, self.cause, exit_code=code)
         if self.detail:
             error.add_note(self.detail)
         return error

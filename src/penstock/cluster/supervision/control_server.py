@@ -248,7 +248,8 @@ class ControlServer:
     def _tell_absent(self) -> None:
         """Tell rank 0 whom it waits for: it can say so to those who follow the run."""
         first = self._members.get(0)
-        if first is None or not first.last_late_call or not self._has_late_news:
+        is_ending = self._failure is not None or self._pending is not None
+        if first is None or is_ending or not first.last_late_call or not self._has_late_news:
             return
         self._has_late_news = False
         missing = [rank for rank in range(self.ranks) if not self._is_late(rank, first.last_late_call)]

@@ -27,7 +27,7 @@ from penstock.cluster.supervision.supervisor import (
     fork_supervisor,
 )
 from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, Environment
-from penstock.errors import PenstockError, RankFailed, Unavailable, UsageError, WaitTimeout
+from penstock.errors import ObjectNotFound, PenstockError, RankFailed, Unavailable, UsageError, WaitTimeout
 
 LONGEST_CAUSE = 2_000
 LONGEST_DETAIL = 20_000
@@ -131,8 +131,14 @@ def _report_failures(channel: SupervisorChannel, rank: int, host: str) -> Iterat
 def describe_failure(error: Exception, rank: int, host: str) -> Failed:
     """The message that `error` on this rank becomes; a `RankFailed` keeps naming the rank that it names."""
     if isinstance(error, RankFailed):
-        return Failed(rank=error.rank, host=error.host, cause=error.cause)
-    endings = {WaitTimeout: Ending.TIMED_OUT, UsageError: Ending.USAGE, Unavailable: Ending.UNAVAILABLE}
+        ending = Ending.NOT_FOUND if error.exit_code == ObjectNotFound.exit_code else Ending.FAILED
+        return Failed(rank=error.rank, host=error.host, cause=error.cause, ending=ending)
+    endings = {
+        WaitTimeout: Ending.TIMED_OUT,
+        UsageError: Ending.USAGE,
+        ObjectNotFound: Ending.NOT_FOUND,
+        Unavailable: Ending.UNAVAILABLE,
+    }
     ending = next((end for kind, end in endings.items() if isinstance(error, kind)), Ending.FAILED)
     ours = isinstance(error, PenstockError)
     detail = "" if ours else "".join(traceback.format_exception(error)).rstrip()
