@@ -134,3 +134,8 @@ def _format_subminute(elapsed_s: float) -> str:
         if elapsed_s >= scale:
             return f"{_three_digits(elapsed_s / scale)} {unit}"
     return f"{elapsed_s * 1e9:.0f} ns"
+
+
+def format_count(number: int, noun: str) -> str:
+    """A number of things: `1 file`, `2 files`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

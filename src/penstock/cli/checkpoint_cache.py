@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.levels.options import Single
-from penstock.cli.live_display import FollowOptions
-from penstock.cli.option_groups import PageOption
+from penstock.cli.option_groups import FollowOptions, PageOption
 from penstock.cli.options import argument, arguments, flag, group, option, repeated, required, verb
 from penstock.cli.parsers import FOLDER_URI, TIME, URI, whole
 from penstock.cli.rank_options import ranked
-from penstock.cli.terminal import Terminal, format_count, table
+from penstock.cli.terminal import Terminal, table
 from penstock.cluster.comm import Comm, run_on_all_ranks, run_on_rank0
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage.uri import open_here
-from penstock.units import format_bytes, format_rate
+from penstock.units import format_bytes, format_count, format_rate
 
 if TYPE_CHECKING:
     from penstock.checkpoint.levels import cache_tools

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, flag, option, repeated, verb
 from penstock.cli.parsers import SIZE, TEXT, URI, choice
-from penstock.cli.terminal import Terminal, TextTable, View, format_count, table
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.cli.terminal import Terminal, TextTable, View, table
+from penstock.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.checkpoint.tools.convert import Conversion

@@ -7,15 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
-from penstock.cli.options import flag, option
-from penstock.cli.parsers import FOLDER, Parser
-from penstock.cli.terminal import format_count
 from penstock.environment import PROGRESS_COLUMNS, process_environment
-from penstock.errors import UsageError, printable
+from penstock.errors import printable
 from penstock.results.run_meter import Follower, Meter
 from penstock.results.run_status import (
     RUNNING,
@@ -27,6 +22,7 @@ from penstock.results.run_status import (
     state_sentence,
     status_line,
 )
+from penstock.units import format_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,48 +30,18 @@ if TYPE_CHECKING:
     from penstock.cluster.comm import RankWait
 
 LINE_INTERVAL_S: Final = 30.0
-_LOOPBACK: Final = "127.0.0.1"
 _BAR_CELLS: Final = 40
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """`PORT`, on loopback, or `HOST:PORT`."""
-    host, _, port = text.rpartition(":")
-    if not (port.isdecimal() and int(port) < 2**16):
-        raise UsageError(
-            f"{text!r} is no port", fix="Write 9101, or 0.0.0.0:9101 for scrapes from other hosts."
-        )
-    return host.strip("[]") or _LOOPBACK, int(port)
+class Following(Protocol):
+    """How the user wants to follow a run."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class FollowOptions:
-    """How a run is followed while it lasts."""
-
-    shows_figures: bool = flag("--watch", "Show live figures in place of a progress bar.")
-    metrics_folder: Path | None = option(
-        "--metrics-dir",
-        FOLDER,
-        "Keep the figures in DIR/penstock-RUN.prom, for node exporter's text collector.",
-    )
-    metrics_address: tuple[str, int] | None = option(
-        "--metrics",
-        Parser("[HOST:]PORT", parse_address),
-        "Serve the figures to Prometheus at http://HOST:PORT/metrics (default host: 127.0.0.1).",
-    )
+    @property
+    def shows_figures(self) -> bool:
+        """Whether live figures are shown in place of a bar."""
 
     def open_followers(self, note: Callable[[str], None]) -> Iterator[Follower]:
-        """Those of monitoring: a file, a server."""
-        if self.metrics_folder is not None:
-            from penstock.results.run_metrics import TextCollectorFile
-
-            yield TextCollectorFile(self.metrics_folder)
-        if self.metrics_address is not None:
-            from penstock.results.run_metrics import MetricsServer
-
-            server = MetricsServer(*self.metrics_address)
-            note(f"Metrics are at {server.address}")
-            yield server
+        """Those of monitoring: a file, a server; `note` prints where they are."""
 
 
 def make_display(*, shows_figures: bool, first_line_s: float = LINE_INTERVAL_S) -> Follower:
@@ -91,12 +57,12 @@ def make_display(*, shows_figures: bool, first_line_s: float = LINE_INTERVAL_S) 
     )
     if columns is not None:
         console.width = int(columns)
-    return Panel(console) if shows_figures else Bars(console)
+    return LiveFigures(console) if shows_figures else Bars(console)
 
 
 @contextmanager
 def open_meter(
-    options: FollowOptions | None,
+    following: Following | None,
     *,
     ranks: int,
     find_wait: Callable[[], RankWait | None],
@@ -104,10 +70,10 @@ def open_meter(
 ) -> Iterator[Meter]:
     """What a command tells of its progress, and all who follow it."""
     with ExitStack() as undo:
-        followers = [make_display(shows_figures=options is not None and options.shows_figures)]
+        followers = [make_display(shows_figures=following is not None and following.shows_figures)]
         undo.callback(followers[0].close)
-        if options is not None:
-            for follower in options.open_followers(note):
+        if following is not None:
+            for follower in following.open_followers(note):
                 followers.append(follower)
                 undo.callback(follower.close)
         undo.pop_all()
@@ -166,7 +132,7 @@ class Bars:
         self._display.stop()
 
 
-class Panel:
+class LiveFigures:
     """Live figures, some lines that are drawn anew every second. Nothing of it stays."""
 
     interval_s = 1.0

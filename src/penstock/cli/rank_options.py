@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock import environment as env
-from penstock.cli.live_display import FollowOptions
+from penstock.cli.option_groups import FollowOptions
 from penstock.cli.options import JsonOption, Verb, command_line, fill, group, option, repeated
 from penstock.cli.parsers import FOLDER_URI, LAUNCHER, NAME, TEXT, TIME, whole
 from penstock.cli.terminal import Terminal, progress_columns

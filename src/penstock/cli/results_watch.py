@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from penstock.cli.live_display import FollowOptions, make_display, panel_lines
-from penstock.cli.option_groups import ParentOption
+from penstock.cli.live_display import make_display, panel_lines
+from penstock.cli.option_groups import FollowOptions, ParentOption
 from penstock.cli.options import flag, group, optional_argument, verb
 from penstock.cli.parsers import RUN
 from penstock.cli.results_show import show_folder

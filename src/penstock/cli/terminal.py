@@ -22,7 +22,7 @@ from penstock.progress import RunProgress, Silent
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.cli.live_display import FollowOptions
+    from penstock.cli.live_display import Following
     from penstock.cluster.comm import RankWait
 
 _WIDE = 1000
@@ -128,7 +128,7 @@ class Terminal:
     speaks: bool = True
     ranks: int = 1
     find_wait: Callable[[], RankWait | None] = lambda: None
-    following: FollowOptions | None = None
+    following: Following | None = None
 
     def result(self, document: Mapping[str, Any], view: View) -> None:
         """Print the result: `document` with `--json`, else `view`."""
@@ -150,7 +150,7 @@ class Terminal:
             self.note(str(text))
 
     @contextmanager
-    def progress(self, following: FollowOptions | None = None) -> Iterator[RunProgress]:
+    def progress(self, following: Following | None = None) -> Iterator[RunProgress]:
         """Show progress on stderr, as a bar on a terminal, else a line every 30 s, and to monitoring."""
         if not self.speaks:
             yield Silent()
@@ -186,11 +186,6 @@ def render_text(view: View) -> str:
     text = StringIO()
     _draw(view, _open_console(file=text, width=110))
     return text.getvalue()
-
-
-def format_count(number: int, noun: str) -> str:
-    """A number of things: `1 file`, `2 files`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def format_number(value: float | None, style: str) -> str:

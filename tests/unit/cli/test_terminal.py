@@ -16,11 +16,11 @@ from penstock.cli.terminal import (
     Terminal,
     View,
     bold,
-    format_count,
     format_number,
     render_text,
     table,
 )
+from penstock.units import format_count
 
 ROWS = [{"what": "write", "GiB/s": "1.5"}, {"what": "read", "GiB/s": "12.0"}]
 
