@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from penstock.reports import charts
-from penstock.reports.answer_page import AnswerPage, Banner, Look, folded_table
+from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
 from penstock.reports.charts import Curve, ValueAxis
 from penstock.reports.panels import Panel, assign_hues
 from penstock.units import format_bytes, format_seconds
@@ -102,6 +102,8 @@ def make_run_page(document: Mapping[str, Any]) -> AnswerPage:
         limits={"break-even of one accelerator": break_even},
     )
     worth = saved["hits_worth_it"]
+    planned, loads = _hit_charts(document, hue), _load_charts(document, hue)
+    first = loads or planned[:1]
     return AnswerPage(
         title=f"A key-value cache on {document['target']}",
         subtitle=(
@@ -125,8 +127,22 @@ def make_run_page(document: Mapping[str, Any]) -> AnswerPage:
                 f"{count:,} entries were {name}" for name, count in document["misses"].items() if count
             ],
         ),
-        first=[rates, *_load_charts(document, hue)],
+        first=[rates, *first],
         exhibits=[
+            Exhibit(
+                name="workload",
+                title="Over the workload's time, by tier",
+                says="As planned: which tier has the chunks that requests ask for, and what that moves.",
+                panels=planned if loads else planned[1:],
+                why_empty="This workload has no chunks.",
+            ),
+            Exhibit(
+                name="run",
+                title="Over the run",
+                says="As measured on storage; memory tiers are planned and not moved.",
+                panels=_run_charts(document, hue),
+                why_empty="Nothing was moved.",
+            ),
             folded_table("latency", "Latencies, ms", _latency_rows(document)),
         ],
     )
@@ -166,6 +182,107 @@ def _load_charts(document: Mapping[str, Any], hue: int) -> list[Panel]:
     ]
 
 
+_TIERS: Final = {"gpu": "tone-1", "cpu": "tone-3", "storage": "tone-2"}
+_DIRECTIONS: Final = {"read": "tone-2", "write": "tone-3"}
+
+
+def _hit_charts(document: Mapping[str, Any], hue: int) -> list[Panel]:
+    """Hits and bytes of each tier over the workload's time."""
+    rows = document["over_workload"]
+    if not rows or not any(row["chunks"] for row in rows):
+        return []
+    middles, end_s = _middles(rows)
+    tiers = [tier for tier in _TIERS if any(row[f"{tier}_hits"] for row in rows)]
+    shares = [
+        Curve(
+            tier,
+            _TIERS[tier],
+            *_known(middles, [_percent(row[f"{tier}_hits"], row["chunks"]) for row in rows]),
+        )
+        for tier in tiers or ["storage"]
+    ]
+    width_s = end_s / len(rows)
+    read = [
+        Curve(tier, _TIERS[tier], middles, [row[f"{tier}_read_bytes"] / width_s for row in rows])
+        for tier in tiers
+    ]
+    written = [row["storage_written_bytes"] / width_s for row in rows]
+    return [
+        charts.time_lines(
+            _title("Chunks that hit", "in", shares), hue, end_s, shares, ValueAxis.of_percent()
+        ),
+        *(
+            [charts.time_lines(_title("Read", "from", read), hue, end_s, read, _rates_of(read))]
+            if read
+            else []
+        ),
+        charts.time_lines(
+            "Written to storage",
+            hue,
+            end_s,
+            [Curve("", "tone-2", middles, written)],
+            ValueAxis.of_rates(written),
+        ),
+    ]
+
+
+def _title(what: str, word: str, series: Sequence[Curve]) -> str:
+    """Lines have a legend; one alone has none, so that its title names it."""
+    return f"{what}, by tier" if len(series) > 1 else f"{what} {word} {series[0].name}"
+
+
+def _rates_of(series: Sequence[Curve]) -> ValueAxis:
+    return ValueAxis.of_rates([value for line in series for value in line.ys])
+
+
+def _run_charts(document: Mapping[str, Any], hue: int) -> list[Panel]:
+    """Rates and latencies on storage over the run's time."""
+    rows = document["over_run"]
+    directions = [name for name in _DIRECTIONS if any(row[f"{name}_bytes"] for row in rows)]
+    if not directions:
+        return []
+    middles, end_s = _middles(rows)
+    width_s = end_s / len(rows)
+    moved = [
+        Curve(name, look, middles, [row[f"{name}_bytes"] / width_s for row in rows])
+        for name, look in _DIRECTIONS.items()
+        if name in directions
+    ]
+    latencies = {
+        name: _known(
+            middles, [None if row[f"{name}_p95_ms"] is None else row[f"{name}_p95_ms"] / 1e3 for row in rows]
+        )
+        for name in directions
+    }
+    only = f": {directions[0]}" if len(directions) == 1 else ""
+    return [
+        charts.time_lines(f"Throughput on storage{only}", hue, end_s, moved, _rates_of(moved)),
+        charts.time_lines(
+            f"Latency of objects, p95{only}",
+            hue,
+            end_s,
+            [Curve(name, _DIRECTIONS[name], xs, ys) for name, (xs, ys) in latencies.items()],
+            ValueAxis.of_seconds([value for _, ys in latencies.values() for value in ys]),
+        ),
+    ]
+
+
+def _middles(rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], float]:
+    """The middle of each part, and the end of the last one."""
+    width_s = rows[1]["begin_s"] if len(rows) > 1 else 1.0
+    return [row["begin_s"] + width_s / 2 for row in rows], width_s * len(rows)
+
+
+def _known(xs: Sequence[float], ys: Sequence[float | None]) -> tuple[list[float], list[float]]:
+    """The points that have a value."""
+    pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _percent(part: int, whole: int) -> float | None:
+    return 100 * part / whole if whole else None
+
+
 def _latency_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
     named: Sequence[tuple[str, Mapping[str, Any]]] = (
         ("objects read", document["read"]["latency_ms"]),
@@ -180,56 +297,85 @@ def _latency_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
     ]
 
 
+_RATES: Final = ("gib_per_s", "bandwidth_gbps, honest")
+
+
 def make_comparison_page(comparison: Mapping[str, Any]) -> AnswerPage:
-    """Several storages: a chart for each rate, and all figures with the order that they give."""
-    targets = [f"{index + 1}: {target}" for index, target in enumerate(comparison["targets"])]
-    hue = assign_hues(["comparison"])["comparison"]
+    """Several storages: a chart for each rate and latency, and all figures with the order that they give."""
+    runs = [f"run {index + 1}" for index in range(len(comparison["targets"]))]
+    figures: Mapping[str, Mapping[str, Any]] = comparison["figures"]
     rates = {
-        name: [value or 0.0 for value in figure["values"]]
-        for name, figure in comparison["figures"].items()
-        if name.endswith(("gib_per_s", "bandwidth_gbps, honest"))
+        name: figure for name, figure in figures.items() if name.endswith(_RATES) and any(figure["values"])
     }
     is_same = comparison["is_comparable"]
     return AnswerPage(
         title="Storages for a key-value cache",
-        subtitle=", ".join(targets),
+        subtitle=", ".join(
+            f"{run}: {target}" for run, target in zip(runs, comparison["targets"], strict=True)
+        ),
         banner=Banner(
             verdict="comparable" if is_same else "not comparable",
             look=Look.GOOD if is_same else Look.DOUBT,
             figure="; ".join(
-                f"{name}: {targets[figure['best_first'][0]]}"
-                for name, figure in comparison["figures"].items()
-                if name in rates and figure["best_first"]
-            ),
-            limited_by="what each run says",
+                f"{_in_words(name)}: {runs[figure['best_first'][0]]} is best"
+                for name, figure in rates.items()
+            )
+            or "no run moved anything on its storage",
+            limited_by="; ".join(
+                f"{_in_words(name)}: best over worst {_spread(figure['values'])}"
+                for name, figure in rates.items()
+            )
+            or "the workload: nothing was moved",
             since="all runs executed the same operations" if is_same else "the operations differ",
             to_do="Read the table: each figure has the order of the storages that it gives.",
         ),
-        first=[
-            charts.bar_chart(
-                name,
-                hue,
-                {target: value * GIB for target, value in zip(targets, values, strict=True)},
-                ValueAxis.of_rates([value * GIB for value in values]),
-                limits={},
-            )
-            for name, values in rates.items()
-        ],
+        first=[_compare_bars(name, runs, figure["values"]) for name, figure in rates.items()],
         exhibits=[
-            folded_table(
-                "figures",
-                "All figures",
-                [
-                    {
-                        "figure": name,
-                        **{
-                            target: "-" if value is None else f"{value:,.3f}"
-                            for target, value in zip(targets, figure["values"], strict=True)
-                        },
-                        "best first": ", ".join(str(index + 1) for index in figure["best_first"]),
-                    }
-                    for name, figure in comparison["figures"].items()
+            Exhibit(
+                name="latencies",
+                title="Latencies",
+                panels=[
+                    _compare_bars(name, runs, figure["values"])
+                    for name, figure in figures.items()
+                    if "_ms" in name and not name.endswith("theirs") and any(figure["values"])
                 ],
-            )
+                why_empty="None was measured.",
+            ),
+            folded_table("figures", "All figures", _figure_rows(comparison, runs)),
         ],
     )
+
+
+def _in_words(name: str) -> str:
+    return (
+        name.replace("_gib_per_s", "")
+        .replace("_bandwidth_gbps, honest", "")
+        .replace("_ms", "")
+        .replace("_", " ")
+    )
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value]
+    return f"{max(known) / min(known):.2f}x"
+
+
+def _compare_bars(name: str, runs: Sequence[str], values: Sequence[float | None]) -> Panel:
+    is_time = "_ms" in name
+    bars = {run: (value or 0.0) * (1e-3 if is_time else GIB) for run, value in zip(runs, values, strict=True)}
+    axis = ValueAxis.of_seconds(bars.values()) if is_time else ValueAxis.of_rates(bars.values())
+    return charts.bar_chart(_in_words(name), assign_hues(["comparison"])["comparison"], bars, axis, limits={})
+
+
+def _figure_rows(comparison: Mapping[str, Any], runs: Sequence[str]) -> list[dict[str, str]]:
+    return [
+        {
+            "figure": name,
+            **{
+                run: "-" if value is None else f"{value:,.3f}"
+                for run, value in zip(runs, figure["values"], strict=True)
+            },
+            "best first": ", ".join(str(index + 1) for index in figure["best_first"]),
+        }
+        for name, figure in comparison["figures"].items()
+    ]

@@ -19,11 +19,11 @@ from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
-from penstock.kvcache import cache_figures
+from penstock.kvcache import cache_figures, cache_timeline
 from penstock.kvcache.cache_figures import Times
 from penstock.kvcache.entries import MISSES, EntryLayout
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
-from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, TierNumber
+from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
 from penstock.kvcache.leftovers import STALE_S, reclaim_unfinished, remove_entries, remove_leftovers
 from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
 from penstock.progress import RunProgress
@@ -149,11 +149,11 @@ def measure_plan(
         "engine": asdict(request.engine),
         "layout": request.layout.name,
         **_times_document(request, times),
+        "over_workload": cache_timeline.hits_over_time(plan),
+        "over_run": _gather_timeline(engine, operations, times, comm),
         "most_stored_bytes": plan.most_stored_bytes(comm.size),
         "reclaimed_objects": reclaimed,
-        "left_entries": left.entries,
-        "other_objects": left.other_objects,
-        "other_bytes": left.other_bytes,
+        **asdict(left),
         "ceiling": ceiling,
         "cold": _gather_cold(storage, engine, comm).document(),
         "deliveries": [asdict(delivery) for delivery in deliveries],
@@ -243,6 +243,14 @@ def _measure_ceiling(request: CacheRequest, *, comm: Comm) -> dict[str, Any] | N
         slowest_ns = max(comm.gather(mine, awaiting="the ceiling of all ranks"))
         figures[f"{name}_gib_per_s"] = comm.size * len(part) * size / cache_figures.GIB / (slowest_ns / 1e9)
     return {"object_bytes": size, **figures}
+
+
+def _gather_timeline(
+    engine: IoEngine, operations: Operations, times: Times, comm: Comm
+) -> list[dict[str, Any]]:
+    """Rates and latencies of all ranks together, over the run's time."""
+    mine = cache_timeline.count_rank(operations, engine.timed, times.elapsed_ns)
+    return cache_timeline.run_over_time(comm.gather(mine, awaiting="the run over time"), times.elapsed_ns)
 
 
 def _gather_cold(storage: Storage, engine: IoEngine, comm: Comm) -> ObjectEviction:

@@ -97,9 +97,9 @@ class TierSizes:
 class IoPlan:
     """Operations in the order in which they must look as if they happened.
 
-    `input_tokens` and `hit_tokens` are of each request; `hit_tokens` are those that storage serves. `parts`
-    is the number of objects of an entry, `capacity_bytes` the room in storage, `scale` the share of each
-    object's bytes that is moved.
+    `input_tokens` and `hit_tokens` are of each request, as are `arrival_s` and `chunks` where a workload has
+    chunks; `hit_tokens` are those that storage serves. `parts` is the number of objects of an entry,
+    `capacity_bytes` the room in storage, `scale` the share of each object's bytes that is moved.
     """
 
     name: str
@@ -111,6 +111,8 @@ class IoPlan:
     bytes_per_token: int
     capacity_bytes: int | None = None
     scale: float = 1.0
+    arrival_s: NDArray[np.float64] | None = None
+    chunks: Integers | None = None
     facts: dict[str, Any]
 
     @property
@@ -218,6 +220,8 @@ def plan_blocks(
         bytes_per_token=model.bytes_per_token,
         capacity_bytes=None if tiers.storage is None else tiers.storage * sum(sizes),
         scale=float(layout.scale),
+        arrival_s=trace.arrival_s,
+        chunks=trace.blocks_of_requests,
         facts={
             "model": model.name,
             "chunk_tokens": trace.block_tokens,

@@ -15,6 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 _SUB_BITS: Final = 8
 """Each power of two has 2**8 buckets."""
 _NUM_BUCKETS: Final = 64 << _SUB_BITS
+_COARSER: Final = 32
+COARSE_BUCKETS: Final = _NUM_BUCKETS // _COARSER
+"""Eight for each power of two: for many small histograms, as those of a run's parts."""
 PERCENTILES: Final[Mapping[str, float]] = {"p50": 50, "p95": 95, "p99": 99, "p999": 99.9, "p9999": 99.99}
 
 
@@ -74,6 +77,19 @@ class LatencyHistogram:
             **{name: self.percentile_ms(percent) for name, percent in PERCENTILES.items()},
             "max": self.max_ns / 1e6,
         }
+
+
+def coarse_buckets(latencies_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The bucket of each latency where a few percent do not matter."""
+    return _bucket(np.maximum(latencies_ns, 0)) // _COARSER
+
+
+def coarse_percentile_ms(counts: NDArray[np.int64], percent: float) -> float | None:
+    """The latency below which this share is; None without values."""
+    if not (num := int(counts.sum())):
+        return None
+    bucket = int(np.searchsorted(np.cumsum(counts), max(1, int(np.ceil(num * percent / 100)))))
+    return _middle(bucket * _COARSER + _COARSER // 2) / 1e6
 
 
 def _bucket(values: NDArray[np.int64]) -> NDArray[np.int64]:

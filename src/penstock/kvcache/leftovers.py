@@ -30,7 +30,7 @@ STALE_S: Final = 600.0
 class Leftovers:
     """What was in the store before a run: entries of the same plan, now removed, and objects of others."""
 
-    entries: int
+    left_entries: int
     other_objects: int
     other_bytes: int
 
@@ -49,7 +49,7 @@ def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayo
             else:
                 other_objects += 1
                 other_bytes += info.size_bytes
-    return Leftovers(entries=entries, other_objects=other_objects, other_bytes=other_bytes)
+    return Leftovers(left_entries=entries, other_objects=other_objects, other_bytes=other_bytes)
 
 
 def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> int:

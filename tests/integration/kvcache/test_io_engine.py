@@ -189,6 +189,23 @@ def test_runs_do_the_same_on_any_number_of_ranks_and_streams(tmp_path: Path) -> 
     assert "operations" in render_answer_page(make_run_page(results[0].document))
 
 
+def test_parts_of_the_time_add_up_to_the_whole(tmp_path: Path) -> None:
+    trace = generate_trace(GeneratorSettings(requests=40, most_input_tokens=8_000))
+    plan = plan_blocks(trace, SMALL, tiers=TierSizes(gpu=5, cpu=20), layout=ObjectLayout(is_per_layer=True))
+    [one, two] = [run_on(ranks, plan, tmp_path / f"{ranks}").document for ranks in (1, 2)]
+    planned = one["over_workload"]
+    assert planned == two["over_workload"]
+    assert sum(row["chunks"] for row in planned) == trace.num_blocks
+    assert sum(row["requests"] for row in planned) == trace.num_requests
+    for tier, read_bytes in one["plan"]["hit_bytes_by_tier"].items():
+        assert sum(row[f"{tier}_read_bytes"] for row in planned) == read_bytes
+    for document in (one, two):
+        for name in ("read", "write"):
+            assert sum(row[f"{name}_bytes"] for row in document["over_run"]) == document[name]["bytes"]
+    slowest = max(row["write_p95_ms"] or 0.0 for row in one["over_run"])
+    assert slowest <= one["write"]["latency_ms"]["max"] * 1.1
+
+
 def test_runs_without_reads_from_storage_say_so(tmp_path: Path) -> None:
     trace = generate_trace(GeneratorSettings(requests=20, most_input_tokens=2_000))
     plan = plan_blocks(trace, SMALL, tiers=TierSizes(gpu=10_000, storage=0))
