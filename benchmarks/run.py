@@ -35,6 +35,7 @@ BENCHMARKS = (
     "checkpoint_engine",
     "checkpoint_limits",
     "checkpoint_ranks",
+    "checkpoint_peers",
     "checkpoint_adapters",
     "checkpoint_metadata",
     "checkpoint_levels",

@@ -83,9 +83,9 @@ class _Cachestat(ctypes.Structure):
     )
 
 
-def count_by_cachestat(descriptor: int, size_bytes: int) -> PageCounts:
+def count_by_cachestat(descriptor: int, size_bytes: int, offset: int = 0) -> PageCounts:
     """Pages by cachestat(2): one call whatever the size, no mapping."""
-    wanted, answer = _CachestatRange(0, size_bytes), _Cachestat()
+    wanted, answer = _CachestatRange(offset, size_bytes), _Cachestat()
     raise_on_failure(libc().syscall(CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(answer), 0))
     return PageCounts(answer.cached, answer.dirty + answer.writeback)
 

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 import pickle
+import re
 import signal
 import time
 from bisect import bisect_right
@@ -164,15 +165,13 @@ def _never(_tensor: torch.Tensor) -> bool:
     return False
 
 
+_SHARED_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)
+
+
 def _shared_memory() -> Callable[[torch.Tensor], bool]:
     """Whether a forked process shares a tensor's memory, which torch does not know of mapped files."""
-    begins, ends = [], []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, flags, *_ = line.split(maxsplit=2)
-        if flags.endswith("s"):
-            begin, _, end = addresses.partition("-")
-            begins.append(int(begin, 16))
-            ends.append(int(end, 16))
+    shared = _SHARED_MAPPING.findall(Path("/proc/self/maps").read_bytes())
+    begins, ends = [int(begin, 16) for begin, _ in shared], [int(end, 16) for _, end in shared]
 
     def is_shared(tensor: torch.Tensor) -> bool:
         number = bisect_right(begins, tensor.data_ptr()) - 1

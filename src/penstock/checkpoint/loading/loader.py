@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -218,19 +218,17 @@ class CheckpointLoader:
                     fix="Restore the file on one of their nodes, or load another step.",
                 ) from error
             hosts = _number_hosts([host for _, host in wishes])
-            links = self._link(lambda: plan_own(shared, hosts), element_bytes, hosts, comm)
+            near = plan_own(shared, hosts) if len(np.unique(hosts)) < comm.size else None
+            links = None if near is None else self._link(near, element_bytes, hosts, comm)
             if not is_cached:
-                return plan_own(shared, None if links is None else hosts), links
+                return (near if near is not None and links is not None else plan_own(shared, None)), links
         wanted = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
         return plan_own(plan_wanted(wanted), None), links
 
     def _link(
-        self, plan_own: Callable[[], load_plan.LoadPlan], element_bytes: Ints, hosts: Ints, comm: Comm
+        self, plan: load_plan.LoadPlan, element_bytes: Ints, hosts: Ints, comm: Comm
     ) -> HostLinks | None:
         """Connect the ranks of this host if they share bytes and can. Collective."""
-        if len(np.unique(hosts)) == comm.size:
-            return None
-        plan = plan_own()
         own = plan.regions.take(slice(plan.num_own))
         return connect_host(
             comm,

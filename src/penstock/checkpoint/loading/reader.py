@@ -18,7 +18,7 @@ from typing import Protocol
 
 from penstock.checkpoint.formats.manifest import RunningChecksum, checksum_of, start_checksum
 from penstock.checkpoint.saving.buffers import WarmMemory
-from penstock.errors import DataDamaged
+from penstock.errors import DataDamaged, PenstockError
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import SupportsViews
@@ -113,28 +113,38 @@ class OpenFiles:
     def __init__(self, blocks: Sequence[Block], open_file: Callable[[int], Source]) -> None:
         self._num_left = Counter(block.file for block in blocks)
         self._open_file = open_file
-        self._open: dict[int, Source] = {}
+        self._opened: dict[int, Future[Source]] = {}
         self._lock = threading.Lock()
 
     def open(self, file: int) -> Source:
-        """The file; the first call opens it."""
+        """The file; the first call opens it, which others wait for only if they want the same one."""
         with self._lock:
-            if file not in self._open:
-                self._open[file] = self._open_file(file)
-            return self._open[file]
+            is_first = file not in self._opened
+            opened = self._opened.setdefault(file, Future())
+        if is_first:
+            with ExitStack() as undo:
+                # Whatever happens, nobody waits for ever.
+                undo.callback(opened.cancel)
+                try:
+                    opened.set_result(self._open_file(file))
+                except PenstockError as error:
+                    opened.set_exception(error)
+        return opened.result()
 
     def done(self, file: int) -> None:
         """Note that a block of the file has been read; the last one closes it."""
         with self._lock:
             self._num_left[file] -= 1
-            if not self._num_left[file]:
-                self._open.pop(file).close()
+            is_last = not self._num_left[file]
+        if is_last:
+            self._opened.pop(file).result().close()
 
     def close(self) -> None:
         """Close what a failure left open, after all threads have ended."""
-        for source in self._open.values():
-            source.close()
-        self._open.clear()
+        for opened in self._opened.values():
+            if not opened.cancelled() and opened.exception() is None:
+                opened.result().close()
+        self._opened.clear()
 
 
 class ReadBuffers:

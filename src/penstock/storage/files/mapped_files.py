@@ -6,12 +6,15 @@ which says why. Only a file that is cut while it is being copied ends the proces
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 from contextlib import suppress
 
 from penstock.storage.aligned import PAGE_BYTES, copy_bytes, flat
 from penstock.storage.files.file_storage import FileSource
 from penstock.storage.protocol import Counters, Source, WrappedSource, WrappedStorage
+from penstock.storage.residency import count_by_cachestat
 
 POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14, which fails where touching the pages would end the process."""
@@ -34,6 +37,7 @@ class MappedSource(WrappedSource):
     def __init__(self, inside: FileSource, counters: Counters) -> None:
         super().__init__(inside)
         self._counters = counters
+        self._descriptor = inside.descriptor
         self._pages = mmap.mmap(
             inside.descriptor, inside.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
         )
@@ -50,15 +54,29 @@ class MappedSource(WrappedSource):
 
     def view(self, offset: int, size_bytes: int) -> memoryview | None:
         """A part of the mapping, of pages that are in memory now. It stays mapped as long as it is used."""
-        end, lead = offset + size_bytes, offset % PAGE_BYTES
+        end, begin = offset + size_bytes, offset - offset % PAGE_BYTES
         if end > self.size_bytes or not size_bytes:
             return None
         try:
-            self._pages.madvise(POPULATE_READ, offset - lead, lead + size_bytes)
+            # Behind a file's end, its last page has zeros.
+            if os.fstat(self._descriptor).st_size < end:
+                return None
+            # To map all of it by madvise takes longer than page faults, which map several pages at a time.
+            if not self._is_resident(begin, end):
+                self._pages.madvise(POPULATE_READ, begin, end - begin)
         except OSError:
             return None
         self._counters.add(requests=1, read_bytes=size_bytes)
         return self._view[offset:end]
+
+    def _is_resident(self, begin: int, end: int) -> bool:
+        try:
+            found = count_by_cachestat(self._descriptor, end - begin, begin).resident
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+                raise
+            return False
+        return found * PAGE_BYTES >= end - begin
 
     def close(self) -> None:
         """Close the file and unmap it, or leave the latter to the last view; no thread may be reading."""

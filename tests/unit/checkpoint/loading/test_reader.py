@@ -6,7 +6,8 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.checkpoint.loading.reader import (
+    Block,
     BlockReader,
     ChecksummedItem,
     OpenFiles,
@@ -24,7 +26,7 @@ from penstock.checkpoint.loading.reader import (
     Span,
     plan_blocks,
 )
-from penstock.errors import DataDamaged, StorageError
+from penstock.errors import DataDamaged, ObjectNotFound, StorageError
 from penstock.progress import Silent
 
 if TYPE_CHECKING:
@@ -157,3 +159,40 @@ def test_warm_memory_is_kept_from_load_to_load() -> None:
     assert len(first) == 2 * SETTINGS.streams
     assert len(second) == 2
     assert second[0].obj is first[0].obj
+
+
+def test_a_file_that_is_slow_to_open_holds_up_only_who_wants_it() -> None:
+    blocks = [Block(file, 0, 1, (), continues=False) for file in (0, 0, 1)]
+    is_asked, may_open = threading.Event(), threading.Event()
+    closed: list[str] = []
+
+    def open_file(file: int) -> Source:
+        if file == 0:
+            is_asked.set()
+            may_open.wait(10)
+        return cast(
+            "Source", SimpleNamespace(name=f"file {file}", close=lambda: closed.append(f"file {file}"))
+        )
+
+    files = OpenFiles(blocks, open_file)
+    with ThreadPoolExecutor(2) as threads:
+        slow = [threads.submit(files.open, 0) for _ in range(2)]
+        is_asked.wait(10)
+        files.open(1)
+        files.done(1)
+        assert closed == ["file 1"]
+        may_open.set()
+        assert slow[0].result() is slow[1].result()
+    files.close()
+    assert closed == ["file 1", "file 0"]
+
+
+def test_all_who_want_a_file_that_cannot_be_opened_learn_why() -> None:
+    def refuse(_file: int) -> Source:
+        raise ObjectNotFound("gone", uri="x", fix="y")
+
+    files = OpenFiles([Block(0, 0, 1, (), continues=False)], refuse)
+    for _ in range(2):
+        with pytest.raises(ObjectNotFound, match="gone"):
+            files.open(0)
+    files.close()

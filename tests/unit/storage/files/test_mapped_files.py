@@ -48,6 +48,8 @@ def test_a_file_that_was_cut_is_an_error_and_not_the_end_of_the_process(
         with pytest.raises(ShortTransfer):
             source.read_into(8192, memoryview(bytearray(4096)))
         with pytest.raises(ShortTransfer):
+            source.read_into(4096, memoryview(bytearray(4096)))
+        with pytest.raises(ShortTransfer):
             source.read_into(25000, memoryview(bytearray(4096)))
 
 
