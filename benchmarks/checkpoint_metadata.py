@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from harness import Ratio, interleave
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
+from penstock.checkpoint.formats.metadata_rows import read_metadata
 from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
 from penstock.checkpoint.plan.save_plan import Holdings, SaveOptions, SharedSavePlan, plan_save

@@ -1,10 +1,14 @@
-"""Planning a save among very many ranks: what it costs each of them, all simulated in one process.
+"""Planning saves and loads among very many ranks: what it costs each of them, all simulated in one process.
 
     python benchmarks/checkpoint_plan.py [ranks [tensors [replicas]]]      (16384 1000 1)
 
 Each rank runs its real code, and every message is counted. Those that receive most are run once more, each in
 a process of its own with the messages that it received, for the growth of its memory and its CPU seconds.
-Takes about ten minutes and 4 GiB for 16,384 ranks x 1,000 tensors.
+Takes about ten minutes and 4 GiB for 16,384 ranks x 1,000 tensors; a load takes 8 GiB.
+
+    python benchmarks/checkpoint_plan.py load [ranks [tensors [replicas]]]
+
+The same for a load of what so many ranks saved, by as many.
 
     python benchmarks/checkpoint_plan.py describe [ranks [tensors [folder]]]
 
@@ -23,7 +27,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 # For the simulated ranks, which the tests have, too.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -34,10 +41,18 @@ from tests.support.simulated_ranks import SimulatedRanks
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
 from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, file_text
 from penstock.checkpoint.formats.metadata_writing import MetadataWriting, SpanNumbers
+from penstock.checkpoint.plan.load_plan import LoadOptions
 from penstock.checkpoint.plan.save_plan import Holdings, SaveOptions
-from penstock.checkpoint.plan.shared_plan import Place, RankShare, plan_share
+from penstock.checkpoint.plan.shared_load import DescribedRows, find_rows, plan_own_load
+from penstock.checkpoint.plan.shared_plan import Place, plan_share
 from penstock.checkpoint.saving.shared_description import RankDescription, SpanReader
-from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions, TensorFacts
+from penstock.checkpoint.state.regions import (
+    CheckpointIndex,
+    Regions,
+    StoredRegions,
+    TensorFacts,
+    element_sizes,
+)
 from penstock.cluster import rounds
 from penstock.cluster.rounds import Rounds
 from penstock.storage.protocol import write_object
@@ -47,24 +62,81 @@ ROWS, COLUMNS = 16_384, 1024
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def plan_on(rank: int, size: int, num_tensors: int, replicas: int) -> Rounds[RankShare]:
-    """One rank's part in the planning: tensors sharded by rows over size / replicas ranks."""
-    tensors = tuple(
-        TensorFacts(f"layers.{number}.weight", "float32", (ROWS, COLUMNS), 4) for number in range(num_tensors)
-    )
-    rows = ROWS * replicas // size
-    # As a state has them, but without memory of their own, of which the simulation has little.
-    offsets = np.broadcast_to(np.array([rank // replicas * rows, 0]), (num_tensors, 2))
-    sizes = np.broadcast_to(np.array([rows, COLUMNS]), (num_tensors, 2))
-    held = Holdings(tensors=tensors, regions=Regions(np.arange(num_tensors), offsets, sizes))
-    return plan_share(Place(rank, size), held, {}, SaveOptions())
+@dataclass(frozen=True)
+class Job:
+    """Tensors that are sharded by rows over size / replicas ranks."""
+
+    size: int
+    num_tensors: int
+    replicas: int
+
+    @cached_property
+    def tensors(self) -> tuple[TensorFacts, ...]:
+        """The properties of all."""
+        return tuple(
+            TensorFacts(f"layers.{number}.weight", "float32", (ROWS, COLUMNS), 4)
+            for number in range(self.num_tensors)
+        )
+
+    def held(self, rank: int) -> Regions:
+        """One rank's regions, without memory of their own, of which the simulation has little."""
+        rows = ROWS * self.replicas // self.size
+        offsets = np.broadcast_to(np.array([rank // self.replicas * rows, 0]), (self.num_tensors, 2))
+        sizes = np.broadcast_to(np.array([rows, COLUMNS]), (self.num_tensors, 2))
+        return Regions(np.arange(self.num_tensors), offsets, sizes)
+
+    def save(self, rank: int) -> Rounds[int]:
+        """One rank's part in the planning of a save; the number of its regions."""
+        held = Holdings(tensors=self.tensors, regions=self.held(rank))
+        share = yield from plan_share(Place(rank, self.size), held, {}, SaveOptions())
+        return len(share.regions)
+
+    def load(self, rank: int) -> Rounds[int]:
+        """One rank's part in the planning of a load; the number of its reads.
+
+        It has read the places of what the rank of this number saved, which without replicas it wants again.
+        """
+        tensors, number = self.tensors, np.arange(self.num_tensors)
+        element_bytes = element_sizes(tensors)
+        rows = ROWS // self.size
+        regions = Regions(
+            number,
+            np.broadcast_to(np.array([rank * rows, 0]), (self.num_tensors, 2)),
+            np.broadcast_to(np.array([rows, COLUMNS]), (self.num_tensors, 2)),
+        )
+        size = regions.num_bytes(element_bytes)
+        offset = np.cumsum(size) - size
+        stored = StoredRegions(
+            regions, np.full(len(number), rank), offset, size, offset, np.zeros(len(number), dtype=np.bool_)
+        )
+        sums = np.random.default_rng(rank).integers(-(1 << 31), 1 << 31, (len(number), 4))
+        wanted = self.held(rank)
+        found = yield from find_rows(
+            Place(rank, self.size),
+            tensors=tensors,
+            num_objects=0,
+            described=DescribedRows(stored, sums),
+            wanted=wanted,
+            shares=lambda _: np.ones(len(wanted), dtype=np.bool_),
+            where="the simulation",
+        )
+        plan = plan_own_load(
+            rank,
+            found.described.stored,
+            element_bytes,
+            wanted,
+            found=found,
+            options=LoadOptions(),
+            near=np.array([rank]),
+        )
+        return len(plan.row)
 
 
-def replay(arguments: tuple[int, int, int, int], inbox: Sequence[list[bytes]]) -> tuple[float, float]:
+def replay(job: Job, kind: str, rank: int, inbox: Sequence[list[bytes]]) -> tuple[float, float]:
     """CPU seconds and MiB that one rank needs beyond those of its process, given what it received."""
     start_s, start_bytes = time.process_time(), _resident_bytes()
     most = start_bytes
-    operation = plan_on(*arguments)
+    operation = getattr(job, kind)(rank)
     try:
         next(operation)
         received = iter(inbox)
@@ -80,28 +152,33 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * _PAGE_BYTES
 
 
-def measure(size: int, num_tensors: int, replicas: int) -> None:
+def measure(kind: Literal["save", "load"], job: Job) -> None:
     """Plan once with all ranks, and print what it cost them."""
+    size, num_tensors = job.size, job.num_tensors
     watched = {number * size // num_tensors for number in (0, num_tensors // 2, num_tensors - 1)}
-    job = SimulatedRanks[RankShare](size, {rank: [] for rank in sorted(watched)})
+    ranks = SimulatedRanks[int](size, {rank: [] for rank in sorted(watched)})
     num_parts = 0
     gc.disable()
-    for _, share in job.run(lambda rank: plan_on(rank, size, num_tensors, replicas)):
-        num_parts += len(share.regions)
+    for _, count in ranks.run(job.save if kind == "save" else job.load):
+        num_parts += count
     gc.enable()
-    print(f"{size:,} ranks x {num_tensors:,} tensors, {replicas} replica(s): {num_parts:,} parts written")
-    received = [cost.received_bytes for cost in job.costs]
-    cpu_s = [cost.cpu_s for cost in job.costs]
+    done = "written" if kind == "save" else "read"
+    print(f"{size:,} ranks x {num_tensors:,} tensors, {job.replicas} replica(s): {num_parts:,} parts {done}")
+    received = [cost.received_bytes for cost in ranks.costs]
+    cpu_s = [cost.cpu_s for cost in ranks.costs]
     print(f"  received by a rank: median {statistics.median(received):,.0f}, most {max(received):,} bytes")
-    print(f"  messages at a time: {max(cost.fan_in for cost in job.costs)}")
+    print(f"  messages at a time: {max(cost.fan_in for cost in ranks.costs)}")
     print(f"  CPU of a rank, simulated: median {statistics.median(cpu_s):.4f}, most {max(cpu_s):.3f} s")
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
-        for rank, inbox in job.inbox.items():
-            took_s, grown_mib = processes.apply(replay, ((rank, size, num_tensors, replicas), inbox))
+        for rank, inbox in ranks.inbox.items():
+            took_s, grown_mib = processes.apply(replay, (job, kind, rank, inbox))
             print(f"  rank {rank} alone in a process: {took_s:.3f} CPU s, {grown_mib:.1f} MiB more")
-    again = SimulatedRanks[bool](size)
-    assert all(same for _, same in again.run(lambda rank: rounds.all_equal(rank, size, bytes(24))))
-    print(f"  unchanged plan: {max(cost.received_bytes for cost in again.costs)} bytes received by a rank")
+    if kind == "save":
+        again = SimulatedRanks[bool](size)
+        assert all(same for _, same in again.run(lambda rank: rounds.all_equal(rank, size, bytes(24))))
+        print(
+            f"  unchanged plan: {max(cost.received_bytes for cost in again.costs)} bytes received by a rank"
+        )
 
 
 def describe(size: int, num_tensors: int, folder: str) -> None:
@@ -168,5 +245,6 @@ if __name__ == "__main__":
         words = sys.argv[2:] + ["16384", "1000", tempfile.gettempdir()][len(sys.argv) - 2 :]
         describe(int(words[0]), int(words[1]), words[2])
     else:
-        chosen = [int(argument) for argument in sys.argv[1:]]
-        measure(*(chosen + [16_384, 1000, 1][len(chosen) :]))
+        is_load = sys.argv[1:2] == ["load"]
+        chosen = [int(argument) for argument in sys.argv[1 + is_load :]]
+        measure("load" if is_load else "save", Job(*(chosen + [16_384, 1000, 1][len(chosen) :])))

@@ -16,8 +16,8 @@ import numpy as np
 from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, open_parent
 from penstock.checkpoint.commit.transaction import write_and_commit
 from penstock.checkpoint.engine import LoadChoice, NamePatterns, RankSaveStats, Replicas, SaveChoice, State
-from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced, open_path_together
-from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport
+from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced
+from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport, open_path_on_all_ranks
 from penstock.checkpoint.plan import save_plan
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
 from penstock.checkpoint.saving.saver import (
@@ -67,10 +67,10 @@ def load(  # noqa: PLR0913 - each option is independent of the others
     with borrowed_group(process_group) as group, closing(CheckpointLoader()) as loader:
         group.comm.timeout_s = DEFAULT_TIMEOUT_S
         for _ in range(NUM_READINGS - 1 if group.comm.size == 1 else 0):
-            checkpoint = open_path_together(path, group.comm)
+            checkpoint = open_path_on_all_ranks(path, group.comm)
             with suppress(CheckpointReplaced):
                 return loader.load_from(state, checkpoint, group, choice, progress)
-        checkpoint = open_path_together(path, group.comm)
+        checkpoint = open_path_on_all_ranks(path, group.comm)
         return loader.load_from(state, checkpoint, group, choice, progress)
 
 

@@ -8,6 +8,7 @@ rank receives more than what it or those behind it on a route asked for.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -199,6 +200,31 @@ def _unpacked(message: bytes, width: int) -> Ints:
     kind = np.int32 if message[-1] == 4 else np.int64
     numbers = np.frombuffer(message, dtype=kind, count=(len(message) - 1) // np.dtype(kind).itemsize)
     return numbers.reshape(-1, width).astype(np.int64)
+
+
+def ranks_alike(rank: int, size: int, name: bytes) -> Rounds[list[int]]:
+    """The ranks that have the same name as this one, this one among them."""
+    import numpy as np  # noqa: PLC0415 - commands that only speak of ranks start without it
+
+    key = int.from_bytes(hashlib.sha256(name).digest()[:15])
+    own = np.array([[rank, key & (1 << 60) - 1, key >> 60]], dtype=np.int64)
+    rows = yield from route(rank, size, own[:, 1] % size, own)
+    rows = rows[np.lexsort(rows.T)]
+    answers: list[tuple[int, bytes]] = []
+    _, number = np.unique(rows[:, 1:], axis=0, return_inverse=True)
+    for group in range(int(number.max(initial=-1)) + 1):
+        alike = rows[number.reshape(-1) == group, 0]
+        answers += ((other, alike.astype("<u4").tobytes()) for other in alike.tolist())
+    ((_, told),) = yield from route_texts(rank, size, answers)
+    found: list[int] = np.sort(np.frombuffer(told, dtype="<u4")).tolist()
+    return found
+
+
+def exchange(rank: int, ranks: Sequence[int], own: bytes) -> Rounds[dict[int, bytes]]:
+    """What each of a few ranks says to the others; each of them names the same `ranks`."""
+    others = [other for other in ranks if other != rank]
+    received = yield Round([(other, own) for other in others], others)
+    return {rank: own, **dict(zip(others, received, strict=True))}
 
 
 _HEAD = struct.Struct("<III")

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ from penstock.checkpoint.commit.catalog import find_checkpoint
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.checkpoint_source import open_together
 from penstock.checkpoint.loading.loader import CheckpointLoader
+from penstock.checkpoint.plan import shared_load
 from penstock.checkpoint.state.process_group import borrowed_group, make_own_group
 from penstock.checkpoint.torch_dcp.planners import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
+from penstock.cluster import rounds
 from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.storage.capabilities import prefer_direct_access, uses_page_cache
 from penstock.testing.comm_contract import check_comm
@@ -130,6 +133,12 @@ def few_layouts(rank: int, root: Path) -> None:
     exchange_with_stock(rank, root, range(4))
 
 
+def exchange_as_in_a_large_job(rank: int, root: Path, seeds: range) -> None:
+    """Rank 0 alone parses the description, and sets of at most two ranks read for each other."""
+    with patch.object(rounds, "FAN_IN", 2), patch.object(shared_load, "FAN_IN", 2):
+        exchange_with_stock(rank, root, seeds)
+
+
 def exchange_with_stock(rank: int, root: Path, seeds: range) -> None:
     size = dist.get_world_size()
     for seed in seeds:
@@ -165,6 +174,15 @@ def test_any_layout_loads_into_any_other_and_stock_torch_agrees(told: Told) -> N
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_many_layouts_load_into_many_others(tmp_path: Path, num_ranks: int) -> None:
     on_gloo_ranks(num_ranks, exchange_with_stock, tmp_path, range(100, 160))
+
+
+def test_layouts_load_into_others_as_in_a_large_job(tmp_path: Path) -> None:
+    on_gloo_ranks(4, exchange_as_in_a_large_job, tmp_path, range(200, 203))
+
+
+@pytest.mark.slow
+def test_many_layouts_load_into_many_others_as_in_a_large_job(tmp_path: Path) -> None:
+    on_gloo_ranks(4, exchange_as_in_a_large_job, tmp_path, range(300, 360))
 
 
 def read_once(rank: int, root: Path) -> tuple[int, int]:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.support.simulated_ranks import SimulatedRanks, simulate
 
@@ -77,3 +79,16 @@ def test_a_comparison_costs_no_rank_more_than_its_digest_twice() -> None:
     job = SimulatedRanks[bool](500)
     assert all(equal for _, equal in job.run(lambda rank: rounds.all_equal(rank, 500, bytes(16))))
     assert max(cost.received_bytes for cost in job.costs) == 2 * 17 + 1
+
+
+@given(st.lists(st.sampled_from([b"", b"a", b"node-1", b"node-2"]), min_size=1, max_size=9))
+def test_ranks_learn_who_has_their_name(names: list[bytes]) -> None:
+    found = simulate(len(names), lambda rank: rounds.ranks_alike(rank, len(names), names[rank]))
+    for rank, alike in enumerate(found):
+        assert alike == [other for other, name in enumerate(names) if name == names[rank]]
+
+
+def test_few_ranks_tell_each_other_while_others_are_silent() -> None:
+    groups = [[0, 2, 3], [1], [0, 2, 3], [0, 2, 3]]
+    found = simulate(4, lambda rank: rounds.exchange(rank, groups[rank], bytes([rank])))
+    assert found == [{rank: bytes([rank]) for rank in group} for group in groups]

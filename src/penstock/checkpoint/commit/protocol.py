@@ -8,6 +8,7 @@ Invariant: a committed checkpoint is never written to, only replaced as a whole.
     .penstock-save-ID-NAME.lease   the process it belongs to; exists before the draft and until after it
     .penstock-old-ID-NAME          the older checkpoint, where folders cannot be exchanged in one step
     .penstock-gone-ID              a checkpoint or a draft that is being removed
+    .penstock-writer.lease         the process whose steps these are, see `WriterLease`
 
 publish: check all files -> manifest -> metadata -> fsync of the draft -> rename (or exchange with the older
 one) -> fsync of the parent. The folder called NAME is complete at every moment, as is the one it replaces. A
@@ -47,6 +48,9 @@ from penstock.storage.protocol import exists, read_object, write_object
 MANIFEST_NAME: Final = "penstock.json"
 METADATA_NAME: Final = ".metadata"
 LEASE_ENDING: Final = ".lease"
+HIDDEN_PREFIX: Final = ".penstock-"
+"""The beginning of all names that are not checkpoints."""
+WRITER_LEASE: Final = f"{HIDDEN_PREFIX}writer{LEASE_ENDING}"
 
 LEASE_S: Final = 900.0
 """A lease not renewed for this long has expired, if its process cannot be looked up from here."""
@@ -225,12 +229,68 @@ def is_lease_expired(text: bytes | bytearray, *, age_s: float, observer: Process
     The process decides if it can be looked up from here, else the age. A lease that cannot be parsed is
     judged by its age, too: it must never make a save fail.
     """
-    try:
-        document = json.loads(text)
-        has_ended = ProcessId(**document["owner"]).has_ended(observer=observer)
-    except (ValueError, TypeError, KeyError):
-        has_ended = None
+    owner = _lease_owner(bytes(text))
+    has_ended = None if owner is None else owner.has_ended(observer=observer)
     return age_s > LEASE_S if has_ended is None else has_ended
+
+
+class RunInUse(UsageError):
+    """Another job saves steps in the same place."""
+
+
+class WriterLease:
+    """Says which job saves steps in a storage. Two that do so would replace and remove each other's.
+
+    The process that commits calls, not collectively. A process that lives on this machine keeps the lease. Of
+    one elsewhere nobody can know whether it lives, and a job that starts anew must not wait: it takes the
+    lease, and the other learns of that at its next save.
+    """
+
+    def __init__(self, storage: Storage, *, owner: Callable[[], ProcessId] = current_process) -> None:
+        self._storage = storage
+        self._notes = defer_sync(storage, "all")
+        self._owner = owner
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Take the lease, or see that it is still ours, before a save; `RunInUse` if it is another's."""
+        own, found = lease_text(self._owner()), self._read()
+        if found == own:
+            self._is_held = True
+            return
+        other = _lease_owner(found)
+        if other is not None and (self._is_held or other.has_ended(observer=self._owner()) is False):
+            raise RunInUse(
+                f"Process {other.pid} on {other.host} saves steps here, too"
+                f"{', since this one began' if self._is_held else ''}",
+                where=self._storage.uri,
+                fix="Stop one of the two jobs, or give each a run folder and a cache of its own.",
+            )
+        write_object(self._notes, WRITER_LEASE, [own])
+        self._is_held = True
+
+    def release(self) -> None:
+        """Give the lease back if it is ours. May be called twice."""
+        try:
+            if self._is_held and self._read() == lease_text(self._owner()):
+                self._storage.delete(WRITER_LEASE)
+        except StorageError as error:
+            logger.debug("Could not remove %s: %s", WRITER_LEASE, error)
+        self._is_held = False
+
+    def _read(self) -> bytes:
+        try:
+            return bytes(read_object(self._storage, WRITER_LEASE))
+        except ObjectNotFound:
+            return b""
+
+
+def _lease_owner(text: bytes) -> ProcessId | None:
+    """Whose lease it is; None if that cannot be read."""
+    try:
+        return ProcessId(**json.loads(text)["owner"])
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def require_complete(sizes: Mapping[str, int], expected: Mapping[str, int], uri: str) -> None:
@@ -261,8 +321,6 @@ def require_complete(sizes: Mapping[str, int], expected: Mapping[str, int], uri:
         )
 
 
-HIDDEN_PREFIX: Final = ".penstock-"
-"""The beginning of all names that are not checkpoints."""
 _DRAFT: Final = re.compile(r"\.penstock-save-[0-9a-f]{16}-.+")
 _OLD: Final = re.compile(r"\.penstock-old-[0-9a-f]{16}-(?P<name>.+)")
 _GONE: Final = re.compile(r"\.penstock-gone-[0-9a-f]{16}")

@@ -26,6 +26,7 @@ from penstock.checkpoint.commit.protocol import (
     FolderDraftStore,
     Seal,
     SealParts,
+    WriterLease,
 )
 from penstock.checkpoint.commit.record_commit import RecordDraftStore
 from penstock.checkpoint.engine import SupportsDescribing
@@ -51,15 +52,23 @@ logger = logging.getLogger(__name__)
 
 
 def begin_save(
-    storage: Storage, name: str, comm: Comm, *, drafts: DraftStore | None = None
+    storage: Storage,
+    name: str,
+    comm: Comm,
+    *,
+    drafts: DraftStore | None = None,
+    lease: WriterLease | None = None,
 ) -> SaveTransaction:
     """Begin a save of a checkpoint that will be called `name`, a folder below the root. Collective.
 
-    Sweeps what dead saves left there first. All ranks must reach the same storage.
+    Sweeps what dead saves left there first. All ranks must reach the same storage. With the `lease` of a run,
+    `RunInUse` if another job has that.
     """
     draft_store = drafts or open_draft_store(storage)
 
     def start() -> Draft:
+        if lease is not None:
+            lease.hold()
         sweep_dead_saves(draft_store, storage)
         return draft_store.start(name, secrets.token_hex(8))
 

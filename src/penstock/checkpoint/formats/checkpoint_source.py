@@ -19,7 +19,7 @@ from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_paren
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.formats import safetensors, torch_save
 from penstock.checkpoint.formats.dcp_item import open_item, payload_in, tensor_bytes, undo_transforms
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, Path, read_metadata
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, Path
 from penstock.checkpoint.formats.manifest import (
     Bytes,
     ChecksummedIndex,
@@ -28,6 +28,7 @@ from penstock.checkpoint.formats.manifest import (
     join_manifest,
     read_manifest,
 )
+from penstock.checkpoint.formats.metadata_rows import read_metadata
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, StoredObject
 from penstock.cluster.comm import Comm, run_on_all_ranks, run_on_rank0
@@ -387,15 +388,6 @@ def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Checkp
 
 def _described(storage: Storage, folder: str, known: Mapping[str, bytes | None]) -> DescribedStorage:
     return DescribedStorage(storage, {_key(folder, name): content for name, content in known.items()})
-
-
-def open_path_together(path: AnyPath, comm: Comm) -> CheckpointSource:
-    """Open a checkpoint at any path or URI, of any format. Collective."""
-    return run_on_all_ranks(
-        comm,
-        lambda: open_checkpoint(path, rank=comm.rank),
-        awaiting="all ranks to open the checkpoint",
-    )
 
 
 _IDENTITY_BYTES = 128

@@ -56,16 +56,13 @@ class DcpMetadata:
         return () if self.row_transform is None else self.transforms[int(self.row_transform[row])]
 
 
-def read_metadata(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
-    """Parse a `.metadata` that torch 2.x or we wrote; `where` names it in errors."""
-    from penstock.checkpoint.formats.metadata_rows import read_rows  # noqa: PLC0415 - it needs this module
-
-    with paused_garbage_collection():
-        return read_rows(bytes(content), where) or read_pickle(content, where)
-
-
 def read_pickle(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
-    """`read_metadata`, record by record."""
+    """Parse a `.metadata` that torch 2.x or we wrote, record by record; `where` names it in errors."""
+    with paused_garbage_collection():
+        return _read_pickle(content, where)
+
+
+def _read_pickle(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
     root = read_metadata_pickle(content, where)
     if getattr(root, "kind", None) != "Metadata":
         _refuse("It is not the metadata of a checkpoint", where)

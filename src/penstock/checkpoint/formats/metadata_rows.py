@@ -23,6 +23,7 @@ from penstock.checkpoint.formats.dcp_metadata import (
     check_file_names,
     check_items,
     check_regions,
+    read_pickle,
 )
 from penstock.checkpoint.formats.metadata_writing import (
     ENDING,
@@ -68,6 +69,11 @@ class _Column(NamedTuple):
 
 class _OtherLayoutError(Exception):
     """The file is not one of ours."""
+
+
+def read_metadata(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
+    """Parse a `.metadata` that torch 2.x or we wrote; `where` names it in errors."""
+    return read_rows(bytes(content), where) or read_pickle(content, where)
 
 
 def read_rows(content: bytes, where: str) -> DcpMetadata | None:

@@ -214,6 +214,7 @@ class TieredStore:
             if self._flusher:
                 self._flusher.close()
             self._cache.close()
+            self._durable.close()
 
     def _apply_cache_retention(self) -> None:
         """Remove the oldest steps of this node's cache, except those still to be flushed."""

@@ -12,6 +12,7 @@ import errno
 import logging
 import mmap
 import os
+import pickle
 import secrets
 import socket
 import struct
@@ -19,9 +20,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from penstock.checkpoint.loading.reader import ReadSettings
 from penstock.checkpoint.saving.buffers import HUGE_PAGE_BYTES
+from penstock.cluster import rounds
 from penstock.cluster.comm import Comm
 from penstock.errors import Unavailable
 from penstock.storage.aligned import PAGE_BYTES, address_of
@@ -29,6 +32,8 @@ from penstock.storage.files.system_calls import raise_on_failure
 from penstock.storage.process_id import current_process
 
 logger = logging.getLogger(__name__)
+
+Told = TypeVar("Told")
 
 SHARED_BYTES = 128 << 20
 """Of the windows of all ranks of a host together."""
@@ -171,7 +176,8 @@ def connect_host(
     `read_bytes` is what this rank reads itself. None if no rank of the job needs it, or where it is not
     possible, which the log explains.
     """
-    if not any(comm.gather(is_needed, awaiting="which ranks share bytes")):
+    needed = rounds.any_of_all(comm.rank, comm.size, own=is_needed)
+    if not comm.carry(needed, awaiting="which ranks share bytes"):
         return None
     with ExitStack() as undo:
         links, refusal, own = None, "", None
@@ -181,16 +187,15 @@ def connect_host(
                 undo.callback(own.listener.close)
         except (OSError, Unavailable) as error:
             refusal = str(error)
-        seats = comm.gather(
-            _Seat(own.address if own else "", refusal), awaiting="the addresses of ranks of one host"
-        )
+        seat = _Seat(own.address if own else "", refusal)
+        seats = _tell_host(comm, ranks, seat, "the addresses of ranks of one host")
         refusal = next((seats[rank].refusal for rank in ranks if seats[rank].refusal), "")
         if own is not None and not refusal:
             try:
                 links = own.connect(comm.rank, {rank: seats[rank].address for rank in ranks})
             except (OSError, Unavailable) as error:
                 refusal = str(error)
-        refusals = comm.gather(refusal, awaiting="ranks of one host to connect")
+        refusals = _tell_host(comm, ranks, refusal, "ranks of one host to connect")
     refusal = next((refusals[rank] for rank in ranks if refusals[rank]), "")
     if not refusal:
         return links
@@ -205,6 +210,13 @@ def connect_host(
             refusal,
         )
     return None
+
+
+def _tell_host(comm: Comm, ranks: Sequence[int], own: Told, awaiting: str) -> dict[int, Told]:
+    """What each rank of this host says."""
+    told = comm.carry(rounds.exchange(comm.rank, ranks, pickle.dumps(own)), awaiting=awaiting)
+    # Ranks of one job trust each other: a process that can send here already runs code as this user.
+    return {rank: pickle.loads(text) for rank, text in told.items()}  # noqa: S301 - as said
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.checkpoint.formats.dcp_item import HEAD_BYTES
-from penstock.checkpoint.plan.load_plan import missing_elements
+from penstock.checkpoint.plan.load_plan import missing_elements, uncovered
 from penstock.checkpoint.plan.region_arithmetic import find_overlaps
 from penstock.checkpoint.plan.save_plan import RANK_MARK, find_stored_name
 from penstock.checkpoint.state.leaves import matches_pattern
@@ -134,11 +134,12 @@ def build_requests(
     item_index: ByteItemIndex,
     *,
     converts: bool,
-    where: str,
+    where: str | None,
 ) -> LoadRequests:
     """What this rank wants. Raises `UsageError` where state and checkpoint do not match.
 
-    Raises `DataDamaged` where the checkpoint lacks a part of what it lists. `converts` allows other dtypes.
+    Raises `DataDamaged` where the checkpoint, called `where`, lacks a part of what it lists; None: that is
+    not looked at. `converts` allows other dtypes.
     """
     numbers = {facts.name: number for number, facts in enumerate(index.tensors)}
     objects = {stored.name: number for number, stored in enumerate(index.objects)}
@@ -158,7 +159,8 @@ def build_requests(
         else:
             raise _kinds_differ(name, stored_name, is_tensor=name in own)
     regions = Regions.from_rows(rows)
-    check_covered(index, regions, where)
+    if where is not None:
+        check_covered(index, regions, where)
     return build_matched_requests(regions, tuple(names), wanted_objects, index, item_index)
 
 
@@ -210,14 +212,8 @@ def check_covered(index: CheckpointIndex, regions: Regions, where: str) -> None:
     missing = missing_elements(index.stored.regions, regions)
     rows = np.flatnonzero(missing)
     if len(rows):
-        facts = index.tensors[int(regions.tensor[rows[0]])]
-        offsets, sizes = regions.region(int(rows[0]), len(facts.shape))
-        raise DataDamaged(
-            f"{int(abs(missing[rows[0]]))} elements of {facts.name!r} at {list(offsets)} of {list(sizes)} are"
-            f" {'in no piece' if missing[rows[0]] > 0 else 'in several pieces'} of the checkpoint",
-            where=where,
-            fix="Load an older checkpoint; this one was saved incompletely.",
-        )
+        row = int(rows[0])
+        raise uncovered(index.tensors[int(regions.tensor[row])], regions, row, int(missing[row]), where)
 
 
 def _unpackings(index: CheckpointIndex, item_index: ByteItemIndex, regions: Regions) -> tuple[Unpacking, ...]:

@@ -28,9 +28,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.checkpoint.commit.catalog import CheckpointRef
+from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, open_parent
 from penstock.checkpoint.engine import LoadChoice, State
-from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_together
+from penstock.checkpoint.formats.checkpoint_source import (
+    CheckpointSource,
+    open_checkpoint,
+    open_folder,
+    open_together,
+)
 from penstock.checkpoint.formats.dcp_item import load_object
 from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
 from penstock.checkpoint.loading import load_requests
@@ -38,13 +43,16 @@ from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute
 from penstock.checkpoint.loading.host_links import HostLinks, connect_host, name_host
 from penstock.checkpoint.loading.placement import Target, cut_region
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settings_for_cached
+from penstock.checkpoint.loading.shared_opening import SharedCheckpoint, open_shared
 from penstock.checkpoint.loading.stateful_parts import LoadedParts, StoredNames, loading_into
-from penstock.checkpoint.plan import load_plan
+from penstock.checkpoint.plan import load_plan, shared_load
 from penstock.checkpoint.plan.save_plan import RANK_MARK
+from penstock.checkpoint.plan.shared_plan import Place
 from penstock.checkpoint.state.leaves import Leaf, require_dict
 from penstock.checkpoint.state.process_group import RankGroup
-from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, element_sizes
+from penstock.checkpoint.state.regions import Bools, CheckpointIndex, Ints, Regions, element_sizes
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
+from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent
@@ -95,14 +103,14 @@ class CheckpointLoader:
         progress: Progress | None = None,
     ) -> LoadReport:
         """Fill `state` from a committed checkpoint. Collective."""
-        checkpoint = open_together(stored.storage, stored.committed.folder, stored.uri, group.comm)
+        checkpoint = open_on_all_ranks(stored, group.comm)
         return self.load_from(state, checkpoint, group, choice, progress, readable=stored.readable)
 
     @paused_garbage_collection()
     def load_from(
         self,
         state: State,
-        checkpoint: CheckpointSource,
+        opened: CheckpointSource | SharedCheckpoint,
         group: RankGroup,
         choice: LoadChoice,
         progress: Progress | None = None,
@@ -115,12 +123,11 @@ class CheckpointLoader:
         given on all ranks or on none.
         """
         require_dict(state)
-        stored = StoredNames(checkpoint.index, checkpoint.paths)
+        source = opened.source if isinstance(opened, SharedCheckpoint) else opened
+        stored = StoredNames(source.index, source.paths)
         prefixes = {key: load_requests.apply_rename(f"{key}.", choice.rename or {}) for key in state}
         with loading_into(state, stored, prefixes) as parts:
-            return self._load(
-                parts, checkpoint, group, choice, progress=progress or Silent(), readable=readable
-            )
+            return self._load(parts, opened, group, choice, progress=progress or Silent(), readable=readable)
 
     def close(self) -> None:
         """Free the buffers. May be called twice."""
@@ -129,7 +136,7 @@ class CheckpointLoader:
     def _load(
         self,
         parts: LoadedParts,
-        checkpoint: CheckpointSource,
+        opened: CheckpointSource | SharedCheckpoint,
         group: RankGroup,
         choice: LoadChoice,
         *,
@@ -137,14 +144,17 @@ class CheckpointLoader:
         readable: Sequence[str] | None,
     ) -> LoadReport:
         start_s, comm = time.perf_counter(), group.comm
-        checkpoint = replace(checkpoint, index=load_requests.locate_payloads(checkpoint, comm))
-        item_index = load_requests.index_byte_items(checkpoint.index)
-        matched = _match_on_all_ranks(parts, checkpoint, item_index, choice, comm)
-        requests = matched.requests
-        is_cached = readable is None and _is_cached(checkpoint, item_index, requests)
-        plan, links = self._plan(
-            checkpoint, item_index, requests, comm, is_cached=is_cached, readable=readable
-        )
+        if isinstance(opened, SharedCheckpoint):
+            matched = _match_on_all_ranks(parts, opened.source, choice, comm, is_outline=True)
+            checkpoint, plan, links, is_cached = self._plan_shared(opened, matched.requests, comm)
+        else:
+            checkpoint = replace(opened, index=load_requests.locate_payloads(opened, comm))
+            matched = _match_on_all_ranks(parts, checkpoint, choice, comm, is_outline=False)
+            is_cached = readable is None and _is_cached(checkpoint, matched.requests)
+            plan, links = self._plan(
+                checkpoint, matched.requests, comm, is_cached=is_cached, readable=readable
+            )
+        requests, item_index = matched.requests, load_requests.index_byte_items(checkpoint.index)
         planned_s = time.perf_counter()
         targets = [*matched.targets, *item_targets(requests, item_index)]
         context = LoadContext(
@@ -178,7 +188,6 @@ class CheckpointLoader:
     def _plan(
         self,
         checkpoint: CheckpointSource,
-        item_index: load_requests.ByteItemIndex,
         requests: load_requests.LoadRequests,
         comm: Comm,
         *,
@@ -186,6 +195,7 @@ class CheckpointLoader:
         readable: Sequence[str] | None,
     ) -> tuple[load_plan.LoadPlan, HostLinks | None]:
         """What this rank does, and its links to the ranks of its host if they share bytes. Collective."""
+        item_index = load_requests.index_byte_items(checkpoint.index)
         nothing = Regions.from_rows(())
         # A rank that finds everything in its page cache takes it from there: each exchange costs more.
         own_wish = (nothing if is_cached else requests.regions, name_host() if comm.size > 1 else "")
@@ -203,8 +213,8 @@ class CheckpointLoader:
                 item_index.stored, element_bytes, wanted, self._options, readable=readable_by_rank
             )
 
-        def plan_own(shared: load_plan.SharedLoadPlan, hosts: Ints | None) -> load_plan.LoadPlan:
-            return load_plan.plan_rank_load(shared, element_bytes, comm.rank, self._options, hosts=hosts)
+        def plan_own(shared: load_plan.SharedLoadPlan, near: Ints | None) -> load_plan.LoadPlan:
+            return load_plan.plan_rank_load(shared, element_bytes, comm.rank, self._options, near=near)
 
         links = None
         # Where all ranks find everything cached, as all of them know now, nothing is left to share.
@@ -217,41 +227,101 @@ class CheckpointLoader:
                     uri=checkpoint.uri,
                     fix="Restore the file on one of their nodes, or load another step.",
                 ) from error
-            hosts = _number_hosts([host for _, host in wishes])
-            near = plan_own(shared, hosts) if len(np.unique(hosts)) < comm.size else None
-            links = None if near is None else self._link(near, element_bytes, hosts, comm)
+            hosts = [host for _, host in wishes]
+            named = [rank for rank, host in enumerate(hosts) if host and host == hosts[comm.rank]]
+            near = np.array(named, dtype=np.int64)
+            if len(set(hosts)) < comm.size:
+                links = self._link(plan_own(shared, near), element_bytes, near, comm)
             if not is_cached:
-                return (near if near is not None and links is not None else plan_own(shared, None)), links
+                return plan_own(shared, None if links is None else near), links
         wanted = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
         return plan_own(plan_wanted(wanted), None), links
 
+    def _plan_shared(
+        self, opened: SharedCheckpoint, requests: load_requests.LoadRequests, comm: Comm
+    ) -> tuple[CheckpointSource, load_plan.LoadPlan, HostLinks | None, bool]:
+        """The checkpoint as far as this rank needs it, what `_plan` returns, and whether it is cached."""
+        wanted, is_cached = requests.regions, False
+
+        def shares(described: shared_load.DescribedRows) -> Bools:
+            nonlocal is_cached
+            is_cached = _is_cached(opened.with_rows(described), requests)
+            return np.full(len(wanted), not is_cached)
+
+        found = comm.carry(
+            shared_load.find_rows(
+                Place(comm.rank, comm.size),
+                tensors=opened.source.index.tensors,
+                num_objects=opened.num_objects,
+                described=opened.described,
+                wanted=wanted,
+                shares=shares,
+                where=opened.source.uri,
+            ),
+            awaiting="where in the checkpoint all ranks find what they want",
+        )
+        near = np.array(
+            comm.carry(
+                rounds.ranks_alike(comm.rank, comm.size, (name_host() or f"rank {comm.rank}").encode()),
+                awaiting="all ranks to name their hosts",
+            )
+        )
+        checkpoint = opened.with_rows(found.described)
+        item_index = load_requests.index_byte_items(checkpoint.index)
+        element_bytes = element_sizes(item_index.tensors)
+
+        def plan(near: Ints) -> load_plan.LoadPlan:
+            return shared_load.plan_own_load(
+                comm.rank,
+                item_index.stored,
+                element_bytes,
+                wanted,
+                found=found,
+                options=self._options,
+                near=near,
+            )
+
+        planned = plan(near)
+        links = self._link(planned, element_bytes, near, comm)
+        if links is None and planned.shares_on_host:
+            planned = plan(np.array([comm.rank]))
+        return checkpoint, planned, links, is_cached
+
     def _link(
-        self, plan: load_plan.LoadPlan, element_bytes: Ints, hosts: Ints, comm: Comm
+        self, plan: load_plan.LoadPlan, element_bytes: Ints, near: Ints, comm: Comm
     ) -> HostLinks | None:
-        """Connect the ranks of this host if they share bytes and can. Collective."""
+        """Connect the ranks of this host, `near`, if they share bytes and can. Collective."""
         own = plan.regions.take(slice(plan.num_own))
         return connect_host(
             comm,
-            np.flatnonzero(hosts == hosts[comm.rank]).tolist(),
+            near.tolist() or [comm.rank],
             settings=self._buffers.settings,
             read_bytes=int(own.num_bytes(element_bytes).sum()),
             is_needed=plan.shares_on_host,
         )
 
 
-def _number_hosts(names: Sequence[str]) -> Ints:
-    """A number for each rank, equal on one host; a rank whose host has no name shares it with nobody."""
-    numbers = {name: number for number, name in enumerate(names) if name}
-    return np.array([numbers.get(name, rank) for rank, name in enumerate(names)], dtype=np.int64)
+def open_on_all_ranks(stored: CheckpointRef, comm: Comm) -> CheckpointSource | SharedCheckpoint:
+    """Open a committed checkpoint. Collective."""
+    folder, uri = stored.committed.folder, stored.uri
+    # What only some ranks can read is divided by those who know of all files.
+    if comm.size >= rounds.FAN_IN and stored.readable is None:
+        return open_shared(comm, stored.storage, lambda: open_folder(stored.storage, folder, uri))
+    return open_together(stored.storage, folder, uri, comm)
 
 
-def _is_cached(
-    checkpoint: CheckpointSource,
-    item_index: load_requests.ByteItemIndex,
-    requests: load_requests.LoadRequests,
-) -> bool:
+def open_path_on_all_ranks(path: AnyPath, comm: Comm) -> CheckpointSource | SharedCheckpoint:
+    """Open a checkpoint at any path or URI, of any format. Collective."""
+    awaiting = "all ranks to open the checkpoint"
+    if comm.size < rounds.FAN_IN:
+        return run_on_all_ranks(comm, lambda: open_checkpoint(path, rank=comm.rank), awaiting=awaiting)
+    storage, _ = run_on_all_ranks(comm, lambda: open_parent(path, rank=comm.rank), awaiting=awaiting)
+    return open_shared(comm, storage, lambda: open_checkpoint(path, rank=comm.rank))
+
+
+def _is_cached(checkpoint: CheckpointSource, requests: load_requests.LoadRequests) -> bool:
     """Whether this machine's page cache has all files in which this rank wants something."""
-    stored = item_index.stored
+    stored = load_requests.index_byte_items(checkpoint.index).stored
     wanted = np.isin(stored.regions.tensor, requests.regions.tensor)
     files = np.unique(stored.file[wanted]).tolist()
     return are_resident(checkpoint.storage, [checkpoint.key(checkpoint.index.files[file]) for file in files])
@@ -269,37 +339,48 @@ def _storage_past_cache(
 def _match_on_all_ranks(
     parts: LoadedParts,
     checkpoint: CheckpointSource,
-    item_index: load_requests.ByteItemIndex,
     choice: LoadChoice,
     comm: Comm,
+    *,
+    is_outline: bool,
 ) -> _MatchedState:
-    """Match, and see to it that some rank takes each name of the parts that were asked for. Collective."""
+    """Match, and see to it that some rank takes each name of the parts that were asked for. Collective.
+
+    An outline does not say where anything is, so whether all of it is there is seen later.
+    """
+    item_index = load_requests.index_byte_items(checkpoint.index)
 
     def match() -> _MatchedState:
-        return _match_state(parts.state, checkpoint, item_index, choice, comm.rank)
+        return _match_state(parts.state, checkpoint, item_index, choice, comm.rank, is_outline=is_outline)
 
     awaiting = "all ranks to match their state with the checkpoint"
     matched = run_on_all_ranks(comm, match, awaiting=awaiting)
     own = find_untaken(parts, matched.selection, choice)
     # Nearly always all ranks take everything, so this is one small message.
-    if not any(comm.gather(bool(own), awaiting=awaiting)):
+    if not comm.carry(rounds.any_of_all(comm.rank, comm.size, own=bool(own)), awaiting=awaiting):
         return matched
     names = np.array(parts.stored.names, dtype=np.object_)
     whole = [name for name in own if parts.is_whole(name)]
-    masks = np.array([_mark(names, some) for some in (matched.selection.stored_names.values(), own, whole)])
-    everyone = np.array(comm.gather(np.packbits(masks, axis=1), awaiting=awaiting))
-    taken, untaken, required = np.unpackbits(np.bitwise_or.reduce(everyone), axis=1, count=len(names)).astype(
-        np.bool_
-    )
+    masks = [_mark(names, some) for some in (matched.selection.stored_names.values(), own, whole)]
+    taken, untaken, required = _on_any_rank(np.array(masks), comm, awaiting)
     added = parts.add(set(names[untaken & ~taken].tolist()))
-    everyone = np.array(comm.gather(np.packbits(_mark(names, added)), awaiting=awaiting))
-    placed = np.unpackbits(np.bitwise_or.reduce(everyone), count=len(names)).astype(np.bool_)
+    (placed,) = _on_any_rank(np.array([_mark(names, added)]), comm, awaiting)
     is_lost = untaken & ~taken & ~placed
     if choice.strict and (is_lost & required).any():
         raise untaken_error(names[is_lost & required].tolist())
     if (lost := names[is_lost].tolist()) and comm.rank == 0:
         logger.warning("Not loaded, as no part of the state takes it: %s", name_some(lost, 10))
     return run_on_all_ranks(comm, match, awaiting=awaiting) if placed.any() else matched
+
+
+def _on_any_rank(masks: Bools, comm: Comm, awaiting: str) -> Bools:
+    """Where some rank has a mark. All ranks have masks of one shape."""
+    own = np.packbits(masks, axis=1)
+    number = int.from_bytes(own.tobytes())
+    combined = rounds.mask_of_all(comm.rank, comm.size, number, num_bytes=own.size)
+    found = comm.carry(combined, awaiting=awaiting).to_bytes(own.size)
+    packed = np.frombuffer(found, dtype=np.uint8).reshape(own.shape)
+    return np.unpackbits(packed, axis=1, count=masks.shape[1]).astype(np.bool_)
 
 
 def _mark(names: NDArray[np.object_], marked: Collection[str]) -> NDArray[np.bool_]:
@@ -338,6 +419,8 @@ def _match_state(
     item_index: load_requests.ByteItemIndex,
     choice: LoadChoice,
     rank: int,
+    *,
+    is_outline: bool,
 ) -> _MatchedState:
     local_state, index = collect_for_load(state), checkpoint.index
     stored_names = [facts.name for facts in index.tensors] + [stored.name for stored in index.objects]
@@ -350,7 +433,7 @@ def _match_state(
         index,
         item_index,
         converts=choice.convert_dtypes,
-        where=checkpoint.uri,
+        where=None if is_outline else checkpoint.uri,
     )
     load_requests.require_lengths(checkpoint, item_index, requests.items)
     targets = [_target(local_state, requests, item_index, row) for row in range(len(requests.names))]

@@ -414,7 +414,7 @@ class Block:
 
 
 def plan_blocks(spans: Sequence[Span], *, block_bytes: int, alignment_bytes: int) -> list[Block]:
-    """Blocks for `spans`, which are sorted by file and beginning.
+    """Blocks for `spans`, which are in runs that are sorted by file and beginning.
 
     Blocks begin at multiples of `alignment_bytes`, as `block_bytes` is one; they end where the spans do, and
     a reader may round the end up within its file.
@@ -439,7 +439,8 @@ def _extents(spans: Sequence[Span]) -> Iterator[tuple[int, int, int, int]]:
     """Runs of spans with small gaps: first and last (exclusive) span, first byte and end."""
     first, end = 0, spans[0].end if spans else 0
     for number, span in enumerate(spans):
-        if span.file != spans[first].file or span.begin > end + GAP_BYTES:
+        is_back = span.begin < spans[max(number - 1, first)].begin
+        if span.file != spans[first].file or is_back or span.begin > end + GAP_BYTES:
             yield first, number, spans[first].begin, end
             first, end = number, span.end
         end = max(end, span.end)

@@ -24,6 +24,7 @@ from penstock.checkpoint.commit.catalog import (
     local_path,
     parse_step,
 )
+from penstock.checkpoint.commit.protocol import WriterLease
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save, write_into
 from penstock.cluster.comm import Comm, all_gather_results, format_cause, run_on_rank0
 from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError
@@ -105,6 +106,7 @@ class DurableStore:
         self.comm = comm
         self.keep = keep
         self.timeout_s = timeout_s
+        self._lease = WriterLease(catalog.storage)
 
     def steps(self) -> list[int]:
         """All committed steps."""
@@ -112,7 +114,7 @@ class DurableStore:
 
     def open(self, name: str, *, is_last: bool = False) -> DurableSlot:  # noqa: ARG002 - all are durable
         """A draft on the durable level."""
-        return DurableSlot(self, begin_save(self.catalog.storage, name, self.comm))
+        return DurableSlot(self, begin_save(self.catalog.storage, name, self.comm, lease=self._lease))
 
     def candidates(self, wanted: int | None) -> list[int]:
         """The steps that rank 0 sees."""
@@ -139,7 +141,8 @@ class DurableStore:
         return {}
 
     def close(self) -> None:
-        """Do nothing: a save ends with its commit."""
+        """Give the lease back."""
+        self._lease.release()
 
 
 class DurableSlot:

@@ -22,8 +22,8 @@ from penstock.checkpoint.plan.region_arithmetic import (
     region_table,
     split_large,
 )
-from penstock.checkpoint.state.regions import Bools, Ints, Regions, StoredRegions
-from penstock.errors import PenstockError
+from penstock.checkpoint.state.regions import Bools, Ints, Regions, StoredRegions, TensorFacts
+from penstock.errors import DataDamaged, PenstockError
 
 
 class UnreadableFile(PenstockError):
@@ -33,7 +33,7 @@ class UnreadableFile(PenstockError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pieces:
+class Pieces:
     """The intersections of wanted regions with units; sorted by unit."""
 
     want: Ints
@@ -42,7 +42,7 @@ class _Pieces:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Requests:
+class Requests:
     """Which rank wants which of the distinct wanted regions, as which of its rows; sorted by region."""
 
     want: Ints
@@ -64,8 +64,8 @@ class SharedLoadPlan:
     share_regions: Regions
     share_rank: Ints
     share_round: Ints
-    pieces: _Pieces
-    requests: _Requests
+    pieces: Pieces
+    requests: Requests
 
 
 def missing_elements(stored: Regions, wanted: Regions) -> Ints:
@@ -74,6 +74,17 @@ def missing_elements(stored: Regions, wanted: Regions) -> Ints:
     stored_elements = np.zeros(len(wanted), dtype=np.int64)
     np.add.at(stored_elements, met.left, met.regions.num_elements)
     return wanted.num_elements - stored_elements
+
+
+def uncovered(facts: TensorFacts, regions: Regions, row: int, missing: int, where: str) -> DataDamaged:
+    """The error for a wanted region whose elements are not all stored exactly once."""
+    offsets, sizes = regions.region(row, len(facts.shape))
+    return DataDamaged(
+        f"{abs(missing)} elements of {facts.name!r} at {list(offsets)} of {list(sizes)} are"
+        f" {'in no piece' if missing > 0 else 'in several pieces'} of the checkpoint",
+        where=where,
+        fix="Load an older checkpoint; this one was saved incompletely.",
+    )
 
 
 def plan_load(
@@ -94,7 +105,7 @@ def plan_load(
     rows = np.concatenate([np.arange(len(regions)) for regions in wanted])
     groups = group_equal_rows(region_table(all_wanted))
     order = np.argsort(groups.number, kind="stable")
-    requests = _Requests(groups.number[order], ranks[order], rows[order])
+    requests = Requests(groups.number[order], ranks[order], rows[order])
 
     met = find_overlaps(all_wanted.take(groups.first), stored.regions)
     source, regions = _without_wide_gaps(
@@ -105,7 +116,7 @@ def plan_load(
     hulls = _hulls(regions, stored.regions.take(row))
     units = group_equal_rows(np.concatenate([row[:, None], region_table(hulls)], axis=1))
     by_unit = np.argsort(units.number, kind="stable")
-    pieces = _Pieces(want[by_unit], units.number[by_unit], regions.take(by_unit))
+    pieces = Pieces(want[by_unit], units.number[by_unit], regions.take(by_unit))
     unit_row, unit_regions = row[units.first], hulls.take(units.first)
 
     sets = _reader_sets(pieces, requests, stored.file[unit_row], readable, len(units))
@@ -224,7 +235,7 @@ def _without_wide_gaps(
 
 
 def _reader_sets(
-    pieces: _Pieces, requests: _Requests, file: Ints, readable: Bools | None, num_units: int
+    pieces: Pieces, requests: Requests, file: Ints, readable: Bools | None, num_units: int
 ) -> RankSets:
     """Which ranks may read each unit: those that want it and can open it, or if there are none, all that can.
 
@@ -262,15 +273,15 @@ def _able_sets(wanting: RankSets, number: Ints, file: Ints, readable: Bools) -> 
 
 
 def plan_rank_load(
-    shared: SharedLoadPlan, element_bytes: Ints, rank: int, options: LoadOptions, *, hosts: Ints | None = None
+    shared: SharedLoadPlan, element_bytes: Ints, rank: int, options: LoadOptions, *, near: Ints | None = None
 ) -> LoadPlan:
     """What one rank reads, where that goes, and what the rank receives from others.
 
-    `hosts` has a number for each rank: ranks with the same one see what any of them reads, without messages.
+    `near` are the ranks of this one's host, which see what any of them reads, without messages.
     """
 
     def is_near(ranks: Ints) -> Bools:
-        return np.asarray(ranks == rank if hosts is None else hosts[ranks] == hosts[rank])
+        return np.asarray(ranks == rank if near is None else (ranks == rank) | np.isin(ranks, near))
 
     own = np.flatnonzero(shared.share_rank == rank)
     out = _deliveries_of_shares(shared, own)

@@ -95,6 +95,19 @@ class RankSets:
         begin = self.start[number]
         return self.members[begin : begin + self.size[number]]
 
+    def of_rows(self, group: Ints) -> RankSets:
+        """The same sets for rows of these groups."""
+        return RankSets(self.of_group[group], self.start, self.size, self.members)
+
+    def sums(self) -> Ints:
+        """Four numbers for each set, which no two sets share."""
+        sums = np.zeros((len(self), 2), dtype=np.uint64)
+        if len(self):
+            once = scramble(self.members.astype(np.uint64))
+            for column, values in enumerate((once, scramble(once))):
+                sums[:, column] = np.add.reduceat(values, self.start)
+        return sums.view(np.int32).reshape(len(self), 4).astype(np.int64)
+
 
 def find_rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
     """The set of ranks of each group, from (group, rank) pairs in any order, repeats allowed.

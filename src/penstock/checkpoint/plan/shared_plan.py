@@ -193,18 +193,13 @@ class _Planned:
         """To whom, and: row, lowest holder, its row, duty (see `_Answers`), sum and size of the set."""
         sets, first = self.sets, self.first[self.region]
         of_row = sets.of_group[self.region]
-        sums = np.zeros((len(sets), 2), dtype=np.uint64)
-        if len(sets):
-            once = arithmetic.scramble(sets.members.astype(np.uint64))
-            for column, values in enumerate((once, arithmetic.scramble(once))):
-                sums[:, column] = np.add.reduceat(values, sets.start)
         table = np.column_stack(
             [
                 self.row,
                 self.rank[first],
                 self.row[first],
                 np.where(self._repeats(), REPEATED, self.is_written[self.region]),
-                sums.view(np.int32).reshape(len(sets), 4)[of_row],
+                sets.sums()[of_row],
                 sets.size[of_row],
             ]
         )

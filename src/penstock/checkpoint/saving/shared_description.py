@@ -8,13 +8,14 @@ places in `.metadata`.
 
 from __future__ import annotations
 
-import pickle
+import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.checkpoint.engine import RankSaveStats
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, Descriptors, Path
 from penstock.checkpoint.formats.manifest import (
     OPENING,
@@ -40,7 +41,7 @@ from penstock.cluster import rounds
 from penstock.cluster.rounds import Round, Rounds
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.engine import RankSaveStats, ShareContents, WrittenFile, WrittenShare
+    from penstock.checkpoint.engine import ShareContents, WrittenFile, WrittenShare
 
 KEPT_BYTES = 64 << 20
 """Spans of so many bytes in all are received once, and kept while the files are written."""
@@ -59,7 +60,7 @@ class RankDescription:
     stats: tuple[RankSaveStats, ...]
     """Of all ranks."""
     lengths: Ints
-    """(ranks, spans)."""
+    """(ranks, spans), on rank 0."""
     sizes: Mapping[str, int]
     writing: MetadataWriting
 
@@ -99,22 +100,52 @@ def describe(
     texts = _manifest_spans(share, contents, numbers.total + first.object)
     spans = (*writing.spans(part, first), *texts)
     ((_, all_bytes),) = yield from rounds.count_before(*place, [sum(map(len, spans))])
-    lengths = np.array([[place.rank, *map(len, spans)]], dtype=np.int64)
-    lengths = yield from rounds.route(*place, np.zeros(1, dtype=np.int64), lengths)
-    told = pickle.dumps((share.stats, [(file.name, file.size_bytes) for file in share.files]))
-    reports = yield from rounds.route_texts(*place, [(0, told)])
-    # Ranks of one job trust each other: a process that can send here already runs code as this user.
-    known = [pickle.loads(text) for _, text in reports]  # noqa: S301 - as said
-    packed = pickle.dumps(tuple(stats for stats, _ in known))
-    stats: tuple[RankSaveStats, ...] = pickle.loads((yield from rounds.from_rank0(*place, packed)))  # noqa: S301
+    sizes = [[place.rank, number, len(span)] for number, span in enumerate(spans) if span]
+    rows = np.array(sizes, dtype=np.int64).reshape(-1, 3)
+    rows = yield from rounds.route(*place, np.zeros(len(rows), dtype=np.int64), rows)
+    lengths = np.zeros((place.size if place.rank == 0 else 0, NUM_SPANS), dtype=np.int64)
+    lengths[rows[:, 0], rows[:, 1]] = rows[:, 2]
+    reports = yield from rounds.route_texts(*place, [(0, _pack_report(share))])
+    known = [_unpack_report(text) for _, text in reports]
+    figures = yield from rounds.from_rank0(*place, b"".join(figures for figures, _ in known))
     return RankDescription(
         place,
         spans,
         all_bytes <= KEPT_BYTES,
-        stats,
-        lengths[np.argsort(lengths[:, 0]), 1:],
-        dict(pair for _, files in known for pair in files),
+        tuple(
+            RankSaveStats(**dict(zip(_FIELDS, values, strict=True)))
+            for values in _FIGURES.iter_unpack(figures)
+        ),
+        lengths,
+        {name: size for _, files in known for name, size in files.items()},
         writing,
+    )
+
+
+_FIGURES = struct.Struct("<iqq6fq")
+"""All fields of `RankSaveStats`, in their order; seconds to seven digits."""
+_FIELDS = tuple(each.name for each in fields(RankSaveStats))
+
+
+def _pack_report(share: WrittenShare) -> bytes:
+    """What rank 0 gets from each rank, in few bytes: figures, and the names and sizes of files."""
+    sizes = np.array([file.size_bytes for file in share.files], dtype="<i8")
+    names = "\0".join(file.name for file in share.files).encode("utf-8", "surrogatepass")
+    return _FIGURES.pack(*astuple(share.stats)) + struct.pack("<I", len(sizes)) + sizes.tobytes() + names
+
+
+def _unpack_report(text: bytes) -> tuple[bytes, dict[str, int]]:
+    """The figures, still packed, and the size of each file."""
+    begin = _FIGURES.size + 4
+    (count,) = struct.unpack_from("<I", text, begin - 4)
+    sizes = np.frombuffer(text, dtype="<i8", count=count, offset=begin).tolist()
+    names = text[begin + 8 * count :].decode("utf-8", "surrogatepass").split("\0")
+    return text[: _FIGURES.size], dict(zip(names[:count], sizes, strict=True))
+
+
+def _unpack_figures(packed: bytes) -> tuple[RankSaveStats, ...]:
+    return tuple(
+        RankSaveStats(**dict(zip(_FIELDS, values, strict=True))) for values in _FIGURES.iter_unpack(packed)
     )
 
 

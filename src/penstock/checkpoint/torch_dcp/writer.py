@@ -27,8 +27,9 @@ from penstock.checkpoint.commit.protocol import Draft, Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.engine import WrittenFile, WrittenShare
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
-from penstock.checkpoint.formats.dcp_metadata import VERSION, read_metadata
+from penstock.checkpoint.formats.dcp_metadata import VERSION
 from penstock.checkpoint.formats.manifest import build_manifest, manifest_bytes
+from penstock.checkpoint.formats.metadata_rows import read_metadata
 from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, SharedSavePlan, plan_rank_files
 from penstock.checkpoint.saving.file_layout import (
     FileLayout,

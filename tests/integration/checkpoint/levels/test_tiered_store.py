@@ -108,11 +108,13 @@ def test_old_steps_leave_the_caches(keep_cached: int | None, tmp_path: Path) -> 
 
 def test_an_abandoned_slot_leaves_nothing_in_any_cache(tmp_path: Path) -> None:
     def give_up(comm: ThreadComm) -> None:
-        slot = keeper_of(comm, tmp_path).open("step-1")
+        keeper = keeper_of(comm, tmp_path)
+        slot = keeper.open("step-1")
         slot.path("rank.bin").write_bytes(b"half")
         comm.barrier(awaiting="all ranks to have written half")
         slot.abandon()
         slot.abandon()
+        keeper.close()
 
     on_ranks(RANKS, give_up)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

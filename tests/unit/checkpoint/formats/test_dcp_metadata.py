@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata, read_pickle
-from penstock.checkpoint.formats.metadata_rows import read_rows
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, read_pickle
+from penstock.checkpoint.formats.metadata_rows import read_metadata, read_rows
 from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.state.regions import ELEMENT_TYPES, UNKNOWN
 from penstock.errors import DataDamaged, UsageError

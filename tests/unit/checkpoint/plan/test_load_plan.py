@@ -58,7 +58,8 @@ def plans_of(
 ) -> list[LoadPlan]:
     item_bytes = element_sizes(tensors)
     shared = plan_load(stored, item_bytes, wanted, options)
-    return [plan_rank_load(shared, item_bytes, rank, options, hosts=hosts) for rank in range(len(wanted))]
+    near = [None if hosts is None else np.flatnonzero(hosts == hosts[rank]) for rank in range(len(wanted))]
+    return [plan_rank_load(shared, item_bytes, rank, options, near=each) for rank, each in enumerate(near)]
 
 
 def by_twos(wanted: list[Regions]) -> Ints:

@@ -11,8 +11,8 @@ from penstock.checkpoint.commit import transaction
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.commit.transaction import begin_save, write_into
 from penstock.checkpoint.engine import SaveChoice
-from penstock.checkpoint.formats.dcp_metadata import read_metadata
 from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.formats.metadata_rows import read_metadata
 from penstock.checkpoint.saving import shared_description
 from penstock.checkpoint.saving.saver import Saver
 from penstock.checkpoint.state.process_group import RankGroup
