@@ -129,8 +129,11 @@ def measure(repetitions: int) -> list[Ratio]:
             unit="M events a second (theirs: DuckDB's read_json)",
         )
         for kind, command in ours_runs.items():
-            ours_mib, their_mib = _run(command)[2], _run(their_runs[kind])[2]
-            print(f"  memory, {kind}: {ours_mib:.0f} MiB, theirs {their_mib:.0f} MiB")
+            (_, ours_s, ours_mib), (_, their_s, their_mib) = _run(command), _run(their_runs[kind])
+            print(
+                f"  {kind}: {ours_s:.2f} CPU s and {ours_mib:.0f} MiB,"
+                f" theirs {their_s:.2f} CPU s and {their_mib:.0f} MiB"
+            )
         _print_questions(folder)
     return ratios
 

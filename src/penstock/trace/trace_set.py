@@ -177,6 +177,8 @@ def open_trace_set(
     """
     with TemporaryDirectory(prefix="penstock-trace-") as folder, duckdb.connect() as connection:
         connection.execute("SET temp_directory = ?", [folder])
+        # A question asks several times of the same tables.
+        connection.execute("SET parquet_metadata_cache = true")
         # Without times among them, nobody can see the order of events, and sorting them takes time.
         wanted = (columns | event_filter.columns()) or frozenset(("ts_us",))
         tables: list[_OpenTable] = []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -292,3 +293,20 @@ def test_error_of_a_query_shows_the_query_alone(traces: Path, capsys: pytest.Cap
     shown, caret = said[said.index("LINE 2:") :].splitlines()[:2]
     assert shown == "LINE 2:   nope FROM events"
     assert caret.index("^") == shown.index("nope")
+
+
+def test_a_question_imports_nothing_that_takes_longer_than_its_answer(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, Writing(events=1000))
+    program = (
+        "import os, sys; from penstock.cli.app import main; "
+        "code = main(['trace', 'ops', sys.argv[1], '--json']); "
+        "print([name for name in ('pandas', 'pyarrow.compute') if name in sys.modules], file=sys.stderr); "
+        "sys.exit(code or 'OPENBLAS_NUM_THREADS' in os.environ)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(trace)],
+        capture_output=True, text=True, timeout=100, check=True, env=environment,
+    )  # fmt: skip
+    assert json.loads(ran.stdout)["rows"]
+    assert ran.stderr.splitlines()[0] == "[]"
