@@ -1,8 +1,10 @@
 """`penstock storage probe` beside fio on the same disk, and against storages whose limits are known.
 
 Streams: fio runs psync threads, one block in flight each, O_DIRECT: exactly what the probe's streams do.
-Jobs: both keep blocks of one file in flight by io_uring in one thread. The goal of both is a ratio of 1:
-neither slower than the disk allows nor faster than the truth.
+Jobs: fio keeps blocks of one file in flight by io_uring, or one by psync; the probe whichever of its two ways
+is faster, from ordinary pages as fio's. (From huge pages, which the probe uses otherwise, large blocks are
+faster: the device is told of fewer pieces.) The goal of both is a ratio of 1: neither slower than the disk
+allows nor faster than the truth.
 
     python benchmarks/storage_probe.py            everything, five rounds of each comparison
     python benchmarks/storage_probe.py jobs       one part: streams, jobs, knee, stall, loops
@@ -10,12 +12,14 @@ neither slower than the disk allows nor faster than the truth.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -67,7 +71,7 @@ def compare_streams(repetitions: int) -> list[Ratio]:
 
 
 def compare_jobs(repetitions: int) -> list[Ratio]:
-    """Six jobs of one thread with blocks in flight, each beside fio's."""
+    """Six jobs with blocks of one file in flight, each beside fio's."""
     return [
         ratio
         for job in JOBS
@@ -142,9 +146,19 @@ def _our_job(folder: str, job: tuple[str, int, int]) -> Mapping[str, float]:
         is_sequential=not pattern.startswith("rand"),
         depth=depth,
     )
-    seen = _load(f"direct://{folder}", shape, loops=("io_uring",))
+    with _ordinary_pages():
+        seen = _load(f"direct://{folder}", shape)
     # The mean over the whole time, as fio's.
     return {_job_name(job): float(np.mean([one.operations_per_s for one in seen.saturation.intervals]))}
+
+
+@contextmanager
+def _ordinary_pages() -> Iterator[None]:
+    """Have no huge pages in this process."""
+    set_thp_disable = partial(ctypes.CDLL(None).prctl, 41)
+    set_thp_disable(1, 0, 0, 0)
+    yield
+    set_thp_disable(0, 0, 0, 0)
 
 
 def _fio_job(folder: str, job: tuple[str, int, int]) -> Mapping[str, float]:
@@ -152,7 +166,8 @@ def _fio_job(folder: str, job: tuple[str, int, int]) -> Mapping[str, float]:
     path = Path(folder) / "peer.job"
     if not path.exists():
         _fio(folder, "write", 8 << 20, f"--size={SIZE_BYTES}", f"--filename={path.name}", "--end_fsync=1")
-    options = (f"--size={SIZE_BYTES}", "--ioengine=io_uring", f"--iodepth={depth}", f"--filename={path.name}")
+    engine = ("--ioengine=io_uring", f"--iodepth={depth}") if depth > 1 else ("--ioengine=psync",)
+    options = (f"--size={SIZE_BYTES}", f"--filename={path.name}", *engine)
     side = _fio(
         folder, pattern, block_bytes, *options, "--randrepeat=0", "--time_based", f"--runtime={SECONDS}"
     )
@@ -164,13 +179,12 @@ def _load(
     shape: LoadShape,
     *,
     size_bytes: int = SIZE_BYTES,
-    loops: tuple[str, ...] = ("threads", "io_uring"),
     rates: tuple[float, ...] | None = (),
     seconds: float = SECONDS,
     wrap: Callable[[Storage], Storage] = lambda storage: storage,
 ) -> LoadResult:
     request = LoadRequest(
-        shape=shape, size_bytes=size_bytes, seconds=seconds, max_seconds=seconds, loops=loops, rates=rates
+        shape=shape, size_bytes=size_bytes, seconds=seconds, max_seconds=seconds, rates=rates
     )
     folder = ProbeFolder(parse_uri(uri), "penstock-probe-bench", comm=SoloComm(), environment={}, options={})
     with folder as place:

@@ -21,10 +21,12 @@ from penstock.bench.probe.io_uring import READ, WRITE, RequestRing
 from penstock.bench.probe.load_plan import LoadShape
 from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
 from penstock.bench.probe.probe_folder import ProbeFolder
+from penstock.bench.probe.probe_page import make_probe_page
 from penstock.bench.probe.probe_plan import Part
 from penstock.cluster.comm import Comm, SoloComm
 from penstock.errors import StorageError, Unavailable, UsageError
 from penstock.progress import Silent
+from penstock.reports.answer_page import render_answer_page
 from penstock.storage import Storage
 from penstock.storage.uri import parse_uri
 from penstock.testing.faults import FailAtCall
@@ -238,3 +240,16 @@ def test_fio_accepts_the_job_file_of_everything_that_was_measured(tmp_path: Path
 def test_a_job_file_of_objects_is_refused() -> None:
     with pytest.raises(UsageError, match="on files"):
         fio_job_file(_probe("mem://x", "knee"))
+
+
+@pytest.mark.parametrize(
+    ("part", "figure"),
+    [("knee", "the knee is at "), ("metadata", "files a second: create "), ("best", "reads with ")],
+)
+def test_each_part_alone_has_a_page_that_answers_first(part: Part, figure: str) -> None:
+    page = make_probe_page(_probe("mem://x", part, load=LoadShape(depth=2, read_percent=50)))
+    assert page.banner.figure.startswith(figure)
+    assert page.first or part == "metadata"
+    text = render_answer_page(page)
+    assert ("Up to the knee: random 128 KiB operations (50 % reads)" in text) == (part == "knee")
+    assert ("Accelerators that this storage feeds" in text) == (part != "metadata")

@@ -170,13 +170,16 @@ def _p99_ms(latencies: NDArray[np.int64]) -> float | None:
 def _growth(seen: OperationTimes) -> float:
     """By how much latency grows per time, from medians of the first and last quarter, which a stall keeps.
 
-    While a storage answers A of R operations a second that are due, latency grows by 1 - A/R a second.
+    While a storage answers A of R operations a second that are due, latency grows by 1 - A/R a second. Where
+    that was given up, the share of operations that never began says as much.
     """
+    never = float(np.mean(seen.begun == seen.ended))
     first, last = np.quantile(seen.due, (0.25, 0.75))
     early, late = seen.due <= first, seen.due >= last
     apart_ns = float(np.median(seen.due[late]) - np.median(seen.due[early]))
     latencies = seen.latencies
-    return float(np.median(latencies[late]) - np.median(latencies[early])) / apart_ns if apart_ns else 0.0
+    slower_ns = float(np.median(latencies[late]) - np.median(latencies[early]))
+    return max(never, slower_ns / apart_ns if apart_ns else 0.0)
 
 
 def interval_s(seconds: float) -> float:

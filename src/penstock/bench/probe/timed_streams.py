@@ -6,7 +6,6 @@ anew before each write keeps content generation out of the timed section.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bench.probe.probe_plan import ProbeStep
+from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import PenstockError, StorageTimeout
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -226,9 +226,10 @@ class Blocks:
     """`num_blocks` blocks of `block_bytes` each, for one stream on one thread."""
 
     def __init__(self, num_blocks: int, block_bytes: int, *, stream_id: int) -> None:
-        self._memory = mmap.mmap(-1, num_blocks * _whole_pages(block_bytes))
+        # The same memory as the pipeline of checkpoints has: a limit must not be lower for its small pages.
+        memory = WarmMemory(num_blocks * _whole_pages(block_bytes))
         random = np.random.Generator(np.random.SFC64(stream_id))
-        words = np.frombuffer(self._memory, dtype=np.uint64)
+        words = np.frombuffer(memory.view, dtype=np.uint64)
         words[:] = random.integers(0, 2**64, size=words.size, dtype=np.uint64)
         self._words = words.reshape(num_blocks, -1)
         self._views = [memoryview(row).cast("B")[:block_bytes] for row in self._words]  # type: ignore[arg-type]

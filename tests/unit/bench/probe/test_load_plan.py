@@ -78,6 +78,13 @@ def test_a_storage_that_fails_light_load_is_asked_for_less_and_then_given_up() -
     assert len(points) < MOST_POINTS
 
 
+def test_a_load_that_was_given_up_did_not_hold_even_if_it_is_the_only_one() -> None:
+    due = np.array(arrivals(1000, SECONDS, rank=0, num_ranks=1))
+    given_up = np.full_like(due, 3 * NS)
+    point = describe_load(_times(due, given_up, given_up), rate_per_s=1000, seconds=SECONDS)
+    assert find_knee([point]) is None
+
+
 def test_every_operation_that_a_stall_held_up_is_counted_from_when_it_was_due() -> None:
     due = np.array(arrivals(1000, 4, rank=0, num_ranks=1))
     phase = due % (2 * NS)
