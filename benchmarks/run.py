@@ -27,6 +27,7 @@ BENCHMARKS = (
     "content",
     "formats",
     "training",
+    "small_files",
     "trace_load",
     "trace_capture",
     "parity",

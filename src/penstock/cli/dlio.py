@@ -278,7 +278,7 @@ class _Stages:
         )
         with self.terminal.progress() as progress:
             result = train(request, self.storage, comm=self.comm, progress=progress)
-        self.terminal.notes((*result.stages.remarks, *result.train.notes))
+        self.terminal.notes((*result.stages.remarks, *result.train.notes, *result.stages.advice))
         self._print_log_of_run()
 
     def _run_checkpoints(self) -> None:

@@ -159,7 +159,8 @@ def run_training(plan: PlannedTraining, *, comm: Comm, terminal: Terminal) -> Tr
                 format_logs=partial(capture_training_output, remarks=plan.request.remarks),
             )
             result = add_run(plan.session, plan.request, storage, comm=comm, observer=observer)
-    terminal.notes((*result.stages.remarks, *reconciliation_notes(result.stages.deliveries)))
+    stages = result.stages
+    terminal.notes((*stages.remarks, *reconciliation_notes(stages.deliveries), *stages.advice))
     return result
 
 

@@ -77,16 +77,13 @@ class RankSamples:
 def count_rank_share(order: RankEpoch, *, num_steps: int, full_steps: int) -> RankSamples:
     """A rank's share of `num_steps` steps, of an epoch that would have `full_steps`."""
     sharding = order.sharding
+    taken_samples, full_samples = num_steps * sharding.batch_size, full_steps * sharding.batch_size
     taken = left_out = SampleSet()
-    before = 0
-    for items in order.pieces():
+    for start, items in order.pieces_around(taken_samples, full_samples):
         sizes = sharding.sizes(items)
-        begins = before + np.cumsum(sizes) - sizes
-        taken += summarize_samples(items, np.clip(num_steps * sharding.batch_size - begins, 0, sizes))
-        left_out += summarize_samples(
-            items, np.clip(begins + sizes - full_steps * sharding.batch_size, 0, sizes)
-        )
-        before += int(sizes.sum())
+        begins = start + np.cumsum(sizes) - sizes
+        taken += summarize_samples(items, np.clip(taken_samples - begins, 0, sizes))
+        left_out += summarize_samples(items, np.clip(begins + sizes - full_samples, 0, sizes))
     return RankSamples(taken=taken, left_out=left_out)
 
 

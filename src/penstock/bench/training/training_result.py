@@ -5,7 +5,7 @@ Utilization is in percent.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from penstock.bench.loader.loader_protocol import LoaderOptions
 from penstock.bench.page_cache_eviction import CacheEviction
@@ -17,6 +17,9 @@ from penstock.results.phase_figures import PhaseFigures
 from penstock.results.utilization import EpochRate
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
+
+SLOW_START_S: Final = 10.0
+"""Workers that take longer to start are worth a remark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,19 @@ class Stages:
     storage_options: Mapping[str, OptionValue]
     counters: Counters
     deliveries: tuple[IoReconciliation, ...] = ()
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What would make the next run of this kind quicker."""
+        started_s = self.loader_start_s + self.ceiling_s
+        if self.loader.document().get("context") != "spawn" or started_s < SLOW_START_S:
+            return ()
+        advice = (
+            f"Starting worker processes anew took most of {started_s:.0f} s before the first step: "
+            "reader.multiprocessing_context=fork starts them in a fraction of that, and forkserver in less "
+            "where the storage's library does not survive a fork"
+        )
+        return (advice,)
 
     def sentences(self) -> tuple[str, ...]:
         """What was done outside of the score, and how long it took: for the log."""

@@ -21,6 +21,7 @@ from penstock.bench.training.sample_sharding import (
     shard_training,
 )
 from penstock.bench.training.training_plan import (
+    RankSamples,
     SampleSet,
     count_rank_share,
     eval_epochs,
@@ -131,6 +132,28 @@ def test_files_of_some_steps_are_those_of_their_samples_and_come_once(
         found = [number for piece in order.file_numbers(num_samples) for number in piece.tolist()]
         assert set(found) == set(numbers)
         assert len(found) == len(set(found))
+
+
+@given(
+    deals().map(lambda one: replace(one, samples_per_file=7, group=1)),
+    st.sampled_from([1, 3, 7]),
+    st.integers(0, 9),
+)
+def test_a_share_of_a_few_steps_is_counted_without_the_items_between(
+    one: Sharding, item_samples: int, num_steps: int
+) -> None:
+    order = RankEpoch(replace(one, item_samples=item_samples), rank=0, epoch=1)
+    full_steps = order.count_samples() // one.batch_size
+    num_steps = min(num_steps, full_steps)
+    share = count_rank_share(order, num_steps=num_steps, full_steps=full_steps)
+    items = np.concatenate([*order.pieces(), np.zeros(0, np.int64)])
+    begins = np.cumsum(order.sharding.sizes(items)) - order.sharding.sizes(items)
+    taken = np.clip(num_steps * one.batch_size - begins, 0, order.sharding.sizes(items))
+    ends = begins + order.sharding.sizes(items)
+    left_out = np.clip(ends - full_steps * one.batch_size, 0, order.sharding.sizes(items))
+    assert share == RankSamples(
+        taken=summarize_samples(items, taken), left_out=summarize_samples(items, left_out)
+    )
 
 
 def test_where_the_division_is_even_every_sample_comes_once() -> None:
