@@ -23,13 +23,19 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from penstock.checkpoint.commit import protocol
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
 from penstock.storage import Storage
-from penstock.storage.capabilities import SupportsConditionalWrites, defer_sync
+from penstock.storage.capabilities import SupportsConditionalWrites, defer_sync, find_folder_tree
 from penstock.storage.protocol import ObjectInfo, read_described
 
 RECORD_NAME: Final = "penstock-commit.json"
 _SAVE: Final = re.compile(r"(?P<folder>(?P<name>[^/]+)/[0-9a-f]{16})(\.lease|/.+)")
+_FOLDER: Final = re.compile(r"[^/]+/[0-9a-f]{16}")
 _VERSION: Final = 1
 NUM_DELETING_THREADS: Final = 4
+
+
+def is_written_once(storage: Storage, folder: str) -> bool:
+    """Whether these are the files of one save alone, that no other save of the name will ever replace."""
+    return _FOLDER.fullmatch(folder) is not None and find_folder_tree(storage) is None
 
 
 class RecordDraftStore(protocol.DraftStore):

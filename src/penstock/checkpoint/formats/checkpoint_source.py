@@ -8,15 +8,18 @@ of `.metadata` matched, and ranks that open together see the same description or
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
+from penstock.checkpoint.commit.record_commit import is_written_once
 from penstock.checkpoint.formats import safetensors, torch_save
 from penstock.checkpoint.formats.dcp_item import open_item, payload_in, tensor_bytes, undo_transforms
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, Path
@@ -71,6 +74,11 @@ class CheckpointSource:
     archive: torch_save.TorchSaveArchive | None = None
     identity: bytes = b""
     """What differs in any other checkpoint of this name; empty where that is unknown."""
+
+    def require_unmixed(self) -> None:
+        """Raise `CheckpointReplaced` if what was read of it may be of two saves."""
+        if not is_written_once(self.storage, self.folder):
+            self.require_current()
 
     def require_current(self) -> None:
         """Raise `CheckpointReplaced` if this is no longer the checkpoint of its name."""
@@ -397,6 +405,11 @@ _NUM_READINGS = 5
 
 def _read_description(storage: Storage, folder: str) -> dict[str, bytes | None]:
     """`.metadata` and manifest of one and the same save, by name: None for one that is missing."""
+    if is_written_once(storage, folder):
+        keys = [_key(folder, METADATA_NAME), _key(folder, MANIFEST_NAME)]
+        with ThreadPoolExecutor(len(keys)) as threads:
+            metadata, manifest = threads.map(partial(_read_if_any, storage), keys)
+        return {METADATA_NAME: metadata, MANIFEST_NAME: manifest}
     for _ in range(_NUM_READINGS):
         manifest = _read_if_any(storage, _key(folder, MANIFEST_NAME))
         metadata = _read_if_any(storage, _key(folder, METADATA_NAME))

@@ -452,7 +452,7 @@ def _finish(
     """The objects by leaf name, when all bytes have arrived and are known to be of one save."""
     if rank == 0:
         # Not all bytes can be verified: those of a region that nobody wants whole have no checksum.
-        checkpoint.require_current()
+        checkpoint.require_unmixed()
     return unpack(checkpoint, item_index, requests, targets, trust=trust)
 
 
