@@ -6,7 +6,7 @@ are to be kept, also after an interruption. What a killed run left unfinished th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -112,9 +112,8 @@ def measure_plan(
         removed = reclaimed, remove_leftovers(storage, plan.in_storage, request.layout)
     reclaimed, left = comm.broadcast(removed, awaiting="rank 0 to remove what earlier runs left")
     ceiling = _measure_ceiling(request, comm=comm) if request.measures_ceiling else None
-    progress.begin("cache operations", len(operations))
-    progress.enter("working", unit="operations", times=comm.size)
-    engine = IoEngine(storage, operations, request.layout, request.engine, advance=progress.advance)
+    advance = _begin_progress(progress, len(operations), comm.size)
+    engine = IoEngine(storage, operations, request.layout, request.engine, advance=advance)
     before = storage.counters.snapshot()
     try:
         with (
@@ -175,6 +174,12 @@ def _beside_entries(request: CacheRequest, storage: Storage, *, is_writer: bool)
     finally:
         for key in () if request.keeps else files:
             storage.delete(key)
+
+
+def _begin_progress(progress: RunProgress, num_operations: int, num_ranks: int) -> Callable[[float], None]:
+    progress.begin("cache operations", num_operations)
+    progress.enter("working", unit="operations", times=num_ranks)
+    return progress.advance
 
 
 def _search_load(

@@ -7,6 +7,7 @@ when, and what to do.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,8 +101,24 @@ def collected(parent: Path) -> Path:
 PAGES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
     "training": (trained, {"Passed?": "passed", "How much": "AU 98.02 %"}),
     "checkpoints": (checkpointed, {"Passed?": "passed", "How much": "5 GiB of llama3-8b: written with 5.00"}),
-    "comparison": (compared, {"Passed?": "slower", "Since": "nothing differs in what was asked"}),
-    "probe": (probed, {"Passed?": "measured", "How much": "reads ", "To do": "Read with at least "}),
+    "comparison": (
+        compared,
+        {
+            "Passed?": "slower",
+            "How much": "unet3d_h100-",
+            "Limited by": "unet3d_h100-",
+            "Since": "nothing differs in what was asked",
+        },
+    ),
+    "probe": (
+        probed,
+        {
+            "Passed?": "measured",
+            "How much": "reads with ",
+            "Limited by": "the storage, or this host: the fastest were ",
+            "To do": "Read with at least ",
+        },
+    ),
     "sweep": (
         swept,
         {
@@ -112,7 +129,16 @@ PAGES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
             "To do": "Look at the first run that failed: runs/6/report.html",
         },
     ),
-    "plan": (planned, {"Passed?": "best", "To do": "Save every "}),
+    "plan": (
+        planned,
+        {
+            "Passed?": "best",
+            "How much": "cache with xor, flushed every 10, every ",
+            "Limited by": "4.75 s that training waits at each checkpoint, and node failures every 75 h",
+            "Since": "the first checkpoint",
+            "To do": "Save every ",
+        },
+    ),
     "levels": (
         levels,
         {
@@ -123,7 +149,10 @@ PAGES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
             "To do": "Wait, or run `penstock checkpoint flush` on each node.",
         },
     ),
-    "cluster": (collected, {"How much": "1 of 1 hosts answered", "Since": "the facts of "}),
+    "cluster": (
+        collected,
+        {"How much": "1 of 1 hosts answered, with ", "Since": f"the facts of {datetime.now(UTC):%Y-%m-%d} "},
+    ),
 }
 
 

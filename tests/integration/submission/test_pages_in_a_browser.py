@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.page_checks import check_page
+from tests.support.page_checks import check_page, read_banner
 from tests.support.submission.numbered_tree import valid_submission
 from tests.support.submission.timed_tree import valid_round
 
@@ -73,8 +73,18 @@ def test_the_page_of_verdicts_fits_its_screen_and_filters_as_one_asks(
     assert seen.answers["found"] == "fail structure.folders"
 
 
-def test_the_page_of_verdicts_can_be_read_by_all_and_on_paper(browser: Browser, verdicts: Path) -> None:
+def test_the_page_of_verdicts_answers_first_and_can_be_read_by_all_and_on_paper(
+    browser: Browser, verdicts: Path
+) -> None:
     check_page(browser, verdicts)
+    assert read_banner(verdicts) == {
+        "Passed?": "invalid",
+        "How much": "2 results: 1 valid, 1 invalid",
+        "Limited by": "structure.folders, structure.system",
+        "Since": "closed/bad/results/fast/unet3d: bad/ has no systems/",
+        "To do": "Add systems/ beside results/.",
+        "Troubles": "",
+    }
 
 
 FIGURES: dict[str, str] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
+import penstock
 from penstock.cli.app import app
 from penstock.cli.options import (
     Group,
@@ -325,3 +327,25 @@ def test_missing_libraries_of_a_group_name_its_extra() -> None:
     assert isinstance(error, Unavailable)
     assert "penstock[trace]" in str(error)
     assert isinstance(CliRunner().invoke(tools, ["fail"]).exception, ModuleNotFoundError)
+
+
+def test_a_letter_is_short_for_the_same_option_in_every_verb() -> None:
+    meanings: dict[str, set[str]] = {}
+    for command in VERBS.values():
+        for _, declaration, _ in command.declared:
+            for letter in (name for name in declaration.names if len(name) == 2):
+                meanings.setdefault(letter, set()).update(set(declaration.names) - {letter})
+    assert meanings.pop("-o") <= {"--output", "--out", "--output-dir"}
+    assert meanings.pop("-O") == {"--option"}
+    assert all(len(options) == 1 for options in meanings.values()), meanings
+
+
+def test_pages_that_messages_name_are_there() -> None:
+    root = Path(penstock.__file__).parents[2]
+    named = {
+        topic
+        for module in Path(penstock.__file__).parent.rglob("*.py")
+        for topic in re.findall(r"`penstock docs ([a-z][a-z-]+)", module.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert {topic for topic in named if not (root / "docs" / f"{topic}.md").is_file()} == set()

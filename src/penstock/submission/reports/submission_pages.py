@@ -1,10 +1,12 @@
 """HTML pages: the verdicts of checked results with their findings, and the figures of reported results."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.reports.answer_page import Banner, Look
 from penstock.reports.html_page import Cell, make_table, render_page
 from penstock.reports.plots import DotPlot, plan_dot_plot
 from penstock.submission.check import CheckedResult
@@ -47,6 +49,7 @@ def verdicts_page(
         "submission_verdicts.html",
         title=f"Results judged by the rules of {edition}",
         subtitle=", ".join(f"{count} {verdict}" for verdict, count in count_verdicts(checked).items()),
+        banner=_answer(checked),
         boxes=[
             {"group": group, "verdict": verdict.value, "is_ticked": tick} for group, verdict, tick in ticks
         ],
@@ -55,6 +58,56 @@ def verdicts_page(
         results=list(map(_lay_out_verdicts, checked)),
         without_results=empty,
         for_the_reviewer=for_the_reviewer,
+    )
+
+
+_GRAVITY: Final = (Validity.INVALID, Validity.NOT_CHECKED, Validity.VALID)
+
+
+def _count(results: Sequence[object]) -> str:
+    return f"{len(results)} result{'s' * (len(results) != 1)}"
+
+
+def _answer(checked: Sequence[CheckedResult]) -> Banner:
+    """What the page says first: the gravest verdict, the rules behind it, where they fail first, the fix."""
+    counts = Counter(result.verdict for result in checked)
+    by_verdict = [f"{counts[one]} {one.value}" for one in reversed(_GRAVITY) if counts[one]]
+    gravest = next((one for one in _GRAVITY if any(r.verdict is one for r in checked)), Validity.NOT_CHECKED)
+    wanted = {Validity.INVALID: Verdict.FAIL, Validity.NOT_CHECKED: Verdict.NOT_CHECKED}.get(gravest)
+    found = [(result, each) for result in checked for each in result.findings if each.verdict is wanted]
+    rules = Counter(each.rule for _, each in found)
+    shown = ", ".join(f"{rule} ({num})" if num > 1 else rule for rule, num in rules.most_common(4))
+    return Banner(
+        verdict=gravest.value,
+        look=Look(_LOOK[gravest]),
+        figure=f"{_count(checked)}: {', '.join(by_verdict)}",
+        limited_by=(shown + (" ..." if len(rules) > 4 else "")) or "no rule",
+        since=f"{found[0][0].name}: {found[0][1].proof}"
+        if found
+        else "every rule that can be checked is kept",
+        to_do=next((each.fix for _, each in found if each.fix), "")
+        or "See what is left for the reviewer, at the end of this page.",
+    )
+
+
+def _answer_figures(reports: Sequence["ResultReport"]) -> Banner:
+    """The same of figures: what was recomputed, and which of them scatter or are missing."""
+    banner = _answer([report.checked for report in reports])
+    outliers = [
+        f"{report.checked.name}: {figure.name} of {outlier.run}"
+        for report in reports
+        for figure in report.figures.computed
+        for outlier in figure.spread.outliers
+    ]
+    missing = [f"{report.checked.name}: {text}" for report in reports for text in report.figures.missing]
+    num_figures = sum(len(report.figures.computed) for report in reports)
+    return replace(
+        banner,
+        figure=f"{banner.figure}; {num_figures} figures recomputed from their runs",
+        troubles=[
+            *([f"{len(outliers)} outliers, the first {outliers[0]}"] if outliers else []),
+            *([f"{len(missing)} figures could not be recomputed, the first {missing[0]}"] if missing else []),
+        ],
     )
 
 
@@ -128,7 +181,8 @@ def figures_page(reports: Sequence["ResultReport"], edition: str) -> str:
     return render_page(
         "submission_figures.html",
         title="Figures of a submission",
-        subtitle=f"{len(reports)} results, {edition}",
+        subtitle=f"{_count(reports)}, {edition}",
+        banner=_answer_figures(reports),
         summary=make_table([summary_row(report) for report in reports], numbers=("accelerators",)),
         sections=list(map(_lay_out_figures, reports)),
         confidence=f"{CONFIDENCE:.0%}",
