@@ -106,11 +106,10 @@ def measure_plan(
 ) -> CacheResult:
     """The same without a record of its own: `folder` takes the counters of hosts. Collective."""
     plan, operations = request.plan, request.plan.share_of(comm.rank, comm.size)
-    removed = None
-    if comm.rank == 0:
-        reclaimed = reclaim_unfinished(storage, older_than_s=request.stale_s)
-        removed = reclaimed, remove_leftovers(storage, plan.in_storage, request.layout)
-    reclaimed, left = comm.broadcast(removed, awaiting="rank 0 to remove what earlier runs left")
+    left = comm.broadcast(
+        _clear_store(request, storage) if comm.rank == 0 else None,
+        awaiting="rank 0 to remove what earlier runs left",
+    )
     ceiling = _measure_ceiling(request, comm=comm) if request.measures_ceiling else None
     advance = _begin_progress(progress, len(operations), comm.size)
     engine = IoEngine(storage, operations, request.layout, request.engine, advance=advance)
@@ -151,8 +150,7 @@ def measure_plan(
         "over_workload": cache_timeline.hits_over_time(plan),
         "over_run": _gather_timeline(engine, operations, times, comm),
         "most_stored_bytes": plan.most_stored_bytes(comm.size),
-        "reclaimed_objects": reclaimed,
-        **asdict(left),
+        **left,
         "ceiling": ceiling,
         "cold": _gather_cold(storage, engine, comm).document(),
         "deliveries": [asdict(delivery) for delivery in deliveries],
@@ -161,6 +159,13 @@ def measure_plan(
         "peak_rss_bytes": comm.gather(peak_rss_bytes(), awaiting="all ranks' memory"),
     }
     return CacheResult(document=document, times=times)
+
+
+def _clear_store(request: CacheRequest, storage: Storage) -> dict[str, int]:
+    """Make the store as the plan expects it; what was there, in figures."""
+    reclaimed = reclaim_unfinished(storage, older_than_s=request.stale_s)
+    left = remove_leftovers(storage, request.plan.in_storage, request.layout)
+    return {"reclaimed_objects": reclaimed, **asdict(left)}
 
 
 @contextmanager
@@ -200,14 +205,25 @@ def _search_load(
             load_p95_ms=times.loads.percentile_ms(95) or 0.0,
             lag_p95_ms=times.lags.percentile_ms(95) or 0.0,
             is_complete=result.is_right,
+            in_flight=(times.reads.sum_ns + times.writes.sum_ns) / max(times.elapsed_ns, 1) / comm.size,
         )
 
+    # The first load, unless one is asked for, is what the storage takes at most: small loads take long.
     found = find_sustained_load(
-        measure, objective_ms=request.objective_ms, first=request.engine.speedup or 1.0
+        measure,
+        objective_ms=request.objective_ms,
+        first=request.engine.speedup or _most_speedup(request, measure),
     )
     result = results[(found.best or found.points[-1]).speedup]
     document = result.document | {"ceiling": ceiling, "sustained": found.document(users=request.users)}
     return replace(result, document=document)
+
+
+def _most_speedup(request: CacheRequest, measure: Callable[[float], LoadPoint]) -> float:
+    """The pace of the workload at which the storage would be busy all the time."""
+    rate = measure(0.0).requests_per_s
+    span_s = float(request.plan.operations["time_s"].max(initial=0.0))
+    return rate * span_s / request.plan.num_requests if rate and span_s else 1.0
 
 
 def _times_document(request: CacheRequest, times: Times) -> dict[str, Any]:

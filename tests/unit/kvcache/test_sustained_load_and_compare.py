@@ -32,6 +32,22 @@ def test_search_finds_the_load_within_ten_percent(limit: float) -> None:
     assert found.document(users=100)["users"] == int(100 * found.best.speedup)
 
 
+def test_search_ends_where_an_idle_storage_misses_the_objective() -> None:
+    def measure(speedup: float) -> LoadPoint:
+        return LoadPoint(
+            speedup=speedup,
+            requests_per_s=speedup,
+            load_p95_ms=700 + 100 * speedup,
+            lag_p95_ms=0.0,
+            is_complete=True,
+            in_flight=4 * speedup,
+        )
+
+    found = find_sustained_load(measure, objective_ms=500)
+    assert found.best is None
+    assert [point.speedup for point in found.points] == [1, 0.5, 0.25, 0.125, 0.0625, 0.03125]
+
+
 def test_a_storage_that_lags_behind_or_misses_sustains_nothing() -> None:
     points = iter((False, True) * 20)
 
