@@ -55,6 +55,7 @@ training generate unet3d_h100 {SMALL} --data data
 training verify unet3d_h100 {SMALL} --data data
 training run unet3d_h100 {SMALL} --data data --results runs --trace traces
 training run unet3d_h100 {SMALL} --data data --results runs
+training run --loader my_batches:make --batch-time 1ms --results own
 storage probe data --size 1MiB --streams 1 --blocks 1MiB
 storage probe data --size 1MiB --streams 1 --measure knee,metadata --seconds 0.1 --max-seconds 1
 storage probe data --size 1MiB --measure knee --mix 0 --rates 1000000 --seconds 0.1 --max-seconds 1
@@ -124,6 +125,7 @@ def gather(folder: Path) -> Iterator[dict[str, Any]]:
     """What the commands print in a folder, one after the other, in this process: it has imported them."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", PREPARE], cwd=folder, check=True, env=environment)
+    (folder / "my_batches.py").write_text("def make(): return [[1, 2]] * 8\n", encoding="utf-8")
     for line in COMMANDS.strip().splitlines():
         runs, kvruns = (sorted(map(str, folder.glob(names))) for names in ("runs/unet3d*", "kvruns/kv*"))
         named = {"RUN": [Path(run).name for run in runs[:1]], "RUNS": runs, "KVRUNS": kvruns}
@@ -148,7 +150,9 @@ def infer(values: list[Any]) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": kinds[0] if len(kinds) == 1 else kinds}
     objects = [value for value in values if isinstance(value, dict)]
     if objects:
-        shared = set.intersection(*(set(value) for value in objects))
+        always = set.intersection(*(set(value) for value in objects))
+        # An empty object says nothing about the keys of those that are not.
+        shared = set.intersection(*(set(value) for value in objects if value)) if any(objects) else always
         names = sorted(set().union(*objects))
         if not all(_FIELD.fullmatch(name) for name in names):
             schema["additionalProperties"] = infer([item for value in objects for item in value.values()])
@@ -156,7 +160,8 @@ def infer(values: list[Any]) -> dict[str, Any]:
             schema["properties"] = {
                 name: infer([value[name] for value in objects if name in value]) for name in names
             }
-            schema["required"] = sorted(shared)
+            if always:
+                schema["required"] = sorted(always)
     items = [item for value in values if isinstance(value, list) for item in value]
     if items:
         schema["items"] = infer(items)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import CLOSED_GATES, DataOptions, PageOption, WorkloadOptions
 from penstock.cli.options import arguments, group, option, required, verb
+from penstock.cli.own_loader import RunOptions, run_users_loader
 from penstock.cli.parsers import FOLDER_URI, TEXT, whole
 from penstock.cli.rank_options import ranked
 from penstock.cli.run_reports import view_training
 from penstock.cli.terminal import Terminal, table
-from penstock.cli.training_request import TrainingRunOptions, plan_training, run_training
+from penstock.cli.training_request import plan_training, run_training
 from penstock.cluster.comm import Comm
 
 if TYPE_CHECKING:
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     from penstock.workflows.accelerator_sweep import SweepResult
 
 
-@ranked(TrainingRunOptions, is_followed=True)
-def run(options: TrainingRunOptions, comm: Comm, terminal: Terminal) -> int:
+@ranked(RunOptions, is_followed=True)
+def run(options: RunOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Run a training workload with emulated computation and report accelerator utilization (AU).
 
-    One rank is one accelerator. The data set is evicted from the page cache before each epoch.
+    One rank is one accelerator. The data set is evicted from the page cache before each epoch. With --loader
+    MODULE:FACTORY the loader is your own, as it is: the result says where each second of waiting goes.
 
     Examples:
 
@@ -35,7 +37,14 @@ def run(options: TrainingRunOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock training run unet3d --accelerator h100 --data /data/unet3d --results runs \
         --set workflow.checkpoint=true --set checkpoint.steps_between_checkpoints=10 --checkpoints /data/saves
+
+      penstock training run --loader my_data:make_loader --batch-time 250ms --results runs --epochs 2
+
+      penstock training run --loader my_data:make_loader --step my_model:train --results runs --try workers=8
     """
+    if options.has_own_loader:
+        run_users_loader(options, comm=comm, terminal=terminal)
+        return 0
     plan = plan_training(options, comm=comm, terminal=terminal)
     if plan.is_stopped:
         return CLOSED_GATES

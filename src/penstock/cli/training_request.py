@@ -57,7 +57,8 @@ class TrainingRunOptions:
     loader: str | None = option(
         "--loader",
         NAME,
-        "Read with this loader: native, pytorch, or one of an installed extension (default: native).",
+        "Read with this loader: native, pytorch, one of an installed extension, or your own: MODULE:FACTORY "
+        "(default: native).",
     )
     reader: str | None = option(
         "--reader", NAME, "Read all files with this format of an installed extension."

@@ -21,6 +21,7 @@ from penstock.results.history.history_file import HistoryFile, RunEntry
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.pages.run_page import leave_run_page
 from penstock.results.phase_figures import PhaseFigures
+from penstock.workload.spec import Workload
 
 
 class ActiveRun:
@@ -110,15 +111,19 @@ class ActiveRun:
         train: PhaseFigures | None = None,
         evaluation: PhaseFigures | None = None,
         deliveries: Sequence[IoReconciliation] = (),
+        workload: Workload | None = None,
         is_right: bool = True,
     ) -> None:
         """Close the run with its figures; times rank by rank stay with the step events.
 
         `is_right` is false if it read wrong bytes, which its command tells by its exit code.
+        `workload` is what turned out to be run, where that could not be known before.
         """
         self._exit_code = 0 if is_right else 1
+        values = self.record.workload if workload is None else run_record.workload_values(workload)
         self.record = replace(
             self.record,
+            workload=values,
             train=_without_rank_times(train),
             evaluation=_without_rank_times(evaluation),
             deliveries=tuple(deliveries),

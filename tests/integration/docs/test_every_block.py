@@ -301,6 +301,16 @@ CASES = (
     Case(page="docs/training.md", key="data none", figures={r"^([\d.]+) \w+": 20}),
     Case(
         page="docs/training.md",
+        key="my_data:make_loader",
+        shows=(
+            r"^Waiting [\d.]+% of the time",
+            r"^  predicted workers=4: [\d.]+x, tried",
+            r"'storage_s': [\d.]+",
+        ),
+    ),
+    Case(page="docs/training.md", key="measure_loader(", shows=(r"^Waiting [\d.]+% of the time",)),
+    Case(
+        page="docs/training.md",
         key="--trace traces",
         replace={"data/unet3d": "data/smaller"},
         shows=(r"train\.wait",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,16 @@ def test_a_program_stops_and_continues(
     assert said[1] in printed
     if "trace" in second:
         assert re.search(r"train\.step +16 ", printed)
+
+
+def test_a_loader_of_ones_own_is_measured(tmp_path: Path) -> None:
+    loader = "penstock training run --loader measured_loader:make_loader --results runs"
+    shutil.copy(EXAMPLES / "measured_loader.py", tmp_path)
+    emulated = json.loads(run(f"{loader} --batch-time 5ms --json", tmp_path))
+    waits = emulated["outside_of_score"]["waits"]
+    assert (waits["batches"], waits["samples"], waits["workers"]) == (20, 80, 2)
+    assert waits["stages"]["storage_s"] > waits["stages"]["transform_s"]
+    assert "Waiting" in run(f"{loader} --step measured_loader:train --steps 5", tmp_path)
 
 
 def test_checkpoints_live_in_an_object_store(tmp_path: Path, moto: S3Server) -> None:

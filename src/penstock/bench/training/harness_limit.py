@@ -6,7 +6,7 @@ to it says nothing about storage. Only reading is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Final
@@ -71,7 +71,12 @@ def measure_harness_limit(
         comm.barrier(awaiting="all ranks to begin measuring the harness limit")
         loop.train(work, 1, num_steps)
     mine = recorder.events(rank=comm.rank, host=comm.host)
-    figures = compute_phase_figures(comm.gather(mine, awaiting="the harness limit of all ranks"), workload)
+    return summarize_limit(comm.gather(mine, awaiting="the harness limit of all ranks"), workload, num_steps)
+
+
+def summarize_limit(ranks: Sequence[RankEvents], workload: Workload, num_steps: int) -> HarnessLimit | None:
+    """What the steps reached; None where too few of them count."""
+    figures = compute_phase_figures(ranks, workload)
     if figures is None or figures.times is None:
         return None
     strict = figures.au_strict_percent

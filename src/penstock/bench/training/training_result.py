@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from penstock.bench.loader.loader_protocol import LoaderOptions
+from penstock.bench.own_loader.user_code import DescribedLoader
+from penstock.bench.own_loader.wait_report import LoaderWaits
 from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.run_trace import find_trace_folder
 from penstock.bench.training.training_files import Validation
@@ -92,7 +94,7 @@ class Stages:
     remarks: tuple[str, ...] = ()
     validation: Validation
     planning_s: float
-    loader: LoaderOptions
+    loader: LoaderOptions | DescribedLoader
     loader_start_s: float
     ceiling: HarnessLimit | None
     ceiling_s: float
@@ -103,6 +105,8 @@ class Stages:
     storage_options: Mapping[str, OptionValue]
     counters: Counters
     deliveries: tuple[IoReconciliation, ...] = ()
+    waits: LoaderWaits | None = None
+    """Where the waits for a user's own loader went."""
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -144,6 +148,7 @@ class Stages:
             "checkpoints": asdict(self.checkpoints) if self.checkpoints else None,
             "survey_bytes": self.survey_bytes,
             "deliveries": [asdict(delivery) for delivery in self.deliveries],
+            "waits": self.waits.document() if self.waits else None,
             "storage": {
                 "uri": self.storage_uri,
                 "options": dict(self.storage_options),

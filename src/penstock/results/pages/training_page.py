@@ -200,6 +200,8 @@ def _say_since(run: TrainingRun, evidence: TrainingEvidence) -> str:
 def _say_to_do(run: TrainingRun, troubles: Sequence[Trouble]) -> str:
     if run.figures is not None and _lacks_utilization(run.figures) and run.figures.notes:
         return run.figures.notes[0]
+    if (waits := run.stages.get("waits")) and waits["bottleneck"] != "consumer":
+        return f"{waits['answer']}."
     if troubles:
         return troubles[0].to_do
     verdict = run.figures.verdict if run.figures else None
@@ -272,6 +274,8 @@ _HARDLY: Final = 0.01
 
 
 def _exhibits(run: TrainingRun) -> Iterator[Exhibit]:
+    if waits := run.stages.get("waits"):
+        yield from _loader_waits(run, waits)
     if run.figures and run.figures.times:
         yield Exhibit(
             name="time",
@@ -300,6 +304,39 @@ def _exhibits(run: TrainingRun) -> Iterator[Exhibit]:
         panels=list(_processors(run)),
         why_empty="This run has no sampled counters of its hosts.",
     )
+
+
+def _loader_waits(run: TrainingRun, waits: Mapping[str, Any]) -> Iterator[Exhibit]:
+    """What a user's own loader was waited for, and what would help."""
+    stages = {name.removesuffix("_s"): spent for name, spent in waits["stages"].items() if spent}
+    chart = charts.bar_chart(
+        "Seconds of waiting, by what was waited for",
+        run.hue,
+        dict(sorted(stages.items(), key=lambda item: -item[1])),
+        ValueAxis.of_seconds(stages.values()),
+        limits={},
+        note=f"{waits['wait_s']:.2f} s in all, {waits['wait_share']:.1%} of the time",
+    )
+    yield Exhibit(
+        name="waits", title="Where the seconds of waiting went", says=f"{waits['answer']}.", panels=[chart]
+    )
+    yield folded_table("predictions", "What would help", _prediction_rows(waits))
+    spots = [
+        {"function": one["where"], "processor time": format_seconds(one["cpu_s"])}
+        for one in waits["hot_spots"]
+    ]
+    yield folded_table("spots", "Functions that used most processor time", spots)
+
+
+def _prediction_rows(waits: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [
+        {
+            "change": one["change"],
+            "predicted": f"{one['gain']:.2f} x",
+            "tried": "-" if one["tried"] is None else f"{one['tried']:.2f} x",
+        }
+        for one in waits["predictions"]
+    ]
 
 
 def _shares(run: TrainingRun, times: TimeBreakdown) -> Panel:

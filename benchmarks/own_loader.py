@@ -1,0 +1,347 @@
+"""A loader of the user's own, measured: planted bottlenecks, predictions, and what measuring costs.
+
+    python benchmarks/own_loader.py              all three tables
+    python benchmarks/own_loader.py planted      20 loaders with one known bottleneck each: is it named?
+    python benchmarks/own_loader.py predicted    12 changes: the gain predicted, and the gain when tried
+    python benchmarks/own_loader.py overhead     processor time a batch, with and without measuring
+
+Storage is slow by a server behind a socket that answers late, so that reading sleeps as it does on a slow
+file system. Sizes are chosen so that sleeping dominates, for machines with two cores. Each run is a process
+of its own: `python benchmarks/own_loader.py run '{...}'` prints what it found as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import socketserver
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from penstock.bench.own_loader.loader_meter import LoaderMeter
+from penstock.bench.own_loader.own_loader_loop import OwnLoaderLoop
+from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest, run_own_loader
+from penstock.bench.own_loader.torch_probe import parse_trial
+from penstock.bench.own_loader.user_code import DescribedLoader, UserLoader
+from penstock.bench.training.harness_limit import EventsInMemory
+from penstock.cluster.comm import SoloComm
+from penstock.errors import PenstockError
+from penstock.progress import Silent
+from penstock.workload.quantities import Duration
+from penstock.workload.spec import Train, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plant:
+    """A loader with known costs: seconds a sample, a batch or a start, and bytes a sample."""
+
+    expected: str = ""
+    read_s: float = 0.0
+    decode_mib: float = 0.0
+    collate_s: float = 0.0
+    start_s: float = 0.0
+    copy_mib: float = 0.0
+    tensor_mib: float = 0.0
+    step_s: float = 0.005
+    workers: int = 2
+    batch: int = 4
+    batches: int = 60
+    epochs: int = 1
+    persistent: bool = False
+    shm_mib: int = 0
+    change: str = ""
+
+
+class Planted(Dataset[Any]):
+    """Samples that cost what the plant says."""
+
+    def __init__(self, plant: Plant, server: str) -> None:
+        self.plant = plant
+        self.server = server
+        self.packed = zlib.compress(np.arange(int(plant.decode_mib * 2**17), dtype=np.int64).tobytes(), 6)
+
+    def __len__(self) -> int:
+        return self.plant.batch * self.plant.batches
+
+    def __getitem__(self, index: int) -> Any:
+        plant = self.plant
+        if plant.read_s:
+            read_from(self.server, plant.read_s)
+        if plant.decode_mib:
+            zlib.decompress(self.packed)
+        if plant.copy_mib:
+            return np.zeros(int(plant.copy_mib * 2**20), np.uint8)
+        return torch.zeros(int(plant.tensor_mib * 2**18) or 16)
+
+
+@dataclass
+class Collate:
+    """A collation that computes, or keeps samples apart so that each is pickled."""
+
+    plant: Plant
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """One batch."""
+        end_s = time.thread_time() + self.plant.collate_s
+        while time.thread_time() < end_s:
+            np.sort(np.arange(4096)[::-1])
+        return samples if self.plant.copy_mib else torch.stack(samples)
+
+
+@dataclass
+class SlowStart:
+    """A worker that begins late, as with heavy imports or a big index."""
+
+    seconds: float
+
+    def __call__(self, _worker: int) -> None:
+        """Called in each worker."""
+        time.sleep(self.seconds)
+
+
+class _LateAnswers(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        while asked := self.request.recv(16, socket.MSG_WAITALL):
+            time.sleep(float(asked))
+            self.request.sendall(bytes(65536))
+
+
+_connections: dict[int, socket.socket] = {}
+
+
+def read_from(server: str, delay_s: float) -> int:
+    """Read 64 KiB from the slow server, as from a file of a slow storage."""
+    if os.getpid() not in _connections:
+        _connections[os.getpid()] = socket.socket(socket.AF_UNIX)
+        _connections[os.getpid()].connect(server)
+    connection = _connections[os.getpid()]
+    connection.sendall(f"{delay_s:<16.9f}".encode()[:16])
+    return len(connection.recv(65536, socket.MSG_WAITALL))
+
+
+def make_loader(plant: Plant, server: str) -> DataLoader[Any]:
+    """The loader, as its user would have written it."""
+    return DataLoader(
+        Planted(plant, server),
+        batch_size=plant.batch,
+        num_workers=plant.workers,
+        collate_fn=Collate(plant) if plant.collate_s or plant.copy_mib else None,
+        worker_init_fn=SlowStart(plant.start_s) if plant.start_s else None,
+        persistent_workers=plant.persistent,
+    )
+
+
+PLANTED = (
+    Plant(expected="storage", read_s=0.005),
+    Plant(expected="storage", read_s=0.02, batches=30),
+    Plant(expected="storage", read_s=0.06, batches=15, workers=4),
+    Plant(expected="storage", read_s=0.01, workers=0, batches=30),
+    Plant(expected="decode", decode_mib=2, workers=1, batches=30),
+    Plant(expected="decode", decode_mib=8, workers=1, batch=2, batches=20),
+    Plant(expected="decode", decode_mib=4, workers=0, batches=15),
+    Plant(expected="decode", decode_mib=4, read_s=0.001, workers=1, batches=15),
+    Plant(expected="copy", copy_mib=4, batches=30, step_s=0.001),
+    Plant(expected="copy", copy_mib=16, batches=12, step_s=0.001),
+    Plant(expected="copy", copy_mib=48, batch=2, batches=10, step_s=0.001, workers=1),
+    Plant(expected="collate", collate_s=0.02, workers=1, batches=40),
+    Plant(expected="collate", collate_s=0.06, workers=1, batches=20),
+    Plant(expected="collate", collate_s=0.03, workers=0, batches=30),
+    Plant(expected="startup", start_s=1.5, batches=40, step_s=0.01),
+    Plant(expected="startup", start_s=0.5, batches=10, epochs=3, step_s=0.01),
+    Plant(expected="consumer", step_s=0.05, batches=120),
+    Plant(expected="consumer", step_s=0.15, read_s=0.01, batches=40, workers=4),
+    Plant(expected="shared memory", tensor_mib=4, shm_mib=8),
+    Plant(expected="shared memory", tensor_mib=0.25, shm_mib=2, batch=8),
+)
+
+PREDICTED = (
+    (Plant(read_s=0.02, workers=1, batches=50, change="workers=2"), None),
+    (Plant(read_s=0.02, workers=1, batches=50, change="workers=4"), None),
+    (Plant(read_s=0.02, workers=2, batches=100, change="workers=4"), None),
+    (Plant(read_s=0.02, workers=2, batches=100, change="workers=8"), None),
+    (Plant(read_s=0.03, workers=4, batches=100, step_s=0.02, change="workers=8"), None),
+    (Plant(read_s=0.01, workers=0, batches=60, step_s=0.03, change="workers=2"), None),
+    (Plant(read_s=0.03, workers=2, batches=60, change="storage 2x faster"), {"read_s": 0.015}),
+    (Plant(read_s=0.02, workers=2, batches=80, step_s=0.03, change="storage 2x faster"), {"read_s": 0.01}),
+    (
+        Plant(decode_mib=4, workers=1, batches=40, change="decoding and transforms 2x cheaper"),
+        {"decode_mib": 2},
+    ),
+    (Plant(collate_s=0.04, workers=1, batches=50, change="collation 2x cheaper"), {"collate_s": 0.02}),
+    (Plant(copy_mib=16, batches=20, step_s=0.001, change="copies 2x cheaper"), {"copy_mib": 8}),
+    (Plant(start_s=1.0, batches=60, step_s=0.02, change="no start-up"), {"start_s": 0.0}),
+)
+
+
+def run_here(words: dict[str, Any]) -> dict[str, Any]:
+    """Run one plant in this process."""
+    plant = Plant(**words)
+    with tempfile.TemporaryDirectory() as folder:
+        server = socketserver.ThreadingUnixStreamServer(f"{folder}/slow", _LateAnswers)
+        server.daemon_threads = True
+        _apart(server)
+        request = OwnLoaderRequest(
+            results=Path(folder, "runs"),
+            workload=Workload(
+                name="planted",
+                train=Train(epochs=plant.epochs, computation_time=Duration.fixed(plant.step_s)),
+            ),
+            loader=UserLoader(
+                described=DescribedLoader(name="benchmark"),
+                factory=lambda: make_loader(plant, f"{folder}/slow"),
+            ),
+            seed=0,
+            trials=[parse_trial(plant.change)] if plant.change.startswith("workers=") else (),
+        )
+        try:
+            result = run_own_loader(request, comm=SoloComm(), progress=Silent())
+        except PenstockError as error:
+            named = "shared memory" if str(error).startswith("Shared memory is full") else "another failure"
+            return {"bottleneck": named, "answer": str(error), "predictions": [], "samples_per_s": 0.0}
+        assert result.stages.waits is not None
+        return {**result.stages.waits.document(), "samples_per_s": result.train.samples_per_s_strict}
+
+
+def _apart(server: socketserver.ThreadingUnixStreamServer) -> None:
+    """Answer in another process, whose threads are not the loader's."""
+    if os.fork() == 0:
+        parent = os.getppid()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(0)
+
+
+def run_apart(plant: Plant) -> dict[str, Any]:
+    """Run one plant in a process of its own; with little shared memory if it asks for that."""
+    command = [sys.executable, __file__, "run", json.dumps(asdict(plant))]
+    if plant.shm_mib:
+        mount = f'mount -t tmpfs -o size={plant.shm_mib}m tmpfs /dev/shm && exec "$@"'
+        command = ["unshare", "-m", "sh", "-c", mount, "sh", *command]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    if done.returncode or not done.stdout:
+        return {"bottleneck": "failed", "answer": done.stderr[-300:], "predictions": [], "samples_per_s": 0.0}
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def planted() -> int:
+    """The table of planted bottlenecks; how many were named wrongly."""
+    wrong = 0
+    for number, plant in enumerate(PLANTED, 1):
+        found = run_apart(plant)
+        right = found["bottleneck"] == plant.expected
+        wrong += not right
+        stages = {
+            name[:-2]: round(spent, 2) for name, spent in found.get("stages", {}).items() if spent >= 0.01
+        }
+        verdict = "right" if right else f"WRONG: {found['bottleneck']}"
+        print(f"{number:3} {plant.expected:<14}{verdict:<22}{stages or found['answer'][:110]}", flush=True)
+    print(f"{len(PLANTED) - wrong} of {len(PLANTED)} named right")
+    return wrong
+
+
+def predicted() -> int:
+    """The table of predictions; how many were off by more than 15 % of the gain."""
+    missed = 0
+    for number, (plant, changed) in enumerate(PREDICTED, 1):
+        found = run_apart(plant)
+        gains = {one["change"]: (one["gain"], one["tried"]) for one in found["predictions"]}
+        gain, tried = gains.get(plant.change, (float("nan"), None))
+        if changed is not None:
+            after = run_apart(replace(plant, **changed))
+            tried = after["samples_per_s"] / (found["samples_per_s"] or float("nan"))
+        off = gain / tried - 1 if tried else float("nan")
+        is_close = abs(off) <= 0.15
+        missed += not is_close
+        print(
+            f"{number:3} {plant.change:<36}predicted {gain:5.2f}x  tried {tried or 0:5.2f}x  {off:+6.1%}"
+            f"{'' if is_close else '  MISSED'}",
+            flush=True,
+        )
+    print(f"{len(PREDICTED) - missed} of {len(PREDICTED)} within 15 % of the gain")
+    return missed
+
+
+def overhead(rounds: int = 5) -> None:
+    """Processor time and time a batch of a fast loader, iterated alone and measured, in turn."""
+    plant = Plant(batches=1500, batch=8, step_s=0.0)
+    figures: dict[str, list[tuple[float, float, float]]] = {"alone": [], "measured": []}
+    for _ in range(rounds):
+        for name, iterate in (("alone", _iterate_alone), ("measured", _iterate_measured)):
+            figures[name].append(_spent(iterate, plant))
+    for column, title in enumerate(("consumer's thread, CPU", "all processes, CPU", "elapsed")):
+        alone, measured = (min(row[column] for row in figures[name]) for name in ("alone", "measured"))
+        print(
+            f"{title:<24}{alone:8.1f} us a batch alone, {measured:8.1f} measured: {measured - alone:+6.1f} us"
+        )
+
+
+def _iterate_alone(plant: Plant) -> float:
+    loader, spent = make_loader(plant, ""), time.thread_time()
+    for _ in loader:
+        pass
+    return time.thread_time() - spent
+
+
+def _iterate_measured(plant: Plant) -> float:
+    with LoaderMeter(cores=2) as meter:
+        loop = OwnLoaderLoop(
+            comm=SoloComm(),
+            recorder=EventsInMemory(),
+            progress=Silent(),
+            consume=lambda _batch, loaded_ns, _epoch, _step: loaded_ns,
+            clock=meter.clock,
+            name="fast",
+        )
+        loader, spent = make_loader(plant, ""), time.thread_time()
+        loop.run_epoch(loader, 1)
+        return time.thread_time() - spent
+
+
+def _spent(iterate: Callable[[Plant], float], plant: Plant) -> tuple[float, float, float]:
+    """Microseconds a batch: the consumer's thread, all processes, and elapsed."""
+    before, began_s = list(_cpu_s()), time.monotonic()
+    own_s = iterate(plant)
+    elapsed_s, after = time.monotonic() - began_s, list(_cpu_s())
+    cpu_s, batches = sum(after) - sum(before), plant.batches
+    return own_s / batches * 1e6, cpu_s / batches * 1e6, elapsed_s / batches * 1e6
+
+
+def _cpu_s() -> Iterator[float]:
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        used = resource.getrusage(who)
+        yield used.ru_utime + used.ru_stime
+
+
+def main() -> int:
+    """Print the tables that are asked for; 1 if something was named or predicted wrongly."""
+    what = sys.argv[1] if len(sys.argv) > 1 else "all"
+    if what == "run":
+        print(json.dumps(run_here(json.loads(sys.argv[2]))))
+        return 0
+    wrong = missed = 0
+    if what in ("all", "planted"):
+        wrong = planted()
+    if what in ("all", "predicted"):
+        missed = predicted()
+    if what in ("all", "overhead"):
+        overhead()
+    return int(wrong > 0 or missed > len(PREDICTED) - 10)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

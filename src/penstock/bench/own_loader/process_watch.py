@@ -1,0 +1,188 @@
+"""What the processes of a loader did while its consumer waited, by the kernel's own figures.
+
+For loaders of any kind: threads, processes of their own, native code. A thread of this process reads /proc of
+this process and its descendants now and then, and spends at most a few thousandths of the time on it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from penstock.bench.own_loader.worker_probe import OWN_THREADS, read_io
+
+LEAST_INTERVAL_S: Final = 0.1
+_MOST_COST: Final = 0.003
+"""The share of the time that watching may take."""
+_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - not a file that is written
+_NOT_LOADERS: Final = (OWN_THREADS, "MainThread")
+
+
+@dataclass(slots=True)
+class WaitingClock:
+    """For how long the consumer has waited so far; set by its thread, read by another."""
+
+    waited_ns: int = 0
+    since_ns: int = 0
+    """When the present wait began, or 0."""
+
+    def total_ns(self) -> int:
+        """All waits, the present one included."""
+        since_ns = self.since_ns
+        return self.waited_ns + (time.monotonic_ns() - since_ns if since_ns else 0)
+
+
+@dataclass(slots=True)
+class MemoryPeaks:
+    """The most memory that was seen: of one worker, of all, shared, and the room for shared memory."""
+
+    worker_rss_bytes: int = 0
+    workers_rss_bytes: int = 0
+    workers_shared_bytes: int = 0
+    shm_used_bytes: int = 0
+    shm_total_bytes: int = 0
+
+    def document(self) -> dict[str, int]:
+        """As plain data."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True)
+class ProcessWatch:
+    """Watches this process and its descendants from `start` to `stop`."""
+
+    clock: WaitingClock
+    memory: MemoryPeaks = field(default_factory=MemoryPeaks)
+    num_workers: int = 0
+    busy_ns: float = 0.0
+    """Of `seen_ns` of waiting, for how long the busiest other thread computed, or waited for a core."""
+    seen_ns: int = 0
+    _io: dict[int, dict[str, int]] = field(default_factory=dict)
+    _said: dict[int, dict[str, int]] = field(default_factory=dict)
+    _first_io: dict[str, int] = field(default_factory=dict)
+    _threads: dict[str, int] = field(default_factory=dict)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._first_io = read_io(os.getpid())
+        self._thread = threading.Thread(target=self._run, name="penstock-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look once more, and end."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+        self.look_at_io()
+
+    def look_at_io(self) -> None:
+        """Read what all processes have read so far; those that have ended keep their last figures."""
+        for pid in (os.getpid(), *_descendants(os.getpid())):
+            if found := read_io(pid):
+                self._io[pid] = found
+
+    def keep_io(self, pid: int, found: dict[str, int]) -> None:
+        """What a process has said of itself as it ended."""
+        self._said[pid] = found
+
+    def totals(self) -> dict[str, int]:
+        """What was read since the start: by the workers if there are any, else by this process."""
+        mine = self._io.get(os.getpid(), {})
+        workers = [found for pid, found in {**self._io, **self._said}.items() if pid != os.getpid()]
+        if workers:
+            return {name: sum(one.get(name, 0) for one in workers) for name in mine}
+        return {name: value - self._first_io.get(name, 0) for name, value in mine.items()}
+
+    @property
+    def busy_share(self) -> float | None:
+        """How busy the busiest thread was while the consumer waited; None if it hardly did."""
+        return min(self.busy_ns / self.seen_ns, 1.0) if self.seen_ns > 0 else None
+
+    def _run(self) -> None:
+        interval_s, looked_ns, waited_ns = LEAST_INTERVAL_S, time.monotonic_ns(), self.clock.total_ns()
+        while not self._stopped.wait(interval_s):
+            began_ns = time.monotonic_ns()
+            pids = list(_descendants(os.getpid()))
+            self.num_workers = max(self.num_workers, len(pids))
+            total_ns = self.clock.total_ns()
+            self._look_at_threads(pids, began_ns - looked_ns, total_ns - waited_ns)
+            looked_ns, waited_ns = began_ns, total_ns
+            self.look_at_io()
+            self._look_at_memory(pids)
+            cost_s = (time.monotonic_ns() - began_ns) / 1e9
+            interval_s = max(LEAST_INTERVAL_S, cost_s / _MOST_COST)
+
+    def _look_at_threads(self, pids: list[int], elapsed_ns: int, waited_ns: int) -> None:
+        own = {one.native_id for one in threading.enumerate() if one.name.startswith(_NOT_LOADERS)}
+        times: dict[str, int] = {}
+        for pid in (os.getpid(), *pids):
+            with suppress(OSError):
+                for task in _tasks(pid):
+                    if pid == os.getpid() and int(task) in own:
+                        continue
+                    with suppress(OSError, ValueError):
+                        fields = Path(f"/proc/{pid}/task/{task}/schedstat").read_bytes().split()
+                        times[task] = int(fields[0]) + int(fields[1])
+        busiest_ns = max(
+            (spent - self._threads[one] for one, spent in times.items() if one in self._threads), default=0
+        )
+        self._threads = times
+        if waited_ns > elapsed_ns // 2:
+            self.busy_ns += waited_ns * min(busiest_ns / elapsed_ns, 1.0)
+            self.seen_ns += waited_ns
+
+    def _look_at_memory(self, pids: list[int]) -> None:
+        rss, shared = [], []
+        for pid in pids:
+            status = _read_status(pid)
+            rss.append(status.get("VmRSS", 0))
+            shared.append(status.get("RssShmem", 0))
+        memory = self.memory
+        memory.worker_rss_bytes = max(memory.worker_rss_bytes, *rss, 0)
+        memory.workers_rss_bytes = max(memory.workers_rss_bytes, sum(rss))
+        memory.workers_shared_bytes = max(memory.workers_shared_bytes, sum(shared))
+        with suppress(OSError):
+            found = os.statvfs(_SHARED_MEMORY)
+            memory.shm_total_bytes = found.f_blocks * found.f_frsize
+            used = (found.f_blocks - found.f_bfree) * found.f_frsize
+            memory.shm_used_bytes = max(memory.shm_used_bytes, used)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """The processes that this one has started, and theirs."""
+    with suppress(OSError):
+        for task in _tasks(pid):
+            with suppress(OSError):
+                for child in Path(f"/proc/{pid}/task/{task}/children").read_text(encoding="ascii").split():
+                    if not _is_helper(int(child)):
+                        yield int(child)
+                        yield from _descendants(int(child))
+
+
+def _tasks(pid: int) -> list[str]:
+    return [path.name for path in Path(f"/proc/{pid}/task").iterdir()]
+
+
+def _is_helper(pid: int) -> bool:
+    """Whether this is multiprocessing's own tracker rather than a worker."""
+    with suppress(OSError):
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _read_status(pid: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+            name, _, text = line.partition(":")
+            if name in ("VmRSS", "RssShmem"):
+                found[name] = int(text.split()[0]) * 1024
+    return found

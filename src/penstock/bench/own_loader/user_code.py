@@ -1,0 +1,169 @@
+"""What a user names as MODULE:NAME: the factory of a loader, or the function that takes a step.
+
+The module is looked for in the current folder first, as `python -m` does. Names alone are read here; what is
+called, and when, is the run's business.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.errors import UsageError
+
+_DEEPEST: Final = 4
+
+
+def names_user_code(text: str) -> bool:
+    """Whether this is MODULE:NAME rather than the name of something installed."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
+
+
+def load_user_code(text: str, *, where: str) -> Callable[..., Any]:
+    """The callable that MODULE:NAME stands for; `where` is the option that names it."""
+    module_name, _, name = text.partition(":")
+    if not names_user_code(text):
+        raise UsageError(f"{text!r} does not name a callable", where=where, fix="Write MODULE:NAME.")
+    folder = str(Path.cwd())
+    # Workers that are spawned get this path, too, and import the module by its name.
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    found: Any = None
+    try:
+        found = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if (error.name or "") not in (module_name, module_name.partition(".")[0]):
+            raise UsageError(
+                f"{module_name} needs {error.name}, which is not installed", where=where, fix="Install it."
+            ) from error
+        raise UsageError(
+            f"There is no module {module_name}",
+            where=where,
+            fix=f"Run in the folder that has {module_name.replace('.', '/')}.py, or install its package.",
+        ) from error
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        offered = [key for key, value in vars(sys.modules[module_name]).items() if inspect.isfunction(value)]
+        raise UsageError(
+            f"{module_name} has nothing to call that is named {name}",
+            where=where,
+            fix=f"It has the functions {', '.join(offered)}." if offered else "Define a function.",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def call_with_known(function: Callable[..., Any], known: Mapping[str, Any], *, where: str) -> Any:
+    """Call it with those of the `known` arguments that it declares by name."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    unknown = [
+        one.name
+        for one in parameters
+        if one.default is one.empty
+        and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        and (one.kind not in by_name or one.name not in known)
+    ]
+    if unknown:
+        raise UsageError(
+            f"It must be called with {', '.join(unknown)}, which nothing here knows",
+            where=where,
+            fix=f"Give defaults; what is passed by name are {', '.join(known)}.",
+        )
+    named = {one.name for one in parameters if one.kind in by_name}
+    return function(**{name: value for name, value in known.items() if takes_all or name in named})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedLoader:
+    """The user's loader and step by name, as ranks and records know them; None: found in the batches."""
+
+    name: str
+    step: str | None = None
+    batch_size: int | None = None
+
+    def document(self) -> dict[str, Any]:
+        """As plain data, with the keys of all loaders: what it has of its own is its user's business."""
+        return {
+            "name": self.name,
+            "step": self.step,
+            "batch_size": self.batch_size,
+            "threads": 0,
+            "prefetch_batches": 0,
+            "buffer_bytes": 0,
+            "preprocess_threads": None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserLoader:
+    """The user's loader in this process: what makes it, and the step of his that consumes it, if any."""
+
+    described: DescribedLoader
+    factory: Callable[..., Any]
+    step: Callable[[Any], object] | None = None
+    max_steps: int | None = None
+
+    def make(self, *, rank: int, num_ranks: int, epochs: int, seed: int) -> Any:
+        """Call the factory, as it wants to be called."""
+        known = {
+            "rank": rank,
+            "world_size": num_ranks,
+            "ranks": num_ranks,
+            "num_ranks": num_ranks,
+            "epochs": epochs,
+            "seed": seed,
+        }
+        loader = call_with_known(self.factory, known, where=self.described.name)
+        if not hasattr(loader, "__iter__"):
+            raise UsageError(
+                f"It returned {type(loader).__name__}, over which nothing can iterate",
+                where=self.described.name,
+                fix="Return the iterable of batches: a DataLoader, or a generator.",
+            )
+        return loader
+
+
+def announce_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of the loader's sampler and data set, where there is one, as trainers do."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    for part in {id(one): one for one in (*parts, getattr(loader, "dataset", None))}.values():
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def count_samples(batch: Any) -> int | None:
+    """The samples of a batch: the first dimension of its first array, or its length; None if unknown."""
+    return next(_dimensions(batch, 0), None)
+
+
+def _dimensions(part: Any, depth: int) -> Iterator[int]:
+    shape = getattr(part, "shape", None)
+    if shape is not None and not callable(shape):
+        if len(shape):
+            yield int(shape[0])
+        return
+    if depth > _DEEPEST or isinstance(part, str | bytes | bytearray | memoryview):
+        return
+    if isinstance(part, Mapping):
+        found = [size for value in part.values() for size in _dimensions(value, depth + 1)]
+        yield from found or ([len(next(iter(part.values())))] if _has_lists(part.values()) else [])
+    elif isinstance(part, tuple) and (found := [n for one in part for n in _dimensions(one, depth + 1)]):
+        yield found[0]
+    elif isinstance(part, Sequence):
+        # A list of scalars or of samples: each is one. A list of whole columns is what collation makes.
+        inside = [size for one in part if hasattr(one, "shape") for size in _dimensions(one, depth + 1)]
+        is_columns = 1 < len(part) == len(inside) and len(set(inside)) == 1 and inside[0] > len(part)
+        yield inside[0] if is_columns else len(part)
+
+
+def _has_lists(values: Any) -> bool:
+    return isinstance(next(iter(values), None), Sequence)

@@ -1,0 +1,104 @@
+"""A user's code by name: what is called with what, and how errors name the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.bench.own_loader.user_code import (
+    announce_epoch,
+    call_with_known,
+    count_samples,
+    load_user_code,
+    names_user_code,
+)
+from penstock.errors import UsageError
+
+KNOWN = {"rank": 1, "world_size": 4, "epochs": 2, "seed": 7}
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "a_users_module.py"
+    path.write_text(
+        "def make(rank):\n    return [rank]\nclass Box:\n    @staticmethod\n    def make(): return []\n"
+    )
+    yield path
+    import sys
+
+    sys.modules.pop("a_users_module", None)
+
+
+def test_module_in_the_current_folder_is_found(module: Path) -> None:
+    assert module.exists()
+    assert load_user_code("a_users_module:make", where="--loader")(rank=3) == [3]
+    assert load_user_code("a_users_module:Box.make", where="--loader")() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("no_such_module_here:make", "no_such_module_here.py"), ("a_users_module:mkae", "functions make")],
+)
+def test_wrong_name_is_an_error_that_names_the_way_out(module: Path, text: str, said: str) -> None:
+    assert module.exists()
+    with pytest.raises(UsageError, match=said):
+        load_user_code(text, where="--loader")
+
+
+def test_names_of_loaders_are_not_taken_for_user_code() -> None:
+    assert names_user_code("package.module:function")
+    assert not names_user_code("native")
+    assert not names_user_code("C:/loader.py")
+
+
+def test_factory_gets_the_arguments_it_declares() -> None:
+    assert call_with_known(lambda: "none", KNOWN, where="x") == "none"
+    assert call_with_known(lambda rank, seed=0: (rank, seed), KNOWN, where="x") == (1, 7)
+    assert call_with_known(lambda **named: named, KNOWN, where="x") == KNOWN
+    assert call_with_known(lambda other=5: other, KNOWN, where="x") == 5
+
+
+def test_factory_that_needs_something_unknown_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="called with path"):
+        call_with_known(lambda path, rank: (path, rank), KNOWN, where="x")
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (np.zeros((8, 3)), 8),
+        ((np.zeros((8, 3)), np.zeros(8)), 8),
+        ({"x": np.zeros((5, 2)), "y": [1, 2, 3, 4, 5]}, 5),
+        ([np.zeros((8, 3)), np.zeros(8)], 8),
+        ([np.zeros((30, 30)), np.zeros((40, 30)), np.zeros((50, 30))], 3),
+        ([{"x": np.zeros(4)}, {"x": np.zeros(4)}], 2),
+        ({"text": ["a", "b", "c"]}, 3),
+        (["a", "b"], 2),
+        (5, None),
+    ],
+    ids=["array", "tuple", "dict", "columns", "ragged", "dicts", "texts", "list", "number"],
+)
+def test_samples_are_found_in_a_batch(batch: Any, samples: int | None) -> None:
+    assert count_samples(batch) == samples
+
+
+def test_sampler_and_data_set_hear_of_each_epoch() -> None:
+    class Told:
+        def __init__(self) -> None:
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    class Loader:
+        sampler, dataset = Told(), Told()
+
+    announce_epoch(Loader, 3)
+    announce_epoch([], 3)
+    assert (Loader.sampler.epochs, Loader.dataset.epochs) == ([3], [3])
