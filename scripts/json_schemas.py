@@ -76,10 +76,13 @@ checkpoint scavenge cache --to scavenged
 checkpoint drop cache --all --force
 kvcache models
 kvcache size --model llama3.1-8b --users 4
+kvcache size requests.jsonl --users 4
 kvcache simulate requests.jsonl --blocks 1,2
 kvcache run --to kv --requests 8 --scale 1/1000 --results kvruns --keep
 kvcache replay requests.jsonl --to kv2 --scale 1/1000 --results kvruns
 kvcache compare KVRUNS
+kvcache run --to kv3 --requests 8 --scale 1/1000 --objective 10s --speedup 1000 --results searched
+kvcache run mlperf-v3 --to kv4 --scale 1/1000 --duration 1s --options 1 --trials 1 --results tool
 kvcache inspect kv
 checkpoint halt ckpt --status
 results ls runs

@@ -163,9 +163,9 @@ def _load_charts(document: Mapping[str, Any], hue: int) -> list[Panel]:
     points = sorted(sustained["points"], key=lambda point: point["speedup"])
     return [
         charts.curves(
-            "Load time (p95) against load",
+            "Load time (p95) against load, in times the workload's pace",
             hue,
-            [f"{point['requests_per_s']:.3g}/s" for point in points],
+            [f"{point['speedup']:.3g}" for point in points],
             [
                 Curve(
                     "p95",

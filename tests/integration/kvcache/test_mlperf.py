@@ -13,7 +13,6 @@ from tests.support.submission.query_tree import CACHE, OPTIONS, valid_cache
 
 from penstock.kvcache.io_engine import EngineSettings
 from penstock.kvcache.io_plan import Op
-from penstock.kvcache.mlperf_files import SUMS
 from penstock.kvcache.mlperf_plan import OptionPlan, OptionSettings, plan_option
 from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
 from penstock.kvcache.models import find_model
@@ -23,6 +22,7 @@ from penstock.submission import kv_cache_runs
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
+from penstock.submission.kv_cache_runs import SUMS
 from penstock.submission.parsed_file import read_file
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
