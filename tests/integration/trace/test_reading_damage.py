@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import pytest
 from tests.support.trace_files import Writing, lines_of, write_trace
 
 from penstock.cli.app import main
+from penstock.trace.reading.block_arguments import count_members
+from penstock.trace.reading.block_query import BlockQuery, BlockRows
 from penstock.trace.reading.chunks import read_pieces
 from penstock.trace.reading.event_batch import BATCH_SCHEMA
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
@@ -205,6 +208,63 @@ def test_arguments_are_kept_whatever_their_keys_and_the_same_ones_have_the_same_
     assert kept[0].count('{"flags":1,"mode":2}') == 120
 
 
+@pytest.mark.parametrize("ts", [(1 << 53) - 1, 1 << 53, (1 << 53) + 1, (1 << 60) + 1])
+def test_times_that_no_double_holds_are_exact(ts: int, tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw"
+    file.write_bytes(EVENT.replace(b'"ts":5', b'"ts":%d' % ts) % (b"x", b""))
+    rows, _ = read(file)
+    assert [row["ts_us"] for row in rows] == [ts]
+
+
+def test_a_block_that_was_read_leaves_no_file_open(tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw"
+    file.write_bytes(b"".join(whole()))
+    read_once(file, query_lines=0)
+    num_open = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - descriptors, not files
+    read_once(file, query_lines=0)
+    assert len(os.listdir("/proc/self/fd")) == num_open  # noqa: PTH208
+
+
+@pytest.mark.parametrize(
+    ("lines", "members"),
+    [
+        (b"", 0),
+        (b"\n", 0),
+        (b'{"a":1}\n', 1),
+        (b' {"a":1,"b":{"c":0}}\n', 3),
+        # Texts may look like members: such a line is looked at once more, and none is missed.
+        (b'{"a":":","b":"\\":"}\n', 4),
+        (b'{"a": "s3://x"}\n', 1),
+        (b'{"a" :1}\n', None),
+        (b'{"a"\t:1,"b":2}\n', None),
+        (b'{"a":"b : c"}\n', None),
+        (b'{"a":1}\n' * 100_000, 100_000),
+    ],
+)
+def test_members_are_counted_unless_spaces_hide_them(lines: bytes, members: int | None) -> None:
+    assert count_members([lines] if lines else []) == members
+    assert members is None or count_members([b'{"z":0}\n', lines or b"x"]) == members + 1
+
+
+def test_a_file_is_asked_for_objects_only_where_members_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(query: BlockQuery, ns_per_tick: int) -> BlockRows:
+        asked.append(ns_per_tick)
+        return ask(query, ns_per_tick)
+
+    asked: list[int] = []
+    ask = BlockQuery._select_with_objects
+    monkeypatch.setattr(BlockQuery, "_select_with_objects", count)
+    file = tmp_path / "a.pfw"
+    file.write_bytes(b"".join(whole(2)))
+    read_once(file, query_lines=0)
+    assert not asked
+    file.write_bytes(b"".join([*whole(2), EVENT % (b"x", b'"flags":null')]))
+    read_once(file, query_lines=0)
+    assert asked
+
+
 def test_missing_brackets_and_blank_lines_are_not_damage(tmp_path: Path) -> None:
     file = tmp_path / "a.pfw"
     file.write_bytes(b"\n \n" + b"".join(whole()[1:-1]).rstrip(b"\n"))
@@ -316,6 +376,13 @@ def test_a_hash_explained_late_is_resolved_and_an_unexplained_one_is_reported(tm
 BIND = b'{"id":1,"name":"FH","cat":"dftracer","pid":1,"tid":1,"ph":"M","args":{"name":"%s","value":%d}}\n'
 
 
+def test_names_that_hashes_stand_for_may_have_escapes(tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw"
+    file.write_bytes(BIND % (rb"/caf\u00e9 \"1\"", 7) + EVENT % (b"close", b'"fhash":7'))
+    rows, _ = read(file)
+    assert [row["path"] for row in rows] == ['/café "1"']
+
+
 def test_a_hash_that_is_bound_anew_means_the_new_file_from_there_on(tmp_path: Path) -> None:
     file = tmp_path / "a.pfw"
     event = EVENT % (b"close", b'"fhash":7')
@@ -342,7 +409,12 @@ def test_events_of_an_ambiguous_hash_are_counted_over_the_whole_file(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("unit", "ts_us", "dur_us"), [("NS", 1727387307000, 1), ("US", 1727387307000864, 1500)]
+    ("unit", "ts_us", "dur_us"),
+    [
+        ("NS", 1727387307000, 1),
+        ("US", 1727387307000864, 1500),
+        ("MS", 1727387307000864_000, 1_500_000),
+    ],
 )
 def test_times_are_read_in_the_unit_that_the_file_declares(
     unit: str, ts_us: int, dur_us: int, tmp_path: Path
