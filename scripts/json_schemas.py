@@ -147,6 +147,10 @@ _FIELD = re.compile(r"[a-z]\w*")
 """What a field is called. Other keys are data: paths, names of hosts, topics."""
 
 
+_MAY_BE_NULL = {"knee"}
+"""Fields that a quiet machine has and a busy one may not."""
+
+
 def infer(values: list[Any]) -> dict[str, Any]:
     """A schema that all of the values fit."""
     kinds = sorted({_kind(value) for value in values})
@@ -161,7 +165,13 @@ def infer(values: list[Any]) -> dict[str, Any]:
             schema["additionalProperties"] = infer([item for value in objects for item in value.values()])
         elif shared:
             schema["properties"] = {
-                name: infer([value[name] for value in objects if name in value]) for name in names
+                name: infer(
+                    [
+                        *(value[name] for value in objects if name in value),
+                        *([None] if name in _MAY_BE_NULL else []),
+                    ]
+                )
+                for name in names
             }
             if always:
                 schema["required"] = sorted(always)
