@@ -164,6 +164,13 @@ def size(options: _SizeOptions, terminal: Terminal) -> None:
     from penstock.workload import dataset_size
 
     loaded = options.workload.load(terminal)
+    stages = loaded.workload.workflow
+    if stages.checkpoint and not (stages.train or stages.generate_data):
+        raise UsageError(
+            f"{loaded.workload.full_name} takes checkpoints and trains on no data set",
+            where=options.workload.name,
+            fix="`penstock checkpoint size` says how large its checkpoints are.",
+        )
     request = dataset_size.make_sizing_request(
         loaded.workload, num_accelerators=options.accelerators, host_memory_bytes=options.memory_of_hosts
     )

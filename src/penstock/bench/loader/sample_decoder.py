@@ -13,7 +13,7 @@ import numpy as np
 from penstock.bench.loader.loader_protocol import BlockRequest
 from penstock.dataset.content import Content
 from penstock.dataset.dataset_manifest import DatasetRecipe
-from penstock.dataset.formats.format_protocol import Extent, FileFormat
+from penstock.dataset.formats.format_protocol import Extent, FileFormat, SupportsSums
 from penstock.errors import StorageError
 
 SAMPLED: Final = 16
@@ -43,6 +43,8 @@ class FormatDecoder:
         """Decode, and check a block that is to be; `StorageError` names the first wrong sample."""
         decoded = np.array(self.kind.decode(block.plan, block.survey, pieces, block.samples))
         if not block.is_checked:
+            if isinstance(self.kind, SupportsSums):
+                self.kind.check_sums(block.plan, pieces)
             return
         content = Content(self.recipe.seed, block.plan.index, self.recipe.reduction)
         expected = self.kind.expected(block.plan, content, block.samples)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -28,6 +29,7 @@ from penstock.cluster.supervision.control_server import GRACE_S, KILL_S, Control
 from penstock.errors import RankError, Unavailable
 
 PR_SET_CHILD_SUBREAPER = 36
+_MPICH_MEMORY = "/dev/shm/mpich_shm_"  # noqa: S108 - where MPICH puts it
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 AnnounceFailure = Callable[[protocol.Failed], None]
@@ -178,6 +180,7 @@ class Supervisor:
         self._rank_ends_itself = False
         self._exit_code: int | None = None
         self._kill_at_s: float | None = None
+        self._shared_memory: tuple[Path, ...] = ()
         self._is_dismissed = False
         self._has_connected = False
         self._selector = selectors.DefaultSelector()
@@ -326,6 +329,7 @@ class Supervisor:
             self._report(protocol.RankGone(rank=self._config.rank))
         elif self._kill_at_s is None:
             self._kill_at_s = time.monotonic() + GRACE_S
+            self._shared_memory = find_mpi_memory(self._rank_pid)
             if not self._rank_ends_itself:
                 os.kill(self._rank_pid, signal.SIGINT)
 
@@ -345,6 +349,8 @@ class Supervisor:
         _, status = os.waitpid(self._rank_pid, 0)
         # Forked workers of the rank hold its channel open: they must end before the last messages are read.
         end_processes(psutil.Process().children(recursive=True))
+        for path in self._shared_memory:
+            path.unlink(missing_ok=True)
         if self._rank_channel in self._selector.get_map():
             self._on_rank_message()
         code = os.waitstatus_to_exitcode(status)
@@ -403,3 +409,16 @@ def _open_signal_socket() -> socket.socket:
     for number in _STOPPING_SIGNALS:
         signal.signal(number, lambda _number, _frame: None)
     return ours
+
+
+def find_mpi_memory(pid: int) -> tuple[Path, ...]:
+    """The files of shared memory that MPICH has made for a process and that only its regular end removes.
+
+    An interrupted job would leave some megabytes of each rank in /dev/shm until the next boot.
+    """
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+    except OSError:
+        return ()
+    _, *mapped = maps.split(_MPICH_MEMORY)
+    return tuple(sorted({Path(_MPICH_MEMORY + line.splitlines()[0].split()[0]) for line in mapped}))

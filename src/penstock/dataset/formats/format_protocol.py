@@ -148,6 +148,14 @@ class FileFormat(Protocol):
 
 
 @runtime_checkable
+class SupportsSums(Protocol):
+    """A format whose readers compare checksums that decoding does not need."""
+
+    def check_sums(self, plan: FilePlan, pieces: Sequence[Extent]) -> None:
+        """Raise `StorageError` where what was read does not have the sums that are stored with it."""
+
+
+@runtime_checkable
 class LibraryEncoded(Protocol):
     """A format whose files only a library takes apart, and which ends the process over some damaged ones.
 

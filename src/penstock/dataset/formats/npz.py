@@ -17,6 +17,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
+from isal import isal_zlib
+
 from penstock.dataset.formats import format_base, npy
 from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_objects import GrowingBuffer
@@ -169,6 +171,15 @@ class NpzFormat(npy.StackedFormat):
         directory = central_directory([(array.member, 0) for array in arrays])
         return end + len(directory) + len(end_of_archive(len(arrays), len(directory), end))
 
+    def check_sums(self, plan: fp.FilePlan, pieces: Sequence[fp.Extent]) -> None:
+        """Compare the CRC-32 of `x` with that of the archive, as numpy does when it loads one."""
+        member = _arrays(plan)[0].member
+        start = len(local_header(member))
+        text = format_base.read_range(plan, pieces, start, member.size_bytes)
+        behind = format_base.read_range(plan, pieces, start + member.size_bytes, len(trailer(member, 0)))
+        if trailer(member, isal_zlib.crc32(text)) != behind:
+            raise format_base.make_damage_error(plan, f"the CRC-32 of {member.name} is wrong")
+
     def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """Both arrays, each with the CRC-32 behind it, then the directory."""
         entries: list[tuple[Member, int]] = []
@@ -225,6 +236,9 @@ class CompressedNpzFormat(NpzFormat):
                         buffer.drain(out)
                 offset += array.body_bytes
         buffer.drain(out)
+
+    def check_sums(self, plan: fp.FilePlan, pieces: Sequence[fp.Extent]) -> None:
+        """Nothing: inflating checks them."""
 
     def decode(
         self, plan: fp.FilePlan, _survey: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range

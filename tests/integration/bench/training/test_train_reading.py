@@ -112,11 +112,12 @@ def test_without_decoding_nothing_is_decoded(tmp_path: Path) -> None:
     assert total(Ground(tmp_path).run(), "decode_ns") == 0
 
 
-def test_a_flipped_byte_ends_a_run_that_checks_and_no_other(tmp_path: Path) -> None:
+def test_a_flipped_byte_ends_a_run_that_decodes_as_numpy_would_and_one_that_checks(tmp_path: Path) -> None:
     ground = Ground(tmp_path)
     name = ground.damage()
     ground.run()
-    ground.run(decodes=True)
+    with pytest.raises(StorageError, match=rf"{name} is damaged: the CRC-32 of x\.npy is wrong"):
+        ground.run(decodes=True)
     with pytest.raises(StorageError, match=rf"Sample 0 of train/{name} is not what was generated"):
         ground.run(check=ContentCheck.FULL)
 

@@ -3,13 +3,29 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.dataset.content import Content
+from penstock.dataset.formats.data_file_io import buffer_pool, write_file
 from penstock.dataset.formats.file_objects import GrowingBuffer
-from penstock.dataset.formats.npz import Member, central_directory, end_of_archive, local_header, trailer
+from penstock.dataset.formats.format_protocol import Extent
+from penstock.dataset.formats.npz import (
+    Member,
+    central_directory,
+    end_of_archive,
+    local_header,
+    open_npz,
+    trailer,
+)
+from penstock.errors import StorageError
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.protocol import read_object
+from penstock.workload.enums import DataFormat
+from penstock.workload.spec import Dataset
 
 LIMIT = 0xFFFFFFFF
 
@@ -51,6 +67,17 @@ def test_no_record_changes_its_length_with_a_sum(crcs: tuple[int, int], size: in
     member = Member("x", 5, size)
     one, other = ((trailer(member, crc), central_directory([(member, crc)])) for crc in crcs)
     assert [len(record) for record in one] == [len(record) for record in other]
+
+
+def test_a_wrong_byte_has_another_sum_than_the_archive() -> None:
+    kind = open_npz(Dataset(format=DataFormat.NPZ, record_length_bytes=Fraction(999)), 1)
+    plan, storage = kind.plan(0, "a.npz"), MemoryStorage()
+    write_file(kind, plan, storage, Content(1, 0), buffer_pool())
+    whole = bytearray(read_object(storage, "a.npz"))
+    kind.check_sums(plan, [Extent(0, bytes(whole))])
+    whole[500] ^= 1
+    with pytest.raises(StorageError, match=r"the CRC-32 of x\.npy is wrong"):
+        kind.check_sums(plan, [Extent(0, bytes(whole))])
 
 
 class _Taken:
