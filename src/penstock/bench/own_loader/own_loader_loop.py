@@ -55,11 +55,16 @@ def explain_failure(error: Exception, *, loader: str, epoch: int, step: int) -> 
             f"A worker of the loader {loader} died {when}: {killed.group(0)}",
             fix="`dmesg` says whether memory ran out; --set and fewer workers need less.",
         )
+    return _say_failure(error, f"The loader {loader}", when)
+
+
+def _say_failure(error: Exception, who: str, when: str) -> StorageError:
+    """An error of the user's own code, with the innermost line of it."""
     said, kind = _last_line(str(error)), type(error).__name__
     return StorageError(
-        f"The loader {loader} failed {when}: {said if said.startswith(kind) else f'{kind}: {said}'}",
-        where=_find_place(text),
-        fix="Iterate over it alone to see the whole traceback.",
+        f"{f'{who} failed {when}'.rstrip()}: {said if said.startswith(kind) else f'{kind}: {said}'}",
+        where=_find_place("".join(traceback.format_exception(error))),
+        fix="Run it alone to see the whole traceback.",
     )
 
 
@@ -109,14 +114,27 @@ def emulated_step(times: ComputeTimes) -> Consume:
     return consume
 
 
-def users_step(function: Callable[[Any], object]) -> Consume:
+def users_step(function: Callable[[Any], object], name: str) -> Consume:
     """The user's own step."""
 
-    def consume(batch: Any, _loaded_ns: int, _epoch: int, _step: int) -> int:
-        function(batch)
+    def consume(batch: Any, _loaded_ns: int, epoch: int, step: int) -> int:
+        try:
+            function(batch)
+        except Exception as error:  # whatever a user's step raises, said with its place
+            raise _say_failure(error, f"The step {name}", f"at step {step} of epoch {epoch}") from error
         return time.monotonic_ns()
 
     return consume
+
+
+def call_factory(make: Callable[[], Any], name: str) -> Any:
+    """What a user's factory returns."""
+    try:
+        return make()
+    except PenstockError:
+        raise
+    except Exception as error:  # likewise
+        raise _say_failure(error, f"The factory {name}", "") from error
 
 
 @dataclass(slots=True)

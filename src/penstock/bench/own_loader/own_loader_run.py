@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,13 @@ from typing import Any, Final
 from penstock.bench.compute import ComputeTimes
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.own_loader.loader_meter import LoaderMeter, RankWaits, count_cores
-from penstock.bench.own_loader.own_loader_loop import EpochOutcome, OwnLoaderLoop, emulated_step, users_step
+from penstock.bench.own_loader.own_loader_loop import (
+    EpochOutcome,
+    OwnLoaderLoop,
+    call_factory,
+    emulated_step,
+    users_step,
+)
 from penstock.bench.own_loader.process_watch import WaitingClock
 from penstock.bench.own_loader.torch_probe import Trial, parse_trial
 from penstock.bench.own_loader.user_code import UserLoader, announce_epoch
@@ -185,11 +192,10 @@ class _Session:
         ), workload
 
     def _make_loader(self) -> Any:
-        return self.request.loader.make(
-            rank=self.comm.rank,
-            num_ranks=self.comm.size,
-            epochs=self.request.workload.train.epochs,
-            seed=self.request.seed,
+        request, comm = self.request, self.comm
+        make = partial(request.loader.make, rank=comm.rank, num_ranks=comm.size, seed=request.seed)
+        return call_factory(
+            partial(make, epochs=request.workload.train.epochs), request.loader.described.name
         )
 
     def _measure(
@@ -245,7 +251,9 @@ class _Session:
             comm=self.comm,
             recorder=recorder,
             progress=progress,
-            consume=emulated_step(times) if step is None else users_step(step),
+            consume=emulated_step(times)
+            if step is None
+            else users_step(step, request.loader.described.step or ""),
             clock=clock,
             name=request.loader.described.name,
             batch_size=request.loader.described.batch_size,

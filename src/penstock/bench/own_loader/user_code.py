@@ -161,7 +161,8 @@ def _dimensions(part: Any, depth: int) -> Iterator[int]:
     elif isinstance(part, Sequence):
         # A list of scalars or of samples: each is one. A list of whole columns is what collation makes.
         inside = [size for one in part if hasattr(one, "shape") for size in _dimensions(one, depth + 1)]
-        is_columns = 1 < len(part) == len(inside) and len(set(inside)) == 1 and inside[0] > len(part)
+        is_columns = len(set(inside)) == 1 and len(inside) == len(part)
+        is_columns = is_columns and (len(part) == 1 or inside[0] > len(part))
         yield inside[0] if is_columns else len(part)
 
 

@@ -58,6 +58,9 @@ def kept():
 def damaged():
     return DataLoader(Images(__file__, damaged=5), batch_size=2, num_workers=1)
 
+def broken():
+    raise KeyError("no such data set")
+
 def generated(rank):
     for _ in range(4 + 2 * rank):
         time.sleep(0.005)
@@ -135,6 +138,16 @@ def test_failing_loader_is_an_error_that_names_the_sample_and_the_line() -> None
     assert failed.returncode == 1
     assert "at step 3 of epoch 1: ValueError: sample 5 is damaged" in failed.stderr
     assert "my_loaders.py:" in failed.stderr
+
+
+@pytest.mark.usefixtures("here")
+def test_failing_factory_and_step_are_the_users_errors() -> None:
+    failed = run("--loader", "my_loaders:broken", "--batch-time", "1ms")
+    assert failed.returncode == 1
+    assert "The factory my_loaders:broken failed: KeyError: 'no such data set'" in failed.stderr
+    failed = run("--loader", "my_loaders:generated", "--step", "my_loaders:step")
+    assert failed.returncode == 1
+    assert "The step my_loaders:step failed at step 1 of epoch 1: AttributeError" in failed.stderr
 
 
 @pytest.mark.usefixtures("here")

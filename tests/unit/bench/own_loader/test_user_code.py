@@ -76,13 +76,14 @@ def test_factory_that_needs_something_unknown_is_refused_by_name() -> None:
         ((np.zeros((8, 3)), np.zeros(8)), 8),
         ({"x": np.zeros((5, 2)), "y": [1, 2, 3, 4, 5]}, 5),
         ([np.zeros((8, 3)), np.zeros(8)], 8),
+        ([np.zeros((8, 3))], 8),
         ([np.zeros((30, 30)), np.zeros((40, 30)), np.zeros((50, 30))], 3),
         ([{"x": np.zeros(4)}, {"x": np.zeros(4)}], 2),
         ({"text": ["a", "b", "c"]}, 3),
         (["a", "b"], 2),
         (5, None),
     ],
-    ids=["array", "tuple", "dict", "columns", "ragged", "dicts", "texts", "list", "number"],
+    ids=["array", "tuple", "dict", "columns", "column", "ragged", "dicts", "texts", "list", "number"],
 )
 def test_samples_are_found_in_a_batch(batch: Any, samples: int | None) -> None:
     assert count_samples(batch) == samples
