@@ -99,11 +99,10 @@ def _load(load: LoadResult) -> Iterator[list[str]]:
 
 
 def _rates(read_percent: int, rate: int) -> list[str]:
-    """Fio's own limits: operations a second of reads, then of writes, not slowed by late answers."""
+    """Operations a second of reads, then of writes, on an even schedule."""
     reads, writes = rate * read_percent // 100, rate - rate * read_percent // 100
     given = f"{reads or ''},{writes or ''}".rstrip(",")
-    # rate_ignore_thinktime has no say here; offload submits on schedule while earlier ones are in flight.
-    return [f"rate_iops={given}", "rate_process=linear", "io_submit_mode=offload"]
+    return [f"rate_iops={given}", "rate_process=linear"]
 
 
 def _load_section(load: LoadResult, name: str, text: str, seconds: float) -> list[str]:

@@ -31,12 +31,14 @@ def describe_shape(load: LoadResult) -> str:
 
 
 def say_knee(load: LoadResult) -> str:
-    """The knee in a sentence."""
+    """The knee in a sentence, or the highest load if it was kept up with."""
     if load.knee is None:
         return f"{describe_shape(load)}: no load offered was kept up with"
     knee = load.knee
+    above = "" if knee.limited_by else "at least "
     rate = format_rate(knee.gib_per_s * GIB)
-    return f"{knee.operations_per_s:,.0f} {describe_shape(load)} a second ({rate}), p99 {knee.p99_ms:.2f} ms"
+    shape = describe_shape(load)
+    return f"{above}{knee.operations_per_s:,.0f} {shape} a second ({rate}), p99 {knee.p99_ms:.2f} ms"
 
 
 def say_limit(load: LoadResult) -> str:

@@ -350,7 +350,7 @@ def _limit(points: Sequence[OfferedLoad], knee: OfferedLoad) -> str:
 
 def load_rows(load: LoadResult) -> list[dict[str, str]]:
     """A row for each rate that was offered, the closed loop last."""
-    knee = load.knee.operations_per_s if load.knee else None
+    knee = load.knee.operations_per_s if load.knee and load.knee.limited_by else None
     rows = [
         {
             "offered/s": f"{point.offered_per_s:,.0f}",
