@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import zlib
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from penstock.checkpoint.commit.catalog import find_checkpoint
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.checkpoint_source import open_together
 from penstock.checkpoint.loading.loader import CheckpointLoader
+from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.plan import shared_load
 from penstock.checkpoint.state.process_group import borrowed_group, make_own_group
 from penstock.checkpoint.torch_dcp.planners import LoadPlanner
@@ -174,6 +175,37 @@ def test_any_layout_loads_into_any_other_and_stock_torch_agrees(told: Told) -> N
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_many_layouts_load_into_many_others(tmp_path: Path, num_ranks: int) -> None:
     on_gloo_ranks(num_ranks, exchange_with_stock, tmp_path, range(100, 160))
+
+
+def manage_as_in_a_large_job(rank: int, root: Path) -> None:
+    """Saves, restores and failures of a manager whose ranks tell each other only what is unusual."""
+    with ExitStack() as undo:
+        for module in (rounds, shared_load, step_store):
+            undo.enter_context(patch.object(module, "FAN_IN", 2))
+        manager = undo.enter_context(pc.Manager(root))
+        assert manager.should_save(1)
+        state = {"w": torch.full((4,), 7.0), "rank": rank}
+        manager.save(1, state)
+        manager.save(2, state)
+        found = {"w": torch.zeros(4), "rank": 0}
+        assert manager.restore(found, step=1) == 1
+        assert_same(found, state)
+        with pytest.raises(PenstockError, match="'other'"):
+            manager.restore({**found, "other": 0} if rank == 2 else found)
+        dist.barrier()
+        if rank == 0:
+            for path in (root / "step-2").glob("*.distcp"):
+                path.write_bytes(bytes(path.stat().st_size))
+        dist.barrier()
+        found = {"w": torch.zeros(4), "rank": 0}
+        assert manager.restore(found) == 1
+        assert_same(found, state)
+        with pytest.raises(UsageError, match="different calls"):
+            manager.save(3 + rank % 2, state)
+
+
+def test_a_manager_of_a_large_job_agrees_on_what_is_unusual(tmp_path: Path) -> None:
+    on_gloo_ranks(4, manage_as_in_a_large_job, tmp_path)
 
 
 def test_layouts_load_into_others_as_in_a_large_job(tmp_path: Path) -> None:

@@ -19,14 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, open_catalog
-from penstock.checkpoint.commit.protocol import (
-    MANIFEST_NAME,
-    METADATA_NAME,
-    Committed,
-    Draft,
-    Seal,
-    WriterLease,
-)
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Draft, Seal
 from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
 from penstock.checkpoint.formats.checkpoint_source import DescribedStorage
 from penstock.checkpoint.levels.options import Partner, Scheme, check_schemes, scheme_for
@@ -76,7 +69,6 @@ class NodeCache:
         self.ranks = ranks
         self._drafts, self._catalog = open_draft_store(storage), open_catalog(storage)
         self._tree = require_folders(storage)
-        self._lease = WriterLease(storage)
         self._run = ""
 
     def names(self) -> list[str]:
@@ -130,16 +122,11 @@ class NodeCache:
 
     def start(self, name: str, save_id: str) -> Draft:
         """Begin a draft of a step, after sweeping what dead saves left."""
-        self._lease.hold()
         sweep_dead_saves(self._drafts, self.storage)
         if self._run:
             write_object(self.storage, RUN_NOTE, [self._run.encode()])
             self._run = ""
         return self._drafts.start(name, save_id)
-
-    def release(self) -> None:
-        """Let other jobs save here."""
-        self._lease.release()
 
     def drop(self, draft: Draft) -> None:
         """Remove a draft."""
@@ -457,10 +444,8 @@ class CacheLevel:
             self.node.remove(name)
 
     def close(self) -> None:
-        """Close the connections between ranks, and let other jobs save here."""
+        """Close the connections between ranks."""
         self._protector.close()
-        if self.is_lead:
-            self.node.release()
 
     def _refill(
         self,

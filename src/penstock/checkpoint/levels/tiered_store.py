@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, parse_step, step_dirname
-from penstock.checkpoint.commit.protocol import Draft
+from penstock.checkpoint.commit.protocol import Draft, WriterLease
 from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
 from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
 from penstock.checkpoint.levels.flush.daemon_client import DaemonFlusher
@@ -25,7 +25,7 @@ from penstock.checkpoint.levels.recovery import FetchedFiles, find_damaged_share
 from penstock.checkpoint.levels.redundancy import gf256
 from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
 from penstock.checkpoint.manager import step_store
-from penstock.cluster.comm import run_on_rank0
+from penstock.cluster.comm import run_on_all_ranks, run_on_rank0
 from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -134,6 +134,7 @@ class TieredStore:
         self._flusher = flusher
         self._flush = flush
         self._keep_cached = keep_cached
+        self._lease = WriterLease(cache.storage)
         self._num_saves = 0
         self._is_open = True
 
@@ -145,6 +146,11 @@ class TieredStore:
         """A draft in all caches; results, which are not steps, go to the durable level at once."""
         if parse_step(name) is None:
             return self._durable.open(name)
+        run_on_all_ranks(
+            self._comm,
+            lambda: self._lease.hold() if self._cache.is_lead else None,
+            awaiting="all nodes to see that no other job saves to their caches",
+        )
         with ExitStack() as undo:
             if self._flusher:
                 undo.enter_context(self._flusher.saving())
@@ -214,6 +220,7 @@ class TieredStore:
             if self._flusher:
                 self._flusher.close()
             self._cache.close()
+            self._lease.release()
             self._durable.close()
 
     def _apply_cache_retention(self) -> None:

@@ -30,6 +30,7 @@ from penstock.checkpoint.plan.region_arithmetic import find_overlaps
 from penstock.checkpoint.saving.buffers import pin_memory
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, element_sizes
+from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, format_cause
 from penstock.errors import RankError, RankFailed, WaitTimeout
 from penstock.progress import Progress
@@ -80,11 +81,15 @@ class CancelToken:
         self.cancel()
 
 
+RankState = Literal["busy", "done", "failed"]
+STATES: tuple[RankState, ...] = ("busy", "done", "failed")
+
+
 @dataclass(frozen=True, slots=True)
 class _RankStatus:
     """The status of one rank at one heartbeat."""
 
-    state: Literal["busy", "done", "failed"]
+    state: RankState
     host: str = ""
     cause: str = ""
 
@@ -150,12 +155,22 @@ class _Heartbeat:
                 wait([working], timeout=HEARTBEAT_S)
                 if done_s is None and working.done():
                     done_s = time.monotonic()
-                statuses = self.comm.gather(self._status(working, done_s), awaiting=self.awaiting)
+                statuses = self._exchange(self._status(working, done_s))
                 if any(status.state == "failed" for status in statuses):
                     return working, statuses
                 if all(status.state == "done" for status in statuses):
                     undo.pop_all()
                     return working, statuses
+
+    def _exchange(self, status: _RankStatus) -> Sequence[_RankStatus]:
+        """The status of each rank; in a large job, until one fails, one that tells whether all are done."""
+        rank, size = self.comm.rank, self.comm.size
+        if size >= rounds.FAN_IN:
+            own = 1 << STATES.index(status.state)
+            seen = self.comm.carry(rounds.mask_of_all(rank, size, own), awaiting=self.awaiting)
+            if not seen >> STATES.index("failed"):
+                return [_RankStatus("busy" if seen & 1 else "done")]
+        return self.comm.gather(status, awaiting=self.awaiting)
 
     def result(self, beating: Future[Beaten]) -> Beaten:
         """What `beat` returned or raised; where ranks lost each other, the work may know which one died."""

@@ -216,7 +216,7 @@ class CheckpointLoader:
         def plan_own(shared: load_plan.SharedLoadPlan, near: Ints | None) -> load_plan.LoadPlan:
             return load_plan.plan_rank_load(shared, element_bytes, comm.rank, self._options, near=near)
 
-        links = None
+        links: HostLinks | None = None
         # Where all ranks find everything cached, as all of them know now, nothing is left to share.
         if any(len(regions) for regions in wanted):
             try:
@@ -230,10 +230,10 @@ class CheckpointLoader:
             hosts = [host for _, host in wishes]
             named = [rank for rank, host in enumerate(hosts) if host and host == hosts[comm.rank]]
             near = np.array(named, dtype=np.int64)
-            if len(set(hosts)) < comm.size:
-                links = self._link(plan_own(shared, near), element_bytes, near, comm)
+            planned = plan_own(shared, near) if len(set(hosts)) < comm.size else None
+            links = None if planned is None else self._link(planned, element_bytes, near, comm)
             if not is_cached:
-                return plan_own(shared, None if links is None else near), links
+                return planned if planned and links else plan_own(shared, None), links
         wanted = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
         return plan_own(plan_wanted(wanted), None), links
 

@@ -8,6 +8,7 @@ failed save is raised by `SaveHandle.result`, or on all ranks by the next collec
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
@@ -40,7 +41,7 @@ from penstock.checkpoint.manager import save_policy as policies
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
 from penstock.checkpoint.state.process_group import make_own_group
-from penstock.cluster.comm import Comm, format_cause
+from penstock.cluster.comm import Comm, format_cause, gather_unusual
 from penstock.errors import PenstockError, RankError, RankFailed, UsageError, WaitTimeout
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress, Silent
@@ -231,7 +232,13 @@ class _InFlightSaves:
             (0, *self._locate(failure, f"making durable step {step}"))
             for step, failure in flush_failures.items()
         ]
-        views = self._comm.gather((activity, own_failures), awaiting=f"all ranks to begin {activity}")
+        views = gather_unusual(
+            self._comm,
+            (activity, own_failures),
+            is_usual=not own_failures,
+            alike=hashlib.sha256(activity.encode()).digest(),
+            awaiting=f"all ranks to begin {activity}",
+        ) or [(activity, [])]
         if {other for other, _ in views} != {activity}:
             calls = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(views))
             raise UsageError(
@@ -360,12 +367,13 @@ class Manager:
 
     def should_save(self, step: int) -> bool:
         """Whether to save at this step, by the save policy or because the job should end. Collective."""
-        answers = self._front.comm.gather(
-            (self._scheduler.is_due(step), self._stop.find_reason()), awaiting="all ranks at should_save"
-        )
-        self._stop.agree([reason for _, reason in answers])
+        comm, awaiting = self._front.comm, "all ranks at should_save"
+        is_due, reason = self._scheduler.is_due(step), self._stop.find_reason()
+        answers = gather_unusual(comm, (is_due, reason), is_usual=not reason, awaiting=awaiting)
         # Rank 0's policy decides for all: ranks that read their own clocks would not agree.
-        return answers[0][0] or bool(self.stop_reason)
+        is_due = answers[0][0] if answers else comm.broadcast(is_due, awaiting=awaiting)
+        self._stop.agree([reason for _, reason in answers or ()])
+        return is_due or bool(self.stop_reason)
 
     def save(
         self,

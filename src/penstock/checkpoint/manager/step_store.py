@@ -26,7 +26,15 @@ from penstock.checkpoint.commit.catalog import (
 )
 from penstock.checkpoint.commit.protocol import WriterLease
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save, write_into
-from penstock.cluster.comm import Comm, all_gather_results, format_cause, run_on_rank0
+from penstock.cluster.comm import (
+    Comm,
+    all_gather_results,
+    format_cause,
+    gather_unusual,
+    run_on_all_ranks,
+    run_on_rank0,
+)
+from penstock.cluster.rounds import FAN_IN
 from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError
 
 if TYPE_CHECKING:
@@ -270,7 +278,12 @@ def load_on_all_ranks(comm: Comm, load: Callable[[], Any], step: int) -> str | N
             return _LoadFailure(_classify_fault(error), format_cause(error), comm.host)
         return None
 
-    outcomes = all_gather_results(comm, attempt, awaiting=f"all ranks to load step {step}")
+    awaiting = f"all ranks to load step {step}"
+    if comm.size < FAN_IN:
+        outcomes = all_gather_results(comm, attempt, awaiting=awaiting)
+    else:
+        own = run_on_all_ranks(comm, attempt, awaiting=awaiting)
+        outcomes = gather_unusual(comm, own, is_usual=own is None, awaiting=awaiting) or []
     failures = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
     for rank, failure in failures:
         if failure.fault == "caller":

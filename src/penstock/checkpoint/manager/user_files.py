@@ -43,7 +43,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import choose_home_
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions
 from penstock.checkpoint.tools.verify import find_damage
-from penstock.cluster.comm import Comm, format_cause
+from penstock.cluster.comm import Comm, format_cause, gather_unusual
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
@@ -396,10 +396,14 @@ class Restart:
         if self.step is None or (kind is not None and not issubclass(kind, Exception)):
             return
         own_cause = "" if error is None else format_cause(error)
-        views = self._comm.gather(
+        views = gather_unusual(
+            self._comm,
             (self._is_valid, own_cause, self._comm.host),
+            is_usual=self._is_valid and not own_cause,
             awaiting=f"all ranks to restart from step {self.step}",
         )
+        if views is None:
+            return
         bad = [rank for rank, (is_valid, _, _) in enumerate(views) if not is_valid]
         self._is_valid = not bad
         if bad:
