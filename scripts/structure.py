@@ -22,7 +22,7 @@ from types import FrameType
 
 SOURCE = Path(__file__).parents[1] / "src"
 
-MODULES = 520  # about as many as the capabilities need at 200 lines a module; each new one brings some
+MODULES = 545  # about as many as the capabilities need at 200 lines a module; each new one brings some
 IMPORT_LINES_PERCENT = 6.5  # an aim, printed beside the figure: no single change can be held to it
 ENTERED = {"pc.save": 40, "Manager.save": 40, "Manager.restore": 40, "penstock checkpoint ls": 30}
 
