@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.page_checks import check_page
+from tests.support.page_checks import check_page, read_banner
 from tests.support.trace_files import Writing, lines_of, make_events, write_trace
 
 from penstock.cli import main
@@ -211,6 +211,23 @@ def test_a_report_can_be_read_by_all_and_on_paper(browser: Browser, folder: Path
     page = tmp_path / "page.html"
     assert main(["trace", "report", str(folder / "base"), "-o", str(page)]) == 0
     check_page(browser, page)
+
+
+def test_the_first_screen_answers_what_was_moved_what_costs_most_when_and_what_to_do(
+    folder: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    assert main(["trace", "report", str(folder / "program.strace"), "-o", str(page)]) == 0
+    assert read_banner(page) == {
+        "Passed?": "could be faster",
+        "How much": (
+            "In 40.0 ms, program read 8 KiB and wrote 100 B, with 5 calls on 1 file (2 processes on 1 host)."
+        ),
+        "Limited by": "More work on some ranks, which costs 2.05 ms a rank",
+        "Since": "most was moved 10.0 ms after the start, at 1.95 MiB/s",
+        "To do": 'Look at the finding "More work on some ranks".',
+        "Troubles": "",
+    }
 
 
 @pytest.mark.parametrize(("width", "dark", "paper"), SCREENS)

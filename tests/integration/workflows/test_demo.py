@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.page_checks import FIRST_SCREEN, QUESTIONS, check_page
+from tests.support.page_checks import FIRST_SCREEN, QUESTIONS, check_page, read_banner
 
 from penstock.progress import Silent
 from penstock.reports.answer_page import write_answer_page
@@ -70,6 +70,17 @@ def test_the_tour_leaves_its_report_and_nothing_else(seen: Tour) -> None:
 
 def test_the_page_can_be_read_everywhere(browser: Browser, seen: Tour) -> None:
     check_page(browser, seen.report)
+
+
+def test_the_first_screen_answers_in_figures(seen: Tour) -> None:
+    found = read_banner(seen.report)
+    assert found["Passed?"] in ("passed", "failed")
+    assert "H100 of unet3d" in found["How much"]
+    assert "of the time (90 % asked" in found["Training"]
+    assert "of llama3-8b are durable in " in found["Checkpoints"]
+    assert found["Limited by"].startswith("training: ")
+    assert found["Since"].startswith("the start")
+    assert found["To do"]
 
 
 def test_the_longest_answers_end_on_the_first_screen_of_a_phone(

@@ -7,13 +7,14 @@ A figure without rows is a sentence that says why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from penstock.errors import StorageError
 from penstock.progress import Progress, Silent
+from penstock.reports.answer_page import Banner, Look
 from penstock.reports.html_page import render_page
 from penstock.reports.panels import Sheet, assign_hues
 from penstock.trace.compare.comparison import find_all, rank_findings
@@ -26,6 +27,7 @@ from penstock.trace.figures.over_time import rank_cells
 from penstock.trace.figures.placed_calls import place_calls
 from penstock.trace.figures.time_axis import measure_axis
 from penstock.trace.questions.answer import Answer, document
+from penstock.units import format_rate, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +111,56 @@ def render_run_report(report: RunReport) -> str:
             f"{names}; findings: {len(report.findings)}, of which {num_alarms} are about misleading numbers"
         ),
         report=report,
+        banner=_answers(report),
         overview=_lay_out_overview(report) if len(report.runs) > 1 else None,
         figure_names=[[figure.name, figure.title] for figure in report.figures],
         findings=[(finding, lay_out(finding.evidence), say_lost(finding)) for finding in report.findings],
         finding_looks=FINDING_LOOKS,
     )
+
+
+_MOST_TROUBLES: Final = 3
+
+
+def _answers(report: RunReport) -> Banner:
+    """The five answers: what was moved, what costs most, when most was moved, and what to do."""
+    bandwidth = next(figure.answer for figure in report.figures if figure.name == "bandwidth")
+    alarms = [finding for finding in report.findings if finding.weight is Weight.ALARM]
+    costs = [finding for finding in report.findings if finding.weight is Weight.COST]
+    verdict, look = ("nothing stands out", Look.GOOD)
+    if alarms:
+        verdict, look = ("misleading", Look.BAD)
+    elif costs:
+        verdict, look = ("could be faster", Look.DOUBT)
+    found = [*alarms, *costs]
+    dearest = max(costs, key=lambda one: one.lost_us or 0, default=None)
+    held = "nothing that stands out in these traces"
+    if dearest is not None:
+        lost = say_lost(dearest)
+        held = f"{dearest.title}, which costs {lost}" if lost else dearest.title
+    fixes = [finding.fix for finding in found if finding.fix] or [
+        f'Look at the finding "{finding.title}".' for finding in found
+    ]
+    return Banner(
+        verdict=verdict,
+        look=look,
+        figure=report.says[0],
+        limited_by=held,
+        since=_say_when(bandwidth.records(), names_run=len(report.runs) > 1),
+        to_do=fixes[0] if fixes else "Nothing, by these traces.",
+        troubles=[finding.title for finding in found if finding is not dearest][:_MOST_TROUBLES],
+    )
+
+
+def _say_when(rows: Sequence[Mapping[str, Any]], *, names_run: bool) -> str:
+    """When most was moved."""
+    if not rows:
+        return "nothing was moved"
+    most = max(rows, key=lambda row: row["read_bytes"] + row["written_bytes"])
+    rate = (most["read_bytes"] + most["written_bytes"]) * 1e6 / most["bucket_us"]
+    of_run = f" of {most['run']}" if names_run else ""
+    after = format_seconds(most["since_start_us"] / 1e6)
+    return f"most was moved {after} after the start{of_run}, at {format_rate(rate)}"
 
 
 def _lay_out_overview(report: RunReport) -> PageTable:
