@@ -88,6 +88,19 @@ def _tier_row(tier: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+_MOSTLY: Final = 0.9
+
+
+def _say_what_pays(worth: float | None, break_even: float) -> str:
+    """What to do about the share of requests that it was worth loading for."""
+    if worth is None:
+        return "Use a workload with hits: this one reads nothing back."
+    paid = f"loading was faster than computing for {worth:.1%} of requests with hits"
+    if worth >= _MOSTLY:
+        return f"Nothing: {paid}."
+    return f"Read with more than {format_bytes(break_even)}/s for each accelerator, or load less: {paid}."
+
+
 def make_run_page(document: Mapping[str, Any]) -> AnswerPage:
     """A run on a storage: rates, latencies, break-even, and the load that it sustains."""
     hue = assign_hues([document["target"]])[document["target"]]
@@ -115,14 +128,10 @@ def make_run_page(document: Mapping[str, Any]) -> AnswerPage:
             look=Look.BAD if misses else Look.GOOD,
             figure=f"read {format_bytes(read)}/s, wrote {format_bytes(write)}/s of payload",
             limited_by=_say_limit(document),
-            since=f"{format_seconds(document['elapsed_s'])} of {document['kind']}",
-            to_do=(
-                "Look for what damaged or removed entries."
-                if misses
-                else f"Loading was faster than computing for {worth:.1%} of requests with hits."
-                if worth is not None
-                else "Use a workload with hits: this one reads nothing back."
-            ),
+            since=f"the start: {document['kind']} of {format_seconds(document['elapsed_s'])}",
+            to_do="Look for what damaged or removed entries."
+            if misses
+            else _say_what_pays(worth, break_even),
             troubles=[
                 f"{count:,} entries were {name}" for name, count in document["misses"].items() if count
             ],
