@@ -128,7 +128,7 @@ def make_run_page(document: Mapping[str, Any]) -> AnswerPage:
             look=Look.BAD if misses else Look.GOOD,
             figure=f"read {format_bytes(read)}/s, wrote {format_bytes(write)}/s of payload",
             limited_by=_say_limit(document),
-            since=f"the start: {document['kind']} of {format_seconds(document['elapsed_s'])}",
+            since=f"the start: the run took {format_seconds(document['elapsed_s'])}",
             to_do="Look for what damaged or removed entries."
             if misses
             else _say_what_pays(worth, break_even),

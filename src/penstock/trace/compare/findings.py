@@ -377,9 +377,10 @@ def redundant_lookups(study: Study) -> list[TraceFinding]:
         Column("max_opens", Unit.COUNT), "num_lookups", "lookup_us",
     )  # fmt: skip
     # By seconds, then by number: a habit on a fast tier costs less than a rarer one on a slow tier.
-    run, kind, files, most = max(rows, key=lambda row: (int(row[6]), int(row[5])))[:4]
+    run, kind, files, stats, opens = max(rows, key=lambda row: (int(row[6]), int(row[5])))[:5]
+    does, most = ("looks up", stats) if stats >= _STATS_A_FILE else ("opens", opens)
     says = [
-        f"In {run}, one process looks up each of {files:,} files of {kind} up to {most} times.",
+        f"In {run}, one process {does} each of {files:,} files of {kind} up to {most} times.",
         "The first answer is known already; on a parallel file system each further one is a round trip.",
     ]
     evidence = Answer(name="f7", title="Files looked up repeatedly", columns=columns, rows=rows)

@@ -113,6 +113,12 @@ def test_f7_counts_lookups_of_one_process_in_one_file() -> None:
     assert found("F7", elsewhere) == []
 
 
+def test_f7_tells_opens_from_lookups() -> None:
+    rows = [event("base", "open", path=f"/slow/f-{number}.pt") for number in range(12) for _ in range(7)]
+    (finding,) = found("F7", rows)
+    assert finding.says[0] == "In base, one process opens each of 12 files of f.pt up to 7 times."
+
+
 def test_f7_names_the_run_that_lost_most_seconds_and_not_most_lookups() -> None:
     def lookups(run: str, number: int, dur_us: int) -> list[dict[str, Any]]:
         paths = [f"/slow/f-{file}.pt" for file in range(12)]
