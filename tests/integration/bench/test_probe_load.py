@@ -76,8 +76,8 @@ def test_a_storage_that_stalls_200_ms_every_2_s_shows_it_in_p999() -> None:
     seen = _load(request, wrap=lambda storage: Stalling(storage, latency_s=0.05, stall_s=0.2, every_s=2))
     (point,) = seen.points
     # The longest wait is that of what was due as the stall began.
-    assert 200 <= point.p999_ms <= 300
-    assert point.p50_ms < 80
+    assert 200 <= point.p999_ms <= 400
+    assert point.p50_ms < 100
 
 
 def test_reads_and_writes_are_mixed_on_files_and_nothing_stays(tmp_path: Path) -> None:

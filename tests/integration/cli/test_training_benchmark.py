@@ -124,7 +124,7 @@ def test_a_short_file_ends_all_ranks_and_is_named_with_its_rank(place: Path, ran
 def test_a_missing_file_ends_all_ranks_and_is_named(place: Path) -> None:
     (place / "data" / "train" / "img_27_of_28.npz").unlink()
     result = run(place, "--ranks", "2")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "img_27_of_28.npz" in result.stderr
     assert "training generate" in result.stderr
 

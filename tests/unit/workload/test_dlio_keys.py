@@ -32,6 +32,7 @@ TABLE: dict[str, Any] = {
     "storage.s3_force_path_style": True,
     "storage.storage_options.storage_library": "s3dlio",
     "storage.storage_options.endpoint_url": "http://127.0.0.1:9000",
+    "storage.storage_options.endpoint_uris": ["http://a:9000"],
     "storage.storage_options.access_key_id": "a",
     "storage.storage_options.secret_access_key": "b",
     "storage.storage_options.region": "us-east-1",
