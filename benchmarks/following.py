@@ -35,7 +35,7 @@ with Meter([server, TextCollectorFile(folder)] if is_followed else []) as meter:
         meter.enter("reading")
         meter.enter("computing")
         meter.advance(1)
-        meter.count(steps=1, samples=7, read_bytes=10**9, computing_s=.3, storage_wait_s=.01, rank_wait_s=.0)
+        meter.count(steps=1, samples=7, read_bytes=10**9, computing_s=.3, sample_wait_s=.01, rank_wait_s=.0)
         time.sleep(0.01)
     print(json.dumps(time.process_time() - began))
 """

@@ -20,7 +20,7 @@ class Progress(Protocol):
 
 
 Activity = Literal["working", "computing", "reading", "moving"]
-"""What rank 0 does: `reading` awaits one batch from storage, `moving` is I/O and nothing else."""
+"""What rank 0 does: `reading` awaits one batch, whatever makes it; `moving` is I/O and nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

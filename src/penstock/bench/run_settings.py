@@ -1,6 +1,7 @@
 """What all benchmark runs have in common: where results go, what their record says, and DLIO's files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,25 +41,25 @@ class RunSettings:
     facts_of: provenance.ReadHostFacts = provenance.read_host
     inspection: PreflightResult | None = None
 
-    def gather_hosts(self, comm: Comm) -> tuple[provenance.HostFacts, ...]:
-        """The facts of all hosts. Collective."""
-        return provenance.unique_hosts(comm.gather(self.facts_of(comm.host), awaiting="facts of all hosts"))
-
+    @contextmanager
     def open_run(
         self,
         workload: Workload,
         *,
-        hosts: Sequence[provenance.HostFacts],
-        ranks: int,
+        comm: Comm,
         seeds: Mapping[str, int],
         plan: Mapping[str, Any],
         remarks: Sequence[str] = (),
         progress: RunProgress | None = None,
-    ) -> ActiveRun:
-        """Make the run's folder with its record, where `progress` can be followed; on rank 0 only."""
+    ) -> Iterator[tuple[ActiveRun | None, Path]]:
+        """Make the run's folder with its record, where `progress` can be followed. Collective.
+
+        All ranks get the folder, and rank 0 the run, which ends with the block.
+        """
+        hosts = provenance.unique_hosts(comm.gather(self.facts_of(comm.host), awaiting="facts of all hosts"))
         request = RunRequest(
             workload=workload,
-            ranks=ranks,
+            ranks=comm.size,
             hosts=hosts,
             command=self.command,
             environment=self.environment,
@@ -68,20 +69,24 @@ class RunSettings:
             plan=plan,
             remarks=(*self.remarks, *remarks),
         )
+        with ExitStack() as resources:
+            run = None
+            if comm.rank == 0:
+                run = resources.enter_context(self._start(request))
+                if progress is not None:
+                    run.show_in_folder(progress)
+            yield run, comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
+
+    def _start(self, request: RunRequest) -> ActiveRun:
         if self.run_folder is not None:
-            run = ActiveRun.start_in(self.run_folder, request, results=self.results)
-        else:
-            run = ActiveRun.start(self.results, request)
-        if progress is not None:
-            run.show_in_folder(progress)
-        return run
+            return ActiveRun.start_in(self.run_folder, request, results=self.results)
+        return ActiveRun.start(self.results, request)
 
     def write_dlio_files(
         self,
         run: ActiveRun,
         workload: Workload,
         *,
-        hosts: Sequence[provenance.HostFacts],
         events: Sequence[RankEvents] | None = None,
         train: PhaseFigures | None = None,
         evaluation: PhaseFigures | None = None,
@@ -93,7 +98,7 @@ class RunSettings:
             DlioOutputs(
                 workload=workload,
                 ranks=event_files.read_events(run.folder) if events is None else events,
-                hosts=hosts,
+                hosts=run.record.hosts,
                 started=datetime.fromisoformat(run.record.started_at),
                 ended=datetime.now(UTC),
                 train=train,

@@ -7,7 +7,7 @@ are to be kept, also after an interruption. What a killed run left unfinished th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -74,22 +74,14 @@ class CacheResult:
 
 def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: RunProgress) -> CacheResult:
     """Execute the plan on all ranks, and record it in a run's folder. Collective."""
-    facts = request.gather_hosts(comm)
     plan = request.plan
-    with ExitStack() as resources:
-        run = None
-        if comm.rank == 0:
-            run = resources.enter_context(
-                request.open_run(
-                    Workload(name=f"kvcache-{plan.name}"),
-                    hosts=facts,
-                    ranks=comm.size,
-                    seeds={"content": request.engine.seed},
-                    plan={"kind": "kvcache", **plan.document()},
-                    progress=progress,
-                )
-            )
-        folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
+    with request.open_run(
+        Workload(name=f"kvcache-{plan.name}"),
+        comm=comm,
+        seeds={"content": request.engine.seed},
+        plan={"kind": "kvcache", **plan.document()},
+        progress=progress,
+    ) as (run, folder):
         if request.objective_ms is None:
             result = measure_plan(request, storage, folder, comm=comm, progress=progress)
         else:

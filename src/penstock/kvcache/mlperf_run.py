@@ -7,7 +7,6 @@ first. Collective: every rank calls `run_mlperf` and gets the same document.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from fractions import Fraction
@@ -75,27 +74,17 @@ class MlperfRequest(RunSettings):
 
 def run_mlperf(request: MlperfRequest, storage: Storage, *, comm: Comm, progress: Progress) -> dict[str, Any]:
     """Run all options, and write the files of the tool into the run's folder. Collective."""
-    facts = request.gather_hosts(comm)
     plans = {number: plan_option(request.settings(number, comm.rank)) for number in request.options}
     planned = comm.gather(
         {number: plan.io.document() for number, plan in plans.items()}, awaiting="the plans of all ranks"
     )
-    with ExitStack() as resources:
-        run = None
-        if comm.rank == 0:
-            run = resources.enter_context(
-                request.open_run(
-                    Workload(name="kvcache-mlperf-v3"),
-                    hosts=facts,
-                    ranks=comm.size,
-                    seeds={"content": request.engine.seed, "base": request.limits.seed},
-                    plan={"kind": "kvcache", "workload": "mlperf-v3", "ranks": planned},
-                )
-            )
-        now = datetime.now(UTC)
-        folder, began = comm.broadcast(
-            (run.folder, f"{now:%Y%m%d_%H%M%S}") if run else None, awaiting="the folder of the run"
-        )
+    with request.open_run(
+        Workload(name="kvcache-mlperf-v3"),
+        comm=comm,
+        seeds={"content": request.engine.seed, "base": request.limits.seed},
+        plan={"kind": "kvcache", "workload": "mlperf-v3", "ranks": planned},
+    ) as (run, folder):
+        began = comm.broadcast(f"{datetime.now(UTC):%Y%m%d_%H%M%S}", awaiting="when the run began")
         model = request.limits.options[str(request.options[0])].model
         leaf = folder / "kv_cache" / model / "run" / began
         with DeviceObserver(comm, folder, storage) as observer:
@@ -127,7 +116,7 @@ def run_mlperf(request: MlperfRequest, storage: Storage, *, comm: Comm, progress
         }
         if run is not None:
             counter_files.gather_counters(folder)
-            metadata = _metadata(request, leaf, began, hosts=len(facts), ranks=comm.size)
+            metadata = _metadata(request, leaf, began, hosts=len(run.record.hosts), ranks=comm.size)
             mlperf_files.write_files(leaf, began, metadata, results)
             published_files.write_json(folder, FILE, document)
             run.finish(deliveries=deliveries)

@@ -268,7 +268,7 @@ class Meter:
         if wait is not None and wait.waited_s >= NOTED_WAIT_S:
             return "waiting for ranks", wait.waited_s
         if activity == "reading" and now_s - since_s >= NOTED_WAIT_S:
-            return "waiting for storage", now_s - since_s
+            return "waiting for samples", now_s - since_s
         if activity == "moving" and now_s - max(moved_s, since_s) >= NOTED_WAIT_S:
             return "waiting for storage", now_s - max(moved_s, since_s)
         if activity == "computing":

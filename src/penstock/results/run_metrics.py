@@ -17,7 +17,9 @@ from penstock.errors import UsageError
 from penstock.results.run_status import DIED, RUNNING, RunStatus, replace_file
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-STATES: Final = ("working", "computing", "waiting for storage", "waiting for ranks")
+STATES: Final = (
+    "working", "computing", "waiting for samples", "waiting for storage", "waiting for ranks",
+)  # fmt: skip
 OUTCOMES: Final = (RUNNING, "finished", "failed", "interrupted", DIED)
 FILE_INTERVAL_S: Final = 5.0
 """Collectors read the file every 15 s or less often."""
@@ -70,7 +72,7 @@ def _families(status: RunStatus) -> Iterator[tuple[str, str, str, list[Sample]]]
         [("", {"unit": unit}, total) for unit, total in status.totals.items() if not unit.endswith("_s")],
     )  # fmt: skip
     yield (
-        "rank0_seconds_total", counter, "Where the time of rank 0 went: computing, storage_wait, rank_wait.",
+        "rank0_seconds_total", counter, "Where the time of rank 0 went: computing, sample_wait, rank_wait.",
         [("", {"what": unit[:-2]}, total) for unit, total in status.totals.items() if unit.endswith("_s")],
     )  # fmt: skip
 

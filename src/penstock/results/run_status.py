@@ -25,7 +25,7 @@ _COUNTED: Final = ("steps", "files", "operations", "samples")
 """Units at the end of phases' names: phases of bytes are shown as shares."""
 _SHARES: Final = {
     "computing_s": "computing",
-    "storage_wait_s": "waiting for storage",
+    "sample_wait_s": "waiting for samples",
     "rank_wait_s": "waiting for ranks",
 }
 
@@ -35,7 +35,7 @@ class RunStatus:
     """A run at one moment. Times are seconds since 1970; totals and rates are by unit, as `read_bytes`.
 
     `rates` are means since a unit was first counted, `rates_now` those of the last seconds. `state` is
-    `working`, `computing`, `waiting for storage` or `waiting for ranks`, for `state_s` now; `absent_ranks`
+    `working`, `computing`, or `waiting for` samples, storage or ranks, for `state_s` now; `absent_ranks`
     are those that rank 0 waits for, where that is known. Totals that end with `_s` are seconds of rank 0.
     """
 
@@ -143,8 +143,8 @@ def state_sentence(status: RunStatus) -> str:
         )
         which = f"rank{'s' * (len(status.absent_ranks) > 1)} {shown}" if shown else "other ranks"
         return f"waiting for {which} {for_s} ({status.awaiting})"
-    if status.state == "waiting for storage":
-        return f"waiting for storage {for_s}"
+    if status.state in ("waiting for samples", "waiting for storage"):
+        return f"{status.state} {for_s}"
     if status.state == "working" and status.state_s >= 10:
         return f"no progress {for_s}"
     return ""

@@ -58,7 +58,7 @@ def train(meter: Meter, clock: Clock, steps: int, *, step_s: float = 1.0) -> Non
         clock.now_s += step_s
         meter.advance(1)
         meter.count(
-            steps=1, samples=10, read_bytes=2**30, computing_s=0.9 * step_s, storage_wait_s=0.1 * step_s
+            steps=1, samples=10, read_bytes=2**30, computing_s=0.9 * step_s, sample_wait_s=0.1 * step_s
         )
         meter.status()  # the thread looks every second
 
@@ -110,7 +110,7 @@ def test_a_new_phase_has_rates_of_its_own_time(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("activity", "wait", "sentence"),
     [
-        ("reading", None, "waiting for storage for 42 s"),
+        ("reading", None, "waiting for samples for 42 s"),
         ("moving", None, "waiting for storage for 42 s"),
         ("computing", None, ""),
         ("working", None, "no progress for 42 s"),

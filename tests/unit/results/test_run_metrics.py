@@ -33,7 +33,7 @@ STATUS = RunStatus(
     state_s=42.0,
     awaiting="all ranks to finish step 26",
     absent_ranks=(3, 5),
-    totals={"steps": 25.0, "read_bytes": 2.0**40, "storage_wait_s": 1.5},
+    totals={"steps": 25.0, "read_bytes": 2.0**40, "sample_wait_s": 1.5},
 )
 
 
@@ -54,7 +54,7 @@ def test_prometheus_reads_every_figure() -> None:
     found = values_of(format_metrics(STATUS))
     assert found["penstock_run_counted_total", "read_bytes"] == 2.0**40
     assert found["penstock_run_counted_total", "steps"] == 25
-    assert found["penstock_run_rank0_seconds_total", "storage_wait"] == 1.5
+    assert found["penstock_run_rank0_seconds_total", "sample_wait"] == 1.5
     assert found["penstock_run_state", "waiting_for_ranks"] == 1
     assert found["penstock_run_state", "computing"] == 0
     assert found["penstock_run_state_seconds",] == 42

@@ -118,7 +118,6 @@ def run_checkpoints(
     num_writes = sum(checkpoint.direction == "write" for checkpoint in prepared.rounds)
     sizes = request.layout.bytes_of_processes().tolist()
     checkpoint_folder.require_room(find_local_root(storage), [size * num_writes for size in sizes], comm=comm)
-    facts = request.gather_hosts(comm)
     workload = request.model.workload
     shift = checkpoint_rounds.rank_shift(hosts) if workload.checkpoint.recovery_rank_shift else 0
     if workload.checkpoint.recovery_rank_shift and not shift:
@@ -126,19 +125,15 @@ def run_checkpoints(
     with ExitStack() as resources:
         if request.run_folder is None:  # commands that name the folder have no --resume
             resources.enter_context(_hint_at_resuming(tell))
-        run = None
-        if comm.rank == 0:
-            run = resources.enter_context(
-                request.open_run(
-                    workload,
-                    hosts=facts,
-                    ranks=comm.size,
-                    seeds={"content": prepared.seed},
-                    plan=request.plan_document(),
-                    progress=progress,
-                )
+        run, folder = resources.enter_context(
+            request.open_run(
+                workload,
+                comm=comm,
+                seeds={"content": prepared.seed},
+                plan=request.plan_document(),
+                progress=progress,
             )
-        folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
+        )
         board = progress_board.ProgressBoard(
             folder / progress_board.PROGRESS_FILE, rank=comm.rank, num_ranks=comm.size
         )
@@ -159,7 +154,7 @@ def run_checkpoints(
             event_files.gather_events(folder, comm.size)
             counter_files.gather_counters(folder)
             published_files.write_json(folder, run_folder.CHECKPOINTS_FILE, result.document())
-            request.write_dlio_files(run, workload, hosts=facts)
+            request.write_dlio_files(run, workload)
             run.finish(deliveries=result.deliveries, is_right=result.is_right)
         # All ranks have the same result but for their wall clocks: rank 0's count.
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")

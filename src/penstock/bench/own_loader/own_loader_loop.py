@@ -236,7 +236,7 @@ class OwnLoaderLoop:
             samples=event.samples * self.comm.size,
             read_bytes=0,
             computing_s=(event.computed_ns - event.loaded_ns) / 1e9,
-            storage_wait_s=(event.loaded_ns - event.start_ns) / 1e9,
+            sample_wait_s=(event.loaded_ns - event.start_ns) / 1e9,
             rank_wait_s=(event.barrier_ns - event.computed_ns) / 1e9,
         )
         if event.barrier_ns - self._pending[0].barrier_ns > _KEPT_NS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -72,21 +72,13 @@ class OwnLoaderRequest(RunSettings):
 
 def run_own_loader(request: OwnLoaderRequest, *, comm: Comm, progress: RunProgress) -> TrainingResult:
     """Run the user's loader for all epochs; the same result on every rank."""
-    hosts = request.gather_hosts(comm)
-    with ExitStack() as resources:
-        run = None
-        if comm.rank == 0:
-            run = resources.enter_context(
-                request.open_run(
-                    request.workload,
-                    hosts=hosts,
-                    ranks=comm.size,
-                    seeds={"order": request.seed},
-                    plan={"loader": request.loader.described.document()},
-                    progress=progress,
-                )
-            )
-        folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
+    with request.open_run(
+        request.workload,
+        comm=comm,
+        seeds={"order": request.seed},
+        plan={"loader": request.loader.described.document()},
+        progress=progress,
+    ) as (run, folder):
         session = _Session(request, comm, progress)
         stages, workload = session.run(folder, run)
         result = _write_results(run, stages, workload, request=request) if run else None
@@ -105,7 +97,7 @@ def _write_results(
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
     train = replace(train, verdict=_judge(stages.waits, train.verdict))
     published_files.write_json(run.folder, run_folder.STAGES_FILE, stages.document())
-    request.write_dlio_files(run, workload, hosts=run.record.hosts, events=events, train=train)
+    request.write_dlio_files(run, workload, events=events, train=train)
     run.finish(train=train, deliveries=stages.deliveries, workload=workload)
     return TrainingResult(
         workload=workload.full_name,

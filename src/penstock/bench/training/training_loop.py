@@ -214,7 +214,7 @@ class TrainingLoop:
             samples=step.samples * self.comm.size,
             read_bytes=step.read_bytes * self.comm.size,
             computing_s=(step.computed_ns - step.loaded_ns) / 1e9,
-            storage_wait_s=(step.loaded_ns - step.start_ns) / 1e9,
+            sample_wait_s=(step.loaded_ns - step.start_ns) / 1e9,
             rank_wait_s=(step.barrier_ns - step.computed_ns) / 1e9,
         )
 

@@ -5,8 +5,8 @@ else is timed separately. The run's folder records how the run ended in every ca
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,6 @@ from penstock.errors import StorageError, UsageError
 from penstock.progress import Progress, RunProgress
 from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
 from penstock.results.active_run import ActiveRun
-from penstock.results.provenance import HostFacts
 from penstock.results.step_events import StepPhase
 from penstock.storage import Counters, Storage, capabilities
 from penstock.workload.enums import DataFormat
@@ -119,30 +118,22 @@ def train(
     )
     if request.needs_counted_step:
         require_counted_step(request.workload, prepared.plan)
-    hosts = request.gather_hosts(comm)
-    with ExitStack() as resources:
-        run = None
-        if comm.rank == 0:
-            run = resources.enter_context(
-                request.open_run(
-                    request.workload,
-                    hosts=hosts,
-                    ranks=comm.size,
-                    seeds={"order": request.seed},
-                    plan=prepared.plan.document(),
-                    remarks=prepared.files.remarks,
-                    progress=progress,
-                )
-            )
-        folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
+    with request.open_run(
+        request.workload,
+        comm=comm,
+        seeds={"order": request.seed},
+        plan=prepared.plan.document(),
+        remarks=prepared.files.remarks,
+        progress=progress,
+    ) as (run, folder):
         with training_files.explained_absence(prepared.files):
             stages = _Session(request, storage, comm, progress, prepared).run(folder, run)
-        result = _write_results(run, stages, request=request, hosts=hosts) if run else None
+        result = _write_results(run, stages, request=request) if run else None
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
 
 def _write_results(
-    run: ActiveRun, stages: training_result.Stages, *, request: TrainingRequest, hosts: Sequence[HostFacts]
+    run: ActiveRun, stages: training_result.Stages, *, request: TrainingRequest
 ) -> training_result.TrainingResult:
     """Close the run, once all ranks have written their last event."""
     workload = request.workload
@@ -161,7 +152,6 @@ def _write_results(
     request.write_dlio_files(
         run,
         workload,
-        hosts=hosts,
         events=events,
         train=train,
         evaluation=evaluation,
