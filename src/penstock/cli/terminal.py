@@ -21,6 +21,7 @@ from penstock.progress import RunProgress, Silent
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from penstock.cli.live_display import Following
     from penstock.cluster.comm import RankWait
@@ -44,12 +45,26 @@ class TextTable:
 
     def draw(self, console: Console) -> None:
         """Print the table; its title alone if it has no rows."""
-        from rich import box
-        from rich.table import Table
-
         if not self.rows:
             console.print(f"{self.title}: none")
             return
+        if self.is_wide:
+            console = _open_console(file=console.file, width=_WIDE, color_system=None)
+        # Rich ends what it cuts with an ellipsis, and a number that is cut is a wrong number.
+        had_one = any("…" in text for row in self.rows for text in (self.title, *row, *row.values()))
+        for between_words in " ", "\n":
+            grid = self._grid(between_words)
+            with console.capture() as drawn:
+                console.print(grid)
+            if "…" not in drawn.get() or had_one:
+                console.print(grid)
+                return
+        self._list(console)
+
+    def _grid(self, between_words: str) -> Table:
+        from rich import box
+        from rich.table import Table
+
         grid = Table(
             title=self.title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
         )
@@ -57,19 +72,11 @@ class TextTable:
             texts = [row[column] for row in self.rows]
             # A column is aligned as a whole: dashes for unknown values stand among its numbers.
             is_numeric = all(text[:1].isdecimal() or text in ("", "-") for text in texts)
-            grid.add_column(column, justify="right" if is_numeric else "left")
+            name = column.replace(" ", between_words)
+            grid.add_column(name, justify="right" if is_numeric else "left", no_wrap=is_numeric)
         for row in self.rows:
             grid.add_row(*(printable(text, keep="") for text in row.values()))
-        if self.is_wide:
-            console = _open_console(file=console.file, width=_WIDE, color_system=None)
-        with console.capture() as drawn:
-            console.print(grid)
-        # Rich ends what it cuts with an ellipsis, and a number that is cut is a wrong number.
-        had_one = any("…" in text for row in self.rows for text in row.values())
-        if "…" in drawn.get().partition("─")[2] and not had_one:
-            self._list(console)
-        else:
-            console.print(grid)
+        return grid
 
     def _list(self, console: Console) -> None:
         """Print each row as a paragraph, where the terminal is too narrow for a table."""

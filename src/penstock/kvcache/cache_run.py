@@ -26,7 +26,7 @@ from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
 from penstock.kvcache.leftovers import STALE_S, reclaim_unfinished, remove_entries, remove_leftovers
 from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
-from penstock.progress import RunProgress
+from penstock.progress import Progress, RunProgress
 from penstock.results import counter_files, published_files
 from penstock.storage import Counters, Storage, capabilities
 from penstock.storage.in_memory import MemoryStorage
@@ -102,7 +102,7 @@ def measure_plan(
         _clear_store(request, storage) if comm.rank == 0 else None,
         awaiting="rank 0 to remove what earlier runs left",
     )
-    ceiling = _measure_ceiling(request, comm=comm) if request.measures_ceiling else None
+    ceiling = _measure_ceiling(request, comm=comm, progress=progress) if request.measures_ceiling else None
     advance = _begin_progress(progress, len(operations), comm.size)
     engine = IoEngine(storage, operations, request.layout, request.engine, advance=advance)
     before = storage.counters.snapshot()
@@ -125,7 +125,7 @@ def measure_plan(
             ]
     finally:
         if not request.keeps:
-            remove_entries(storage, operations, request.layout, engine.timed["outcome"])
+            remove_entries(storage, operations, request.layout, engine.timed["outcome"], progress)
     mine = cache_figures.sum_up_rank(operations, engine.timed, plan.num_requests)
     times = cache_figures.merge_ranks(comm.gather(mine, awaiting="the times of all ranks"))
     counters = sum(comm.gather(after, awaiting="what the storages of all ranks counted"), Counters())
@@ -185,7 +185,7 @@ def _search_load(
     """Find the largest load that meets the objective; the result is that of this load. Collective."""
     assert request.objective_ms is not None
     results: dict[float, CacheResult] = {}
-    ceiling = _measure_ceiling(request, comm=comm) if request.measures_ceiling else None
+    ceiling = _measure_ceiling(request, comm=comm, progress=progress) if request.measures_ceiling else None
 
     def measure(speedup: float) -> LoadPoint:
         at_load = replace(request, engine=replace(request.engine, speedup=speedup), measures_ceiling=False)
@@ -234,7 +234,7 @@ def _times_document(request: CacheRequest, times: Times) -> dict[str, Any]:
     }
 
 
-def _measure_ceiling(request: CacheRequest, *, comm: Comm) -> dict[str, Any] | None:
+def _measure_ceiling(request: CacheRequest, *, comm: Comm, progress: Progress) -> dict[str, Any] | None:
     """What these ranks and streams do on storage that costs one copy in memory: the limit of the harness."""
     storage_operations = request.plan.in_storage
     if not len(storage_operations):
@@ -249,8 +249,9 @@ def _measure_ceiling(request: CacheRequest, *, comm: Comm) -> dict[str, Any] | N
     operations["op"][:num] = Op.WRITE
     settings = replace(request.engine, speedup=0.0, duration_s=None)
     memory, figures = MemoryStorage(), {}
+    progress.begin("the ceiling: objects in memory", len(operations))
     for name, part in (("write", operations[:num]), ("read", operations[num:])):
-        engine = IoEngine(memory, part, request.layout, settings)
+        engine = IoEngine(memory, part, request.layout, settings, advance=progress.advance)
         engine.run(lambda: comm.barrier(awaiting="all ranks to begin measuring the ceiling"))
         mine = int(engine.timed["end_ns"].max())
         slowest_ns = max(comm.gather(mine, awaiting="the ceiling of all ranks"))

@@ -7,9 +7,11 @@ entries, is removed before; the entries of others stay, and are counted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -18,12 +20,15 @@ from penstock.errors import ObjectNotFound
 from penstock.kvcache.block_trace import Integers
 from penstock.kvcache.entries import EntryLayout, EntryOutcome
 from penstock.kvcache.io_plan import Op, Operations
+from penstock.progress import Progress, Silent
 from penstock.storage import Storage, capabilities
 from penstock.storage.capabilities import FolderEntry
 from penstock.storage.files.file_storage import is_unfinished
 
 STALE_S: Final = 600.0
 """An unfinished object that nobody wrote to for this long belongs to a dead writer."""
+
+_REMOVERS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +43,19 @@ class Leftovers:
 def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayout) -> Leftovers:
     """Make the store as a plan expects it: without any entry that its operations write."""
     own: frozenset[str] | None = None
-    entries = other_objects = other_bytes = 0
+    left: list[str] = []
+    other_objects = other_bytes = 0
     with suppress(ObjectNotFound):
         for info in storage.list(layout.folder):
             # Only a store that is not empty is worth naming all entries.
             own = own if own is not None else _written_keys(operations, layout)
             if info.key in own:
-                _delete(storage, info.key)
-                entries += 1
+                left.append(info.key)
             else:
                 other_objects += 1
                 other_bytes += info.size_bytes
-    return Leftovers(left_entries=entries, other_objects=other_objects, other_bytes=other_bytes)
+    _remove(storage, left, Silent())
+    return Leftovers(left_entries=len(left), other_objects=other_objects, other_bytes=other_bytes)
 
 
 def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> int:
@@ -81,24 +87,30 @@ def unfinished_objects(storage: Storage) -> Iterator[tuple[str, FolderEntry]]:
 
 
 def remove_entries(
-    storage: Storage, operations: Operations, layout: EntryLayout, outcomes: Integers | None = None
+    storage: Storage, operations: Operations, layout: EntryLayout, outcomes: Integers, progress: Progress
 ) -> None:
-    """Remove the objects that these operations leave; all that they write unless each has an outcome."""
+    """Remove the objects that these operations leave; all that they write unless each was run."""
     objects = operations["entry"] * layout.parts + operations["part"]
-    is_whole = outcomes is not None and bool((outcomes != EntryOutcome.NOT_RUN).all())
+    is_whole = bool((outcomes != EntryOutcome.NOT_RUN).all())
     if is_whole:
         # The last operation on each object tells whether it is still there.
         _, from_end = np.unique(objects[::-1], return_index=True)
         operations = operations[len(operations) - 1 - from_end]
         operations = operations[operations["op"] != Op.DELETE]
-    for key in _written_keys(operations, layout, reads=is_whole):
-        _delete(storage, key)
+    _remove(storage, _written_keys(operations, layout, reads=is_whole), progress)
 
 
 def _written_keys(operations: Operations, layout: EntryLayout, *, reads: bool = False) -> frozenset[str]:
     written = operations if reads else operations[operations["op"] == Op.WRITE]
     objects = np.unique(written[["entry", "part"]])
     return frozenset(layout.key(entry, part) for entry, part in objects.tolist())
+
+
+def _remove(storage: Storage, keys: Collection[str], progress: Progress) -> None:
+    progress.begin("removing entries", len(keys))
+    with ThreadPoolExecutor(_REMOVERS) as pool:
+        for _ in pool.map(partial(_delete, storage), keys):
+            progress.advance(1)
 
 
 def _delete(storage: Storage, key: str) -> None:

@@ -179,7 +179,7 @@ def _run_trial(
             timeout_s=LONGEST_RUN_S,
         )
     finally:
-        remove_entries(storage, operations, layout, engine.timed["outcome"])
+        remove_entries(storage, operations, layout, engine.timed["outcome"], progress)
     return RankTrial(
         option=number,
         trial=trial,

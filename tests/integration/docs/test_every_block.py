@@ -106,9 +106,21 @@ CASES = (
     ),
     Case(
         page="README.md",
+        key="class Volumes(Dataset)",
+        shows=(r"^Waiting [\d.]+% of the time",),
+        figures={r"^  AU +([\d.]+) % by DLIO's formula": 1, r"^  a sample +([\d.]+) MiB": 0.9},
+    ),
+    Case(
+        page="README.md",
         key="checkpoint run llama3-8b",
         shows=(r"in 128 files", "^Bottleneck: "),
         figures={r"^ (?:write|read) .*? m?s +([\d.]+) ": 0},
+    ),
+    Case(
+        page="README.md",
+        key="penstock kvcache size",
+        shows=("= 175 GiB$",),
+        figures={r"^ write +([\d,]+)": 1000, r"^Requests with hits: (\d+)": 10},
     ),
     Case(page="README.md", key="manager.save_async(7, state)"),
     Case(

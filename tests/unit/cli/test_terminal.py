@@ -9,11 +9,14 @@ import select
 import subprocess
 import sys
 import time
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from penstock.cli.terminal import (
     Terminal,
+    TextTable,
     View,
     bold,
     format_number,
@@ -140,6 +143,17 @@ def test_a_table_that_would_be_cut_is_a_paragraph_for_each_row() -> None:
     assert lines[0] == "Narrow"
     assert lines.count("column19  0123456789") == 2
     assert "…" in render_text(table("Cut already", [{"a": "b…"}]))
+
+
+def test_names_of_columns_fold_before_numbers_do() -> None:
+    file = StringIO()
+    rows = [{"p50 of a read": "1.5 MiB", "largest of the 7": "2.5 MiB"}]
+    TextTable("Sizes", rows).draw(Console(file=file, width=24))
+    shown = file.getvalue()
+    assert "…" not in shown
+    assert "1.5 MiB" in shown
+    assert "2.5 MiB" in shown
+    assert "largest of the 7" not in shown
 
 
 def test_numbers_are_aligned_to_the_right() -> None:
