@@ -1,37 +1,49 @@
 """`penstock storage probe` beside fio on the same disk, and against storages whose limits are known.
 
 Streams: fio runs psync threads, one block in flight each, O_DIRECT: exactly what the probe's streams do.
-Jobs: fio keeps blocks of one file in flight by io_uring, or one by psync; the probe whichever of its two ways
-is faster, from ordinary pages as fio's. (From huge pages, which the probe uses otherwise, large blocks are
-faster: the device is told of fewer pieces.) The goal of both is a ratio of 1: neither slower than the disk
-allows nor faster than the truth.
+Jobs: fio keeps blocks of one file in flight by io_uring with registered buffers, or one by psync; the probe
+whichever of its two ways is faster, from ordinary pages as fio's. (From huge pages, which the probe uses
+otherwise, large blocks are faster: the device is told of fewer pieces.) The goal of both is a ratio of 1:
+neither slower than the disk allows nor faster than the truth. Cost: the CPU time of an operation, in user
+code and in the kernel, which other programs on the machine do not change much.
 
     python benchmarks/storage_probe.py            everything, five rounds of each comparison
-    python benchmarks/storage_probe.py jobs       one part: streams, jobs, knee, stall, loops
+    python benchmarks/storage_probe.py jobs       one part: streams, jobs, cost, knee, stall, loops
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from harness import Ratio, interleave
+from penstock.bench.probe.load_loops import (
+    FileTarget,
+    LoadRun,
+    Operations,
+    RingLoop,
+    ThreadLoop,
+    blocks_ahead,
+    find_local_files,
+)
 from penstock.bench.probe.load_plan import LoadShape
 from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
 from penstock.bench.probe.probe_folder import ProbeFolder
+from penstock.bench.probe.timed_streams import Blocks
 from penstock.cluster.comm import SoloComm
 from penstock.progress import Silent
-from penstock.storage import Storage
+from penstock.storage import Storage, open_storage
 from penstock.storage.uri import parse_uri
 
 SIZE_BYTES = 1 << 30
@@ -48,6 +60,7 @@ JOBS = (
     ("randread", 4 << 10, 32),
     ("randwrite", 4 << 10, 16),
 )
+Job = tuple[str, int, int]
 """fio's name of the pattern, the block, how many in flight."""
 
 
@@ -133,21 +146,24 @@ def _fio(folder: str, pattern: str, block_bytes: int, *more: str) -> Mapping[str
     return result["jobs"][0]["write" if "write" in pattern else "read"]  # type: ignore[no-any-return]
 
 
-def _job_name(job: tuple[str, int, int]) -> str:
+def _job_name(job: Job) -> str:
     pattern, block_bytes, depth = job
     return f"{pattern} {block_bytes >> 10} KiB, {depth} in flight"
 
 
-def _our_job(folder: str, job: tuple[str, int, int]) -> Mapping[str, float]:
+def _shape(job: Job) -> LoadShape:
     pattern, block_bytes, depth = job
-    shape = LoadShape(
+    return LoadShape(
         block_bytes=block_bytes,
         read_percent=0 if "write" in pattern else 100,
         is_sequential=not pattern.startswith("rand"),
         depth=depth,
     )
+
+
+def _our_job(folder: str, job: Job) -> Mapping[str, float]:
     with _ordinary_pages():
-        seen = _load(f"direct://{folder}", shape)
+        seen = _load(f"direct://{folder}", _shape(job))
     # The mean over the whole time, as fio's.
     return {_job_name(job): float(np.mean([one.operations_per_s for one in seen.saturation.intervals]))}
 
@@ -161,17 +177,56 @@ def _ordinary_pages() -> Iterator[None]:
     set_thp_disable(0, 0, 0, 0)
 
 
-def _fio_job(folder: str, job: tuple[str, int, int]) -> Mapping[str, float]:
+def _fio_job(folder: str, job: Job, figure: str = "iops") -> Mapping[str, float]:
     pattern, block_bytes, depth = job
     path = Path(folder) / "peer.job"
     if not path.exists():
         _fio(folder, "write", 8 << 20, f"--size={SIZE_BYTES}", f"--filename={path.name}", "--end_fsync=1")
-    engine = ("--ioengine=io_uring", f"--iodepth={depth}") if depth > 1 else ("--ioengine=psync",)
+    ring = ("--ioengine=io_uring", f"--iodepth={depth}", "--fixedbufs")
+    engine = ring if depth > 1 else ("--ioengine=psync",)
     options = (f"--size={SIZE_BYTES}", f"--filename={path.name}", *engine)
-    side = _fio(
-        folder, pattern, block_bytes, *options, "--randrepeat=0", "--time_based", f"--runtime={SECONDS}"
-    )
-    return {_job_name(job): side["iops"]}
+    runtime = f"--runtime={round(1000 * SECONDS)}ms"
+    before = _cpu_s(resource.RUSAGE_CHILDREN)
+    side = _fio(folder, pattern, block_bytes, *options, "--randrepeat=0", "--time_based", runtime)
+    cpu_s = _cpu_s(resource.RUSAGE_CHILDREN) - before
+    return {_job_name(job): side["iops"] if figure == "iops" else side["total_ios"] / cpu_s}
+
+
+def _cpu_s(who: int) -> float:
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
+
+
+def compare_cost(repetitions: int) -> list[Ratio]:
+    """Operations of jobs of small blocks for each second of CPU time, beside fio's."""
+    return [
+        ratio
+        for job in JOBS
+        if job[1] == 4 << 10
+        for ratio in _compare(
+            repetitions,
+            partial(_our_cost, job=job),
+            partial(_fio_job, job=job, figure="cost"),
+            "ops/CPU s",
+        )
+    ]
+
+
+def _our_cost(folder: str, job: Job) -> Mapping[str, float]:
+    """A closed loop on the file that fio uses, by the way that suits the depth."""
+    _, block_bytes, depth = job
+    if not (Path(folder) / "peer.job").exists():
+        _fio_job(folder, job)
+    blocks = Blocks(depth + blocks_ahead(block_bytes), block_bytes, stream_id=0)
+    files = find_local_files(open_storage(f"direct://{folder}", {}))
+    assert files is not None
+    with closing(FileTarget(files, "peer.job", folder, is_sequential=False)) as target:
+        ring, threads = RingLoop(target, blocks, depth, folder), ThreadLoop(target, blocks, depth, folder)
+        operations = Operations.of(_shape(job), SIZE_BYTES, rank=0)
+        run = LoadRun(operations=operations, due_ns=None, seconds=SECONDS)
+        before = _cpu_s(resource.RUSAGE_SELF)
+        times = (ring if depth > 1 else threads).run(run)
+    return {_job_name(job): times.due.size / (_cpu_s(resource.RUSAGE_SELF) - before)}
 
 
 def _load(
@@ -244,6 +299,7 @@ def _print_ratios(compare: Callable[[int], list[Ratio]]) -> None:
 PARTS: Mapping[str, Callable[[], None]] = {
     "streams": partial(_print_ratios, compare_streams),
     "jobs": partial(_print_ratios, compare_jobs),
+    "cost": partial(_print_ratios, compare_cost),
     "knee": print_knees,
     "stall": print_stall,
     "loops": print_loops,

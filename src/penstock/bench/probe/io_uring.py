@@ -1,9 +1,10 @@
 """A queue of reads and writes in the kernel: io_uring by its three system calls, without a library.
 
-One thread keeps up to `slots` blocks in flight. Each slot has its entry of the submission queue and its
-buffer for good; only the operation and the offset are written anew. Invariant: the ring is used by the thread
-that opened it, and completions are posted in its own calls, so that program order is all the ordering it
-needs.
+One thread keeps blocks of one file in flight. What comes next is planned ahead in the kernel's own memory,
+many operations at once, and ends are read from there, many at once: between the two an operation costs no
+more than its share of a system call. Invariants: a block of memory belongs to one operation from plan to end;
+the ring is used by the thread that opened it, and ends are posted in its own calls, so that program order is
+all the ordering it needs.
 """
 
 from __future__ import annotations
@@ -16,122 +17,174 @@ import struct
 from collections.abc import Sequence
 from typing import Final, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.errors import StorageError, Unavailable
 from penstock.storage.aligned import address_of
-from penstock.storage.files.system_calls import map_os_error
+from penstock.storage.files.system_calls import libc, map_os_error
 
 _SETUP: Final = 425
 _ENTER: Final = 426
+_REGISTER: Final = 427
 """Numbers of the system calls, the same on every architecture."""
 _GET_EVENTS: Final = 1
 _EXT_ARG: Final = 8
+_REGISTER_BUFFERS: Final = 0
+_COMPLETION_SLOTS: Final = 1 << 3
 _SINGLE_ISSUER: Final = 1 << 12
 _DEFER_TASKRUN: Final = 1 << 13
 _NEEDED_FEATURES: Final = 1 | 1 << 8
 """One mapping for both queues, and waits with a limit: Linux 5.11."""
-_SQES_AT: Final = 0x1000_0000
+_ENTRIES_AT: Final = 0x1000_0000
 _PARAMS: Final = struct.Struct("=30I")
-_SQE: Final = struct.Struct("=BBHiQQIIQ")
-_SQE_BYTES: Final = 64
-_CQE_BYTES: Final = 16
-READ: Final = 22
-WRITE: Final = 23
+_ENTRY: Final = np.dtype(
+    {
+        "names": ["code", "file", "offset", "address", "length", "tag"],
+        "formats": ["u1", "i4", "u8", "u8", "u4", "u8"],
+        "offsets": [0, 4, 8, 16, 24, 32],
+        "itemsize": 64,
+    }
+)
+_ENDED: Final = np.dtype([("tag", "u8"), ("moved", "i4"), ("flags", "u4")])
+_BLOCK_BITS: Final = np.uint64(16)
+_BLOCK_MASK: Final = np.uint64((1 << 16) - 1)
+"""A tag is the number of an operation, and in its lowest bits that of its block of memory."""
+_CODES: Final = {False: (22, 23), True: (4, 5)}
+"""Read and write, into memory as it is, and into memory that the kernel has already looked up."""
 
 
 class RequestRing:
-    """Reads into and writes from `buffers`, one a slot, of the file `descriptor`; `uri` is for errors.
+    """Reads into and writes from `blocks` of memory, all of one size, of the file `descriptor`.
 
-    `Unavailable` where the kernel has no io_uring, or forbids it.
+    At most `depth` operations may be in flight; all other blocks are for those that are planned. `uri` is for
+    errors. `Unavailable` where the kernel has no io_uring, or forbids it.
     """
 
-    def __init__(self, descriptor: int, buffers: Sequence[memoryview], uri: str) -> None:
-        self._call = ctypes.CDLL(None, use_errno=True).syscall
-        # All of full width: what an integer leaves of its register or its place on the stack is not zero.
-        self._call.argtypes = (*[ctypes.c_long] * 5, ctypes.c_char_p, ctypes.c_size_t)
-        self._call.restype = ctypes.c_long
+    def __init__(self, descriptor: int, blocks: Sequence[memoryview], depth: int, uri: str) -> None:
         self._uri = uri
-        self._buffers = buffers
-        self._in_flight = 0
-        self._pending = 0
-        self._tail = self._head = 0
-        self._descriptor, params = _set_up(len(buffers))
+        self._block_bytes = blocks[0].nbytes
+        self._addresses = np.array([address_of(block) for block in blocks], dtype=np.uint64)
+        self.ahead = len(blocks) - depth
+        self._free = np.arange(len(blocks), dtype=np.uint64)
+        self._num_free = len(blocks)
+        self._planned = self._begun = self._ended = self._collected = 0
+        self._descriptor, params = _set_up(self.ahead, len(blocks))
+        self._map(params)
+        self._fields["file"][:], self._fields["length"][:] = descriptor, self._block_bytes
+        self._codes = _CODES[self._register()]
+        self._make_arguments()
+
+    def _make_arguments(self) -> None:
+        """Arguments of the call that exist already cost half as much as ones that are made for it."""
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        self._call.restype = ctypes.c_long
+        self._count, self._fewest = ctypes.c_long(), ctypes.c_long()
+        self._until = (ctypes.c_int64 * 2)()
+        self._limit = (ctypes.c_uint64 * 3)(0, 0, ctypes.addressof(self._until))
+        limit = ctypes.c_void_p(ctypes.addressof(self._limit)), ctypes.c_size_t(ctypes.sizeof(self._limit))
+        first = ctypes.c_long(_ENTER), ctypes.c_long(self._descriptor), self._count, self._fewest
+        self._waiting = (*first, ctypes.c_long(_GET_EVENTS), ctypes.c_void_p(), ctypes.c_size_t())
+        self._waiting_until = (*first, ctypes.c_long(_GET_EVENTS | _EXT_ARG), *limit)
+
+    def _map(self, params: tuple[int, ...]) -> None:
         submission, completion = params[10:20], params[20:30]
-        ring_bytes = max(submission[6] + params[0] * 4, completion[5] + params[1] * _CQE_BYTES)
+        slots, ends = params[:2]
+        ring_bytes = max(submission[6] + slots * 4, completion[5] + ends * _ENDED.itemsize)
         self._memory = mmap.mmap(self._descriptor, (ring_bytes + 7) // 8 * 8)
-        self._entries = mmap.mmap(self._descriptor, params[0] * _SQE_BYTES, offset=_SQES_AT)
-        for slot, buffer in enumerate(buffers):
-            entry = (READ, 0, 0, descriptor, 0, address_of(buffer), buffer.nbytes, 0, slot)
-            _SQE.pack_into(self._entries, slot * _SQE_BYTES, *entry)
-        self._codes = memoryview(self._entries)
-        self._offsets = self._codes.cast("Q")
-        words = memoryview(self._memory)
-        self._words, self._results, self._tags = words.cast("I"), words.cast("i"), words.cast("Q")
-        self._tail_at, self._order_at = submission[1] // 4, submission[6] // 4
-        self._mask = self._words[submission[2] // 4]
-        self._head_at, self._done_at = completion[0] // 4, completion[1] // 4
-        self._done_mask = self._words[completion[2] // 4]
-        self._done_from = completion[5]
+        self._entry_memory = mmap.mmap(self._descriptor, slots * _ENTRY.itemsize, offset=_ENTRIES_AT)
+        self._words = memoryview(self._memory).cast("I")
+        self._tail_at, self._head_at, self._done_at = (
+            submission[1] // 4,
+            completion[0] // 4,
+            completion[1] // 4,
+        )
+        # Entries are taken in the order in which they lie.
+        np.frombuffer(self._memory, np.uint32, slots, submission[6])[:] = np.arange(slots)
+        entries = np.frombuffer(self._entry_memory, _ENTRY, slots)
+        self._fields: dict[str, NDArray[np.generic]] = {name: entries[name] for name in _ENTRY.fields or ()}
+        self._slots = slots
+        self._ends = np.frombuffer(self._memory, _ENDED, ends, completion[5])
+
+    def _register(self) -> bool:
+        """Let the kernel look up the memory once; who may lock little memory goes without."""
+        first, last = self._addresses.min(), self._addresses.max()
+        vector = (ctypes.c_uint64 * 2)(int(first), int(last - first) + self._block_bytes)
+        result: int = libc().syscall(_REGISTER, self._descriptor, _REGISTER_BUFFERS, vector, 1)
+        return result == 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Wait for what is in flight, because the kernel moves it, then close."""
-        self._pending = 0  # what was queued and not begun never is
-        while self._in_flight:
-            self._enter(1, None)
-            self._reap()
-        for view in (self._offsets, self._codes, self._words, self._results, self._tags):
-            view.release()
-        self._entries.close()
+        while self._ended < self._begun:
+            self.turn(self._begun, 1)
+        self._words.release()
+        self._fields.clear()
+        del self._ends
+        self._entry_memory.close()
         self._memory.close()
         os.close(self._descriptor)
 
-    def queue(self, slot: int, operation: int, offset: int) -> None:
-        """Prepare `READ` or `WRITE` of a whole slot at an offset; the next `wait` begins it."""
-        self._codes[slot * _SQE_BYTES] = operation
-        self._offsets[slot * (_SQE_BYTES // 8) + 1] = offset
-        self._words[self._order_at + (self._tail & self._mask)] = slot
-        self._tail += 1
-        self._pending += 1
+    @property
+    def room(self) -> int:
+        """How many operations can be planned now, provided that all planned ones have begun."""
+        return min(self.ahead, self._slots - self._planned % self._slots)
 
-    def wait(self, fewest: int, timeout_ns: int | None = None) -> list[int]:
-        """Begin what was queued, wait for `fewest` ends or until the time is over: the slots that ended."""
-        self._words[self._tail_at] = self._tail & 0xFFFF_FFFF
-        self._enter(fewest, timeout_ns)
-        ended = self._reap()
-        for slot, moved in ended:
-            if moved != self._buffers[slot].nbytes:
-                self._fail(moved)
-        return [slot for slot, _ in ended]
+    def plan(self, offsets: NDArray[np.int64], is_write: NDArray[np.bool_]) -> NDArray[np.uint64]:
+        """Prepare the next operations, as many as there is `room` for; the blocks that they move."""
+        first, number = self._planned % self._slots, offsets.size
+        self._num_free -= number
+        # Blocks that were used last are still in the processor's cache.
+        blocks = self._free[self._num_free : self._num_free + number].copy()
+        read, write = self._codes
+        values = {
+            "code": np.where(is_write, write, read),
+            "offset": offsets,
+            "address": self._addresses[blocks],
+            "tag": np.arange(self._planned, self._planned + number, dtype=np.uint64) << _BLOCK_BITS | blocks,
+        }
+        for name, value in values.items():
+            self._fields[name][first : first + number] = value
+        self._planned += number
+        return blocks
 
-    def _reap(self) -> list[tuple[int, int]]:
-        """The slots that ended, and what each moved: bytes, or an error's number below zero."""
-        head, tail = self._head, self._words[self._done_at]
-        ended: list[tuple[int, int]] = []
-        while head != tail:
-            at = self._done_from + (head & self._done_mask) * _CQE_BYTES
-            ended.append((self._tags[at >> 3], self._results[(at >> 2) + 2]))
-            head = (head + 1) & 0xFFFF_FFFF
-        self._words[self._head_at] = self._head = head
-        self._in_flight -= len(ended)
-        return ended
+    def turn(self, number: int, fewest: int, timeout_ns: int | None = None) -> int:
+        """Begin all operations before `number`, wait for `fewest` ends or the time: how many have ended."""
+        self._words[self._tail_at] = number & 0xFFFF_FFFF
+        self._count.value = number - self._begun
+        self._fewest.value = fewest
+        if timeout_ns is None:
+            begun = self._call(*self._waiting)
+        else:
+            self._until[0], self._until[1] = divmod(max(timeout_ns, 0), 10**9)
+            begun = self._call(*self._waiting_until)
+        if begun >= 0:
+            self._begun += begun
+        elif (reason := ctypes.get_errno()) not in (errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY):
+            raise map_os_error(OSError(reason, os.strerror(reason)), "Moving a block of", self._uri)
+        done = self._words[self._done_at]
+        self._words[self._head_at] = done
+        self._ended += (done - self._ended) & 0xFFFF_FFFF
+        return self._ended
 
-    def _enter(self, fewest: int, timeout_ns: int | None) -> None:
-        flags, argument, until = _GET_EVENTS, None, b""
-        if timeout_ns is not None:
-            until = struct.pack("=qq", *divmod(max(timeout_ns, 0), 10**9))
-            flags, argument = _GET_EVENTS | _EXT_ARG, struct.pack("=QIIQ", 0, 0, 0, _address(until))
-        result = self._call(
-            _ENTER, self._descriptor, self._pending, fewest, flags, argument, len(argument or b"")
-        )
-        if result >= 0:
-            self._pending -= result
-            self._in_flight += result
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY):
-            raise map_os_error(OSError(number, os.strerror(number)), "Moving a block of", self._uri)
+    def collect(self) -> NDArray[np.int64]:
+        """The operations that ended since the last time, in order; an error if one did not move its block.
+
+        To be called before each plan: ends are kept for so long, and their blocks are free from then on.
+        """
+        first, number = self._collected % self._ends.size, self._ended - self._collected
+        ended = self._ends[first : first + number]
+        if ended.size < number:
+            ended = np.append(ended, self._ends[: number - ended.size])
+        self._collected = self._ended
+        moved, tags = ended["moved"], ended["tag"]
+        if not (moved == self._block_bytes).all():
+            self._fail(int(moved[moved != self._block_bytes][0]))
+        self._free[self._num_free : self._num_free + number] = tags & _BLOCK_MASK
+        self._num_free += number
+        return (tags >> _BLOCK_BITS).astype(np.int64)
 
     def _fail(self, moved: int) -> None:
         if moved < 0:
@@ -143,16 +196,12 @@ class RequestRing:
         )
 
 
-def _address(content: bytes) -> int:
-    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
-
-
-def _set_up(slots: int) -> tuple[int, tuple[int, ...]]:
+def _set_up(slots: int, ends: int) -> tuple[int, tuple[int, ...]]:
     """The ring's descriptor and parameters; older kernels get fewer flags."""
-    libc = ctypes.CDLL(None, use_errno=True)
     for flags in (_SINGLE_ISSUER | _DEFER_TASKRUN, 0):
-        params = ctypes.create_string_buffer(_PARAMS.pack(0, 0, flags, *[0] * 27), _PARAMS.size)
-        descriptor = libc.syscall(_SETUP, slots, params)
+        wanted = _PARAMS.pack(0, ends, flags | _COMPLETION_SLOTS, *[0] * 27)
+        params = ctypes.create_string_buffer(wanted, _PARAMS.size)
+        descriptor = libc().syscall(_SETUP, slots, params)
         if descriptor >= 0:
             values = _PARAMS.unpack(params.raw)
             if values[5] & _NEEDED_FEATURES == _NEEDED_FEATURES:

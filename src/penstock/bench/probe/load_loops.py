@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count
+from functools import partial
+from itertools import count, cycle
 from typing import Final, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.bench.probe.io_uring import READ, WRITE, RequestRing
+from penstock.bench.probe.io_uring import RequestRing
 from penstock.bench.probe.load_plan import NS, LoadShape, OperationTimes
 from penstock.bench.probe.timed_streams import Blocks, StreamStopped
 from penstock.errors import ShortTransfer
 from penstock.storage import Storage
 from penstock.storage.capabilities import SupportsLocalPaths
-from penstock.storage.files.system_calls import map_os_error, translate_os_errors
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.protocol import write_object
 
 _PATTERN: Final = 1 << 14
@@ -39,8 +41,8 @@ _SEED: Final = 18
 class Operations:
     """What the operations of a load are, one after the other, again and again: where, and whether writes."""
 
-    offsets: Sequence[int]
-    writes: Sequence[bool]
+    offsets: NDArray[np.int64]
+    writes: NDArray[np.bool_]
 
     @classmethod
     def of(cls, shape: LoadShape, size_bytes: int, rank: int) -> Operations:
@@ -51,7 +53,19 @@ class Operations:
         # Writes in exact proportion and random order: shuffled within each hundred.
         hundred = np.arange(100) >= shape.read_percent
         writes = np.concatenate([random.permutation(hundred) for _ in range(-(-_PATTERN // 100))])
-        return cls((order * shape.block_bytes).tolist(), writes.tolist())
+        return cls(order * shape.block_bytes, writes)
+
+    def take(self, first: int, number: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Offsets of `number` operations from `first` on, and whether each is a write."""
+        at = np.arange(first, first + number)
+        return self.offsets[at % self.offsets.size], self.writes[at % self.writes.size]
+
+    def each(self, first: int) -> Iterator[tuple[int, int, bool]]:
+        """A number, an offset, and whether it is a write, from `first` on; many threads may take in turn."""
+        # Its items are made without the interpreter, so that no other thread comes between.
+        offsets = np.roll(self.offsets, -first % self.offsets.size).tolist()
+        writes = np.roll(self.writes, -first % self.writes.size).tolist()
+        return zip(count(), cycle(offsets), cycle(writes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +96,18 @@ class LoadLoop(Protocol):
         """Perform one load and return when everything that began has ended."""
 
 
+Move = Callable[[int], int]
+"""Moves a block at an offset; returns how many bytes it moved."""
+
+
 class LoadTarget(Protocol):
-    """What threads operate on; a thread has its slot's number, and its block of memory."""
+    """What threads operate on, each with one block of memory."""
 
-    def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill a block."""
+    def reader(self, buffer: memoryview) -> Move:
+        """What fills this block."""
 
-    def write(self, offset: int, buffer: memoryview, slot: int) -> None:
-        """Write a block."""
+    def writer(self, buffer: memoryview, slot: int) -> Move:
+        """What writes this block, that of thread `slot`."""
 
     def close(self) -> None:
         """Release what is open."""
@@ -103,13 +121,24 @@ class ObjectTarget:
         self._key = key
         self._source = storage.open(key)
 
-    def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill a block from the object."""
-        self._source.read_into(offset, buffer)
+    def reader(self, buffer: memoryview) -> Move:
+        """Fills a block from the object."""
 
-    def write(self, offset: int, buffer: memoryview, slot: int) -> None:  # noqa: ARG002 - objects have none
-        """Write an object of one block, durable on return."""
-        write_object(self._storage, slot_key(self._key, slot), [buffer], size_bytes=buffer.nbytes)
+        def read(offset: int) -> int:
+            self._source.read_into(offset, buffer)
+            return buffer.nbytes
+
+        return read
+
+    def writer(self, buffer: memoryview, slot: int) -> Move:
+        """Writes an object of one block, durable on return."""
+        key = slot_key(self._key, slot)
+
+        def write(_offset: int) -> int:
+            write_object(self._storage, key, [buffer], size_bytes=buffer.nbytes)
+            return buffer.nbytes
+
+        return write
 
     def close(self) -> None:
         """Close the object."""
@@ -125,31 +154,108 @@ class FileTarget:
     """Blocks of one file in place: past the page cache, or through it, durable and never out of memory."""
 
     def __init__(self, storage: SupportsLocalPaths, key: str, uri: str, *, is_sequential: bool) -> None:
-        self._uri = f"{uri}/{key}"
         self._is_buffered = storage.uses_page_cache
         flags = os.O_RDWR | (os.O_DSYNC if self._is_buffered else os.O_DIRECT)
-        with translate_os_errors("Opening", self._uri):
+        with translate_os_errors("Opening", f"{uri}/{key}"):
             self.descriptor = os.open(storage.local_path(key), flags)
         if not is_sequential:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill a block; the page cache does not keep it for the next time."""
-        try:
-            moved = os.preadv(self.descriptor, (buffer,), offset)
-            if self._is_buffered:
-                os.posix_fadvise(self.descriptor, offset, buffer.nbytes, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise map_os_error(error, "Reading", self._uri) from error
-        self._check(moved, buffer.nbytes)
+    def reader(self, buffer: memoryview) -> Move:
+        """Fills a block; the page cache does not keep it for the next time."""
+        read = partial(os.preadv, self.descriptor, (buffer,))
+        return partial(self._read_and_forget, read) if self._is_buffered else read
 
-    def write(self, offset: int, buffer: memoryview, slot: int) -> None:  # noqa: ARG002 - one file for all
-        """Write a block over the one that is there."""
-        try:
-            moved = os.pwritev(self.descriptor, (buffer,), offset)
-        except OSError as error:
-            raise map_os_error(error, "Writing", self._uri) from error
-        self._check(moved, buffer.nbytes)
+    def _read_and_forget(self, read: Move, offset: int) -> int:
+        moved = read(offset)
+        os.posix_fadvise(self.descriptor, offset, moved, os.POSIX_FADV_DONTNEED)
+        return moved
+
+    def writer(self, buffer: memoryview, slot: int) -> Move:  # noqa: ARG002 - one file for all
+        """Writes a block over the one that is there."""
+        return partial(os.pwritev, self.descriptor, (buffer,))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.descriptor)
+
+
+class ThreadLoop:
+    """A thread for each of `slots`: works on every storage."""
+
+    name = "threads"
+
+    def __init__(self, target: LoadTarget, blocks: Blocks, slots: int, uri: str) -> None:
+        self._target = target
+        self._blocks = blocks
+        self._slots = slots
+        self._uri = uri
+
+    def run(self, run: LoadRun) -> OperationTimes:
+        """Perform one load; the first failure of a thread stops all and is raised."""
+        slots = self._slots
+        state = _ThreadsState(run, threading.Barrier(slots + 1), run.operations.each(run.first))
+        with ThreadPoolExecutor(slots, thread_name_prefix="penstock-load") as pool, ExitStack() as undo:
+            undo.callback(state.stop)
+            futures = [pool.submit(self._serve, state, slot) for slot in range(slots)]
+            with suppress(threading.BrokenBarrierError):  # the thread that broke it carries the reason
+                state.ready.wait()
+                run.start()
+                state.start_ns = time.monotonic_ns()
+                state.ready.wait()
+            failures = [error for future in futures if (error := future.exception()) is not None]
+            causes = [error for error in failures if not isinstance(error, StreamStopped)]
+            if failures:
+                raise (causes or failures)[0]
+            return _as_times(run, np.concatenate([future.result() for future in futures], axis=1))
+
+    def _serve(self, state: _ThreadsState, slot: int) -> NDArray[np.int64]:
+        with _stops_others(state), translate_os_errors("Moving a block of", self._uri):
+            _wake_up_on_time()
+            state.ready.wait()
+            state.ready.wait()
+            return (self._in_turn if state.run.due_ns is None else self._on_schedule)(state, slot)
+
+    def _in_turn(self, state: _ThreadsState, slot: int) -> NDArray[np.int64]:
+        """A closed loop: nothing that could be done after it is done between two operations."""
+        buffer, renew, clock = self._blocks.view(slot), self._blocks.renew, time.monotonic_ns
+        read, write = self._target.reader(buffer), self._target.writer(buffer, slot)
+        size, until_ns = buffer.nbytes, state.start_ns + state.run.stop_ns
+        numbers: list[int] = []
+        moments = [clock()]
+        for number, offset, is_write in state.operations:
+            if is_write:
+                renew(slot)
+                moved = write(offset)
+            else:
+                moved = read(offset)
+            now = clock()
+            numbers.append(number)
+            moments.append(now)
+            if moved != size or now >= until_ns or state.is_stopped:
+                break
+        self._check(moved, size)
+        passed = np.array(moments, dtype=np.int64) - state.start_ns
+        return np.array([numbers, passed[:-1], passed[:-1], passed[:-1], passed[1:]], dtype=np.int64)
+
+    def _on_schedule(self, state: _ThreadsState, slot: int) -> NDArray[np.int64]:
+        run, clock, start_ns = state.run, time.monotonic_ns, state.start_ns
+        buffer = self._blocks.view(slot)
+        read, write = self._target.reader(buffer), self._target.writer(buffer, slot)
+        rows: list[tuple[int, int, int, int, int]] = []
+        for (number, offset, is_write), due_ns in state.due:
+            free_ns = clock() - start_ns
+            if free_ns >= run.stop_ns or state.is_stopped:
+                break
+            if due_ns > free_ns:
+                _sleep_until(start_ns + due_ns, state)
+            if is_write:
+                self._blocks.renew(slot)
+            begun_ns = clock() - start_ns
+            moved = write(offset) if is_write else read(offset)
+            rows.append((number, due_ns, free_ns, begun_ns, clock() - start_ns))
+            self._check(moved, buffer.nbytes)
+        return np.array(rows, dtype=np.int64).reshape(-1, 5).T
 
     def _check(self, moved: int, wanted: int) -> None:
         if moved != wanted:
@@ -161,108 +267,46 @@ class FileTarget:
                 fix="Check that nothing truncates the file meanwhile.",
             )
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self.descriptor)
-
-
-class ThreadLoop:
-    """A thread for each slot: works on every storage."""
-
-    name = "threads"
-
-    def __init__(self, target: LoadTarget, blocks: Blocks) -> None:
-        self._target = target
-        self._blocks = blocks
-
-    def run(self, run: LoadRun) -> OperationTimes:
-        """Perform one load; the first failure of a thread stops all and is raised."""
-        slots = len(self._blocks)
-        state = _ThreadsState(run, threading.Barrier(slots + 1))
-        with ThreadPoolExecutor(slots, thread_name_prefix="penstock-load") as pool, ExitStack() as undo:
-            undo.callback(state.stop.set)
-            undo.callback(state.ready.abort)
-            futures = [pool.submit(self._serve, state, slot) for slot in range(slots)]
-            with suppress(threading.BrokenBarrierError):  # the thread that broke it carries the reason
-                state.ready.wait()
-                run.start()
-                state.start_ns = time.monotonic_ns()
-                state.ready.wait()
-            failures = [error for future in futures if (error := future.exception()) is not None]
-            causes = [error for error in failures if not isinstance(error, StreamStopped)]
-            if failures:
-                raise (causes or failures)[0]
-            rows = [row for future in futures for row in future.result()]
-        return _as_times(rows, run)
-
-    def _serve(self, state: _ThreadsState, slot: int) -> list[_Row]:
-        with _stops_others(state):
-            return list(self._operate(state, slot))
-
-    def _operate(self, state: _ThreadsState, slot: int) -> Iterator[_Row]:
-        run, clock = state.run, time.monotonic_ns
-        offsets, writes, due = run.operations.offsets, run.operations.writes, run.due_ns
-        target, blocks = self._target, self._blocks
-        _wake_up_on_time()
-        state.ready.wait()
-        state.ready.wait()
-        start_ns = state.start_ns
-        for number in state.numbers:
-            if due is not None and number >= len(due):
-                return
-            free_ns = clock() - start_ns
-            if free_ns >= run.stop_ns:
-                return
-            due_ns = free_ns if due is None else due[number]
-            if due_ns > free_ns:
-                _sleep_until(start_ns + due_ns, state.stop)
-            elif state.stop.is_set():
-                raise StreamStopped
-            at = run.first + number
-            offset, is_write = offsets[at % len(offsets)], writes[at % len(writes)]
-            buffer = blocks.renew(slot) if is_write else blocks.view(slot)
-            begun_ns = clock() - start_ns
-            if is_write:
-                target.write(offset, buffer, slot)
-            else:
-                target.read(offset, buffer)
-            yield number, due_ns, free_ns, begun_ns, clock() - start_ns
-
-
-_Row = tuple[int, int, int, int, int]
-"""One operation: its number, and when it was due, a slot was free, it began, it ended."""
-_COLUMNS: Final = 5
-
 
 @dataclass(slots=True)
 class _ThreadsState:
-    """What the threads of one run share; the next of `numbers` is the next operation."""
+    """What the threads of one run share; each takes the next of its operations."""
 
     run: LoadRun
     ready: threading.Barrier
-    stop: threading.Event = field(default_factory=threading.Event)
-    numbers: Iterator[int] = field(default_factory=count)  # its next() is atomic
+    operations: Iterator[tuple[int, int, bool]]
+    due: Iterator[tuple[tuple[int, int, bool], int]] = field(init=False)
+    is_stopped: bool = False
     start_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self.due = zip(self.operations, self.run.due_ns or ())  # noqa: B905 - as many as are due
+
+    def stop(self) -> None:
+        """Have no thread begin another operation, nor wait for others."""
+        self.is_stopped = True
+        self.ready.abort()
 
 
 @contextmanager
 def _stops_others(state: _ThreadsState) -> Iterator[None]:
     with ExitStack() as undo:
-        undo.callback(state.stop.set)
-        undo.callback(state.ready.abort)
+        undo.callback(state.stop)
         try:
             yield
         except threading.BrokenBarrierError:
             raise StreamStopped from None
+        if state.is_stopped:
+            raise StreamStopped
         undo.pop_all()
 
 
 _LONGEST_SLEEP_S: Final = 0.1
 
 
-def _sleep_until(moment_ns: int, stop: threading.Event) -> None:
+def _sleep_until(moment_ns: int, state: _ThreadsState) -> None:
     while (left_ns := moment_ns - time.monotonic_ns()) > 0:
-        if stop.is_set():
+        if state.is_stopped:
             raise StreamStopped
         time.sleep(min(left_ns / NS, _LONGEST_SLEEP_S))
 
@@ -275,14 +319,24 @@ def _wake_up_on_time() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
+_AHEAD: Final = 128
+_AHEAD_BYTES: Final = 16 << 20
+
+
+def blocks_ahead(block_bytes: int) -> int:
+    """How many operations io_uring plans at once: enough to share the cost, few enough to stay in a cache."""
+    return max(1, min(_AHEAD, _AHEAD_BYTES // block_bytes))
+
+
 class RingLoop:
-    """One thread with as many operations in flight in the kernel as there are slots."""
+    """One thread with up to `depth` operations in flight in the kernel; more `blocks` are for planning."""
 
     name = "io_uring"
 
-    def __init__(self, target: FileTarget, blocks: Blocks, uri: str) -> None:
+    def __init__(self, target: FileTarget, blocks: Blocks, depth: int, uri: str) -> None:
         self._target = target
         self._blocks = blocks
+        self._depth = depth
         self._uri = uri
 
     def check(self) -> None:
@@ -291,61 +345,108 @@ class RingLoop:
             pass
 
     def _open(self) -> RequestRing:
-        buffers = [self._blocks.view(slot) for slot in range(len(self._blocks))]
-        return RequestRing(self._target.descriptor, buffers, self._uri)
+        return RequestRing(self._target.descriptor, self._blocks.views, self._depth, self._uri)
 
     def run(self, run: LoadRun) -> OperationTimes:
         """Perform one load."""
         _wake_up_on_time()
+        turns = _Turns()
         with self._open() as ring:
+            planned = self._look(ring, run, turns)
             run.start()
-            return _as_times(self._operate(ring, run), run)
+            self._operate(ring, run, turns, planned)
+            turns.ended.append(ring.collect())
+        return turns.describe(run, self._depth)
 
-    def _operate(self, ring: RequestRing, run: LoadRun) -> list[_Row]:
-        offsets, writes, due = run.operations.offsets, run.operations.writes, run.due_ns
-        last = len(due) if due is not None else None
-        blocks, clock, stop_ns = self._blocks, time.monotonic_ns, run.stop_ns
-        free = deque((slot, 0) for slot in range(len(blocks)))
-        flying: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)] * len(blocks)
-        rows: list[_Row] = []
-        number = 0
-        start_ns, now = clock(), 0
-        while True:
-            while free and number != last and now < stop_ns:
-                due_ns = free[0][1] if due is None else due[number]
-                if due_ns > now:
-                    break
-                slot, free_ns = free.popleft()
-                at = run.first + number
-                is_write = writes[at % len(writes)]
-                if is_write:
-                    blocks.renew(slot)
-                ring.queue(slot, WRITE if is_write else READ, offsets[at % len(offsets)])
-                flying[slot] = number, due_ns, free_ns, now
-                number += 1
-            is_over = number == last or now >= stop_ns
-            if is_over and len(free) == len(blocks):
-                return rows
-            # With a slot free, the next operation may become due before anything ends.
-            until_ns = None if is_over or not free or due is None else due[number] - now
-            ended = ring.wait(1, until_ns)
+    def _operate(self, ring: RequestRing, run: LoadRun, turns: _Turns, planned: int) -> None:
+        """Turn after turn: begin what is due and has a slot, wait until something ends."""
+        due, depth, stop_ns, turn, clock = run.due_ns, self._depth, run.stop_ns, ring.turn, time.monotonic_ns
+        last = len(due) if due is not None else sys.maxsize
+        number = done = now = look_ns = 0
+        start_ns = clock()
+        while now < stop_ns and done < last:
+            most = min(planned, done + depth)
+            if due is None:
+                number = most
+            else:
+                while number < most and due[number] <= now:
+                    number += 1
+            until_ns = None
+            if (number == planned < last) or now > look_ns:
+                # What was planned begins now, so that the storage works meanwhile.
+                fewest, look_ns = 0, now + _LOOK_NS
+            else:
+                fewest = 1
+                # With a slot free, the next operation may become due before anything ends.
+                if due is not None and number < most:
+                    until_ns = due[number] - now
+            done = turn(number, fewest, until_ns)
+            if not fewest:
+                planned = self._look(ring, run, turns, planned, number)
             now = clock() - start_ns
-            for slot in ended:
-                rows.append((*flying[slot], now))
-                free.append((slot, now))
+            turns.moments.append(now)
+            turns.begun.append(number)
+            turns.done.append(done)
+        while done < number:
+            done = turn(number, 1)
+            turns.moments.append(clock() - start_ns)
+            turns.begun.append(number)
+            turns.done.append(done)
+
+    def _look(self, ring: RequestRing, run: LoadRun, turns: _Turns, planned: int = 0, number: int = 0) -> int:
+        """See whether what ended went well; if all that was planned has begun, plan the next."""
+        turns.ended.append(ring.collect())
+        left = len(run.due_ns) - planned if run.due_ns is not None else ring.room
+        if number == planned and left:
+            offsets, writes = run.operations.take(run.first + planned, min(ring.room, left))
+            blocks = ring.plan(offsets, writes)
+            if writes.any():
+                self._blocks.renew_all(blocks[writes])
+            planned += offsets.size
+        return planned
 
 
-def _as_times(rows: Sequence[_Row], run: LoadRun) -> OperationTimes:
-    """The rows in the order of the schedule, and behind them what was due and never began."""
-    table = np.array(rows, dtype=np.int64).reshape(-1, _COLUMNS)
-    numbers, due, free, begun, ended = table[np.argsort(table[:, 0], kind="stable")].T
-    if run.due_ns is not None and numbers.size < len(run.due_ns):
-        missing = np.asarray(run.due_ns[numbers.size :], dtype=np.int64)
-        never = np.full(missing.size, run.stop_ns, dtype=np.int64)
-        numbers = np.append(numbers, np.arange(numbers.size, len(run.due_ns)))
-        due, free = np.append(due, missing), np.append(free, never)
-        begun, ended = np.append(begun, never), np.append(ended, never)
-    writes = np.asarray(run.operations.writes)
+_LOOK_NS: Final = NS // 10
+"""An operation that failed is noticed after so long, however slow the storage is."""
+
+
+@dataclass(slots=True)
+class _Turns:
+    """What one thread saw: after each turn the time, and how many operations had begun and ended by then."""
+
+    moments: list[int] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)
+    ended: list[NDArray[np.int64]] = field(default_factory=list)
+    """Numbers of operations in the order in which they ended."""
+
+    def describe(self, run: LoadRun, depth: int) -> OperationTimes:
+        """The times of each operation: it began as its turn did, and ended by the end of a turn."""
+        moments = np.array(self.moments, dtype=np.int64)
+        order = np.concatenate(self.ended)
+        begun_ns = np.repeat(np.append(0, moments[:-1]), np.diff(self.begun, prepend=0))
+        seen_ns = np.repeat(moments, np.diff(self.done, prepend=0))
+        ended_ns = np.empty_like(seen_ns)
+        ended_ns[order] = seen_ns
+        # The first to end leaves its slot to the next to begin.
+        free_ns = np.append(np.zeros(depth, dtype=np.int64), seen_ns)[: order.size]
+        due_ns = free_ns if run.due_ns is None else np.array(run.due_ns[: order.size], dtype=np.int64)
+        return _as_times(run, np.stack((np.arange(order.size), due_ns, free_ns, begun_ns, ended_ns)))
+
+
+def _as_times(run: LoadRun, columns: NDArray[np.int64]) -> OperationTimes:
+    """Operations in the order of the schedule, and behind them what was due and never began.
+
+    `columns` are numbers, and when each was due, a slot was free, it began and ended.
+    """
+    columns = columns[:, np.argsort(columns[0], kind="stable")]
+    if run.due_ns is not None and columns.shape[1] < len(run.due_ns):
+        missing = np.setdiff1d(np.arange(len(run.due_ns)), columns[0])
+        never = np.full(missing.size, run.stop_ns)
+        rest = np.stack((missing, np.array(run.due_ns)[missing], never, never, never))
+        columns = np.append(columns, rest, axis=1)
+    numbers, due, free, begun, ended = columns
+    writes = run.operations.writes
     return OperationTimes(due, free, begun, ended, writes[(run.first + numbers) % writes.size])
 
 

@@ -24,6 +24,7 @@ from penstock.bench.probe.load_loops import (
     Operations,
     RingLoop,
     ThreadLoop,
+    blocks_ahead,
     find_local_files,
     slot_key,
 )
@@ -201,24 +202,28 @@ def _open_loops(
 ) -> Iterator[Sequence[LoadLoop]]:
     """The ways to try: threads, and io_uring for files past the page cache, if every rank has it."""
     shape, storage = request.shape, place.storage
-    blocks = Blocks(shape.depth, shape.block_bytes, stream_id=comm.rank << 12 | 1)
     with ExitStack() as undo:
         files = find_local_files(storage)
         if files is None:
             place.expect_objects(_slot_keys(shape, comm))
             target = ObjectTarget(storage, _key(comm))
             undo.callback(target.close)
-            yield [ThreadLoop(target, blocks)]
+            yield [ThreadLoop(target, _blocks(shape, comm), shape.depth, storage.uri)]
             return
         file = FileTarget(files, _key(comm), storage.uri, is_sequential=shape.is_sequential)
         undo.callback(file.close)
-        loops: list[LoadLoop] = [ThreadLoop(file, blocks)]
+        blocks = _blocks(shape, comm, more=blocks_ahead(shape.block_bytes))
+        loops: list[LoadLoop] = [ThreadLoop(file, blocks, shape.depth, storage.uri)]
         if not files.uses_page_cache:
-            ring = RingLoop(file, blocks, storage.uri)
+            ring = RingLoop(file, blocks, shape.depth, storage.uri)
             reasons = list(filter(None, comm.gather(_why_no_ring(ring), awaiting="io_uring on all ranks")))
             loops += [] if reasons else [ring]
             notes += reasons[:1]
         yield [loop for loop in loops if loop.name in request.loops] or loops[:1]
+
+
+def _blocks(shape: LoadShape, comm: Comm, *, more: int = 0) -> Blocks:
+    return Blocks(shape.depth + more, shape.block_bytes, stream_id=comm.rank << 12 | 1)
 
 
 def _slot_keys(shape: LoadShape, comm: Comm) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import count
@@ -231,12 +231,11 @@ class Blocks:
         random = np.random.Generator(np.random.SFC64(stream_id))
         words = np.frombuffer(memory.view, dtype=np.uint64)
         words[:] = random.integers(0, 2**64, size=words.size, dtype=np.uint64)
-        self._words = words.reshape(num_blocks, -1)
-        self._views = [memoryview(row).cast("B")[:block_bytes] for row in self._words]  # type: ignore[arg-type]
-        self._stamps = (np.uint64(stream_id + 1) << np.uint64(48)) + np.arange(
-            self._words.shape[1] // (_STAMPED_BYTES // 8), dtype=np.uint64
-        )
-        self._next_stamp = count(0, self._stamps.size)
+        words = words.reshape(num_blocks, -1)
+        self._stamped = words[:, :: _STAMPED_BYTES // 8]
+        self._views = [memoryview(row).cast("B")[:block_bytes] for row in words]  # type: ignore[arg-type]
+        self._stamps = np.arange(self._stamped.shape[1], dtype=np.uint64)
+        self._next_stamp = count((stream_id + 1) << 48, self._stamps.size)
 
     def __len__(self) -> int:
         return len(self._views)
@@ -245,10 +244,20 @@ class Blocks:
         """Block `index` as it is: the buffer to read into."""
         return self._views[index]
 
+    @property
+    def views(self) -> Sequence[memoryview]:
+        """All blocks."""
+        return self._views
+
     def renew(self, index: int) -> memoryview:
         """Block `index` with content that was never written before by this stream."""
-        self._words[index, :: _STAMPED_BYTES // 8] = self._stamps + np.uint64(next(self._next_stamp))
+        self._stamped[index] = self._stamps + np.uint64(next(self._next_stamp))
         return self._views[index]
+
+    def renew_all(self, indices: NDArray[np.uint64]) -> None:
+        """Give each of these blocks content that was never written before by this stream."""
+        firsts = np.fromiter(self._next_stamp, np.uint64, count=indices.size)
+        self._stamped[indices] = firsts[:, np.newaxis] + self._stamps
 
 
 def _whole_pages(size_bytes: int) -> int:

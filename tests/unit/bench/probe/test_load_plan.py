@@ -111,8 +111,9 @@ def test_operations_read_and_write_in_exact_shares_and_pass_each_block_once(
 ) -> None:
     shape = LoadShape(block_bytes=4096, read_percent=read_percent, is_sequential=is_sequential)
     operations = Operations.of(shape, blocks * 4096 + 7, rank=1)
-    assert sorted(operations.offsets) == [4096 * number for number in range(blocks)]
-    assert operations.offsets == sorted(operations.offsets) or not is_sequential
+    offsets = operations.offsets.tolist()
+    assert sorted(offsets) == [4096 * number for number in range(blocks)]
+    assert offsets == sorted(offsets) or not is_sequential
     for hundred in range(0, len(operations.writes), 100):
         assert sum(operations.writes[hundred : hundred + 100]) == 100 - read_percent
 
