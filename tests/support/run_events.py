@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.results.run_status import RunStatus
 from penstock.results.step_events import (
     SPAN_TYPE,
     STEP_TYPE,
@@ -21,6 +22,27 @@ from penstock.results.step_events import (
 
 WALL_NS = 1_767_225_600 * 10**9
 """2026-01-01T00:00:00 UTC, when every script begins."""
+
+WAITING_STATUS = RunStatus(
+    run='odd "name" \\ with\nall',
+    kind="training",
+    workload="unet3d_h100",
+    ranks=8,
+    host="node1",
+    started_at_s=1000.25,
+    written_at_s=2000.5,
+    phase="epoch 1 of 5, steps",
+    phase_done=25,
+    phase_total=100,
+    share_done=0.05,
+    left_s=1234.5,
+    state="waiting for ranks",
+    state_s=42.0,
+    awaiting="all ranks to finish step 26",
+    absent_ranks=(3, 5),
+    totals={"steps": 25.0, "read_bytes": 2.0**40, "storage_wait_s": 1.5},
+)
+"""A run that waits for two of its ranks; its name has all that formats have to quote."""
 
 
 class RankScript:

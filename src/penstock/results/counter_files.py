@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.cluster.host_counters import CounterSample
 from penstock.errors import ObjectNotFound, StorageError
+from penstock.results.arrow_columns import encode_words, make_numbers, make_words
 from penstock.results.published_files import publishing
 
 logger = logging.getLogger(__name__)
@@ -122,7 +124,7 @@ def read_counters(run_folder: Path) -> tuple[list[SampledHost], pa.Table]:
         ]
         return hosts, pa.Table.from_batches(batches, schema).unify_dictionaries()
     try:
-        table = pq.read_table(path)
+        table = pq.ParquetFile(path).read()
         header = json.loads((table.schema.metadata or {}).get(_METADATA, b"{}"))
     except (pa.ArrowException, ValueError) as error:
         raise StorageError(f"Cannot read the counters: {error}", uri=str(path)) from error
@@ -181,9 +183,9 @@ def _batch(
     host: str, moments: list[int], names: list[str], values: list[int], *, schema: pa.Schema
 ) -> pa.RecordBatch:
     columns = [
-        pa.DictionaryArray.from_arrays(pa.array([0] * len(values), pa.int32()), pa.array([host])),
-        pa.array(moments, pa.int64()),
-        pa.array(names).dictionary_encode(),
-        pa.array(values, pa.int64()),
+        make_words(np.zeros(len(values)), [host]),
+        make_numbers(moments, np.int64),
+        encode_words(names),
+        make_numbers(values, np.int64),
     ]
     return pa.record_batch(columns, schema=schema)

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.results import published_files, step_events
+from penstock.results.arrow_columns import make_numbers, make_words, read_numbers
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.run_folder import RUN_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload
@@ -206,16 +207,16 @@ def _words() -> pa.DataType:
 
 
 def _event_batch(rank: int, rows: step_events.Rows, schema: pa.Schema) -> pa.RecordBatch:
-    columns: list[Any] = [pa.array(np.full(len(rows), rank, np.int32))]
+    columns: list[Any] = [make_numbers(np.full(len(rows), rank), np.int32)]
     columns += [_column(name, rows[name]) for name in schema.names[1:]]
     return pa.record_batch(columns, schema=schema)
 
 
 def _column(name: str, values: Any) -> Any:
     if name not in _WORDS:
-        return pa.array(np.ascontiguousarray(values))
+        return make_numbers(values, np.int64)
     words = [member.name.lower() for member in _WORDS[name]]
-    return pa.DictionaryArray.from_arrays(pa.array(values.astype(np.int32)), pa.array(words))
+    return make_words(values, words)
 
 
 def _read_table(
@@ -244,12 +245,12 @@ def _rows(group: pa.Table, row_type: np.dtype[np.void]) -> tuple[Any, step_event
     rows = np.empty(group.num_rows, row_type)
     for name in row_type.names:
         rows[name] = _values(name, group.column(name))
-    return group.column("rank").to_numpy(), rows
+    return read_numbers(group.column("rank")), rows
 
 
 def _values(name: str, column: Any) -> Any:
     if name not in _WORDS:
-        return column.to_numpy()
+        return read_numbers(column)
     numbers = {member.name.lower(): member.value for member in _WORDS[name]}
     return np.array([numbers[word] for word in column.to_pylist()], np.int64)
 

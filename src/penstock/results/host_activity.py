@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from penstock.results.arrow_columns import read_numbers
 from penstock.results.counter_files import SampledHost
 from penstock.results.step_events import RankEvents, SpanEvent, SpanKind
 
@@ -145,14 +145,17 @@ class _Series:
     """One host's counters, each at every moment of a sample."""
 
     def __init__(self, counters: pa.Table, host: str) -> None:
-        chosen = counters.filter(pc.equal(counters["host"].cast(pa.string()), host))
-        moments = chosen["monotonic_ns"].to_numpy()
-        values = chosen["value"].to_numpy()
-        names = chosen["counter"].cast(pa.string()).combine_chunks().dictionary_encode()
-        numbers = names.indices.to_numpy(zero_copy_only=False)
+        hosts = counters["host"].unify_dictionaries().combine_chunks()
+        names = counters["counter"].unify_dictionaries().combine_chunks()
+        known = hosts.dictionary.to_pylist()
+        of_host = read_numbers(hosts.indices) == (known.index(host) if host in known else -1)
+        moments = read_numbers(counters["monotonic_ns"])[of_host]
+        values = read_numbers(counters["value"])[of_host]
+        numbers = read_numbers(names.indices)[of_host]
         self._moments = np.unique(moments)
         self._values: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
-        for number, name in enumerate(names.dictionary.to_pylist()):
+        for number in np.unique(numbers).tolist():
+            name = names.dictionary[number].as_py()
             if name.startswith(("cpu.", "disk.", "net.", "ib.")) and not name.startswith("net.lo."):
                 of_name = numbers == number
                 # A counter has rows only where it changed: in between it keeps its last value.

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import StorageError
+from penstock.results.arrow_columns import encode_words, make_numbers, read_numbers
 from penstock.results.published_files import publishing
 
 THROUGHPUT_FILE: Final = "throughput.parquet"
@@ -65,7 +66,11 @@ def write_throughput(folder: Path, rounds: Sequence[RoundThroughput]) -> None:
         metadata=metadata,
     )  # fmt: skip
     with publishing(folder, THROUGHPUT_FILE) as file:
-        pq.write_table(pa.table(rows, schema=schema), file, compression="zstd")
+        columns = [encode_words(rows["direction"])]
+        columns += [
+            make_numbers(rows[field.name], field.type.to_pandas_dtype()) for field in list(schema)[1:]
+        ]
+        pq.write_table(pa.table(columns, schema=schema), file, compression="zstd")
 
 
 def read_throughput(folder: Path) -> list[RoundThroughput]:
@@ -74,7 +79,7 @@ def read_throughput(folder: Path) -> list[RoundThroughput]:
     if not path.is_file():
         return []
     try:
-        table = pq.read_table(path)
+        table = pq.ParquetFile(path).read()
         header = json.loads((table.schema.metadata or {}).get(_METADATA, b"{}"))
     except (pa.ArrowException, ValueError) as error:
         raise StorageError(f"Cannot read the throughput: {error}", uri=str(path)) from error
@@ -84,7 +89,7 @@ def read_throughput(folder: Path) -> list[RoundThroughput]:
             uri=str(path),
             fix="Read it with the version that wrote it.",
         )
-    columns = {name: table[name].to_numpy() for name in ("step", "rank", "at_s", "width_s", "bytes")}
+    columns = {name: read_numbers(table[name]) for name in ("step", "rank", "at_s", "width_s", "bytes")}
     directions = np.array(table["direction"].cast(pa.string()).to_pylist(), dtype=object)
     rounds = dict.fromkeys(zip(directions.tolist(), columns["step"].tolist(), strict=True))
     num_ranks = int(columns["rank"].max()) + 1 if len(columns["rank"]) else 0

@@ -11,11 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.run_events import WAITING_STATUS
 
 from penstock.cli.app import main
 from penstock.cli.results_watch import SILENT_S, _WatchedRun
@@ -202,9 +204,7 @@ def test_a_run_without_a_status_is_shown_by_its_record(
 def test_a_run_that_falls_silent_where_processes_cannot_be_seen_has_died(tmp_path: Path) -> None:
     now_s = [0.0]
     with make_run(tmp_path) as run:
-        status = RunStatus(
-            run="r", kind="training", workload="w", ranks=1, host="elsewhere", started_at_s=0, written_at_s=7
-        )
+        status = replace(WAITING_STATUS, host="elsewhere")
         StatusFile(run.folder).show(status)
         watched = _WatchedRun(run.folder, clock=lambda: now_s[0])
         assert watched.look().outcome == "running"
@@ -216,22 +216,7 @@ def test_a_run_that_falls_silent_where_processes_cannot_be_seen_has_died(tmp_pat
 
 
 def test_the_docs_list_every_figure_with_its_labels() -> None:
-    status = RunStatus(
-        run="r",
-        kind="training",
-        workload="w",
-        ranks=1,
-        host="h",
-        started_at_s=0,
-        written_at_s=7,
-        exit_code=0,
-        phase="p",
-        phase_total=1,
-        share_done=0.5,
-        left_s=1,
-        absent_ranks=(1,),
-        totals={"steps": 1, "computing_s": 1},
-    )
+    status = replace(WAITING_STATUS, exit_code=0)
     listed = dict(re.findall(r"^\| `(penstock_run_\w+)` \| (.*?) \|", DOCS.read_text(), re.MULTILINE))
     found = {}
     for family in text_string_to_metric_families(format_metrics(status)):

@@ -11,30 +11,10 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.run_events import WAITING_STATUS as STATUS
 
 from penstock.errors import UsageError
 from penstock.results.run_metrics import KEPT_S, MetricsServer, TextCollectorFile, format_metrics
-from penstock.results.run_status import RunStatus
-
-STATUS = RunStatus(
-    run='odd "name" \\ with\nall',
-    kind="training",
-    workload="unet3d_h100",
-    ranks=8,
-    host="node1",
-    started_at_s=1000.25,
-    written_at_s=2000.5,
-    phase="epoch 1 of 5, steps",
-    phase_done=25,
-    phase_total=100,
-    share_done=0.05,
-    left_s=1234.5,
-    state="waiting for ranks",
-    state_s=42.0,
-    awaiting="all ranks to finish step 26",
-    absent_ranks=(3, 5),
-    totals={"steps": 25.0, "read_bytes": 2.0**40, "sample_wait_s": 1.5},
-)
 
 
 def values_of(text: str) -> dict[tuple[str, ...], float]:
