@@ -40,7 +40,7 @@ WAITING_STATUS = RunStatus(
     state_s=42.0,
     awaiting="all ranks to finish step 26",
     absent_ranks=(3, 5),
-    totals={"steps": 25.0, "read_bytes": 2.0**40, "storage_wait_s": 1.5},
+    totals={"steps": 25.0, "read_bytes": 2.0**40, "sample_wait_s": 1.5},
 )
 """A run that waits for two of its ranks; its name has all that formats have to quote."""
 
