@@ -13,8 +13,10 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,12 +24,17 @@ from contextlib import contextmanager, suppress
 from fractions import Fraction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from penstock.bench.probe import ProbeRequest, probe
+from penstock.bench.probe.probe_folder import ProbeFolder
+from penstock.bench.probe.probe_plan import ProbeStep
+from penstock.bench.probe.probe_run import measure as measure_step
 from penstock.cluster.comm import SoloComm
+from penstock.errors import Unavailable
 from penstock.kvcache.cache_run import CacheRequest, measure_plan
 from penstock.kvcache.compare_runs import compare_cache_runs
 from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome
@@ -41,7 +48,9 @@ from penstock.kvcache.read_traces import read_trace
 from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
+from penstock.storage.capabilities import defer_sync
 from penstock.storage.rate_limit import RateLimitedStorage
+from penstock.storage.uri import parse_uri
 from penstock.testing.rank_threads import on_ranks
 
 MIB = 1 << 20
@@ -166,23 +175,27 @@ def _figure(document: Any, path: tuple[str, ...]) -> float:
 def chunks(arguments: argparse.Namespace) -> None:
     """Chunks of 32 MiB against the same bytes of the probe by O_DIRECT; each goes first every other time.
 
-    Both write new files; those of the probe are durable as a whole, each of our chunks is on its own.
+    All write new files. The probe's streams are files of 12 chunks, durable as a whole; its files are of one
+    chunk, each durable on its own, as ours are.
     """
-    shares: dict[str, list[float]] = {"write": [], "write without fsync": [], "read": []}
+    rates: dict[str, list[float]] = {}
     for repetition in range(arguments.repetitions):
         with scratch(arguments.folder) as folder:
             sides = [lambda at=folder: _probe_chunks(at), lambda at=folder: _our_chunks(at)]
-            measured: dict[str, float] = {}
             for side in sides if repetition % 2 else reversed(sides):
-                measured |= side()
-        for name, values in shares.items():
-            probed = measured["probe " + name.split()[0]]
-            values.append(measured[name] / probed)
-            print(f"chunks: {name} {measured[name]:.3f} GiB/s, probe {probed:.3f}, share {values[-1]:.3f}")
-    for name, values in shares.items():
+                for name, rate in side().items():
+                    rates.setdefault(name, []).append(rate)
+        print("chunks: " + ", ".join(f"{name} {values[-1]:.3f}" for name, values in rates.items()) + " GiB/s")
+    for ours, theirs in (
+        ("write", "probe's streams, write"),
+        ("write", "probe's files, write"),
+        ("write without fsync", "probe's streams, write"),
+        ("read", "probe's streams, read"),
+    ):
+        shares = np.array(rates[ours]) / np.array(rates[theirs])
         print(
-            f"chunks: {name}: median share of the probe {np.median(values):.3f} "
-            f"[{min(values):.2f}..{max(values):.2f}]"
+            f"chunks: {ours} of {theirs}: median {np.median(shares):.3f} "
+            f"[{shares.min():.2f}..{shares.max():.2f}], best {max(rates[ours]) / max(rates[theirs]):.3f}"
         )
 
 
@@ -197,11 +210,23 @@ def _probe_chunks(folder: Path) -> dict[str, float]:
         block_bytes=(32 * MIB,),
     )
     report = probe(request, comm=SoloComm(), environment={}, options={}, progress=Silent())
-    return {
-        f"probe {measured.op}": measured.gib_per_s
+    rates = {
+        f"probe's streams, {measured.op}": measured.gib_per_s
         for measured in report.measurements
         if measured.op in ("read", "write")
     }
+    files = ProbeStep(
+        op="small_write",
+        mode="direct",
+        streams=_CHUNK_STREAMS,
+        block_bytes=32 * MIB,
+        blocks_per_stream=_CHUNKS // _CHUNK_STREAMS,
+    )
+    place = ProbeFolder(parse_uri(request.uri), "files", comm=SoloComm(), environment={}, options={})
+    with place:
+        place.storage = defer_sync(place.storage, "names")
+        measured = measure_step(files, place, comm=SoloComm(), progress=Silent())
+    return rates | {"probe's files, write": measured.gib_per_s}
 
 
 def _our_chunks(folder: Path) -> dict[str, float]:
@@ -255,38 +280,119 @@ def memory(arguments: argparse.Namespace) -> None:
 
 
 def ordering(arguments: argparse.Namespace) -> None:
-    """Four storages of known speed, each with the streams that it takes to saturate it.
+    """Four storages of known speed: the order that our figures give, and that of the published ones.
 
-    The order that our figures give, and that of the published ones: tokens over the waiting of all streams
-    added up say that a storage is slower the more streams it serves at a time.
+    First each with the streams that it takes to saturate it: tokens over the waiting of all streams added up
+    say that a storage is slower the more streams it serves at a time. Then all with as many, where latencies
+    order them, too.
     """
-    storages = ((20, 1), (160, 64), (40, 4), (80, 16))
-    comparison = compare_cache_runs(
-        [mlperf_document(arguments, rate * MIB, streams=streams) for rate, streams in storages]
-    )
-    print(f"ordering: storages {comparison['targets']}, the right order is [1, 3, 2, 0]")
-    for name, figure in comparison["figures"].items():
-        values = ", ".join(f"{value:,.3f}" for value in figure["values"])
-        verdict = "right" if figure["best_first"] == [1, 3, 2, 0] else "WRONG"
-        print(f"ordering: {verdict} {name}: {values} -> {figure['best_first']}")
+    for streams in ((1, 64, 4, 16), (16, 16, 16, 16)):
+        comparison = compare_cache_runs(
+            [
+                mlperf_document(arguments, rate * MIB, streams=number)
+                for rate, number in zip((5, 40, 10, 20), streams, strict=True)
+            ]
+        )
+        print(f"ordering: {comparison['targets']} with {streams} streams, the right order is [1, 3, 2, 0]")
+        for name, figure in comparison["figures"].items():
+            values = ", ".join(f"{value:,.3f}" for value in figure["values"])
+            verdict = "right" if figure["best_first"] == [1, 3, 2, 0] else "WRONG"
+            verdict = verdict if figure["best_first"] else "no order"
+            print(f"ordering: {verdict} {name}: {values} -> {figure['best_first']}")
 
 
 def devices(arguments: argparse.Namespace) -> None:
     """Bytes of the ledger against those of the device."""
-    trace = generate_trace(GeneratorSettings(requests=40, most_input_tokens=16_000))
-    plan = plan_blocks(
-        trace,
-        MODELS["llama3.1-8b"],
-        tiers=TierSizes(storage=400),
-        layout=ObjectLayout(scale=Fraction(1, 32)),
-    )
     with scratch(arguments.folder) as folder:
-        document = measure(plan, folder, streams=4)
+        document = measure(_device_plan(), folder, streams=4)
     for delivery in document["deliveries"]:
         moved, asked = delivery["delivered_bytes"], delivery["application_bytes"]
         share = f"{moved / asked - 1:+.2%}" if moved else delivery["why"]
         print(f"devices: {delivery['direction']} {asked:,} B by the ledger, {moved} by devices ({share})")
     print(f"devices: reads went {document['cold']['path']}")
+
+
+def _device_plan() -> IoPlan:
+    """Entries of 1 MiB, beside which headers and footers are small."""
+    return plan_blocks(
+        generate_trace(GeneratorSettings(requests=40, most_input_tokens=16_000)),
+        MODELS["llama3.1-8b"],
+        tiers=TierSizes(storage=400),
+        layout=ObjectLayout(scale=Fraction(1, 32)),
+    )
+
+
+def objects(arguments: argparse.Namespace) -> None:
+    """Bytes of the ledger against those on the wire to an S3 server: Moto, and Ceph's if it is installed."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.support.s3.moto_server import running_moto  # noqa: PLC0415 - the path above has it
+    from tests.support.s3.radosgw_server import running_radosgw  # noqa: PLC0415 - likewise
+    from tests.support.s3.server import BUCKET  # noqa: PLC0415 - likewise
+
+    for running in (running_moto, running_radosgw):
+        try:
+            with running() as server, _Wire(urlsplit(server.endpoint).port or 80) as wire:
+                environment = {**server.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}"}
+                with scratch(arguments.folder) as folder:
+                    document = measure(
+                        _device_plan(),
+                        folder,
+                        storage=open_storage(f"s3://{BUCKET}/kv", environment),
+                        streams=4,
+                    )
+        except Unavailable as error:
+            print(f"objects: {running.__name__}: {error}")
+            continue
+        counted = document["storage_counters"]
+        for direction, name, moved in (
+            ("read", "read_bytes", wire.to_client),
+            ("write", "written_bytes", wire.to_server),
+        ):
+            print(
+                f"objects: {server.kind}: {direction} {counted[name]:,} B by the ledger, {moved:,} on the "
+                f"wire ({moved / counted[name] - 1:+.2%}); {sum(document['misses'].values())} misses, reads: "
+                f"{document['cold']['path']}"
+            )
+
+
+class _Wire:
+    """A relay on loopback in front of a server, which counts the bytes in both directions."""
+
+    def __init__(self, server_port: int) -> None:
+        self._server_port = server_port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.to_server = self.to_client = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._server_port))
+            for source, target, name in (
+                (client, server, "to_server"),
+                (server, client, "to_client"),
+            ):
+                threading.Thread(target=self._relay, args=(source, target, name), daemon=True).start()
+
+    def _relay(self, source: socket.socket, target: socket.socket, name: str) -> None:
+        buffer = memoryview(bytearray(256 << 10))
+        with suppress(OSError):
+            while moved := source.recv_into(buffer):
+                with self._lock:
+                    setattr(self, name, getattr(self, name) + moved)
+                target.sendall(buffer[:moved])
+            target.shutdown(socket.SHUT_WR)
 
 
 KILL_STREAMS = 4
@@ -438,7 +544,8 @@ def damages(arguments: argparse.Namespace) -> None:
 
 
 STEPS: dict[str, Callable[[argparse.Namespace], None]] = {
-    step.__name__: step for step in (hits, digests, repeat, chunks, memory, ordering, devices, kills, damages)
+    step.__name__: step
+    for step in (hits, digests, repeat, chunks, memory, ordering, devices, objects, kills, damages)
 }
 
 

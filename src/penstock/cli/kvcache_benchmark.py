@@ -417,13 +417,15 @@ def compare(options: _CompareOptions, terminal: Terminal) -> int:
 
       penstock kvcache compare results/fast results/slow --json
     """
-    from penstock.kvcache.compare_runs import compare_cache_runs, read_cache_run
+    from penstock.kvcache.compare_runs import compare_cache_runs, latency_note, read_cache_run
 
     comparison = compare_cache_runs([read_cache_run(folder) for folder in options.runs])
     terminal.result(comparison, _view_comparison(comparison))
     options.page.write(lambda: _draw_comparison(comparison), terminal)
     if not comparison["is_comparable"]:
         terminal.note("These runs executed different operations: their figures cannot be compared.")
+    if note := latency_note(comparison):
+        terminal.note(note)
     return 0 if comparison["is_comparable"] else MISSED
 
 
@@ -442,7 +444,7 @@ def _view_comparison(comparison: dict[str, Any]) -> View:
                 f"run {index + 1}": format_number(value, ",.3f")
                 for index, value in enumerate(figure["values"])
             },
-            "best first": ", ".join(str(index + 1) for index in figure["best_first"]),
+            "best first": ", ".join(str(index + 1) for index in figure["best_first"]) or "-",
         }
         for name, figure in comparison["figures"].items()
     ]

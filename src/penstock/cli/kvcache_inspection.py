@@ -37,7 +37,8 @@ class _InspectOptions:
 def inspect(options: _InspectOptions, terminal: Terminal) -> int:
     """Show what a STORE of cache entries holds: engines, models, tokens, and damaged or unfinished entries.
 
-    Reads the file tiers of vLLM (offloading to a file system) and LMCache (disk and fs), and Penstock's own.
+    Reads the file tiers of vLLM (offloading to a file system) and LMCache (disk, fs, and its server's), and
+    Penstock's own.
     Nothing is changed. Exits with 1 if an entry is damaged.
 
     Examples:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from penstock.kvcache.compare_runs import is_latency, latency_note
 from penstock.reports import charts
 from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
 from penstock.reports.charts import Curve, ValueAxis
@@ -343,10 +344,11 @@ def make_comparison_page(comparison: Mapping[str, Any]) -> AnswerPage:
             Exhibit(
                 name="latencies",
                 title="Latencies",
+                says=latency_note(comparison) or "",
                 panels=[
                     _compare_bars(name, runs, figure["values"])
                     for name, figure in figures.items()
-                    if "_ms" in name and not name.endswith("theirs") and any(figure["values"])
+                    if is_latency(name) and any(figure["values"])
                 ],
                 why_empty="None was measured.",
             ),
@@ -384,7 +386,7 @@ def _figure_rows(comparison: Mapping[str, Any], runs: Sequence[str]) -> list[dic
                 run: "-" if value is None else f"{value:,.3f}"
                 for run, value in zip(runs, figure["values"], strict=True)
             },
-            "best first": ", ".join(str(index + 1) for index in figure["best_first"]),
+            "best first": ", ".join(str(index + 1) for index in figure["best_first"]) or "-",
         }
         for name, figure in comparison["figures"].items()
     ]

@@ -24,7 +24,13 @@ from penstock.kvcache.cache_figures import Times
 from penstock.kvcache.entries import MISSES, EntryLayout
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
-from penstock.kvcache.leftovers import STALE_S, reclaim_unfinished, remove_entries, remove_leftovers
+from penstock.kvcache.leftovers import (
+    STALE_S,
+    reclaim_unfinished,
+    remove_entries,
+    remove_leftovers,
+    sync_entry_names,
+)
 from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
 from penstock.progress import Progress, RunProgress
 from penstock.results import counter_files, published_files
@@ -126,6 +132,8 @@ def measure_plan(
     finally:
         if not request.keeps:
             remove_entries(storage, operations, request.layout, engine.timed["outcome"], progress)
+    if request.keeps:
+        sync_entry_names(storage, operations, request.layout)
     mine = cache_figures.sum_up_rank(operations, engine.timed, plan.num_requests)
     times = cache_figures.merge_ranks(comm.gather(mine, awaiting="the times of all ranks"))
     counters = sum(comm.gather(after, awaiting="what the storages of all ranks counted"), Counters())

@@ -1,7 +1,8 @@
 """Several runs of cache operations in one table: which storage is faster, did they do the same? Pure.
 
-Runs are comparable if the digests of their plans are equal. For runs of mlperf-v3 the published metrics stand
-beside ours, with the order of the storages that each of them gives.
+Runs are comparable if the digests of their plans are equal. Latencies order storages only where all runs kept
+as many operations in flight: more of them wait longer for each on the same storage. For runs of mlperf-v3 the
+published metrics stand beside ours, with the order of the storages that each of them gives.
 """
 
 from __future__ import annotations
@@ -47,17 +48,39 @@ def compare_cache_runs(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     """Figures of all runs by name, each with the order of the runs that it gives, best first."""
     figures = [_figures(document) for document in documents]
     names = [name for name in figures[0] if all(name in of_run for of_run in figures)]
+    in_flight = [_in_flight(document) for document in documents]
+    unordered = {name for name in names if is_latency(name)} if len(set(in_flight)) > 1 else set()
     return {
         "targets": [document["target"] for document in documents],
         "is_comparable": len({_identity(document) for document in documents}) == 1,
+        "in_flight": in_flight,
         "figures": {
             name: {
                 "values": [of_run[name] for of_run in figures],
-                "best_first": _order([of_run[name] for of_run in figures], name),
+                "best_first": [] if name in unordered else _order([of_run[name] for of_run in figures], name),
             }
             for name in names
         },
     }
+
+
+def is_latency(name: str) -> bool:
+    """Whether a figure is a latency of ours; the published ones are shown with the order that they claim."""
+    return "_ms" in name and not name.endswith("theirs")
+
+
+def latency_note(comparison: Mapping[str, Any]) -> str | None:
+    """Why latencies of these runs order nothing; None where they do."""
+    in_flight = comparison["in_flight"]
+    if len(set(in_flight)) <= 1:
+        return None
+    counts = ", ".join("an unknown number of" if count is None else f"{count:,}" for count in in_flight)
+    return f"Latencies order no storages: the runs had {counts} operations in flight."
+
+
+def _in_flight(document: Mapping[str, Any]) -> int | None:
+    streams = document.get("engine", {}).get("streams")
+    return None if streams is None else int(streams) * int(document.get("ranks", 1))
 
 
 def _identity(document: Mapping[str, Any]) -> str:

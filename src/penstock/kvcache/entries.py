@@ -27,6 +27,8 @@ _FIELDS: Final = struct.Struct("<8sQ16s16s")
 _CHECKED: Final = struct.Struct("<Q")
 _PAGE: Final = 4096
 _VLLM_BLOCK_TOKENS: Final = 16
+_LMCACHE_DTYPES: Final = {"float32": "float", "float16": "half", "float8": "fp8_e4m3fn"}
+"""What LMCache calls types in the names of its files; the others have torch's names."""
 
 
 class EntryOutcome(IntEnum):
@@ -168,5 +170,6 @@ class EntryLayout:
             return f"{self._folder}_r{part}/{digest[:3]}/{digest[3:5]}_g0/{digest}.bin"
         if self.name == "lmcache":
             model = self.model.replace("/", "-")
-            return f"vllm@{model}@{self.parts}@{part}@{digest[:16]}@{self.dtype}.pt"
+            dtype = _LMCACHE_DTYPES.get(self.dtype, self.dtype)
+            return f"{model}@{self.parts}@{part}@{digest[:16]}@{dtype}.pt"
         return f"{digest[:2]}/{digest}.{part}.kv"

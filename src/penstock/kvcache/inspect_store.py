@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import xxhash
 
@@ -39,8 +39,13 @@ from penstock.storage.protocol import ObjectInfo, Source, read_object
 
 _CHUNK_BYTES: Final = 8 << 20
 _MOST_NAMED: Final = 20
-_LMCACHE_HEADER: Final = struct.Struct("<7i")
-"""LMCache's fs tier begins each file with its payload's length, two codes and the four sizes of its shape."""
+_MOST_GROUPS: Final = 8
+_LENGTH_AND_ORDER: Final = struct.Struct("<2i")
+_GROUP: Final = struct.Struct("<5i")
+_ITEM_BYTES: Final = (1, 2, 2, 2, 4, 8, 1, 1, 1)
+"""Bytes of an element by LMCache's number of its type: none, half, half, bfloat16, float, double, 3 bytes."""
+_TOKENS_THIRD: Final = (1, 6)
+"""LMCache's numbers of the orders keys and values x layers x tokens x width, and the same of MLA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +57,43 @@ class InspectRequest:
     streams: int = 8
 
 
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What LMCache's fs tier writes before a payload, unless `save_chunk_meta` is off: its length and shapes.
+
+    The payload's length, the order of its dimensions, then for each group of layers the type of its elements
+    and four sizes, of which those behind the last are 0. The shapes have as many bytes as the length says.
+    """
+
+    size_bytes: int
+    payload_bytes: int
+    tokens: int
+
+    @classmethod
+    def parse(cls, beginning: bytes) -> Self | None:
+        """The header of a file, None if it does not begin with one."""
+        if len(beginning) < _LENGTH_AND_ORDER.size:
+            return None
+        length, order = _LENGTH_AND_ORDER.unpack_from(beginning)
+        total, end = 0, _LENGTH_AND_ORDER.size
+        tokens = 0
+        while end + _GROUP.size <= len(beginning):
+            kind, *sizes = _GROUP.unpack_from(beginning, end)
+            end += _GROUP.size
+            if not 0 <= kind < len(_ITEM_BYTES) or min(sizes) < 0 or not sizes[0]:
+                return None
+            total += _ITEM_BYTES[kind] * prod(filter(None, sizes))
+            tokens = sizes[2] if order in _TOKENS_THIRD else 0
+            if total == length:
+                return cls(end, length, tokens)
+        return None
+
+
 @dataclass(slots=True)
 class _Entry:
     name: EntryName
     info: ObjectInfo
+    header: _Header | None = None
     outcome: EntryOutcome = EntryOutcome.DONE
     why: str = ""
     is_partial: bool = False
@@ -81,12 +119,14 @@ def inspect_store(storage: Storage, request: InspectRequest, progress: Progress)
     found = _sort_by_name(storage)
     all_entries = [entry for series in found.series.values() for entry in series]
     configs = {base: _read_config(storage, info) for base, info in found.configs.items()}
-    described = [
-        _describe(name, series, configs.get(series[0].name.base), request)
-        for name, series in sorted(found.series.items())
-    ]
     progress.begin("entries", len(all_entries))
     with ThreadPoolExecutor(request.streams, "inspect") as pool:
+        with_headers = [entry for entry in all_entries if entry.name.tier == "lmcache-fs"]
+        list(pool.map(lambda entry: _read_header(storage, entry), with_headers))
+        described = [
+            _describe(name, series, configs.get(series[0].name.base), request)
+            for name, series in sorted(found.series.items())
+        ]
         for _ in pool.map(lambda entry: _judge_content(storage, entry, request), all_entries):
             progress.advance(1)
     of_names = sorted(found.series.items())
@@ -150,14 +190,17 @@ def _describe(
     facts: Mapping[str, Any] = config if isinstance(config, dict) else {}
     seen = {entry.name.rank for entry in series}
     ranks = _expected_ranks(first, facts, seen)
+    layers = _num_layers(series)
     tokens = _whole(facts, "tokens_per_hash") * _whole(facts, "blocks_per_file")
     full_bytes = _full_bytes(series)
-    token_bytes = request.model.bytes_per_token / ranks if request.model else None
+    token_bytes = request.model.bytes_per_token / ranks / layers if request.model else None
+    _judge_headers(series)
     for entry in series:
         _judge_size(entry, full_bytes[entry.name.rank], token_bytes)
+    tokens = tokens or max(entry.header.tokens if entry.header else 0 for entry in series)
     if not tokens and token_bytes:
         tokens = round(max(full_bytes.values()) / token_bytes)
-    bytes_per_token = sum(full_bytes.values()) / tokens if tokens and len(seen) == ranks else None
+    bytes_per_token = layers * sum(full_bytes.values()) / tokens if tokens and len(seen) == ranks else None
     num_blocks = len({entry.name.hash for entry in series})
     return {
         "name": name.partition(":")[2],
@@ -206,20 +249,41 @@ def _expected_ranks(first: EntryName, facts: Mapping[str, Any], seen: set[int]) 
     return max(seen) + 1
 
 
+def _num_layers(series: Sequence[_Entry]) -> int:
+    """How many entries a rank has of each block: one, or one for each layer."""
+    return len({entry.name.layer for entry in series})
+
+
 def _full_bytes(series: Sequence[_Entry]) -> dict[int, int]:
     """The size of a whole entry of each rank: what most have; of those that are as frequent the largest."""
     sizes: dict[int, Counter[int]] = {}
     for entry in series:
-        sizes.setdefault(entry.name.rank, Counter())[entry.info.size_bytes] += 1
-    overhead = FOOTER_BYTES if series[0].name.tier == "penstock" else 0
-    overhead = _LMCACHE_HEADER.size if series[0].name.tier == "lmcache-fs" else overhead
-    return {
-        rank: max(counts, key=lambda size: (counts[size], size)) - overhead for rank, counts in sizes.items()
-    }
+        overhead = FOOTER_BYTES if entry.name.tier == "penstock" else 0
+        overhead = entry.header.size_bytes if entry.header else overhead
+        sizes.setdefault(entry.name.rank, Counter())[entry.info.size_bytes - overhead] += 1
+    return {rank: max(counts, key=lambda size: (counts[size], size)) for rank, counts in sizes.items()}
+
+
+def _judge_headers(series: Sequence[_Entry]) -> None:
+    """What headers say; a store of LMCache's has them on all entries of a series, or on none."""
+    headers = [entry.header for entry in series if entry.header]
+    if not headers:
+        return
+    least_bytes = headers[0].size_bytes
+    for entry in series:
+        if entry.header is None and entry.info.size_bytes < least_bytes:
+            entry.judge(EntryOutcome.TRUNCATED, "it is shorter than its header")
+        if entry.header is None:
+            entry.judge(EntryOutcome.FLIPPED, "it does not begin with the header that others have")
+            continue
+        payload_bytes = entry.info.size_bytes - entry.header.size_bytes
+        if payload_bytes != (stated_bytes := entry.header.payload_bytes):
+            outcome = EntryOutcome.TRUNCATED if payload_bytes < stated_bytes else EntryOutcome.FOREIGN
+            entry.judge(outcome, f"{payload_bytes:,} B, its header says {stated_bytes:,}")
 
 
 def _judge_size(entry: _Entry, full_bytes: int, token_bytes: float | None) -> None:
-    """What place and size say; entries of ours and of LMCache's fs tier say their own length."""
+    """What place and size say; entries of ours and those with headers say their own length."""
     size = entry.info.size_bytes
     if not entry.name.is_in_place:
         entry.judge(EntryOutcome.FOREIGN, "its engine would not look for it here")
@@ -228,14 +292,14 @@ def _judge_size(entry: _Entry, full_bytes: int, token_bytes: float | None) -> No
     elif entry.name.tier == "vllm" and size != full_bytes:
         outcome = EntryOutcome.TRUNCATED if size < full_bytes else EntryOutcome.FOREIGN
         entry.judge(outcome, f"{size:,} B, others have {full_bytes:,}")
-    elif entry.name.tier == "lmcache-disk" and size < full_bytes:
+    elif entry.name.tier.startswith("lmcache") and entry.header is None and size < full_bytes:
         entry.is_partial = True  # the end of a prompt, unless it is no whole number of tokens
         if token_bytes and size % token_bytes:
             entry.judge(EntryOutcome.TRUNCATED, f"{size:,} B are no whole number of tokens")
 
 
 def _judge_content(storage: Storage, entry: _Entry, request: InspectRequest) -> None:
-    reads = request.verifies or entry.name.tier in ("penstock", "lmcache-fs")
+    reads = request.verifies or entry.name.tier == "penstock"
     if entry.outcome is not EntryOutcome.DONE or not reads:
         return
     try:
@@ -243,9 +307,7 @@ def _judge_content(storage: Storage, entry: _Entry, request: InspectRequest) -> 
             if entry.name.tier == "penstock":
                 _judge_own(source, entry, verifies=request.verifies)
                 return
-            if entry.name.tier == "lmcache-fs":
-                _judge_header(source, entry)
-            if request.verifies and any(map(entries.has_zero_page, _chunks(source, source.size_bytes))):
+            if any(map(entries.has_zero_page, _chunks(source, source.size_bytes))):
                 entry.judge(EntryOutcome.TORN, "it has pages of zeros: they may never have arrived")
     except StorageError as error:
         entry.judge(EntryOutcome.UNREADABLE, str(error))
@@ -276,17 +338,15 @@ def _judge_own(source: Source, entry: _Entry, *, verifies: bool) -> None:
         entry.judge(outcome, "the page at its end does not agree with it")
 
 
-def _judge_header(source: Source, entry: _Entry) -> None:
-    header = memoryview(bytearray(_LMCACHE_HEADER.size))
-    payload_bytes = source.size_bytes - len(header)
-    if payload_bytes < 0:
-        entry.judge(EntryOutcome.TRUNCATED, "it is shorter than its header")
-        return
-    source.read_into(0, header)
-    stated_bytes = _LMCACHE_HEADER.unpack(header)[0]
-    if payload_bytes != stated_bytes:
-        outcome = EntryOutcome.TRUNCATED if payload_bytes < stated_bytes else EntryOutcome.FOREIGN
-        entry.judge(outcome, f"{payload_bytes:,} B, its header says {stated_bytes:,}")
+def _read_header(storage: Storage, entry: _Entry) -> None:
+    try:
+        with closing(storage.open(entry.info.key)) as source:
+            most = _LENGTH_AND_ORDER.size + _MOST_GROUPS * _GROUP.size
+            beginning = bytearray(min(most, source.size_bytes))
+            source.read_into(0, memoryview(beginning))
+            entry.header = _Header.parse(bytes(beginning))
+    except StorageError as error:
+        entry.judge(EntryOutcome.UNREADABLE, str(error))
 
 
 def _chunks(source: Source, size_bytes: int) -> Iterator[memoryview]:
@@ -304,7 +364,7 @@ def _count(series: Sequence[_Entry], ranks: int) -> dict[str, Any]:
     return {
         "whole": len(whole),
         "partial": sum(entry.is_partial for entry in whole),
-        "usable_blocks": sum(count >= ranks for count in parts.values()),
+        "usable_blocks": sum(count >= ranks * _num_layers(series) for count in parts.values()),
         "misses": {outcome.name.lower(): wrong[outcome.name.lower()] for outcome in entries.MISSES},
     }
 

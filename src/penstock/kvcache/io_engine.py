@@ -99,6 +99,8 @@ class IoEngine:
         self.timed: NDArray[np.void] = np.zeros(len(operations), TIMED)
         self.residue = Residue()
         self._storage = storage
+        # A name that a power cut takes is a miss; but what is read is never wrong, so bytes are synced.
+        self._written = capabilities.defer_sync(storage, "names")
         self._operations = operations
         self._objects = operations["entry"] * layout.parts + operations["part"]
         self._layout = layout
@@ -295,7 +297,7 @@ class IoEngine:
                 turn.begin()
                 with turn.storage():
                     if sink is None:
-                        sink = self._storage.create(key, size_bytes + footer_bytes)
+                        sink = self._written.create(key, size_bytes + footer_bytes)
                         undo.callback(sink.abort)
                     sink.submit(whole, buffers.lend(buffer))
             assert sink is not None, "entries are not empty"

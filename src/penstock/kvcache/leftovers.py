@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Final
 
 import numpy as np
@@ -98,6 +99,14 @@ def remove_entries(
         operations = operations[len(operations) - 1 - from_end]
         operations = operations[operations["op"] != Op.DELETE]
     _remove(storage, _written_keys(operations, layout, reads=is_whole), progress)
+
+
+def sync_entry_names(storage: Storage, operations: Operations, layout: EntryLayout) -> None:
+    """Make the names of entries that these operations wrote survive a power cut; their bytes do already."""
+    paths = [PurePosixPath(key) for key in _written_keys(operations, layout)]
+    for folder in {parent for path in paths for parent in path.parents}:
+        with suppress(ObjectNotFound):  # not all operations were run
+            capabilities.sync_names(storage, "" if folder == PurePosixPath() else str(folder))
 
 
 def _written_keys(operations: Operations, layout: EntryLayout, *, reads: bool = False) -> frozenset[str]:

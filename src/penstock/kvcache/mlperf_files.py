@@ -125,7 +125,10 @@ def judge_trial(trial: RankTrial) -> TrialResult:
 
 @dataclass(frozen=True, slots=True)
 class _RequestsDone:
-    """Requests of which every operation on storage was done: their storage time, and from first to last."""
+    """Requests of which every operation on storage was done: their storage time, and from first to last.
+
+    Those that memory served alone count as far as the run came; those that found no room did nothing.
+    """
 
     numbers: NDArray[np.int64]
     storage_s: NDArray[np.float64]
@@ -136,7 +139,13 @@ def _requests_done(trial: RankTrial, operations: Operations, timed: NDArray[np.v
     num = len(trial.plan.requests)
     planned = np.bincount(trial.operations["request"], minlength=num)
     done = np.bincount(operations["request"], minlength=num)
-    numbers = np.flatnonzero(trial.plan.requests["is_taken"] & (done == planned))
+    requests = trial.plan.requests
+    found_room = np.bincount(trial.plan.io.operations["request"], minlength=num) > 0
+    reached_s = np.inf
+    if len(operations) < len(trial.operations):
+        reached_s = float(operations["time_s"].max(initial=0.0))
+    is_reached = (planned > 0) | (requests["taken_s"] <= reached_s)
+    numbers = np.flatnonzero(requests["is_taken"] & found_room & (done == planned) & is_reached)
     busy_s = np.zeros(num)
     np.add.at(busy_s, operations["request"], timed["busy_ns"] / 1e9)
     begin_ns = np.full(num, np.iinfo(np.int64).max)

@@ -60,6 +60,7 @@ REQUEST: Final = np.dtype(
         ("first_turn", "<i8"),
         ("asks_prefix", "?"),
         ("is_taken", "?"),
+        ("taken_s", "<f8"),
         ("turn_hits", "<i4"),
         ("turn_misses", "<i4"),
         ("hit_tokens", "<i8"),
@@ -247,7 +248,7 @@ class _Cache:
     def _serve(self, request: int, now: float) -> float:
         """All that one worker does for a request; when it is done."""
         row, taken = self._requests[request], now
-        row["is_taken"] = True
+        row["is_taken"], row["taken_s"] = True, taken
         for entry in self._turns[request]:
             if self._visible_s.get(entry, now + 1) <= now:
                 row["turn_hits"] += 1

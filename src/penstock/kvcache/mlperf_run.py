@@ -104,6 +104,7 @@ def run_mlperf(request: MlperfRequest, storage: Storage, *, comm: Comm, progress
             "target": storage.uri,
             "ranks": comm.size,
             "scale": str(request.scale),
+            "engine": asdict(request.engine),
             "leaf": str(leaf),
             "results_dir": str(folder),
             "digests": {

@@ -1,4 +1,4 @@
-"""Readers of request traces: block hashes (Mooncake, AIPerf, Bailian, Dynamo, Weka), BurstGPT and ShareGPT.
+"""Readers of request traces: block hashes (Mooncake, AIPerf, Bailian, Dynamo, Weka), CSV and ShareGPT.
 
 Files may be gzipped. Every value is checked; an error names the file, the line, the field and the fix. Block
 numbers of the formats become those of `BlockTrace`, which stand for a block with everything before it.
@@ -11,6 +11,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TextIO, cast
 
@@ -33,12 +34,19 @@ FORMATS: Final = ("auto", "mooncake", "bailian", "burstgpt", "sharegpt")
 SHAREGPT_CONTEXT: Final = 16_384
 SHAREGPT_ANSWER: Final = 2_048
 _CHARACTERS_PER_TOKEN: Final = 4
+_CSV_COLUMNS: Final = (
+    ("timestamp",),
+    ("request tokens", "contexttokens"),
+    ("response tokens", "generatedtokens"),
+)
+"""The names of BurstGPT, then those of Azure's LLM inference traces, which have dates."""
 _GZIP: Final = b"\x1f\x8b"
 _PACKED: Final = {
     b"\x28\xb5\x2f\xfd": "zstd -d",
     b"\xfd7zXZ": "xz -d",
     b"BZh": "bzip2 -d",
     b"PK\x03\x04": "unzip",
+    b"PAR1": "duckdb -jsonlines -c \"FROM 'FILE'\"",
 }
 
 
@@ -51,7 +59,7 @@ def read_trace(
             chosen = _detect_format(path, file.read(4096)) if kind == "auto" else kind
             file.seek(0)
             if chosen == "burstgpt":
-                rows = _burstgpt_rows(csv.reader(file), str(path))
+                rows = _csv_rows(csv.reader(file), str(path))
                 return _unshared(rows, path, block_tokens or DEFAULT_BLOCK_TOKENS)
             objects = _read_document(file)
             if chosen == "sharegpt" and not _has_blocks(objects):
@@ -127,36 +135,45 @@ def _has_blocks(objects: Sequence[Any] | None) -> bool:
     )
 
 
-def _burstgpt_rows(reader: Iterator[list[str]], path: str) -> Iterator[tuple[float, int, int]]:
+def _csv_rows(reader: Iterator[list[str]], path: str) -> Iterator[tuple[float, int, int]]:
     """Time, input tokens and output tokens of each row."""
     header = [name.strip().lower() for name in next(reader, [])]
     columns = {}
-    for name in ("timestamp", "request tokens", "response tokens"):
-        if name not in header:
+    for names in _CSV_COLUMNS:
+        found = [header.index(name) for name in names if name in header]
+        if not found:
             raise UsageError(
-                f"The column {name!r} is missing",
+                f"The column {names[0]!r} is missing",
                 where=f"{path}:1",
-                fix="BurstGPT has Timestamp, Request tokens and Response tokens.",
+                fix="BurstGPT has Timestamp, Request tokens and Response tokens; Azure's traces TIMESTAMP, "
+                "ContextTokens and GeneratedTokens.",
             )
-        columns[name] = header.index(name)
+        columns[names[0]] = found[0]
+    time, inputs, outputs = columns
     for number, row in enumerate(reader, start=2):
         if not row:
             continue
         request: dict[str, Any] = {name: _cell(row, column) for name, column in columns.items()}
         where = f"{path}:{number}"
         yield (
-            time_value(request, ("timestamp",), where),
-            whole_number(request, ("request tokens",), where),
-            whole_number(request, ("response tokens",), where),
+            time_value(request, (time,), where),
+            whole_number(request, (inputs,), where),
+            whole_number(request, (outputs,), where),
         )
 
 
 def _cell(row: Sequence[str], column: int) -> float | str | None:
+    """A number, or the seconds that a date stands for; other text as it is."""
     text = row[column] if column < len(row) else None
     try:
         return None if text is None else float(text)
     except ValueError:
+        pass
+    try:
+        date = datetime.fromisoformat(text or "")
+    except ValueError:
         return text
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
 def _unshared(rows: Iterable[tuple[float, int, int]], path: Path, block_tokens: int) -> BlockTrace:

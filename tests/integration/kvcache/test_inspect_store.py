@@ -104,14 +104,58 @@ def test_stores_of_lmcache_have_short_ends_of_prompts_and_headers(tmp_path: Path
         put(tmp_path / name, int(tokens * token))
     for block, stated in ((3, 5000), (4, 6000), (5, 4000)):
         path = put(tmp_path / f"meta-llama@1@0@{block:x}beef@half@tenant%a.data", 5028)
-        path.write_bytes(struct.pack("<7i", stated, 1, 1, 2, 1, 1, 1250) + path.read_bytes()[28:])
+        path.write_bytes(struct.pack("<7i", stated, 1, 1, 2, 1, 1, stated // 4) + path.read_bytes()[28:])
+    put(tmp_path / "meta-llama@1@0@6beef@half@tenant%a.data", 5028)
+    put(tmp_path / "meta-llama@1@0@7beef@half@tenant%a.data", 20)
     document = inspected(tmp_path, model=MODELS["llama3.1-8b"])
     on_disk, in_files = sorted(document["series"], key=lambda series: series["layout"])
     assert (on_disk["layout"], on_disk["whole"], on_disk["partial"]) == ("lmcache-disk", 3, 1)
     assert (on_disk["misses"]["truncated"], on_disk["usable_blocks"]) == (1, 1)
     assert (on_disk["tokens_per_entry"], on_disk["like_models"]) == (2, ["mistral-7b", "llama3.1-8b"])
     assert (in_files["layout"], in_files["whole"]) == ("lmcache-fs", 1)
-    assert (in_files["misses"]["truncated"], in_files["misses"]["foreign"]) == (1, 1)
+    assert [in_files["misses"][name] for name in ("truncated", "foreign", "flipped")] == [2, 1, 1]
+
+
+def test_headers_of_lmcache_say_tokens_also_with_groups_of_layers_and_may_be_left_out(tmp_path: Path) -> None:
+    """Laid out as version 0.5.6 does; `save_chunk_meta: false` leaves headers out."""
+    groups = ((2, 2, 4, 256, 64), (3, 2, 2, 256, 32))
+    payload = sum(2 * 2 * layers * tokens * width for _, _, layers, tokens, width in groups)
+    for block in range(3):
+        name = f"meta-SEP-llama@1@0@{block:x}beef@bfloat16"
+        path = put(tmp_path / "with" / f"{name}.data", payload)
+        numbers = [payload, 1, *(number for group in groups for number in group)]
+        path.write_bytes(struct.pack("<12i", *numbers) + path.read_bytes())
+        put(tmp_path / "without" / f"{name}.data", payload - block % 2 * payload // 4)
+    for layer in range(2):
+        put(tmp_path / "layers" / f"meta-llama@1@0@beef@bfloat16@{layer}.pt", 1000)
+    series = inspected(tmp_path)["series"]
+    with_layers, having, lacking = sorted(series, key=lambda one: one["name"])
+    assert having["model"] == "meta/llama"
+    assert (having["whole"], having["tokens_per_entry"]) == (3, 256)
+    assert having["bytes_per_token"] * 256 == payload
+    assert (lacking["whole"], lacking["partial"], lacking["tokens_per_entry"]) == (3, 1, None)
+    assert (with_layers["entries"], with_layers["blocks"], with_layers["usable_blocks"]) == (2, 1, 1)
+
+
+def test_files_of_lmcaches_server_say_ranks_and_group(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        for block in ("00", "11", "22"):
+            put(tmp_path / f"meta-SEP-llama@0x02{rank:02x}02{rank:02x}@0@{block}beef99.data", 4096)
+    put(tmp_path / "meta-SEP-llama@0x02020200@0@33beef99.data", 4096)
+    put(tmp_path / "meta-SEP-llama@0x01000100@44beef99@tenant.data", 4096)
+    document = inspected(tmp_path)
+    other, own = document["series"]
+    assert [own[name] for name in ("layout", "model", "ranks", "usable_blocks")] == [
+        "lmcache-l2",
+        "meta/llama",
+        2,
+        3,
+    ]
+    assert (own["misses"]["foreign"], other["name"], other["whole"]) == (
+        1,
+        "meta-SEP-llama@1@tenant, group 0",
+        1,
+    )
 
 
 def test_own_stores_prove_themselves_wherever_they_are_looked_at_from(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,18 @@ from penstock.kvcache.cache_run import CacheRequest, CacheResult, run_plan
 from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome, LayoutName, make_footer
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, ObjectLayout, Op, Operations, TierSizes, plan_blocks
-from penstock.kvcache.leftovers import reclaim_unfinished
+from penstock.kvcache.leftovers import reclaim_unfinished, sync_entry_names
 from penstock.kvcache.models import MODELS, change_model
 from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
 from penstock.progress import Silent
 from penstock.reports.answer_page import render_answer_page
 from penstock.storage import Storage, open_storage
+from penstock.storage.files.file_io import BufferedAccess
+from penstock.storage.files.file_storage import FileOptions, FileStorage
+from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage
+from penstock.storage.uri import Location
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 SMALL = change_model(MODELS["tiny-1b"], layers=1, kv_heads=1, head_dim=4)
@@ -91,7 +96,7 @@ def test_objects_in_chunks_come_back_whole(tmp_path: Path, chunk_bytes: int, lay
         assert all(key.startswith("meta_llama_") and key.endswith(".bin") for key in keys)
         assert all(key.split("/")[1] == key.split("/")[3][:3] for key in keys)
     if layout == "lmcache":
-        assert all(key.startswith("vllm@meta-llama@1@0@") for key in keys)
+        assert all(key.startswith("meta-llama@1@0@") and key.endswith("@half.pt") for key in keys)
 
 
 def damaged(content: bytearray, kind: str, key: str) -> bytes | None:
@@ -265,6 +270,38 @@ def test_a_run_begins_with_none_of_its_entries_and_leaves_those_of_others(tmp_pa
     found = [result.document[name] for name in ("left_entries", "other_objects", "other_bytes")]
     assert found == [20, 2, 2 * (20_000 + FOOTER_BYTES)]
     assert sum(1 for _ in storage.list()) == 2
+
+
+def test_bytes_are_synced_before_an_entry_is_visible_and_names_once_where_entries_are_kept(
+    tmp_path: Path,
+) -> None:
+    calls: list[tuple[str, str]] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        calls.append(("folder" if path.is_dir() else "file", str(path)))
+        os.fsync(descriptor)
+
+    def rename(old: str, new: str) -> None:
+        calls.append(("rename", old))
+        Path(old).rename(new)
+
+    recorded = replace(REAL_CALLS, fsync=fsync, rename=rename)
+    root = tmp_path / "store"
+    location = Location("file", str(root))
+    storage = FileStorage(location, FileOptions(), BufferedAccess(), calls=recorded)
+    written = rows((Op.WRITE, 1), (Op.WRITE, 2))
+    execute(storage, written, streams=1)
+    folders = {str(path.parent) for path in root.rglob("*.kv")}
+    made = {str(tmp_path)}  # the root's own name is always kept
+    assert [kind for kind, path in calls if path not in made] == ["file", "rename"] * 2
+    assert [path for kind, path in calls if kind == "file"] == [
+        path for kind, path in calls if kind == "rename"
+    ]
+    calls.clear()
+    sync_entry_names(storage, written, EntryLayout(namespace="test"))
+    assert {path for _, path in calls} == {*folders, str(root)}
+    assert {kind for kind, _ in calls} == {"folder"}
 
 
 def test_objects_of_a_service_are_read_and_written_by_the_same_path(moto: S3Server, tmp_path: Path) -> None:

@@ -8,11 +8,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.submission.query_tree import CACHE, OPTIONS, valid_cache
 
-from penstock.kvcache.io_engine import EngineSettings
+from penstock.kvcache.entries import EntryOutcome
+from penstock.kvcache.io_engine import TIMED, EngineSettings
 from penstock.kvcache.io_plan import Op
+from penstock.kvcache.latency_histogram import LatencyHistogram
+from penstock.kvcache.mlperf_files import RankTrial, TrialResult, judge_trial, summarize
 from penstock.kvcache.mlperf_plan import OptionPlan, OptionSettings, plan_option
 from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
 from penstock.kvcache.models import find_model
@@ -27,22 +31,25 @@ from penstock.submission.parsed_file import read_file
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 LIMITS = load_limits()
+PUBLISHED_RANKS = Path(__file__).parents[2] / "golden" / "kvcache_published_v3.json"
 PUBLISHED = Path(os.environ.get("PENSTOCK_MLPERF_RESULTS", "/nowhere"))
 
 
-def planned(number: int, *, seed: int = 42, capacity: int | None = 100 << 20) -> OptionPlan:
+def planned_settings(number: int, *, seed: int = 42, capacity: int | None = 100 << 20) -> OptionSettings:
     option = LIMITS.options[str(number)]
-    return plan_option(
-        OptionSettings(
-            number=number,
-            option=option,
-            model=find_model(option.model),
-            seed=seed,
-            scale=Fraction(1, 1000),
-            duration_s=20,
-            capacity_bytes=capacity,
-        )
+    return OptionSettings(
+        number=number,
+        option=option,
+        model=find_model(option.model),
+        seed=seed,
+        scale=Fraction(1, 1000),
+        duration_s=20,
+        capacity_bytes=capacity,
     )
+
+
+def planned(number: int, *, seed: int = 42, capacity: int | None = 100 << 20) -> OptionPlan:
+    return plan_option(planned_settings(number, seed=seed, capacity=capacity))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -65,6 +72,35 @@ def test_a_plan_reads_only_what_is_there_and_keeps_to_its_capacity(number: int) 
 def test_a_plan_follows_from_its_seed() -> None:
     assert planned(1).io.digest == planned(1).io.digest
     assert len({planned(1, seed=seed).io.digest for seed in range(42, 46)}) == 4
+
+
+@pytest.mark.parametrize(("number", "capacity"), [(2, None), (1, 1 << 20)])
+def test_a_run_that_ends_early_counts_no_requests_that_it_did_not_come_to(
+    number: int, capacity: int | None
+) -> None:
+    """Neither those that host memory would have served, nor those that found no room."""
+    plan = planned(number, capacity=capacity)
+    operations = plan.io.in_storage
+    timed = np.zeros(len(operations), TIMED)
+    timed["outcome"][: len(operations) // 4] = EntryOutcome.DONE
+    timed["busy_ns"] = timed["end_ns"] = 1000
+    settings = planned_settings(number, capacity=capacity)
+    judged = judge_trial(
+        RankTrial(
+            option=number,
+            trial=0,
+            rank=0,
+            settings=settings,
+            plan=plan,
+            operations=operations,
+            timed=timed,
+            elapsed_s=5.0,
+        )
+    )
+    reached_s = operations["time_s"][len(operations) // 4]
+    active = np.isin(np.arange(len(plan.requests)), plan.io.operations["request"])
+    most = (plan.requests["is_taken"] & active & (plan.requests["taken_s"] <= reached_s)).sum()
+    assert 0 < judged.document["requests_completed"] <= most
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +169,57 @@ def test_the_tree_is_accepted_by_our_edition(leaf: Path, tmp_path: Path) -> None
         if finding.verdict in (Verdict.FAIL, Verdict.WARNING, Verdict.NOT_CHECKED)
     }
     assert not wrong
+
+
+def test_a_published_result_is_recomputed_from_the_files_of_its_ranks(tmp_path: Path) -> None:
+    """By the rules that check submissions, and by what writes our own summaries."""
+    published = json.loads(PUBLISHED_RANKS.read_text())
+    ours = []
+    for option, trial, average, storage, p95, read, write, device_read, device_write, entries in published[
+        "ranks"
+    ]:
+        summary = {
+            "avg_throughput_tokens_per_sec": average,
+            "storage_throughput_tokens_per_sec": storage,
+            "storage_io_latency_ms": {"p95": p95},
+            "cache_stats": {
+                "tier_storage_read_bandwidth_gbps": read,
+                "tier_storage_write_bandwidth_gbps": write,
+                "storage_read_device_p95_ms": device_read,
+                "storage_write_device_p95_ms": device_write,
+                "storage_entries": entries,
+            },
+        }
+        path = tmp_path / f"option_{option}" / f"trial_{trial}" / "rank_0" / "kvcache_results_1.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"summary": summary}))
+        ours.append(_result(option, trial, {"summary": summary}))
+    ranks = kv_cache_runs.read_rank_results(tmp_path, tmp_path)
+    summarized = summarize(ours, time="20260627_194318", hosts=1, ranks=1)["options"]
+    for number, figures in published["options"].items():
+        checked = kv_cache_runs.recompute_option(ranks, int(number))
+        for name, value in figures.items():
+            assert checked[name] == pytest.approx(value, rel=1e-9)
+            assert summarized[number][name] == pytest.approx(value, rel=1e-9)
+        assert summarized[number]["cpu_tier_ranks"] == []
+
+
+def _result(option: int, trial: int, document: dict[str, Any]) -> TrialResult:
+    nothing = LatencyHistogram.of(np.zeros(0))
+    return TrialResult(
+        option=option,
+        trial=trial,
+        rank=0,
+        document=document,
+        reads=nothing,
+        writes=nothing,
+        requests=nothing,
+        read_bytes=0,
+        written_bytes=0,
+        tokens=0,
+        elapsed_s=300.0,
+        misses=0,
+    )
 
 
 @pytest.mark.skipif(

@@ -99,6 +99,24 @@ def test_burstgpt_has_no_common_blocks(tmp_path: Path) -> None:
     assert trace.arrival_s.tolist() == [0, 40]
 
 
+@pytest.mark.parametrize("zone", ["", "+00:00"])
+def test_azures_traces_have_dates_instead_of_times(tmp_path: Path, zone: str) -> None:
+    path = written(
+        tmp_path,
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        f"2023-11-16 18:17:03.9799600{zone},4808,10",
+        f"2023-11-16 18:17:04.2299600{zone},318,8",
+        name="a.csv",
+    )
+    trace = read_trace(path)
+    assert (trace.input_tokens.tolist(), trace.output_tokens.tolist()) == ([4808, 318], [10, 8])
+    assert trace.arrival_s.tolist() == pytest.approx([0, 0.25])
+    with pytest.raises(UsageError, match="timestamp is 'yesterday'"):
+        read_trace(
+            written(tmp_path, "Timestamp,Request tokens,Response tokens", "yesterday,1,1", name="b.csv")
+        )
+
+
 def test_turns_of_sharegpt_share_whole_blocks(tmp_path: Path) -> None:
     turns = [("human", 16 * 4 + 4), ("gpt", 80), ("human", 4), ("gpt", 8)]
     talk = {"id": "x", "conversations": [{"from": who, "value": "x" * size} for who, size in turns]}
@@ -172,6 +190,9 @@ def test_packed_files_that_are_not_read_name_what_unpacks_them(tmp_path: Path) -
     with pytest.raises(UsageError, match="packed") as raised:
         read_trace(path)
     assert "zstd -d" in str(raised.value.fix)
+    path.write_bytes(b"PAR1" + bytes(range(200, 220)))
+    with pytest.raises(UsageError, match="packed"):
+        read_trace(path)
     path.write_bytes(gzip.compress(json.dumps(line()).encode())[:-9])
     with pytest.raises(UsageError, match="Cannot read"):
         read_trace(path)

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import StorageError
-from penstock.kvcache.compare_runs import compare_cache_runs, read_cache_run
+from penstock.kvcache.compare_runs import compare_cache_runs, latency_note, read_cache_run
 from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
 
 
@@ -89,6 +89,12 @@ def test_comparison_orders_rates_down_and_times_up(
     assert comparison["figures"]["read_gib_per_s"]["best_first"] == [1, 2, 0]
     assert comparison["figures"]["read_p99_ms"]["best_first"] == [1, 2, 0]
     assert comparison["figures"]["load_p95_ms"]["best_first"] == []
+    busier = runs[0] | {"engine": {"streams": 64}, "ranks": 2}
+    mixed = compare_cache_runs([busier, runs[1] | {"engine": {"streams": 4}, "ranks": 1}])
+    assert mixed["in_flight"] == [128, 4]
+    assert mixed["figures"]["read_gib_per_s"]["best_first"] == [1, 0]
+    assert mixed["figures"]["read_p99_ms"]["best_first"] == []
+    assert "128, 4 operations in flight" in str(latency_note(mixed))
     for index, run in enumerate([runs[0], document_of("other", 1, 1, digest="e")]):
         (tmp_path / f"{index}").mkdir()
         (tmp_path / f"{index}" / "kvcache.json").write_text(json.dumps(run))
