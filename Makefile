@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# Two workers keep two cores busy; on more cores more. `make test PARALLEL=` runs one test after the other.
+# As many workers as tests/conftest.py says. `make test PARALLEL=` runs one test after the other.
 PARALLEL ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
 RECIPE := pyproject.toml constraints.txt tests/peers.txt
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import signal
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 from tests.support.browser import browser
@@ -17,6 +19,9 @@ from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 __all__ = ["browser", "faulty", "lasting_fake", "moto", "radosgw"]
 
 pytest.register_assert_rewrite("penstock.testing.storage_contract")
+
+WORKER_BYTES = 2 << 30
+"""The memory that a worker takes at most, with the processes that its tests start."""
 
 OBJECT_TESTS = "tests/integration/storage/objects/"
 
@@ -49,6 +54,16 @@ class Scheduling:
     @staticmethod
     def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
         return FileScheduling(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Two workers more than cores, where there is memory for them.
+
+    For a third of their time tests wait: for disks that sync, for processes that start and end, for clocks.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores + 2, psutil.virtual_memory().available // WORKER_BYTES))
 
 
 def pytest_configure(config: pytest.Config) -> None:

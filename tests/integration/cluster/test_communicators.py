@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.cluster.comm import SoloComm
 from penstock.testing.comm_contract import check_comm
@@ -40,10 +41,22 @@ def test_mpi_keeps_every_promise(ranks: int) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_torch_keeps_every_promise(ranks: int) -> None:
-    ended = torchrun(ranks, *CONTRACT)
+def test_torch_keeps_every_promise_under_torchrun() -> None:
+    ended = torchrun(2, *CONTRACT)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_torch_keeps_every_promise_on_any_number_of_ranks(ranks: int) -> None:
+    on_gloo_ranks(ranks, keep_every_promise)
+
+
+def keep_every_promise(_rank: int) -> None:
+    from penstock.cluster.torch_comm import TorchComm
+
+    comm = TorchComm("here")
+    check_comm(comm)
+    comm.close()
 
 
 def test_a_rank_missing_under_mpi_is_noticed_by_all_others() -> None:

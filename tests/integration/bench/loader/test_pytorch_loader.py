@@ -88,8 +88,15 @@ def _endless() -> Iterator[BatchRequest]:
         yield _whole(0, 1)
 
 
-@pytest.mark.parametrize("start", list(ProcessStart))
-@pytest.mark.parametrize("workers", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("workers", "start"),
+    [
+        *((workers, start) for start in ProcessStart for workers in (0, 1)),
+        (4, ProcessStart.FORK),
+        (4, ProcessStart.FORKSERVER),
+        (2, ProcessStart.SPAWN),  # each of which imports torch
+    ],
+)
 def test_every_epoch_reads_its_own_plan_in_order_and_leaves_no_process(
     files: Path, workers: int, start: ProcessStart
 ) -> None:
