@@ -3,7 +3,7 @@
     python benchmarks/own_loader.py              all three tables
     python benchmarks/own_loader.py planted      20 loaders with one known bottleneck each: is it named?
     python benchmarks/own_loader.py predicted    12 changes: the gain predicted, and the gain when tried
-    python benchmarks/own_loader.py overhead     processor time a batch, with and without measuring
+    python benchmarks/own_loader.py overhead     what measuring adds to batches of 7 us, 0.4 and 4 ms
 
 Storage is slow by a server behind a socket that answers late, so that reading sleeps as it does on a slow
 file system. Sizes are chosen so that sleeping dominates, for machines with two cores. Each run is a process
@@ -17,12 +17,14 @@ import os
 import resource
 import socket
 import socketserver
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,11 +38,12 @@ from penstock.bench.own_loader.loader_meter import LoaderMeter
 from penstock.bench.own_loader.own_loader_loop import OwnLoaderLoop
 from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest, run_own_loader
 from penstock.bench.own_loader.torch_probe import parse_trial
-from penstock.bench.own_loader.user_code import DescribedLoader, UserLoader
+from penstock.bench.own_loader.user_code import DescribedLoader, SampleCounter, UserLoader
 from penstock.bench.training.harness_limit import EventsInMemory
 from penstock.cluster.comm import SoloComm
 from penstock.errors import PenstockError
 from penstock.progress import Silent
+from penstock.results.run_meter import Meter
 from penstock.workload.quantities import Duration
 from penstock.workload.spec import Train, Workload
 
@@ -52,6 +55,7 @@ class Plant:
     expected: str = ""
     read_s: float = 0.0
     decode_mib: float = 0.0
+    work_kib: float = 0.0
     collate_s: float = 0.0
     start_s: float = 0.0
     copy_mib: float = 0.0
@@ -72,10 +76,11 @@ class Planted(Dataset[Any]):
     def __init__(self, plant: Plant, server: str) -> None:
         self.plant = plant
         self.server = server
+        self.work = bytes(int(plant.work_kib * 1024))
         self.packed = zlib.compress(np.arange(int(plant.decode_mib * 2**17), dtype=np.int64).tobytes(), 6)
 
     def __len__(self) -> int:
-        return self.plant.batch * self.plant.batches
+        return (self.plant.batch or 1) * self.plant.batches
 
     def __getitem__(self, index: int) -> Any:
         plant = self.plant
@@ -83,6 +88,8 @@ class Planted(Dataset[Any]):
             read_from(self.server, plant.read_s)
         if plant.decode_mib:
             zlib.decompress(self.packed)
+        if plant.work_kib:
+            zlib.crc32(self.work)
         if plant.copy_mib:
             return np.zeros(int(plant.copy_mib * 2**20), np.uint8)
         return torch.zeros(int(plant.tensor_mib * 2**18) or 16)
@@ -137,7 +144,7 @@ def make_loader(plant: Plant, server: str) -> DataLoader[Any]:
     """The loader, as its user would have written it."""
     return DataLoader(
         Planted(plant, server),
-        batch_size=plant.batch,
+        batch_size=plant.batch or None,
         num_workers=plant.workers,
         collate_fn=Collate(plant) if plant.collate_s or plant.copy_mib else None,
         worker_init_fn=SlowStart(plant.start_s) if plant.start_s else None,
@@ -146,11 +153,11 @@ def make_loader(plant: Plant, server: str) -> DataLoader[Any]:
 
 
 PLANTED = (
-    Plant(expected="storage", read_s=0.005),
+    Plant(expected="storage", read_s=0.005, batches=200),
     Plant(expected="storage", read_s=0.02, batches=30),
     Plant(expected="storage", read_s=0.06, batches=15, workers=4),
     Plant(expected="storage", read_s=0.01, workers=0, batches=30),
-    Plant(expected="decode", decode_mib=2, workers=1, batches=30),
+    Plant(expected="decode", decode_mib=2, workers=1, batches=60),
     Plant(expected="decode", decode_mib=8, workers=1, batch=2, batches=20),
     Plant(expected="decode", decode_mib=4, workers=0, batches=15),
     Plant(expected="decode", decode_mib=4, read_s=0.001, workers=1, batches=15),
@@ -276,49 +283,86 @@ def predicted() -> int:
     return missed
 
 
-def overhead(rounds: int = 5) -> None:
-    """Processor time and time a batch of a fast loader, iterated alone and measured, in turn."""
-    plant = Plant(batches=1500, batch=8, step_s=0.0)
-    figures: dict[str, list[tuple[float, float, float]]] = {"alone": [], "measured": []}
-    for _ in range(rounds):
-        for name, iterate in (("alone", _iterate_alone), ("measured", _iterate_measured)):
-            figures[name].append(_spent(iterate, plant))
-    for column, title in enumerate(("consumer's thread, CPU", "all processes, CPU", "elapsed")):
-        alone, measured = (min(row[column] for row in figures[name]) for name in ("alone", "measured"))
-        print(
-            f"{title:<24}{alone:8.1f} us a batch alone, {measured:8.1f} measured: {measured - alone:+6.1f} us"
-        )
+LOADERS = (
+    ("free, no workers", Plant(batch=0, batches=4000, workers=0)),
+    ("0.4 ms, no workers", Plant(batch=8, batches=2000, workers=0, work_kib=140)),
+    ("0.4 ms, 2 workers", Plant(batch=8, batches=2000, workers=2)),
+    ("4 ms, no workers", Plant(batch=8, batches=400, workers=0, work_kib=2000)),
+    ("4 ms, 2 workers", Plant(batch=8, batches=400, workers=2, work_kib=2000)),
+)
 
 
-def _iterate_alone(plant: Plant) -> float:
-    loader, spent = make_loader(plant, ""), time.thread_time()
-    for _ in loader:
-        pass
-    return time.thread_time() - spent
+@dataclass(frozen=True)
+class Spent:
+    """Microseconds a batch between the first and the last one, and of all processes over the whole run."""
+
+    elapsed_us: float
+    consumer_us: float
+    whole_cpu_us: float
 
 
-def _iterate_measured(plant: Plant) -> float:
-    with LoaderMeter(cores=2) as meter:
+def overhead(rounds: int = 11) -> None:
+    """Loaders iterated by the barest loop and measured, in turn: medians, and quartiles of differences."""
+    print("us a batch: the barest loop, and what measuring adds (lower and upper quartile of the rounds)")
+    for name, plant in LOADERS:
+        pairs: list[tuple[Spent, Spent]] = []
+        for number in range(rounds):
+            ways = (_iterate_bare, _iterate_measured)
+            first, second = (_spend(way, plant) for way in (ways if number % 2 else ways[::-1]))
+            pairs.append((first, second) if number % 2 else (second, first))
+        for figure, title in (
+            ("elapsed_us", "elapsed"),
+            ("consumer_us", "consumer's thread, CPU"),
+            ("whole_cpu_us", "all processes with start, CPU"),
+        ):
+            bare = statistics.median(getattr(one, figure) for one, _ in pairs)
+            added = [getattr(measured, figure) - getattr(one, figure) for one, measured in pairs]
+            low, middle, high = statistics.quantiles(added, n=4)
+            print(
+                f"{name:<20}{title:<31}{bare:9.1f}  {middle:+7.1f} ({low:+.1f} to {high:+.1f}),"
+                f" {middle / bare:+.1%}",
+                flush=True,
+            )
+
+
+def _iterate_bare(plant: Plant) -> tuple[int, int]:
+    moments, first_cpu_ns = array("q"), 0
+    keep = moments.append
+    for _ in make_loader(plant, ""):
+        keep(time.perf_counter_ns())
+        first_cpu_ns = first_cpu_ns or time.thread_time_ns()
+    return moments[-1] - moments[0], time.thread_time_ns() - first_cpu_ns
+
+
+def _iterate_measured(plant: Plant) -> tuple[int, int]:
+    cpu_ns: list[int] = []
+
+    def consume(_batch: Any, loaded_ns: int, _epoch: int, step: int) -> int:
+        if step in (1, plant.batches):
+            cpu_ns.append(time.thread_time_ns())
+        return loaded_ns
+
+    with Meter() as progress, LoaderMeter(cores=2) as meter:
+        loader = make_loader(plant, "")
         loop = OwnLoaderLoop(
             comm=SoloComm(),
             recorder=EventsInMemory(),
-            progress=Silent(),
-            consume=lambda _batch, loaded_ns, _epoch, _step: loaded_ns,
+            progress=progress,
+            consume=consume,
             clock=meter.clock,
             name="fast",
+            count=SampleCounter(plant.batch or None),
+            read_bytes=meter.read_bytes,
         )
-        loader, spent = make_loader(plant, ""), time.thread_time()
-        loop.run_epoch(loader, 1)
-        return time.thread_time() - spent
+        steps = loop.run_epoch(loader, 1).steps
+    return steps[-1].loaded_ns - steps[0].loaded_ns, cpu_ns[-1] - cpu_ns[0]
 
 
-def _spent(iterate: Callable[[Plant], float], plant: Plant) -> tuple[float, float, float]:
-    """Microseconds a batch: the consumer's thread, all processes, and elapsed."""
-    before, began_s = list(_cpu_s()), time.monotonic()
-    own_s = iterate(plant)
-    elapsed_s, after = time.monotonic() - began_s, list(_cpu_s())
-    cpu_s, batches = sum(after) - sum(before), plant.batches
-    return own_s / batches * 1e6, cpu_s / batches * 1e6, elapsed_s / batches * 1e6
+def _spend(iterate: Callable[[Plant], tuple[int, int]], plant: Plant) -> Spent:
+    before_s = sum(_cpu_s())
+    elapsed_ns, consumer_ns = iterate(plant)
+    whole_s, batches = sum(_cpu_s()) - before_s, plant.batches
+    return Spent(elapsed_ns / batches / 1e3, consumer_ns / batches / 1e3, whole_s / batches * 1e6)
 
 
 def _cpu_s() -> Iterator[float]:

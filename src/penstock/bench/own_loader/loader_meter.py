@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +23,7 @@ import numpy as np
 
 from penstock.bench.own_loader.prediction import MOST_BATCHES, BatchWork, LoaderModel
 from penstock.bench.own_loader.process_watch import MemoryPeaks, ProcessWatch, WaitingClock
-from penstock.bench.own_loader.torch_probe import Delivery, TorchProbe, WatchedLoader
+from penstock.bench.own_loader.torch_probe import OWN_PROCESS, Delivery, TorchProbe, WatchedLoader
 from penstock.bench.own_loader.wait_stages import (
     ExplainedWait,
     LoadSplit,
@@ -34,7 +35,8 @@ from penstock.bench.own_loader.wait_stages import (
     divide_waits,
     sleep_ns,
 )
-from penstock.bench.own_loader.worker_probe import FETCH_TYPE, WorkSampler, fetches_path
+from penstock.bench.own_loader.work_sampler import COLLATE, COPY, WorkSampler
+from penstock.bench.own_loader.worker_probe import fetches_path
 
 _LATE_SHARE: Final = 0.5
 """Where the sampler gets the interpreter late this often, threads that compute hold it all the time."""
@@ -76,21 +78,28 @@ class _Epoch:
 class LoaderMeter:
     """Measures while its block runs; one thread iterates the loader and calls the methods."""
 
-    def __init__(self, changes: Mapping[str, Any] | None = None, *, cores: float) -> None:
+    def __init__(
+        self,
+        changes: Mapping[str, Any] | None = None,
+        *,
+        cores: float,
+        strangers: AbstractSet[int] = frozenset(),
+    ) -> None:
         self.clock = WaitingClock()
         self.found = RankWaits()
         self._changes = changes
         self._cores = cores
-        self._watch = ProcessWatch(self.clock)
-        self._sampler = WorkSampler(lambda: self.clock.since_ns != 0, own=threading.get_ident())
+        self._watch = ProcessWatch(self.clock, strangers=strangers)
+        self._sampler = WorkSampler(self._look, own=threading.get_ident(), reads=self._watch.reads)
         self._torch: TorchProbe | None = None
         self._counted: dict[Path, int] = {}
+        self._spots: dict[Path, Counter[str]] = {}
         self._resources = ExitStack()
 
     def __enter__(self) -> Self:
         # What iterates by torch's DataLoader has imported it by now: the factory has been called.
         if "torch.utils.data" in sys.modules:
-            self._torch = TorchProbe(self._changes)
+            self._torch = TorchProbe(self._changes, reads=self._watch.reads)
             self._resources.callback(self._torch.remove)
             self._resources.enter_context(self._torch)
         self._watch.start()
@@ -102,12 +111,18 @@ class LoaderMeter:
         self._watch.stop()
         self._resources.close()
 
+    def _look(self) -> str | None:
+        """Whether the consumer waits, and for what where its stack can't tell."""
+        if not self.clock.since_ns:
+            return None
+        return self._torch.label() if self._torch else ""
+
     def read_bytes(self) -> int:
         """What the loader has read so far, by the kernel's figures."""
         self._watch.look_at_io()
         for loader in self._torch.loaders if self._torch else ():
             for path in loader.folder.glob("*.json"):
-                self._hear(_read_json(path))
+                self._hear(self._read_json(path))
         return self._watch.totals().get("rchar", 0)
 
     def _hear(self, left: Mapping[str, Any]) -> None:
@@ -117,6 +132,7 @@ class LoaderMeter:
 
     def end_epoch(self, steps: Sequence[StepWait], *, consumed_ns: int, samples: int) -> None:
         """Divide the waits of an epoch whose iterator is gone, so that its workers have written all."""
+        self._watch.look_at_io()
         epochs = [
             epoch for epoch in map(self._read_epoch, self._torch.loaders if self._torch else []) if epoch
         ]
@@ -131,10 +147,9 @@ class LoaderMeter:
         found.batches += len(steps)
         found.samples += samples
         found.elapsed_ns += steps[-1].loaded_ns - steps[0].start_ns if steps else 0
-        found.num_workers = max(
-            [found.num_workers, self._watch.num_workers, *(one.loader.num_workers for one in epochs)]
-        )
-        self._watch.look_at_io()
+        # Loaders that torch doesn't make are counted by their processes.
+        known = [epoch.loader.num_workers for epoch in epochs]
+        found.num_workers = max([found.num_workers, *known] if any(known) else [self._watch.num_workers])
         found.io, found.memory = self._watch.totals(), self._watch.memory
         if epochs:
             main = max(epochs, key=lambda epoch: len(epoch.deliveries))
@@ -144,7 +159,8 @@ class LoaderMeter:
                 "prefetch": main.loader.prefetch,
                 "persistent": main.loader.is_persistent,
             }
-        found.spots = found.spots or self._sampler.spots
+        # What a worker has left is about all epochs that it has seen.
+        found.spots = sum(self._spots.values(), Counter()) or self._sampler.spots
 
     def _other_work(self, has_loader: bool) -> OtherWork:  # noqa: FBT001 - the sentence reads well
         sampler, busy = self._sampler, self._watch.busy_share
@@ -161,27 +177,32 @@ class LoaderMeter:
 
     def _read_epoch(self, loader: WatchedLoader) -> _Epoch | None:
         """What a loader did since it was last read; None if that is nothing."""
-        deliveries, loader.deliveries = loader.deliveries, []
+        deliveries = loader.take_deliveries()
         if not deliveries:
             return None
-        if self._torch is not None:
-            self._torch.flush()
         workers = {}
         for number in {delivery.worker for delivery in deliveries}:
             path = fetches_path(loader.folder, number)
-            left = _read_json(path.with_suffix(".json"))
-            self.found.spots.update(left.get("spots", {}))
-            self._hear(left)
+            computed_ns: Mapping[str, int] = {
+                label: spent
+                for label, spent in self._sampler.cpu_ns.items()
+                if label not in {COLLATE, COPY}  # all of the consumer's waits are sampled, not only its loads
+            }
+            if number != OWN_PROCESS:
+                left = self._read_json(path.with_suffix(".json"))
+                self._spots[path] = Counter(left.get("spots", {}))
+                self._hear(left)
+                computed_ns = left.get("cpu_ns", {})
             workers[number] = WorkerFetches(
                 began_ns=loader.began_ns,
-                rows=self._read_fetches(path),
-                split=LoadSplit.of_samples(left.get("cpu_ns", {})),
+                rows=self._read_fetches(loader, number),
+                split=LoadSplit.of_samples(computed_ns),
             )
         return _Epoch(loader=loader, deliveries=deliveries, workers=workers)
 
-    def _read_fetches(self, path: Path) -> Rows:
+    def _read_fetches(self, loader: WatchedLoader, number: int) -> Rows:
         """All fetches of a worker; those that are new since the last call are added up."""
-        rows = np.fromfile(path, FETCH_TYPE) if path.exists() else np.zeros(0, FETCH_TYPE)
+        rows, path = loader.read_fetches(number), fetches_path(loader.folder, number)
         before, found = self._counted.get(path, 0), self.found
         new = rows[before:]
         if len(new):
@@ -190,6 +211,12 @@ class LoaderMeter:
             found.opens = (found.opens or 0) + opens
         self._counted[path] = len(rows)
         return rows
+
+    def _read_json(self, path: Path) -> dict[str, Any]:
+        try:
+            return json.loads(self._watch.reads.read(path))  # type: ignore[no-any-return]
+        except ValueError:
+            return {}
 
 
 def _explain(epoch: _Epoch) -> list[ExplainedWait]:
@@ -207,11 +234,6 @@ def _explain(epoch: _Epoch) -> list[ExplainedWait]:
 def _make_model(epoch: _Epoch, steps: Sequence[StepWait], *, cores: float) -> LoaderModel | None:
     """The queues of this loader with the times of this epoch's own batches."""
     deliveries = epoch.deliveries
-    sent_s = {
-        (arrival.worker, arrival.seq): (arrival.asked_ns, arrival.arrived_ns)
-        for arrival in epoch.loader.arrivals[-len(deliveries) :]
-    }
-    epoch.loader.arrivals.clear()
     batches, queued_s = [], 0.0
     for delivery in deliveries[:MOST_BATCHES]:
         rows = epoch.workers[delivery.worker].rows
@@ -220,7 +242,6 @@ def _make_model(epoch: _Epoch, steps: Sequence[StepWait], *, cores: float) -> Lo
             continue
         row = rows[place]
         ended_ns = int(row["ended_ns"])
-        asked_ns, arrived_ns = sent_s.get((delivery.worker, delivery.seq), (ended_ns, ended_ns))
         collate_ns = int(row["ended_ns"] - row["loaded_ns"])
         collate_busy_ns = int(row["collate_cpu_ns"]) + int(row["collate_queued_ns"])
         queued_s += int(row["load_queued_ns"] + row["collate_queued_ns"]) / 1e9
@@ -230,7 +251,7 @@ def _make_model(epoch: _Epoch, steps: Sequence[StepWait], *, cores: float) -> Lo
                 cpu_s=int(row["load_cpu_ns"] + row["other_cpu_ns"]) / 1e9,
                 collate_sleep_s=max(0, collate_ns - collate_busy_ns) / 1e9,
                 collate_cpu_s=int(row["collate_cpu_ns"]) / 1e9,
-                send_s=max(0, arrived_ns - max(asked_ns, ended_ns)) / 1e9,
+                send_s=max(0, delivery.given_ns - max(delivery.asked_ns, ended_ns)) / 1e9,
             )
         )
     between = [(later.asked_ns - one.given_ns) / 1e9 for one, later in pairwise(deliveries)]
@@ -258,13 +279,6 @@ def _measure_start(epoch: _Epoch) -> tuple[float, float]:
     if not starts or not loader.num_workers:
         return spawn_ns / 1e9, 0.0
     return spawn_ns / 1e9, max(0.0, min(starts) - loader.began_ns - spawn_ns) / 1e9
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_bytes())  # type: ignore[no-any-return]
-    except (OSError, ValueError):
-        return {}
 
 
 def count_cores() -> int:

@@ -1,7 +1,7 @@
 """The timed loop over a user's iterable: wait for a batch, let the step consume it, meet the other ranks.
 
-Nothing happens between a step's moments but what their names say; what is recorded is written after the
-barrier. The wait of an epoch's first step begins before the iterator is made, as it does for a trainer.
+Nothing happens between a step's moments but what their names say; a step keeps six numbers, and many steps
+are recorded together. The wait of an epoch's first step begins before the iterator is made, as for a trainer.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.bench.compute import ComputeTimes, SystemClock, compute_until
 from penstock.bench.own_loader.process_watch import WaitingClock
-from penstock.bench.own_loader.user_code import count_samples
 from penstock.bench.own_loader.wait_stages import StepWait
-from penstock.bench.training.training_loop import EventRecorder
 from penstock.cluster.comm import Comm
 from penstock.errors import OutOfSpace, PenstockError, StorageError, Unavailable
 from penstock.progress import RunProgress
-from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
+from penstock.results.step_events import STEP_TYPE, Rows, SpanEvent, SpanKind, StepPhase
 from penstock.units import format_bytes
 
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - not a file that is written
@@ -91,8 +92,12 @@ def _describe_shared_memory() -> str:
     return _SHARED_MEMORY
 
 
-_KEPT_NS: Final = 5 * 10**9
+_RECORDED_EVERY_NS: Final = 5 * 10**9
 """Steps wait so long for the bytes that were read for them; a killed run loses no more than that."""
+_SHOWN_EVERY_NS: Final = 10**8
+"""Progress counts no more often: it takes locks, and fast loaders have thousands of steps a second."""
+_CPU_EVERY_NS: Final = 2 * 10**6
+"""The kernel's clock of the thread, which costs a microsecond, is read no more often."""
 _FIRST_DRAWN: Final = 1024
 _END: Final = object()
 
@@ -153,54 +158,91 @@ class EpochOutcome:
         return sum(step.loaded_ns - step.start_ns for step in self.steps)
 
 
+class RowRecorder(Protocol):
+    """Keeps the events of a rank, many steps at a time."""
+
+    def add_steps(self, steps: Rows) -> None:
+        """Keep steps that have ended, rows of `STEP_TYPE`."""
+
+    def add_span(self, span: SpanEvent) -> None:
+        """Keep an epoch or a block that has ended."""
+
+
+_Moments = tuple[int, int, int, int, int, int]
+"""Of a step: its wait begins, batch there, computed, all ranks met; what the wait computed; samples."""
+
+
 @dataclass(slots=True, kw_only=True)
 class OwnLoaderLoop:
     """Runs epochs of one rank. `read_bytes` tells what has been read so far, for the steps' record."""
 
     comm: Comm
-    recorder: EventRecorder
+    recorder: RowRecorder
     progress: RunProgress
     consume: Consume
     clock: WaitingClock
     name: str
-    batch_size: int | None = None
+    count: Callable[[Any], int]
     max_steps: int | None = None
     read_bytes: Callable[[], int] = lambda: 0
-    _pending: list[StepEvent] = field(default_factory=list)
+    _pending: list[_Moments] = field(default_factory=list)
+    _num_shown: int = 0
+    _num_recorded: int = 0
     _recorded_bytes: int = 0
+    _due_ns: int = 0
+    _cpu_due_ns: int = 0
 
     def run_epoch(self, loader: Iterable[Any], epoch: int) -> EpochOutcome:
         """One epoch; collective: it ends for all ranks with the batches of any."""
-        found, clock = EpochOutcome(), self.clock
-        began_ns = ended_ns = time.monotonic_ns()
-        step, batch, iterator = 0, None, None
+        found = EpochOutcome()
+        self._num_recorded = 0
+        began_ns = time.monotonic_ns()
+        self._due_ns = began_ns + _SHOWN_EVERY_NS
         try:
-            while self.max_steps is None or step < self.max_steps:
+            ended_ns = self._step_through(loader, epoch, found)
+        finally:
+            self.clock.since_ns = 0
+            self.progress.enter("working")
+            self._show()
+            self._record(epoch, found)
+        found.elapsed_ns = (ended_ns or began_ns) - began_ns
+        self._end(epoch, step=len(found.steps), began_ns=began_ns, ended_ns=ended_ns or began_ns)
+        found.ended_s = (time.monotonic_ns() - (ended_ns or began_ns)) / 1e9
+        return found
+
+    def _step_through(self, loader: Iterable[Any], epoch: int, found: EpochOutcome) -> int:
+        """All steps; when the last one ended, 0 if there was none."""
+        clock, now_ns, enter, consume, count = (
+            self.clock,
+            time.monotonic_ns,
+            self.progress.enter,
+            self.consume,
+            self.count,
+        )
+        step, ended_ns, batch, iterator = 0, 0, None, None
+        try:
+            while step != self.max_steps:
                 step += 1
-                self.progress.enter("reading")
-                clock.since_ns = start_ns = time.monotonic_ns()
-                cpu_ns = time.thread_time_ns()
+                enter("reading")
+                clock.since_ns = start_ns = now_ns()
+                cpu_ns = time.thread_time_ns() if start_ns >= self._cpu_due_ns else -1
                 batch, iterator = self._next(loader, iterator, epoch, step)
-                own_cpu_ns = time.thread_time_ns() - cpu_ns
-                loaded_ns = time.monotonic_ns()
+                loaded_ns = now_ns()
+                if cpu_ns >= 0:
+                    cpu_ns = time.thread_time_ns() - cpu_ns
+                    self._cpu_due_ns = loaded_ns + _CPU_EVERY_NS
                 clock.since_ns, clock.waited_ns = 0, clock.waited_ns + loaded_ns - start_ns
-                self.progress.enter("computing")
-                computed_ns = loaded_ns if batch is _END else self.consume(batch, loaded_ns, epoch, step)
+                enter("computing")
+                computed_ns = loaded_ns if batch is _END else consume(batch, loaded_ns, epoch, step)
                 if not self._meet(step, has_batch=batch is not _END):
                     break
-                ended_ns = time.monotonic_ns()
-                found.steps.append(StepWait(start_ns, loaded_ns, own_cpu_ns, step == 1))
-                samples = self._count(batch, found)
-                self._keep(_event(epoch, step, (start_ns, loaded_ns, computed_ns, ended_ns), samples))
+                ended_ns = now_ns()
+                self._pending.append((start_ns, loaded_ns, computed_ns, ended_ns, cpu_ns, count(batch)))
+                if ended_ns >= self._due_ns:
+                    self._show_or_record(epoch, found, ended_ns)
         finally:
-            clock.since_ns = 0
-            self.progress.enter("working")
             del batch, iterator  # the workers of a DataLoader end with it, and say what they have read
-            self._flush()
-        found.elapsed_ns = ended_ns - began_ns
-        self._end(epoch, step=len(found.steps), began_ns=began_ns, ended_ns=ended_ns)
-        found.ended_s = (time.monotonic_ns() - ended_ns) / 1e9
-        return found
+        return ended_ns
 
     def _next(self, loader: Iterable[Any], iterator: Any, epoch: int, step: int) -> tuple[Any, Any]:
         """The next batch, or `_END`, and what gives the ones after it."""
@@ -215,44 +257,55 @@ class OwnLoaderLoop:
 
     def _meet(self, step: int, *, has_batch: bool) -> bool:
         """Wait for all ranks; whether all of them had a batch."""
-        awaiting = f"all ranks to finish step {step}"
-        return (
-            has_batch
-            if self.comm.size == 1
-            else bool(self.comm.reduce(int(has_batch), "min", awaiting=awaiting))
-        )
+        if self.comm.size == 1:
+            return has_batch
+        return bool(self.comm.reduce(int(has_batch), "min", awaiting=f"all ranks to finish step {step}"))
 
-    def _count(self, batch: Any, found: EpochOutcome) -> int:
-        samples = self.batch_size or count_samples(batch) or 1
-        found.samples += samples
-        found.batch_size = found.batch_size or samples
-        return samples
+    def _show_or_record(self, epoch: int, found: EpochOutcome, now_ns: int) -> None:
+        self._show()
+        self._due_ns = now_ns + _SHOWN_EVERY_NS
+        if now_ns - self._pending[0][3] > _RECORDED_EVERY_NS:
+            self._record(epoch, found)
 
-    def _keep(self, event: StepEvent) -> None:
-        self._pending.append(event)
-        self.progress.advance(1)
-        self.progress.count(
-            steps=1,
-            samples=event.samples * self.comm.size,
-            read_bytes=0,
-            computing_s=(event.computed_ns - event.loaded_ns) / 1e9,
-            sample_wait_s=(event.loaded_ns - event.start_ns) / 1e9,
-            rank_wait_s=(event.barrier_ns - event.computed_ns) / 1e9,
-        )
-        if event.barrier_ns - self._pending[0].barrier_ns > _KEPT_NS:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Record the steps that wait, with equal parts of what was read meanwhile."""
-        if not self._pending:
+    def _show(self) -> None:
+        """Count the steps that were not yet counted."""
+        new = self._pending[self._num_shown :]
+        self._num_shown = len(self._pending)
+        if not new:
             return
+        starts, loaded, computed, ended, _, samples = map(sum, zip(*new, strict=True))
+        self.progress.advance(len(new))
+        self.progress.count(
+            steps=len(new),
+            samples=samples * self.comm.size,
+            read_bytes=0,
+            computing_s=(computed - loaded) / 1e9,
+            sample_wait_s=(loaded - starts) / 1e9,
+            rank_wait_s=(ended - computed) / 1e9,
+        )
+
+    def _record(self, epoch: int, found: EpochOutcome) -> None:
+        """Record the steps that wait, with equal parts of what was read meanwhile."""
+        pending, self._pending, self._num_shown = self._pending, [], 0
+        if not pending:
+            return
+        moments = np.array(pending, np.int64)
         total = self.read_bytes()
         self.progress.count(read_bytes=max(0, total - self._recorded_bytes) * self.comm.size)
-        share, rest = divmod(max(0, total - self._recorded_bytes), len(self._pending))
-        for number, event in enumerate(self._pending):
-            self.recorder.add_step(event._replace(read_bytes=share + rest * (number == 0)))
+        share, rest = divmod(max(0, total - self._recorded_bytes), len(pending))
         self._recorded_bytes = max(total, self._recorded_bytes)
-        self._pending.clear()
+        rows = np.zeros(len(pending), STEP_TYPE)
+        rows["phase"], rows["epoch"], rows["block"] = StepPhase.TRAIN, epoch, 1
+        rows["step"] = np.arange(self._num_recorded + 1, self._num_recorded + len(pending) + 1)
+        for column, name in enumerate(("start_ns", "loaded_ns", "computed_ns", "barrier_ns")):
+            rows[name] = moments[:, column]
+        rows["samples"], rows["read_bytes"] = moments[:, 5], share
+        rows["read_bytes"][0] += rest
+        self.recorder.add_steps(rows)
+        found.samples += int(moments[:, 5].sum())
+        found.batch_size = found.batch_size or int(moments[0, 5])
+        found.steps += _describe_waits(moments, is_first=self._num_recorded == 0)
+        self._num_recorded += len(pending)
 
     def _end(self, epoch: int, *, step: int, began_ns: int, ended_ns: int) -> None:
         for kind in (SpanKind.BLOCK, SpanKind.EPOCH):
@@ -270,20 +323,12 @@ class OwnLoaderLoop:
             )
 
 
-def _event(epoch: int, step: int, moments: tuple[int, int, int, int], samples: int) -> StepEvent:
-    start_ns, loaded_ns, computed_ns, barrier_ns = moments
-    return StepEvent(
-        phase=StepPhase.TRAIN,
-        epoch=epoch,
-        block=1,
-        step=step,
-        start_ns=start_ns,
-        loaded_ns=loaded_ns,
-        computed_ns=computed_ns,
-        barrier_ns=barrier_ns,
-        samples=samples,
-        read_bytes=0,
-        reads=0,
-        read_ns=0,
-        decode_ns=0,
-    )
+def _describe_waits(moments: NDArray[np.int64], *, is_first: bool) -> list[StepWait]:
+    """The waits of steps; where the thread's clock was not read, it computed as much of them as elsewhere."""
+    waited, cpu_ns = moments[:, 1] - moments[:, 0], moments[:, 4]
+    is_read = cpu_ns >= 0
+    is_read[0] &= not (is_first and len(moments) > 1)  # the start of a loader is like no other wait
+    share = cpu_ns[is_read].sum() / max(1, waited[is_read].sum())
+    cpu_ns = np.where(cpu_ns >= 0, cpu_ns, waited * share).astype(np.int64)
+    columns = zip(moments[:, 0].tolist(), moments[:, 1].tolist(), cpu_ns.tolist(), strict=True)
+    return [StepWait(*one, is_first and number == 0) for number, one in enumerate(columns)]

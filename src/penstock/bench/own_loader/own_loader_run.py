@@ -22,13 +22,15 @@ from penstock.bench.own_loader.loader_meter import LoaderMeter, RankWaits, count
 from penstock.bench.own_loader.own_loader_loop import (
     EpochOutcome,
     OwnLoaderLoop,
+    RowRecorder,
     call_factory,
     emulated_step,
     users_step,
 )
-from penstock.bench.own_loader.process_watch import WaitingClock
+from penstock.bench.own_loader.own_reads import OwnReads
+from penstock.bench.own_loader.process_watch import WaitingClock, find_descendants
 from penstock.bench.own_loader.torch_probe import Trial, parse_trial
-from penstock.bench.own_loader.user_code import UserLoader, announce_epoch
+from penstock.bench.own_loader.user_code import SampleCounter, UserLoader, announce_epoch, find_batch_size
 from penstock.bench.own_loader.wait_report import LoaderWaits, merge_ranks
 from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.run_settings import RunSettings
@@ -36,7 +38,6 @@ from penstock.bench.run_trace import RunTrace
 from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.bench.training.harness_limit import EventsInMemory, count_limit_steps, summarize_limit
 from penstock.bench.training.training_files import Validation
-from penstock.bench.training.training_loop import EventRecorder
 from penstock.bench.training.training_result import EpochStage, HarnessLimit, Stages, TrainingResult
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.errors import StorageError, UsageError
@@ -156,13 +157,13 @@ class _Session:
             event_files.spool_path(folder, comm.rank), read_clocks(comm.rank, comm.host)
         )
         observer = DeviceObserver(comm, folder, storage)
-        began_s = time.monotonic()
+        began_s, strangers = time.monotonic(), _find_strangers()
         loader = self._make_loader()
         factory_s = comm.reduce(time.monotonic() - began_s, "max", awaiting="all ranks' factories")
         on_flush = run.heartbeat if run else lambda: None
         recorder = StepRecorder(spool, on_flush=on_flush, trace=RunTrace.of(storage, folder))
         with observer, recorder, observer.during("read"):
-            measured = self._measure(loader, recorder)
+            measured = self._measure(loader, recorder, strangers)
         del loader
         waits = self._merge(measured, factory_s)
         workload = self._describe(measured)
@@ -191,15 +192,21 @@ class _Session:
         )
 
     def _measure(
-        self, loader: Any, recorder: EventRecorder, changes: Mapping[str, Any] | None = None
+        self,
+        loader: Any,
+        recorder: RowRecorder,
+        strangers: frozenset[int],
+        changes: Mapping[str, Any] | None = None,
     ) -> _Measured:
         """All epochs with all probes."""
         request, comm = self.request, self.comm
         hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
-        with LoaderMeter(changes, cores=count_cores() / hosts.count(comm.host)) as meter:
+        cores = count_cores() / hosts.count(comm.host)
+        with LoaderMeter(changes, cores=cores, strangers=strangers) as meter:
             measured = _Measured(meter.found)
             progress = self.progress if changes is None else PhasesOnly(self.progress)
-            loop = self._make_loop(recorder, meter.clock, meter.read_bytes, progress)
+            loop = self._make_loop(recorder, meter.clock, progress, self._make_counter(loader))
+            loop.read_bytes = meter.read_bytes
             ended_s = time.monotonic()
             for epoch in range(1, request.workload.train.epochs + 1):
                 if epoch > 1 and iter(loader) is loader:  # an iterator, which one epoch has used up
@@ -229,10 +236,10 @@ class _Session:
 
     def _make_loop(
         self,
-        recorder: EventRecorder,
+        recorder: RowRecorder,
         clock: WaitingClock,
-        read_bytes: Callable[[], int],
         progress: RunProgress,
+        count: Callable[[Any], int],
     ) -> OwnLoaderLoop:
         request, train = self.request, self.request.workload.train
         times = ComputeTimes(
@@ -248,10 +255,14 @@ class _Session:
             else users_step(step, request.loader.described.step or ""),
             clock=clock,
             name=request.loader.described.name,
-            batch_size=request.loader.described.batch_size,
+            count=count,
             max_steps=request.loader.max_steps,
-            read_bytes=read_bytes,
         )
+
+    def _make_counter(self, loader: Any) -> Callable[[Any], int]:
+        """What counts the samples of a batch."""
+        given = self.request.loader.described.batch_size
+        return SampleCounter(find_batch_size(loader)) if given is None else lambda _: given
 
     def _total(self, loader: Any) -> int:
         """The steps of an epoch, as far as they are known."""
@@ -316,8 +327,9 @@ class _Session:
         num_steps = max(1, int(_LIMIT_SHARE * count_limit_steps(compute_s, len(measured.epochs[0].steps))))
         recorder = EventsInMemory()
         self.progress.begin("measuring the harness limit, steps", num_steps)
-        loop = self._make_loop(recorder, WaitingClock(), lambda: 0, PhasesOnly(self.progress))
-        loop.batch_size, loop.max_steps = workload.reader.batch_size, num_steps
+        batch_size = workload.reader.batch_size
+        loop = self._make_loop(recorder, WaitingClock(), PhasesOnly(self.progress), lambda _: batch_size)
+        loop.max_steps = num_steps
         loop.run_epoch(repeat(None), 1)
         mine = recorder.events(rank=self.comm.rank, host=self.comm.host)
         events = self.comm.gather(mine, awaiting="the harness limit of all ranks")
@@ -327,7 +339,8 @@ class _Session:
         """Run again with each change, and compare the samples a second."""
         for trial in self._choose_trials(waits):
             self.progress.begin(f"trying {trial.change}", 1)
-            tried = self._measure(self._make_loader(), EventsInMemory(), trial.settings)
+            strangers = _find_strangers()
+            tried = self._measure(self._make_loader(), EventsInMemory(), strangers, trial.settings)
             gain = tried.samples_per_s / measured.samples_per_s if measured.samples_per_s else 0.0
             gains = self.comm.gather(gain, awaiting="all ranks' trials")
             waits = waits.with_trial(trial.change, sum(gains) / len(gains))
@@ -339,3 +352,8 @@ class _Session:
         if self.request.tries_advice and advice is not None and advice.change.startswith("workers="):
             trials.append(parse_trial(advice.change))
         return trials
+
+
+def _find_strangers() -> frozenset[int]:
+    """The processes below this one before there is a loader, which are not the loader's."""
+    return frozenset(find_descendants(OwnReads()))

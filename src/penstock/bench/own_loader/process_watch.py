@@ -1,7 +1,7 @@
 """What the processes of a loader did while its consumer waited, by the kernel's own figures.
 
 For loaders of any kind: threads, processes of their own, native code. A thread of this process reads /proc of
-this process and its descendants now and then, and spends at most a few thousandths of the time on it.
+this process and its descendants now and then, and spends at most a thousandth of the time on it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
-from penstock.bench.own_loader.worker_probe import OWN_THREADS, read_io
+from penstock.bench.own_loader.own_reads import OWN_THREADS, OwnReads
 
 LEAST_INTERVAL_S: Final = 0.1
-_MOST_COST: Final = 0.003
+_MOST_COST: Final = 0.001
 """The share of the time that watching may take."""
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - not a file that is written
 _NOT_LOADERS: Final = (OWN_THREADS, "MainThread")
@@ -58,8 +58,12 @@ class ProcessWatch:
     """Watches this process and its descendants from `start` to `stop`."""
 
     clock: WaitingClock
+    reads: OwnReads = field(default_factory=OwnReads)
+    strangers: AbstractSet[int] = frozenset()
+    """Processes that were there before the loader."""
     memory: MemoryPeaks = field(default_factory=MemoryPeaks)
     num_workers: int = 0
+    """The most processes of the loader that were there at two looks in turn: not what reads one sample."""
     busy_ns: float = 0.0
     """Of `seen_ns` of waiting, for how long the busiest other thread computed, or waited for a core."""
     seen_ns: int = 0
@@ -67,13 +71,14 @@ class ProcessWatch:
     _said: dict[int, dict[str, int]] = field(default_factory=dict)
     _first_io: dict[str, int] = field(default_factory=dict)
     _threads: dict[str, int] = field(default_factory=dict)
+    _seen: frozenset[int] = frozenset()
     _stopped: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to watch."""
-        self._first_io = read_io(os.getpid())
-        self._thread = threading.Thread(target=self._run, name="penstock-watch", daemon=True)
+        self._first_io = self.reads.io_of(os.getpid())
+        self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -85,8 +90,11 @@ class ProcessWatch:
 
     def look_at_io(self) -> None:
         """Read what all processes have read so far; those that have ended keep their last figures."""
-        for pid in (os.getpid(), *_descendants(os.getpid())):
-            if found := read_io(pid):
+        self._look_at_io(self._find_pids())
+
+    def _look_at_io(self, pids: list[int]) -> None:
+        for pid in (os.getpid(), *pids):
+            if found := self.reads.io_of(pid):
                 self._io[pid] = found
 
     def keep_io(self, pid: int, found: dict[str, int]) -> None:
@@ -108,29 +116,33 @@ class ProcessWatch:
 
     def _run(self) -> None:
         interval_s, looked_ns, waited_ns = LEAST_INTERVAL_S, time.monotonic_ns(), self.clock.total_ns()
+        cost_s = 0.0
         while not self._stopped.wait(interval_s):
             began_ns = time.monotonic_ns()
-            pids = list(_descendants(os.getpid()))
-            self.num_workers = max(self.num_workers, len(pids))
+            pids = self._find_pids()
             total_ns = self.clock.total_ns()
             self._look_at_threads(pids, began_ns - looked_ns, total_ns - waited_ns)
             looked_ns, waited_ns = began_ns, total_ns
-            self.look_at_io()
+            self._look_at_io(pids)
             self._look_at_memory(pids)
-            cost_s = (time.monotonic_ns() - began_ns) / 1e9
-            interval_s = max(LEAST_INTERVAL_S, cost_s / _MOST_COST)
+            self.num_workers = max(self.num_workers, len(self._seen.intersection(pids)))
+            self._seen = frozenset(pids)
+            before_s, cost_s = cost_s, time.thread_time()
+            interval_s = max(LEAST_INTERVAL_S, (cost_s - before_s) / _MOST_COST)
+
+    def _find_pids(self) -> list[int]:
+        """The processes of the loader."""
+        return [pid for pid in find_descendants(self.reads) if pid not in self.strangers]
 
     def _look_at_threads(self, pids: list[int], elapsed_ns: int, waited_ns: int) -> None:
         own = {one.native_id for one in threading.enumerate() if one.name.startswith(_NOT_LOADERS)}
         times: dict[str, int] = {}
         for pid in (os.getpid(), *pids):
-            with suppress(OSError):
-                for task in _tasks(pid):
-                    if pid == os.getpid() and int(task) in own:
-                        continue
-                    with suppress(OSError, ValueError):
-                        fields = Path(f"/proc/{pid}/task/{task}/schedstat").read_bytes().split()
-                        times[task] = int(fields[0]) + int(fields[1])
+            for task in _tasks(pid):
+                if pid == os.getpid() and int(task) in own:
+                    continue
+                if fields := self.reads.read(f"/proc/{pid}/task/{task}/schedstat").split():
+                    times[task] = int(fields[0]) + int(fields[1])
         busiest_ns = max(
             (spent - self._threads[one] for one, spent in times.items() if one in self._threads), default=0
         )
@@ -142,7 +154,7 @@ class ProcessWatch:
     def _look_at_memory(self, pids: list[int]) -> None:
         rss, shared = [], []
         for pid in pids:
-            status = _read_status(pid)
+            status = _read_status(self.reads.read(f"/proc/{pid}/status"))
             rss.append(status.get("VmRSS", 0))
             shared.append(status.get("RssShmem", 0))
         memory = self.memory
@@ -156,33 +168,31 @@ class ProcessWatch:
             memory.shm_used_bytes = max(memory.shm_used_bytes, used)
 
 
-def _descendants(pid: int) -> Iterator[int]:
-    """The processes that this one has started, and theirs."""
-    with suppress(OSError):
-        for task in _tasks(pid):
-            with suppress(OSError):
-                for child in Path(f"/proc/{pid}/task/{task}/children").read_text(encoding="ascii").split():
-                    if not _is_helper(int(child)):
-                        yield int(child)
-                        yield from _descendants(int(child))
+def find_descendants(reads: OwnReads, pid: int | None = None, command: bytes = b"") -> Iterator[int]:
+    """The processes that this one has started, and theirs, but for those that serve `multiprocessing`."""
+    pid = os.getpid() if pid is None else pid
+    for task in _tasks(pid):
+        for child in map(int, reads.read(f"/proc/{pid}/task/{task}/children").split()):
+            its_command = reads.read(f"/proc/{child}/cmdline")
+            # What a fork server has forked goes by its name.
+            if its_command == command or not any(helper in its_command for helper in _HELPERS):
+                yield child
+            yield from find_descendants(reads, child, its_command)
+
+
+_HELPERS: Final = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 
 def _tasks(pid: int) -> list[str]:
-    return [path.name for path in Path(f"/proc/{pid}/task").iterdir()]
+    with suppress(OSError), os.scandir(f"/proc/{pid}/task") as tasks:
+        return [task.name for task in tasks]
+    return []
 
 
-def _is_helper(pid: int) -> bool:
-    """Whether this is multiprocessing's own tracker rather than a worker."""
-    with suppress(OSError):
-        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def _read_status(pid: int) -> dict[str, int]:
+def _read_status(content: bytes) -> dict[str, int]:
     found: dict[str, int] = {}
-    with suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-            name, _, text = line.partition(":")
-            if name in ("VmRSS", "RssShmem"):
-                found[name] = int(text.split()[0]) * 1024
+    for line in content.decode(errors="replace").splitlines():
+        name, _, text = line.partition(":")
+        if name in ("VmRSS", "RssShmem"):
+            found[name] = int(text.split()[0]) * 1024
     return found

@@ -1,7 +1,7 @@
 """Watches every torch DataLoader of this process from outside, whoever made it: batches, workers, waits.
 
-The iterators of all DataLoaders, of subclasses too, report while the block runs: when a batch was asked for,
-when it arrived and from which worker. Workers begin with a probe. Invariant: the loader yields what it would.
+The iterators of all DataLoaders, of subclasses too, report while the block runs: when a batch was asked for
+and given, and by which worker. Workers begin with a probe. Invariant: the loader yields what it would.
 """
 
 from __future__ import annotations
@@ -9,20 +9,25 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.bench.own_loader.own_reads import OwnReads
 from penstock.bench.own_loader.worker_probe import (
-    FETCH_TYPE,
     FetchProbe,
     ProbedWorker,
     fetches_path,
     probe_fetcher,
+    read_fetches,
 )
 from penstock.errors import UsageError
 
@@ -30,17 +35,8 @@ OWN_PROCESS = -1
 """The number of the worker that is this process: of a loader without workers."""
 
 
-class Arrival(NamedTuple):
-    """A batch that came from a worker: when this process began to receive, and when it had it."""
-
-    worker: int
-    seq: int
-    asked_ns: int
-    arrived_ns: int
-
-
 class Delivery(NamedTuple):
-    """A batch that was asked for and handed out, and whose it was."""
+    """A batch that was asked for and given, and whose it was: fetch `seq` of this worker."""
 
     asked_ns: int
     given_ns: int
@@ -50,48 +46,72 @@ class Delivery(NamedTuple):
 
 @dataclass(slots=True)
 class WatchedLoader:
-    """One iterator of a DataLoader: its settings, and what it did."""
+    """One iterator of a DataLoader with workers, or all those without: settings, and what it did."""
 
     folder: Path
     num_workers: int
     prefetch: int
     is_persistent: bool
+    reads: OwnReads
     began_ns: int
     made_ns: int = 0
     """When all its workers had been begun."""
-    arrivals: list[Arrival] = field(default_factory=list)
-    deliveries: list[Delivery] = field(default_factory=list)
-    num_fetched: dict[int, int] = field(default_factory=dict)
-    pending: dict[int, deque[int]] = field(default_factory=dict)
-    given: tuple[int, int] = (OWN_PROCESS, 0)
+    moments: array[int] = field(default_factory=lambda: array("q"))
+    """For each batch since the last look: when it was asked for, when it was given, and by which worker."""
+    worker: int = OWN_PROCESS
+    """Whose batch is being given."""
+    _found: list[Delivery] = field(default_factory=list)
+    _num_passed: dict[int, int] = field(default_factory=dict)
 
-    def arrive(self, worker: int, asked_ns: int, *, is_batch: bool) -> None:
-        """A worker's answer has come; it may be that it has no batch left."""
-        seq = self.num_fetched.get(worker, 0)
-        self.num_fetched[worker] = seq + 1
-        if is_batch:
-            self.arrivals.append(Arrival(worker, seq, asked_ns, time.monotonic_ns()))
-            self.pending.setdefault(worker, deque()).append(seq)
+    def read_fetches(self, worker: int) -> NDArray[np.void]:
+        """What a worker has fetched so far."""
+        return read_fetches(self.reads.read(fetches_path(self.folder, worker)))
+
+    def take_deliveries(self) -> list[Delivery]:
+        """The batches since the last call."""
+        self._resolve()
+        found, self._found = self._found, []
+        return found
 
     def begin_again(self) -> None:
         """Workers that stay are ready for another epoch, and idle: what they had not delivered is dropped."""
-        self.pending.clear()
+        self._resolve()
         for worker in range(self.num_workers):
-            path = fetches_path(self.folder, worker)
-            self.num_fetched[worker] = path.stat().st_size // FETCH_TYPE.itemsize if path.exists() else 0
+            self._num_passed[worker] = len(self.read_fetches(worker))
 
-    def give(self, worker: int) -> None:
-        """The next batch of this worker is handed out."""
-        pending = self.pending.get(worker)
-        self.given = (worker, pending.popleft() if pending else -1)
+    def _resolve(self) -> None:
+        """Find whose fetches the batches were: each worker gives what it fetches, in its order."""
+        moments, self.moments = np.array(self.moments, np.int64).reshape(-1, 3), array("q")
+        if self.num_workers == 0:
+            rows = self.read_fetches(OWN_PROCESS)[self._num_passed.get(OWN_PROCESS, 0) :]
+            self._num_passed[OWN_PROCESS] = self._num_passed.get(OWN_PROCESS, 0) + len(rows)
+            rows = rows[rows["is_batch"] > 0]
+            self._found += [
+                Delivery(began_ns, ended_ns, OWN_PROCESS, seq)
+                for began_ns, ended_ns, seq in rows[["began_ns", "ended_ns", "seq"]].tolist()
+            ]
+        pending: dict[int, Iterator[int]] = {}
+        for asked_ns, given_ns, worker in moments.tolist():
+            if worker not in pending:
+                rows = self.read_fetches(worker)[self._num_passed.get(worker, 0) :]
+                pending[worker] = iter(rows["seq"][rows["is_batch"] > 0].tolist())
+            seq = next(pending[worker], -1)
+            self._found.append(Delivery(asked_ns, given_ns, worker, seq))
+            self._num_passed[worker] = max(self._num_passed.get(worker, 0), seq + 1)
 
 
 class TorchProbe:
-    """Watches while its block runs; `changes` are settings that loaders get before they are iterated."""
+    """Watches while its block runs what this thread iterates.
 
-    def __init__(self, changes: Mapping[str, Any] | None = None) -> None:
+    `changes` are settings that loaders get before they are iterated.
+    """
+
+    def __init__(self, changes: Mapping[str, Any] | None = None, *, reads: OwnReads) -> None:
         self._changes = dict(changes or {})
+        self._reads = reads
+        self._consumer = threading.get_ident()
         self._own: FetchProbe | None = None
+        self._alone: WatchedLoader | None = None
         self._undo = ExitStack()
         self.folder = Path(tempfile.mkdtemp(prefix="penstock-loader-"))
         self.loaders: list[WatchedLoader] = []
@@ -103,11 +123,10 @@ class TorchProbe:
         single: Any = dataloader._SingleProcessDataLoaderIter  # noqa: SLF001
         patch = self._patch
         patch(several, "__init__", self._begin_workers)
-        patch(several, "_try_get_data", _watch_arrivals)
+        patch(several, "_reset", _watch_resets)
         patch(several, "_process_data", _watch_order)
-        patch(several, "_next_data", _watch_deliveries)
+        patch(several, "_next_data", self._watch_deliveries)
         patch(single, "__init__", self._begin_alone)
-        patch(single, "_next_data", self._watch_own)
         if self._changes:
             patch(dataloader.DataLoader, "__iter__", self._change)
         return self
@@ -118,10 +137,9 @@ class TorchProbe:
         if self._own is not None:
             self._own.finish()
 
-    def flush(self) -> None:
-        """Write what the probe of this process has found so far."""
-        if self._own is not None:
-            self._own.sampler.write()
+    def label(self) -> str:
+        """What the consumer does at this moment where its stack can't tell; "" where it can."""
+        return self._own.label() if self._own else ""
 
     def remove(self) -> None:
         """Delete the records."""
@@ -143,14 +161,13 @@ class TorchProbe:
 
         return iterate
 
-    def _begin(self, loader: Any) -> WatchedLoader:
-        folder = self.folder / str(len(self.loaders))
-        folder.mkdir()
+    def _begin(self, loader: Any, folder: Path) -> WatchedLoader:
         watched = WatchedLoader(
             folder=folder,
             num_workers=loader.num_workers,
             prefetch=loader.prefetch_factor or 0,
             is_persistent=bool(loader.persistent_workers),
+            reads=self._reads,
             began_ns=time.monotonic_ns(),
         )
         self.loaders.append(watched)
@@ -158,73 +175,65 @@ class TorchProbe:
 
     def _begin_workers(self, plain: Callable[..., None]) -> Callable[..., None]:
         def begin(iterator: Any, loader: Any) -> None:
-            watched, users = self._begin(loader), loader.worker_init_fn
+            folder = self.folder / str(len(self.loaders))
+            folder.mkdir()
+            watched, users = self._begin(loader, folder), loader.worker_init_fn
             loader.worker_init_fn = ProbedWorker(watched.folder, users)
-            iterator.penstock = watched
             try:
                 plain(iterator, loader)
             finally:
                 loader.worker_init_fn = users
             watched.made_ns = time.monotonic_ns()
+            iterator.penstock = watched
 
         return begin
 
     def _begin_alone(self, plain: Callable[..., None]) -> Callable[..., None]:
         def begin(iterator: Any, loader: Any) -> None:
-            watched = self._begin(loader)
-            watched.folder = self.folder
-            iterator.penstock = watched
+            began_ns = time.monotonic_ns()
             plain(iterator, loader)
-            if self._own is None:
-                self._own = FetchProbe(self.folder, OWN_PROCESS)
+            if threading.get_ident() != self._consumer:
+                return
+            if self._own is None or self._alone is None:
+                self._alone = self._begin(loader, self.folder)
+                self._own = FetchProbe(self.folder, OWN_PROCESS, reads=self._reads, samples=False)
+            self._alone.began_ns = began_ns
             probe_fetcher(iterator._dataset_fetcher, self._own)  # noqa: SLF001
 
         return begin
 
-    def _watch_own(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _watch_deliveries(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        consumer, now_ns, get_ident = self._consumer, time.monotonic_ns, threading.get_ident
+
         def give(iterator: Any) -> Any:
-            asked_ns = time.monotonic_ns()
+            asked_ns = now_ns()
             batch = plain(iterator)
-            seq = self._own.num_fetches - 1 if self._own else 0
-            iterator.penstock.deliveries.append(Delivery(asked_ns, time.monotonic_ns(), OWN_PROCESS, seq))
+            # What another thread awaits, the consumer may not be waiting for.
+            if get_ident() == consumer and (watched := getattr(iterator, "penstock", None)) is not None:
+                watched.moments.extend((asked_ns, now_ns(), watched.worker))
             return batch
 
         return give
 
 
-def _watch_arrivals(plain: Callable[..., tuple[bool, Any]]) -> Callable[..., tuple[bool, Any]]:
-    def receive(iterator: Any, *args: Any, **named: Any) -> tuple[bool, Any]:
-        asked_ns = time.monotonic_ns()
-        has_come, answer = plain(iterator, *args, **named)
-        if has_come and not isinstance(answer[0], int):
-            iterator.penstock.begin_again()
-        elif has_come and answer[0] in iterator._task_info:  # noqa: SLF001
-            idx, content = answer
-            is_batch = type(content).__name__ != "_IterableDatasetStopIteration"
-            worker = iterator._task_info[idx][0]  # noqa: SLF001
-            iterator.penstock.arrive(worker, asked_ns, is_batch=is_batch)
-        return has_come, answer
-
-    return receive
-
-
 def _watch_order(plain: Callable[..., Any]) -> Callable[..., Any]:
     def take(iterator: Any, content: Any, worker: int, *args: Any) -> Any:
-        iterator.penstock.give(worker)
+        # Workers that stay may have been begun before anything was watched.
+        if (watched := getattr(iterator, "penstock", None)) is not None:
+            watched.worker = worker
         return plain(iterator, content, worker, *args)
 
     return take
 
 
-def _watch_deliveries(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def give(iterator: Any) -> Any:
-        asked_ns = time.monotonic_ns()
-        batch = plain(iterator)
-        watched = iterator.penstock
-        watched.deliveries.append(Delivery(asked_ns, time.monotonic_ns(), *watched.given))
-        return batch
+def _watch_resets(plain: Callable[..., None]) -> Callable[..., None]:
+    def reset(iterator: Any, *args: Any, **named: Any) -> None:
+        plain(iterator, *args, **named)
+        # The first one is part of making it.
+        if (watched := getattr(iterator, "penstock", None)) is not None:
+            watched.begin_again()
 
-    return give
+    return reset
 
 
 TRIALS: Mapping[str, str] = {

@@ -140,6 +140,54 @@ def announce_epoch(loader: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
+class SampleCounter:
+    """Counts the samples of batches of one loader: by the array that has them in its first batch.
+
+    `batch_size` is what the loader says of itself, if anything: it tells a pair of arrays from two samples.
+    """
+
+    def __init__(self, batch_size: int | None = None) -> None:
+        self._batch_size = batch_size
+        self._path: tuple[Any, ...] | None = None
+        self._is_known = False
+
+    def __call__(self, batch: Any) -> int:
+        """How many there are; 1 if that can't be told."""
+        if self._path is None:
+            if self._is_known:
+                return count_samples(batch) or 1
+            self._is_known = True
+            self._path = next((path for path, size in _find_arrays(batch) if size == self._batch_size), None)
+            return self(batch)
+        try:
+            for key in self._path:
+                batch = batch[key]
+            return int(batch.shape[0])
+        except (AttributeError, IndexError, KeyError, TypeError):
+            self._path = None
+            return self(batch)
+
+
+def find_batch_size(loader: Any) -> int | None:
+    """The samples a batch, as a loader says that it was told; None if it says nothing."""
+    for part in (loader, getattr(loader, "batch_sampler", None)):
+        if isinstance(size := getattr(part, "batch_size", None), int):
+            return size
+    return None
+
+
+def _find_arrays(part: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """The arrays in a batch: their places, and the first of their dimensions."""
+    shape = getattr(part, "shape", None)
+    if isinstance(shape, tuple):
+        if shape:
+            yield path, int(shape[0])
+    elif len(path) <= _DEEPEST and isinstance(part, Mapping | tuple | list):
+        keys = part if isinstance(part, Mapping) else range(len(part))
+        for key in keys:
+            yield from _find_arrays(part[key], (*path, key))
+
+
 def count_samples(batch: Any) -> int | None:
     """The samples of a batch: the first dimension of its first array, or its length; None if unknown."""
     return next(_dimensions(batch, 0), None)

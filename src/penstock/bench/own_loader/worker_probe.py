@@ -1,210 +1,37 @@
 """Times each fetch of a torch DataLoader, in the process that does it: a worker, or the trainer itself.
 
-One record of fixed size is appended to the process's own file a fetch, so there are no locks and a killed
-worker loses nothing. What the fetching thread slept is told from what it computed by the scheduler's own
-figures; what it computed, a sampler tells from its stack a hundred times a second, weighed by its clock.
-Invariant: the data set, its samples and the functions of the user stay what they are.
+A fetch leaves one record of fixed size in the process's own mapped file, so there are no locks, no calls to
+the kernel, and a killed worker loses nothing. What the fetching thread slept is told from what it computed by
+the kernel's clocks, which are read so seldom that fast loaders stay fast. Invariant: the data set, its
+samples and the functions of the user stay what they are.
 """
 
 from __future__ import annotations
 
-import json
+import mmap
 import os
-import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from struct import Struct
-from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-INTERVAL_S: Final = 0.01
-_WRITTEN_EVERY: Final = 25
-OWN_THREADS: Final = "penstock-"
-"""The names of threads that measure begin so."""
-_DEEPEST: Final = 60
-_MOST_SPOTS: Final = 8
-
-DECODE, TRANSFORM, COLLATE, COPY = "decode", "transform", "collate", "copy"
-
-_FILES: Final = (
-    (COPY, r"/multiprocessing/(connection|queues|reduction|shared_memory|managers)\.py|/reductions\.py"),
-    (COLLATE, r"/collate\.py"),
-    (
-        TRANSFORM,
-        r"/(torchvision|torchaudio|monai)/transforms/|/albumentations/|/kornia/|/Image(Ops|Filter)\.py",
-    ),
-    (
-        DECODE,
-        (
-            r"/(gzip|zipfile|lzma|bz2|tarfile|pickle|csv)\.py|/json/|/h5py/|/zarr/|/numcodecs/|/pyarrow/|/cv2/"
-            r"|/torchvision/io/|/soundfile\.py|/librosa/|/ImageFile\.py|/torch/serialization\.py"
-            r"|/numpy/lib/(_?format|_?npyio)(_impl)?\.py|/webdataset/autodecode\.py"
-        ),
-    ),
-)
-_NAMES: Final = (
-    (COLLATE, r"collate"),
-    (
-        TRANSFORM,
-        r"transform|augment|crop|flip|rotat|resiz|normali[sz]|jitter|tokeni[sz]|blur|noise|mixup|mask|padd?_",
-    ),
-    (
-        DECODE,
-        r"decod|decompress|inflate|parse|unpack|deseriali[sz]|imread|from_bytes|frombuffer|^loads?_|^loads?$",
-    ),
-)
-_PATTERNS: Final = tuple(
-    (label, re.compile(pattern, flags), is_name)
-    for patterns, flags, is_name in ((_FILES, 0, False), (_NAMES, re.IGNORECASE, True))
-    for label, pattern in patterns
-)
-
-
-def label_code(code: CodeType) -> str | None:
-    """What a function does, judged by its file or its name; None where neither says."""
-    for label, pattern, is_name in _PATTERNS:
-        if pattern.search(code.co_name if is_name else code.co_filename):
-            return label
-    return None
-
-
-class WorkSampler:
-    """Samples a thread and, apart from it, all others; `is_wanted` says whether the moment counts."""
-
-    def __init__(self, is_wanted: Callable[[], bool], *, own: int, path: Path | None = None) -> None:
-        self._is_wanted = is_wanted
-        self._own = own
-        self._path = path
-        self._labels: dict[CodeType, str | None] = {}
-        self._clocks: dict[int, int] = {}
-        self._stopped = threading.Event()
-        self.cpu_ns: Counter[str] = Counter()
-        self.others_cpu_ns: Counter[str] = Counter()
-        self.spots: Counter[str] = Counter()
-        self.own_io: Counter[str] = Counter()
-        """What measuring itself has read, as the kernel counts it."""
-        self.late_samples = self.num_samples = 0
-        self._thread = threading.Thread(target=self._run, name="penstock-sampler", daemon=True)
-
-    def start(self) -> None:
-        """Begin to sample."""
-        self._thread.start()
-
-    def is_current_thread(self) -> bool:
-        """Whether the caller is the thread that samples."""
-        return threading.get_ident() == self._thread.ident
-
-    def stop(self) -> None:
-        """End, and write what was found."""
-        self._stopped.set()
-        self._thread.join(1.0)
-        self.write()
-
-    def write(self) -> None:
-        """Leave the figures for the process that reads them; a full disk only loses them."""
-        if self._path is None:
-            return
-        text = json.dumps(self.document())
-        try:
-            unfinished = self._path.with_suffix(".part")
-            unfinished.write_text(text)
-            unfinished.replace(self._path)
-        except OSError:
-            self._path = None
-
-    def document(self) -> dict[str, Any]:
-        """What was found: processor time by what it went to, and the functions that used most of it."""
-        return {
-            "pid": os.getpid(),
-            "cpu_ns": dict(self.cpu_ns + self.others_cpu_ns),
-            "spots": dict(self.spots.most_common(_MOST_SPOTS)),
-            "io": {name: value - self.own_io[name] for name, value in read_io(os.getpid()).items()},
-        }
-
-    def _run(self) -> None:
-        due = 0
-        while not self._stopped.is_set():
-            before = time.monotonic()
-            time.sleep(INTERVAL_S)
-            # A sampler that gets the interpreter late competes for it with threads that compute.
-            late = time.monotonic() - before - INTERVAL_S > INTERVAL_S / 4
-            if not self._is_wanted():
-                self._clocks.clear()
-                continue
-            self.num_samples += 1
-            self.late_samples += late
-            ours = {one.ident for one in threading.enumerate() if one.name.startswith(OWN_THREADS)}
-            frames = sys._current_frames()  # noqa: SLF001 - documented, and the only way to see other threads
-            for ident, frame in frames.items():
-                if ident not in ours:
-                    self._add(ident, frame)
-            del frames
-            due += 1
-            if due % _WRITTEN_EVERY == 0:
-                self.write()
-
-    def _add(self, ident: int, frame: FrameType) -> None:
-        try:
-            now_ns = time.clock_gettime_ns(time.pthread_getcpuclockid(ident))
-        except OSError:  # it has just ended
-            return
-        used_ns = now_ns - self._clocks.get(ident, now_ns)
-        self._clocks[ident] = now_ns
-        if not used_ns:
-            return
-        label, spot = self._find_label(frame)
-        (self.cpu_ns if ident == self._own else self.others_cpu_ns)[label or "other"] += used_ns
-        if spot:
-            self.spots[spot] += used_ns
-
-    def _find_label(self, frame: FrameType | None) -> tuple[str | None, str]:
-        """The innermost function that says what it does, and the innermost of the user's own."""
-        label: str | None = None
-        spot = ""
-        for _ in range(_DEEPEST):
-            if frame is None:
-                break
-            code = frame.f_code
-            if code not in self._labels:
-                self._labels[code] = label_code(code)
-            label = label or self._labels[code]
-            if not spot and code.co_name != "<module>" and not _is_library(code.co_filename):
-                spot = _spot(code)
-            if label and spot:
-                break
-            frame = frame.f_back
-        return label, spot
-
-
-def _spot(code: CodeType) -> str:
-    return f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
-
-
-def _is_library(path: str) -> bool:
-    return "-packages/" in path or path.startswith((sys.base_prefix + "/lib", "<")) or "/penstock/" in path
-
-
-def read_io(pid: int) -> dict[str, int]:
-    """The kernel's figures of what a process has read; empty where it does not tell."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return {}
-    return {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
+from penstock.bench.own_loader.own_reads import OWN_THREADS, OwnReads
+from penstock.bench.own_loader.work_sampler import COLLATE, WorkSampler
 
 
 class Fetch(NamedTuple):
     """One fetch: when it began, had its samples, was collated; how its time divides. Nanoseconds.
 
-    `queued_ns` is the time for which the thread could run and no core was free. `other_cpu_ns` is what other
-    threads of the process computed since the last fetch, `copy_cpu_ns` what sending batches has cost in all.
+    `queued` is the time for which the thread could run and no core was free. `other_cpu_ns` is what other
+    threads of the process computed meanwhile, but for the one that sends batches. `opens` are all so far.
     """
 
     seq: int
@@ -217,12 +44,38 @@ class Fetch(NamedTuple):
     collate_cpu_ns: int
     collate_queued_ns: int
     other_cpu_ns: int
-    copy_cpu_ns: int
     opens: int
 
 
 FETCH_TYPE: Final = np.dtype([(name, "<i8") for name in Fetch._fields])
-_FORMAT: Final = "<12q"
+
+
+class Record(NamedTuple):
+    """A fetch as its process leaves it. Clocks that were not read are -1; `number` 0: nothing is here yet."""
+
+    is_batch: int
+    began_ns: int
+    loaded_ns: int
+    ended_ns: int
+    cpu_before_ns: int
+    cpu_loaded_ns: int
+    cpu_after_ns: int
+    queued_before_ns: int
+    queued_after_ns: int
+    other_before_ns: int
+    other_after_ns: int
+    opens: int
+    number: int
+
+
+RECORD_TYPE: Final = np.dtype([(name, "<i8") for name in Record._fields])
+_PACK: Final = Struct(f"<{len(Record._fields)}q")
+_CHUNK: Final = mmap.PAGESIZE * 16
+_UNREAD: Final = (-1, -1, -1)
+_CLOCKS_EVERY_NS: Final = 8_000_000
+"""Clocks of the kernel, which cost a microsecond each, are read no more often; between, they run evenly."""
+_AT_ONCE_NS: Final = 50_000
+"""A fetch that begins so soon after another begins with its clocks."""
 _IDLE, _LOADING, _COLLATING = 0, 1, 2
 
 
@@ -231,111 +84,240 @@ def fetches_path(folder: Path, worker: int) -> Path:
     return folder / f"worker-{worker}.fetches"
 
 
-class FetchProbe:
-    """Times the fetches of this process; used by the thread that fetches."""
+def read_fetches(content: bytes) -> NDArray[np.void]:
+    """The fetches in such a file, as rows of `FETCH_TYPE`."""
+    records = np.frombuffer(content[: len(content) // _PACK.size * _PACK.size], RECORD_TYPE)
+    records = records[: int(np.count_nonzero(records["number"]))]
+    rows = np.zeros(len(records), FETCH_TYPE)
+    for name in ("is_batch", "began_ns", "loaded_ns", "ended_ns", "opens"):
+        rows[name] = records[name]
+    rows["seq"] = np.arange(len(records))
+    began, loaded, ended = (records[name] for name in ("began_ns", "loaded_ns", "ended_ns"))
+    cpu = _between(records, ("cpu_before_ns", "cpu_loaded_ns", "cpu_after_ns"))
+    rows["load_cpu_ns"], rows["collate_cpu_ns"] = cpu(loaded) - cpu(began), cpu(ended) - cpu(loaded)
+    others = _between(records, ("other_before_ns", "", "other_after_ns"))
+    rows["other_cpu_ns"] = np.maximum(others(ended) - others(began), 0)
+    queued = _between(records, ("queued_before_ns", "", "queued_after_ns"))
+    waited = queued(ended) - queued(began)
+    # Collation hardly ever sleeps: what it did not compute, it waited for a core.
+    collating = np.clip(ended - loaded - rows["collate_cpu_ns"], 0, waited)
+    rows["collate_queued_ns"], rows["load_queued_ns"] = collating, waited - collating
+    _fill_short(rows, records)
+    return rows
 
-    def __init__(self, folder: Path, worker: int) -> None:
+
+def _fill_short(rows: NDArray[np.void], records: NDArray[np.void]) -> None:
+    """Give fetches without readings the shares of those like them: in between, a step may have computed."""
+    lasted = records["ended_ns"] - records["began_ns"]
+    is_short = records["cpu_after_ns"] < 0
+    is_known = ~is_short & (records["cpu_before_ns"] >= 0) & (lasted < _CLOCKS_EVERY_NS)
+    if not is_short.any() or not is_known.any():
+        return
+    loading = records["loaded_ns"] - records["began_ns"]
+    for spent, names in (
+        (loading, ("load_cpu_ns", "load_queued_ns", "other_cpu_ns")),
+        (lasted - loading, ("collate_cpu_ns", "collate_queued_ns")),
+    ):
+        known_ns = max(1, int(spent[is_known].sum()))
+        for name in names:
+            rows[name][is_short] = spent[is_short] * (rows[name][is_known].sum() / known_ns)
+
+
+def _between(records: NDArray[np.void], names: tuple[str, str, str]) -> Callable[[Any], NDArray[np.int64]]:
+    """What a clock showed at any moment, of its readings at the moments of the records."""
+    ats = ("began_ns", "loaded_ns", "ended_ns")
+    moments = [(at, name) for at, name in zip(ats, names, strict=True) if name]
+    times = np.stack([records[at] for at, _ in moments], axis=1).ravel()
+    values = np.stack([records[name] for _, name in moments], axis=1).ravel()
+    is_read = values >= 0
+    times, values = times[is_read], values[is_read]
+    if not len(times):
+        return lambda at: np.zeros(len(at), np.int64)
+    # Relative to the first, so that nanoseconds fit into the numbers that interpolate.
+    return lambda at: np.interp(at - times[0], times - times[0], values - values[0]).astype(np.int64)
+
+
+class FetchProbe:
+    """Times the fetches of this process, of the thread that made it. `samples` is off where others sample."""
+
+    def __init__(self, folder: Path, worker: int, *, reads: OwnReads, samples: bool = True) -> None:
+        self._reads = reads
         path = fetches_path(folder, worker)
-        self._pack = Struct(_FORMAT).pack
-        self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        self._schedule: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        self._map: mmap.mmap | None = None
+        self._grow(0)
+        self._schedule = _open_schedule()
+        self._own = threading.get_ident()
         self._phase = _IDLE
-        self.num_fetches = self._opens = self._num_reads = self._read_bytes = 0
-        self._feeder: threading.Thread | None = None
-        self._process_cpu_ns = time.process_time_ns()
-        self._feeder_cpu_ns = 0
-        self._before = self._read_schedule()
-        self._loaded_ns, self._loaded = 0, self._before
-        self.sampler = WorkSampler(
-            lambda: self._phase == _LOADING, own=threading.get_ident(), path=path.with_suffix(".json")
-        )
-        # Only what samples take counts: not the imports of a worker that begins.
-        self.sampler.own_io.update(read_io(os.getpid()))
-        self.sampler.write()
-        self.sampler.start()
-        sys.addaudithook(self._hear)
+        self._num_fetches = self._opens = self._position = 0
+        self._due_ns = self._began_ns = self._loaded_ns = self._ended_ns = 0
+        self._has_clocks = False
+        self._cpu_loaded_ns = -1
+        self._clocks: tuple[int, int, int] = _UNREAD
+        self._feeder_clock: int | None = None
+        self._feeder_ns = 0
+        self._sampler: WorkSampler | None = None
+        if samples:
+            self._sampler = WorkSampler(
+                lambda: "" if self._phase == _LOADING else None,
+                own=self._own,
+                reads=reads,
+                path=path.with_suffix(".json"),
+            )
+            self._sampler.write()
+            self._sampler.start()
+        _listen_to_opens(self)
 
     def finish(self) -> None:
-        """Write what was found, at the end of the process."""
-        self.sampler.own_io.update({"rchar": self._read_bytes, "syscr": self._num_reads})
-        self.sampler.stop()
+        """Write what was found, at the end of the process or of the run."""
+        _listeners.pop(os.getpid(), None)
+        if self._sampler is not None:
+            self._sampler.stop()
+        for file in (self._file, self._schedule):
+            if file is not None and file >= 0:
+                os.close(file)
+        self._file, self._schedule, self._map = -1, None, None
 
-    def _hear(self, event: str, _: Any) -> None:
-        if event == "open" and self._phase == _LOADING and not self.sampler.is_current_thread():
+    def label(self) -> str:
+        """What the stack of the fetching thread can't tell of this moment."""
+        return COLLATE if self._phase == _COLLATING else ""
+
+    def count_open(self) -> None:
+        """A file was opened, by any thread."""
+        if self._phase == _LOADING and not threading.current_thread().name.startswith(OWN_THREADS):
             self._opens += 1
-
-    def _read_schedule(self) -> tuple[int, int]:
-        """What this thread has computed, and for how long it waited for a core."""
-        if self._schedule is None:
-            return time.thread_time_ns(), 0
-        text = os.pread(self._schedule, 80, 0)
-        self._num_reads += 1
-        self._read_bytes += len(text)
-        cpu, queued, _ = text.split()
-        return int(cpu), int(queued)
 
     def fetch(self, plain: Callable[[Any, Any], Any], fetcher: Any, index: Any) -> Any:
         """Fetch a batch as `plain` does, and record it."""
-        if self._phase != _IDLE:  # a loader within a data set
+        # A loader within a data set, or of another thread, is no business of whoever waits.
+        if self._phase != _IDLE or threading.get_ident() != self._own:
             return plain(fetcher, index)
-        collate, is_batch = fetcher.collate_fn, False
-
-        def timed_collate(samples: Any) -> Any:
-            self._loaded_ns, self._loaded, self._phase = (
-                time.monotonic_ns(),
-                self._read_schedule(),
-                _COLLATING,
-            )
-            return collate(samples)
-
-        self._phase, self._loaded_ns, began_ns = _LOADING, 0, time.monotonic_ns()
+        if type(fetcher.collate_fn) is not _TimedCollate:
+            fetcher.collate_fn = _TimedCollate(self, fetcher.collate_fn)
+        self._phase = _LOADING
+        self._loaded_ns, self._cpu_loaded_ns = 0, -1
+        before, is_batch = _UNREAD, False
+        self._began_ns = began_ns = time.monotonic_ns()
+        self._has_clocks = began_ns >= self._due_ns
+        if self._has_clocks:
+            is_close = self._clocks[0] >= 0 and began_ns - self._ended_ns < _AT_ONCE_NS
+            before = self._clocks if is_close else self._read_clocks()
         try:
-            fetcher.collate_fn = timed_collate
             batch = plain(fetcher, index)
             is_batch = True
         finally:
-            fetcher.collate_fn, self._phase = collate, _IDLE
-            self._record(began_ns, is_batch=is_batch)
+            self._phase = _IDLE
+            self._record(began_ns, before, is_batch=is_batch)
         return batch
 
-    def _record(self, began_ns: int, *, is_batch: bool) -> None:
-        ended_ns, after = time.monotonic_ns(), self._read_schedule()
-        if not self._loaded_ns:
-            self._loaded_ns, self._loaded = ended_ns, after
-        process_ns, feeder_ns = time.process_time_ns(), self._read_feeder()
-        others_ns = process_ns - self._process_cpu_ns - (after[0] - self._before[0])
-        others_ns -= feeder_ns - self._feeder_cpu_ns
-        record = self._pack(
-            self.num_fetches,
+    def end_loading(self) -> None:
+        """The samples of the present fetch are there; collation begins."""
+        if self._phase == _LOADING:
+            self._phase = _COLLATING
+            self._loaded_ns = time.monotonic_ns()
+            if self._has_clocks or self._loaded_ns - self._began_ns >= _CLOCKS_EVERY_NS:
+                self._has_clocks = True
+                self._cpu_loaded_ns = time.thread_time_ns()
+
+    def _record(self, began_ns: int, before: tuple[int, int, int], *, is_batch: bool) -> None:
+        ended_ns = self._ended_ns = time.monotonic_ns()
+        self._clocks = _UNREAD
+        if self._has_clocks or ended_ns - began_ns >= _CLOCKS_EVERY_NS:
+            self._clocks = self._read_clocks()
+            self._due_ns = ended_ns + _CLOCKS_EVERY_NS
+        self._num_fetches += 1
+        if self._map is None:
+            return
+        _PACK.pack_into(
+            self._map,
+            self._position,
             is_batch,
             began_ns,
-            self._loaded_ns,
+            self._loaded_ns or ended_ns,
             ended_ns,
-            self._loaded[0] - self._before[0],
-            self._loaded[1] - self._before[1],
-            after[0] - self._loaded[0],
-            after[1] - self._loaded[1],
-            max(others_ns, 0),
-            feeder_ns,
+            before[0],
+            self._cpu_loaded_ns,
+            self._clocks[0],
+            before[1],
+            self._clocks[1],
+            before[2],
+            self._clocks[2],
             self._opens,
+            self._num_fetches,
         )
-        self.num_fetches += 1
-        self._process_cpu_ns, self._feeder_cpu_ns, self._before = process_ns, feeder_ns, after
-        if self._file >= 0:
-            try:
-                os.write(self._file, record)
-            except OSError:  # a full disk must not end the user's loader: its later fetches are unknown
-                os.close(self._file)
-                self._file = -1
+        self._position += _PACK.size
+        if self._position + _PACK.size > len(self._map):
+            self._grow(len(self._map))
+
+    def _grow(self, size: int) -> None:
+        """Room for more records. A full disk must not end the loader: its later fetches are unknown."""
+        try:
+            # Blocks are taken now: a page without one would end the process as it is written.
+            os.posix_fallocate(self._file, 0, size + _CHUNK)
+            self._map = mmap.mmap(self._file, size + _CHUNK)
+        except OSError:
+            self._map = None
+
+    def _read_clocks(self) -> tuple[int, int, int]:
+        """What this thread computed, for how long it waited for cores, and what other threads computed."""
+        cpu_ns = time.thread_time_ns()
+        other_ns = max(0, time.process_time_ns() - cpu_ns - self._read_feeder())
+        if self._schedule is None:
+            return cpu_ns, 0, other_ns
+        text = os.pread(self._schedule, 80, 0)
+        self._reads.add(len(text))
+        return cpu_ns, int(text.split()[1]), other_ns
 
     def _read_feeder(self) -> int:
         """The processor time of the thread that sends this worker's batches."""
-        if self._feeder is None:
-            feeders = (one for one in threading.enumerate() if one.name.startswith("QueueFeeder"))
-            self._feeder = next(feeders, None)
-        if self._feeder is None or not self._feeder.is_alive() or self._feeder.ident is None:
-            return self._feeder_cpu_ns
-        return time.clock_gettime_ns(time.pthread_getcpuclockid(self._feeder.ident))
+        if self._feeder_clock is None:
+            for one in threading.enumerate():
+                if one.name.startswith("QueueFeeder") and one.ident is not None:
+                    self._feeder_clock = time.pthread_getcpuclockid(one.ident)
+        if self._feeder_clock is not None:
+            with suppress(OSError):  # it ends with its queue
+                self._feeder_ns = time.clock_gettime_ns(self._feeder_clock)
+        return self._feeder_ns
+
+
+def _open_schedule() -> int | None:
+    """The scheduler's figures of this thread, which not all kernels have."""
+    try:
+        return os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        return None
+
+
+class _TimedCollate:
+    """A collation that says when it begins; only the fetcher that calls it sees it."""
+
+    __slots__ = ("_collate", "_probe")
+
+    def __init__(self, probe: FetchProbe, collate: Callable[[Any], Any]) -> None:
+        self._probe = probe
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        """Collate."""
+        self._probe.end_loading()
+        return self._collate(samples)
+
+
+_listeners: dict[int, FetchProbe] = {}
+"""The probe that hears of opens, by process: a hook can't be taken away again, and children inherit it."""
+_hooks: list[Callable[[str, Any], None]] = []
+
+
+def _hear(event: str, _: Any) -> None:
+    if event == "open" and (probe := _listeners.get(os.getpid())) is not None:
+        probe.count_open()
+
+
+def _listen_to_opens(probe: FetchProbe) -> None:
+    _listeners[os.getpid()] = probe
+    if not _hooks:
+        _hooks.append(_hear)
+        sys.addaudithook(_hear)
 
 
 class ProbedWorker:
@@ -349,7 +331,7 @@ class ProbedWorker:
         """Called in the worker, before it builds what fetches."""
         if self._user_init is not None:
             self._user_init(worker_id)
-        probe = FetchProbe(self._folder, worker_id)
+        probe = FetchProbe(self._folder, worker_id, reads=OwnReads())
         Finalize(None, probe.finish, exitpriority=100)
         _patch_fetchers(probe)
 

@@ -22,7 +22,15 @@ from penstock.cluster.comm import Comm
 from penstock.errors import ObjectNotFound
 from penstock.progress import PhasesOnly, Progress
 from penstock.results.phase_figures import compute_phase_figures
-from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankEvents, SpanEvent, StepEvent, StepPhase
+from penstock.results.step_events import (
+    SPAN_TYPE,
+    STEP_TYPE,
+    RankEvents,
+    Rows,
+    SpanEvent,
+    StepEvent,
+    StepPhase,
+)
 from penstock.storage import Source, Storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage
@@ -146,6 +154,10 @@ class EventsInMemory:
     def add_step(self, step: StepEvent) -> None:
         """Keep one step."""
         self._steps.append(step)
+
+    def add_steps(self, steps: Rows) -> None:
+        """Keep many steps, rows of `STEP_TYPE`."""
+        self._steps += (StepEvent(*step) for step in steps.tolist())
 
     def add_span(self, span: SpanEvent) -> None:
         """Keep one span."""

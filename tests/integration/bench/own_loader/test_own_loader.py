@@ -46,7 +46,7 @@ def greet(worker):
 
 def slow(rank, world_size):
     return DataLoader(
-        Images(__file__, late_s=0.05), batch_size=2, num_workers=2, worker_init_fn=greet, shuffle=True
+        Images(__file__, late_s=0.1), batch_size=2, num_workers=2, worker_init_fn=greet, shuffle=True
     )
 
 def alone(seed=1, **named):

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from penstock.bench.own_loader.user_code import (
+    SampleCounter,
     announce_epoch,
     call_with_known,
     count_samples,
+    find_batch_size,
     load_user_code,
     names_user_code,
 )
@@ -87,6 +89,24 @@ def test_factory_that_needs_something_unknown_is_refused_by_name() -> None:
 )
 def test_samples_are_found_in_a_batch(batch: Any, samples: int | None) -> None:
     assert count_samples(batch) == samples
+
+
+def test_counter_tells_a_pair_of_arrays_from_two_samples() -> None:
+    class Loader:
+        batch_size = 1
+
+    pair = [np.zeros((1, 3)), np.zeros(1)]
+    assert SampleCounter(find_batch_size(Loader()))(pair) == 1
+    counter = SampleCounter(8)
+    sizes = [counter([np.zeros((size, 3)), np.zeros(size)]) for size in (8, 8, 1)]
+    assert sizes == [8, 8, 1]
+
+
+def test_counter_counts_batches_that_change_their_form() -> None:
+    counter = SampleCounter(4)
+    batches: list[Any] = [{"x": np.zeros((4, 2))}, {"y": np.zeros((3, 2))}, 5, (np.zeros(2), np.zeros(2))]
+    assert [counter(batch) for batch in batches] == [4, 3, 1, 2]
+    assert find_batch_size([]) is None
 
 
 def test_sampler_and_data_set_hear_of_each_epoch() -> None:

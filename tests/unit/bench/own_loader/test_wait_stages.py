@@ -20,7 +20,7 @@ from penstock.bench.own_loader.worker_probe import FETCH_TYPE, Fetch
 
 
 def fetch(seq: int, began: int, loaded: int, ended: int, *, cpu: int = 0) -> Fetch:
-    return Fetch(seq, 1, began, loaded, ended, cpu, 0, ended - loaded, 0, 0, 0, 0)
+    return Fetch(seq, 1, began, loaded, ended, cpu, 0, ended - loaded, 0, 0, 0)
 
 
 def worker(*fetches: Fetch, transforms: float = 0.0) -> WorkerFetches:
