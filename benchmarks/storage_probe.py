@@ -8,7 +8,7 @@ neither slower than the disk allows nor faster than the truth. Cost: the CPU tim
 code and in the kernel, which other programs on the machine do not change much.
 
     python benchmarks/storage_probe.py            everything, five rounds of each comparison
-    python benchmarks/storage_probe.py jobs       one part: streams, jobs, cost, knee, stall, loops
+    python benchmarks/storage_probe.py jobs       one part: streams, jobs, cost, knee, stall, loops, export
 """
 
 from __future__ import annotations
@@ -28,15 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from harness import Ratio, interleave
-from penstock.bench.probe.load_loops import (
-    FileTarget,
-    LoadRun,
-    Operations,
-    RingLoop,
-    ThreadLoop,
-    blocks_ahead,
-    find_local_files,
-)
+from penstock.bench.probe.block_targets import FileTarget, find_local_files
+from penstock.bench.probe.load_loops import LoadRun, Operations, RingLoop, ThreadLoop, blocks_ahead
 from penstock.bench.probe.load_plan import LoadShape
 from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
 from penstock.bench.probe.probe_folder import ProbeFolder
@@ -291,6 +284,33 @@ def print_loops() -> None:
         print(f"random reads of 4 KiB, {depth} in flight: {rates}")
 
 
+def print_export() -> None:
+    """Every job that a probe writes for fio, run by fio: our figure over its."""
+    options = ("--size", "256MiB", "--streams", "1,4", "--blocks", "1MiB", "--exact", "--seconds", "2")
+    load = ("--measure", "best,knee", "--request", "16KiB", "--mix", "70", "--rates", "500,2000")
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        jobs = Path(folder) / "probe.fio"
+        probe = (sys.executable, "-m", "penstock", "storage", "probe", folder, *options, *load)
+        ours = json.loads(_output(*probe, "--fio", str(jobs), "--json"))
+        theirs = json.loads(_output("fio", "--output-format=json", str(jobs)))
+    rates = {
+        f"{seen['op']}-{seen['mode']}-{seen['streams']}x{seen['block_bytes']}": seen["operations_per_s"]
+        for seen in ours["measurements"]
+    }
+    for seen in ours["loads"]:
+        rates[f"load-{seen['mode']}-closed"] = seen["saturation"]["operations_per_s"]
+        rates |= {
+            f"load-{seen['mode']}-{at['offered_per_s']:.0f}": at["achieved_per_s"] for at in seen["points"]
+        }
+    for job in theirs["jobs"]:
+        name, peer = job["jobname"], job["read"]["iops"] + job["write"]["iops"]
+        print(f"{name:<40} {rates[name] / peer:5.2f}   ours {rates[name]:,.0f}, fio {peer:,.0f} operations/s")
+
+
+def _output(*command: str) -> bytes:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+
+
 def _print_ratios(compare: Callable[[int], list[Ratio]]) -> None:
     for ratio in compare(5):
         print(ratio.line(None), flush=True)
@@ -303,6 +323,7 @@ PARTS: Mapping[str, Callable[[], None]] = {
     "knee": print_knees,
     "stall": print_stall,
     "loops": print_loops,
+    "export": print_export,
 }
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ import pytest
 from tests.support.slow_storages import Stalling, Throttled
 
 from penstock.bench.probe import ProbeRequest, ProbeResult, metadata_rates, probe
+from penstock.bench.probe.block_targets import FileTarget, find_local_files
 from penstock.bench.probe.fio_jobs import fio_job_file
 from penstock.bench.probe.io_uring import RequestRing
-from penstock.bench.probe.load_loops import FileTarget, LoadRun, Operations, RingLoop, find_local_files
+from penstock.bench.probe.load_loops import LoadRun, Operations, RingLoop
 from penstock.bench.probe.load_plan import LoadShape, arrivals
 from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
 from penstock.bench.probe.probe_folder import ProbeFolder
@@ -269,6 +270,7 @@ def test_fio_accepts_the_job_file_of_everything_that_was_measured(tmp_path: Path
     path = tmp_path / "probe.fio"
     path.write_text(fio_job_file(result), encoding="utf-8")
     subprocess.run(["fio", "--parse-only", path], check=True, capture_output=True, timeout=60)
+    assert "runtime=50ms" in path.read_text(encoding="utf-8")  # fio reads 0.05 as no time at all
     sections = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("[")]
     assert len(sections) == len(set(sections))
 

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.bench.probe import ProbeRequest, ProbeResult, probe, probe_run
+from penstock.bench.probe.load_plan import LoadInterval, interval_s
 from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.probe_plan import ProbeStep
+from penstock.bench.probe.probe_run import notes_on_rates
 from penstock.cluster.comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage.uri import parse_uri
+from penstock.testing.faults import FailAtCall
 
 if TYPE_CHECKING:
     from penstock.storage import Sink, Storage
@@ -44,7 +47,41 @@ def test_numbers_hang_together(tmp_path: Path) -> None:
         assert seen.moved_bytes / seen.block_bytes / seen.elapsed_s == pytest.approx(seen.operations_per_s)
         assert 0 < seen.p50_ms <= seen.p99_ms <= seen.max_ms
         assert 0 <= seen.drain_s <= seen.elapsed_s
+        assert (seen.create_s > 0) == (seen.op == "write")
+        ended = sum(one.operations_per_s for one in seen.intervals) * interval_s(seen.elapsed_s)
+        assert ended * seen.block_bytes == pytest.approx(seen.moved_bytes)
         assert seen.copied_bytes == 0
+
+
+def test_slow_creation_and_a_first_phase_are_noted() -> None:
+    measured = _probe(replace(SMALL, streams=(1,), block_bytes=(1 << 20,))).measurements
+    (write,) = (seen for seen in measured if seen.op == "write")
+    rates = [2048] * 20 + [512] * 30
+    series = tuple(
+        LoadInterval(start_s=at / 10, operations_per_s=rate, p50_ms=1, p99_ms=1)
+        for at, rate in enumerate([*rates, 0, 0])
+    )
+    slow = replace(write, elapsed_s=5.2, drain_s=0.2, create_s=1.5, intervals=series)
+    created, phases = notes_on_rates([slow])
+    assert created.startswith("memory write, 1 x 1 MiB: to create files and reserve their space took 1.50 s")
+    assert phases == "memory write, 1 x 1 MiB: the first 2 s were another phase: 2 GiB/s, then 512 MiB/s."
+    steady = replace(write, elapsed_s=5.0, drain_s=0.0, create_s=0.1, intervals=series[20:50])
+    assert list(notes_on_rates([steady])) == []
+
+
+def test_a_storage_that_cannot_create_is_the_error_and_not_the_streams_that_wait_for_it(
+    tmp_path: Path,
+) -> None:
+    step = ProbeStep(op="write", mode="buffered", streams=3, block_bytes=64 << 10, blocks_per_stream=2)
+
+    def run() -> None:
+        with _place(tmp_path) as place:
+            place.storage = FailAtCall(place.storage, "create", 2)
+            probe_run.measure(step, place, comm=SoloComm(), progress=Silent())
+
+    with pytest.raises(StorageError, match="Injected fault in create"):
+        run()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plain_path_gives_both_modes_and_makes_and_removes_its_folders(tmp_path: Path) -> None:

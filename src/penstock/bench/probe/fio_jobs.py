@@ -122,5 +122,5 @@ def _load_section(load: LoadResult, name: str, text: str, seconds: float) -> lis
         *_MODES[load.mode],
         *(["sync=dsync"] if load.mode == "buffered" and load.read_percent < 100 else []),
         "time_based",
-        f"runtime={seconds:g}",
+        f"runtime={round(1000 * seconds)}ms",  # of a fraction of a second fio takes the whole part
     ]

@@ -8,7 +8,6 @@ closed loop, which finds out how fast a storage answers at most.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 import time
@@ -16,21 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count, cycle
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.bench.probe.block_targets import BlockTarget, FileTarget, check_moved
 from penstock.bench.probe.io_uring import RequestRing
 from penstock.bench.probe.load_plan import NS, LoadShape, OperationTimes
 from penstock.bench.probe.timed_streams import Blocks, StreamStopped
-from penstock.errors import ShortTransfer
-from penstock.storage import Storage
-from penstock.storage.capabilities import SupportsLocalPaths
 from penstock.storage.files.system_calls import translate_os_errors
-from penstock.storage.protocol import write_object
 
 _PATTERN: Final = 1 << 14
 """So many operations are chosen in advance, then again from the first."""
@@ -96,96 +91,12 @@ class LoadLoop(Protocol):
         """Perform one load and return when everything that began has ended."""
 
 
-Move = Callable[[int], int]
-"""Moves a block at an offset; returns how many bytes it moved."""
-
-
-class LoadTarget(Protocol):
-    """What threads operate on, each with one block of memory."""
-
-    def reader(self, buffer: memoryview) -> Move:
-        """What fills this block."""
-
-    def writer(self, buffer: memoryview, slot: int) -> Move:
-        """What writes this block, that of thread `slot`."""
-
-    def close(self) -> None:
-        """Release what is open."""
-
-
-class ObjectTarget:
-    """Ranges of one object are read; a write is a whole new object of one block, in place of an older one."""
-
-    def __init__(self, storage: Storage, key: str) -> None:
-        self._storage = storage
-        self._key = key
-        self._source = storage.open(key)
-
-    def reader(self, buffer: memoryview) -> Move:
-        """Fills a block from the object."""
-
-        def read(offset: int) -> int:
-            self._source.read_into(offset, buffer)
-            return buffer.nbytes
-
-        return read
-
-    def writer(self, buffer: memoryview, slot: int) -> Move:
-        """Writes an object of one block, durable on return."""
-        key = slot_key(self._key, slot)
-
-        def write(_offset: int) -> int:
-            write_object(self._storage, key, [buffer], size_bytes=buffer.nbytes)
-            return buffer.nbytes
-
-        return write
-
-    def close(self) -> None:
-        """Close the object."""
-        self._source.close()
-
-
-def slot_key(key: str, slot: int) -> str:
-    """The object that writes of one slot replace, on storages without writes in place."""
-    return f"{key}-write{slot}"
-
-
-class FileTarget:
-    """Blocks of one file in place: past the page cache, or through it, durable and never out of memory."""
-
-    def __init__(self, storage: SupportsLocalPaths, key: str, uri: str, *, is_sequential: bool) -> None:
-        self._is_buffered = storage.uses_page_cache
-        flags = os.O_RDWR | (os.O_DSYNC if self._is_buffered else os.O_DIRECT)
-        with translate_os_errors("Opening", f"{uri}/{key}"):
-            self.descriptor = os.open(storage.local_path(key), flags)
-        if not is_sequential:
-            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-
-    def reader(self, buffer: memoryview) -> Move:
-        """Fills a block; the page cache does not keep it for the next time."""
-        read = partial(os.preadv, self.descriptor, (buffer,))
-        return partial(self._read_and_forget, read) if self._is_buffered else read
-
-    def _read_and_forget(self, read: Move, offset: int) -> int:
-        moved = read(offset)
-        os.posix_fadvise(self.descriptor, offset, moved, os.POSIX_FADV_DONTNEED)
-        return moved
-
-    def writer(self, buffer: memoryview, slot: int) -> Move:  # noqa: ARG002 - one file for all
-        """Writes a block over the one that is there."""
-        return partial(os.pwritev, self.descriptor, (buffer,))
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self.descriptor)
-
-
 class ThreadLoop:
     """A thread for each of `slots`: works on every storage."""
 
     name = "threads"
 
-    def __init__(self, target: LoadTarget, blocks: Blocks, slots: int, uri: str) -> None:
+    def __init__(self, target: BlockTarget, blocks: Blocks, slots: int, uri: str) -> None:
         self._target = target
         self._blocks = blocks
         self._slots = slots
@@ -234,7 +145,7 @@ class ThreadLoop:
             moments.append(now)
             if moved != size or now >= until_ns or state.is_stopped:
                 break
-        self._check(moved, size)
+        check_moved(moved, size, self._uri)
         passed = np.array(moments, dtype=np.int64) - state.start_ns
         return np.array([numbers, passed[:-1], passed[:-1], passed[:-1], passed[1:]], dtype=np.int64)
 
@@ -254,18 +165,8 @@ class ThreadLoop:
             begun_ns = clock() - start_ns
             moved = write(offset) if is_write else read(offset)
             rows.append((number, due_ns, free_ns, begun_ns, clock() - start_ns))
-            self._check(moved, buffer.nbytes)
+            check_moved(moved, buffer.nbytes, self._uri)
         return np.array(rows, dtype=np.int64).reshape(-1, 5).T
-
-    def _check(self, moved: int, wanted: int) -> None:
-        if moved != wanted:
-            raise ShortTransfer(
-                f"Only {moved} of {wanted} bytes moved",
-                uri=self._uri,
-                expected_bytes=wanted,
-                actual_bytes=moved,
-                fix="Check that nothing truncates the file meanwhile.",
-            )
 
 
 @dataclass(slots=True)
@@ -365,24 +266,21 @@ class RingLoop:
         number = done = now = look_ns = 0
         start_ns = clock()
         while now < stop_ns and done < last:
-            most = min(planned, done + depth)
+            most = min(planned, done + depth, number + _AT_ONCE)
             if due is None:
                 number = most
             else:
                 while number < most and due[number] <= now:
                     number += 1
-            until_ns = None
-            if (number == planned < last) or now > look_ns:
+            if number == planned < last or now > look_ns:
                 # What was planned begins now, so that the storage works meanwhile.
-                fewest, look_ns = 0, now + _LOOK_NS
-            else:
-                fewest = 1
-                # With a slot free, the next operation may become due before anything ends.
-                if due is not None and number < most:
-                    until_ns = due[number] - now
-            done = turn(number, fewest, until_ns)
-            if not fewest:
+                done, look_ns = turn(number, 0), now + _LOOK_NS
                 planned = self._look(ring, run, turns, planned, number)
+            elif due is not None and number < most:
+                # With a slot free, the next operation may become due before anything ends.
+                done = turn(number, 1, due[number] - now)
+            else:
+                done = turn(number, number == done + depth or number == last)
             now = clock() - start_ns
             turns.moments.append(now)
             turns.begun.append(number)
@@ -406,6 +304,8 @@ class RingLoop:
         return planned
 
 
+_AT_ONCE: Final = 2
+"""So many begin in one call. Of more than two the kernel tells the device only once all are prepared."""
 _LOOK_NS: Final = NS // 10
 """An operation that failed is noticed after so long, however slow the storage is."""
 
@@ -448,8 +348,3 @@ def _as_times(run: LoadRun, columns: NDArray[np.int64]) -> OperationTimes:
     numbers, due, free, begun, ended = columns
     writes = run.operations.writes
     return OperationTimes(due, free, begun, ended, writes[(run.first + numbers) % writes.size])
-
-
-def find_local_files(storage: Storage) -> SupportsLocalPaths | None:
-    """The storage itself, if its blocks are reached by opening its files; a wrapper is not passed by."""
-    return cast("SupportsLocalPaths", storage) if isinstance(storage, SupportsLocalPaths) else None

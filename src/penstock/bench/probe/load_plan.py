@@ -159,7 +159,7 @@ def describe_load(times: OperationTimes, *, rate_per_s: float, seconds: float) -
         storage_p99_ms=float(np.percentile(latencies - lags, 99)) / 1e6,
         slots_busy=float(np.mean(seen.free > seen.due)),
         growth=_growth(seen),
-        intervals=intervals(times, seconds),
+        intervals=intervals(times.ended, times.latencies, seconds),
     )
 
 
@@ -187,12 +187,14 @@ def interval_s(seconds: float) -> float:
     return 0.1 if seconds <= 10 else 1.0
 
 
-def intervals(times: OperationTimes, seconds: float) -> tuple[LoadInterval, ...]:
+def intervals(
+    ended_ns: NDArray[np.int64], latencies_ns: NDArray[np.int64], seconds: float
+) -> tuple[LoadInterval, ...]:
     """Rate and latency over time; an interval in which nothing ended has latencies of 0."""
     step_s = interval_s(seconds)
     step_ns = round(step_s * NS)
-    order = np.argsort(times.ended, kind="stable")
-    ended, latencies = times.ended[order], times.latencies[order] / 1e6
+    order = np.argsort(ended_ns, kind="stable")
+    ended, latencies = ended_ns[order], latencies_ns[order] / 1e6
     count = max(1, math.ceil(seconds / step_s - 1e-9))
     bounds = np.searchsorted(ended, np.arange(count + 1) * step_ns)
     series = []
@@ -283,6 +285,7 @@ def find_steady_state(rounds: Sequence[float]) -> SteadyState:
     slope = float(np.polyfit(np.arange(window.size), window, 1)[0]) if window.size > 1 else 0.0
     is_steady = (
         window.size == _ROUNDS
+        and mean > 0
         and float(np.ptp(window)) <= 0.2 * mean
         and abs(slope) * (_ROUNDS - 1) <= 0.1 * mean
     )

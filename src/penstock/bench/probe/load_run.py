@@ -16,18 +16,8 @@ from typing import Final
 import numpy as np
 
 from penstock.bench.probe import timed_streams
-from penstock.bench.probe.load_loops import (
-    FileTarget,
-    LoadLoop,
-    LoadRun,
-    ObjectTarget,
-    Operations,
-    RingLoop,
-    ThreadLoop,
-    blocks_ahead,
-    find_local_files,
-    slot_key,
-)
+from penstock.bench.probe.block_targets import FileTarget, ObjectTarget, find_local_files, slot_key
+from penstock.bench.probe.load_loops import LoadLoop, LoadRun, Operations, RingLoop, ThreadLoop, blocks_ahead
 from penstock.bench.probe.load_plan import (
     NS,
     RULE,
@@ -131,7 +121,7 @@ def measure_load(request: LoadRequest, place: ProbeFolder, *, comm: Comm, progre
     operations = Operations.of(request.shape, share_bytes, comm.rank)
     notes: list[str] = []
     with _open_loops(request, place, comm, notes) as loops:
-        load = _Load(request, operations, comm)
+        load = _Load(request, operations, comm, progress)
         rates = {loop.name: load.try_loop(loop) for loop in loops}
         loop = max(loops, key=lambda one: rates[one.name])
         progress.begin(f"{place.mode} load: in a closed loop, until steady", request.max_seconds)
@@ -214,7 +204,7 @@ def _open_loops(
         undo.callback(file.close)
         blocks = _blocks(shape, comm, more=blocks_ahead(shape.block_bytes))
         loops: list[LoadLoop] = [ThreadLoop(file, blocks, shape.depth, storage.uri)]
-        if not files.uses_page_cache:
+        if not files.uses_page_cache and shape.depth > 1:  # one at a time a plain call is the shorter way
             ring = RingLoop(file, blocks, shape.depth, storage.uri)
             reasons = list(filter(None, comm.gather(_why_no_ring(ring), awaiting="io_uring on all ranks")))
             loops += [] if reasons else [ring]
@@ -242,7 +232,8 @@ def _why_no_ring(ring: RingLoop) -> str:
 class _Load:
     """Runs of one load on this rank; no run repeats the operations of the one before."""
 
-    def __init__(self, request: LoadRequest, operations: Operations, comm: Comm) -> None:
+    def __init__(self, request: LoadRequest, operations: Operations, comm: Comm, progress: Progress) -> None:
+        self._progress = progress
         self._request = request
         self._operations = operations
         self._comm = comm
@@ -293,6 +284,7 @@ class _Load:
             )
         )
         self._first += times.due.size
+        self._progress.advance(seconds)
         return times
 
     def _gather(self, times: OperationTimes) -> OperationTimes:
@@ -310,17 +302,20 @@ def _describe_saturation(
 ) -> Saturation:
     first_s = state.begins * round_s
     steady = times.between(round(first_s * NS), round(seconds * NS))
+    if not steady.due.size:  # the storage was silent to the end
+        steady = times
+    rate = state.rate or times.due.size / (float(times.ended.max()) / NS)
     p50, p99 = np.percentile(steady.latencies, (50, 99)) / 1e6
     return Saturation(
-        operations_per_s=state.rate,
-        gib_per_s=state.rate * block_bytes / 2**30,
+        operations_per_s=rate,
+        gib_per_s=rate * block_bytes / 2**30,
         p50_ms=float(p50),
         p99_ms=float(p99),
         seconds=seconds,
         is_steady=state.is_steady,
         first_seconds=first_s,
         first_operations_per_s=state.first_rate,
-        intervals=intervals(times, seconds),
+        intervals=intervals(times.ended, times.latencies, seconds),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Final, Literal, Protocol
 
 import numpy as np
 
-from penstock.bench.probe.load_loops import find_local_files
+from penstock.bench.probe.block_targets import find_local_files
 from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.cluster.comm import Comm
 from penstock.errors import StorageError

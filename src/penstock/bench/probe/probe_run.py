@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bench.probe import timed_streams
+from penstock.bench.probe.load_plan import LoadInterval, find_steady_state, interval_s, intervals
 from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
 from penstock.bench.probe.metadata_rates import MetadataRate, measure_metadata
 from penstock.bench.probe.probe_folder import FOLDER_PREFIX, ProbeFolder
@@ -39,11 +40,12 @@ from penstock.environment import Environment
 from penstock.progress import RunProgress
 from penstock.storage import Counters, residency
 from penstock.storage.protocol import OptionValue
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_bytes, format_rate, format_seconds
 
 _CALIBRATION_BLOCKS: Final = 4
 _CALIBRATION_BLOCK_BYTES: Final = 8 << 20
 _SMALLEST_SIZE_BYTES: Final = 16 << 20
+_ROUND_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,7 @@ def _probe_location(
         metadata += measure_metadata(place, request.streams, comm=comm, progress=progress)
     mine = place.storage.counters.snapshot()
     counters = sum(comm.gather(mine, awaiting="what the storages of all ranks counted"), Counters())
-    notes = [note for load in loads for note in load.notes]
+    notes = [*notes_on_rates(measurements), *(note for load in loads for note in load.notes)]
     if affordable_bytes < request.size_bytes:
         notes.append(_note_smaller_size(request, place, affordable_bytes))
     if counters.retries or counters.errors:
@@ -210,6 +212,39 @@ def _affordable_bytes(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, 
     return max(_SMALLEST_SIZE_BYTES, int(measured.moved_bytes / measured.elapsed_s * request.max_seconds))
 
 
+_NOTED_SHARE: Final = 0.1
+_NOTED_S: Final = 0.1
+
+
+def notes_on_rates(measurements: Sequence[ProbeMeasurement]) -> Iterator[str]:
+    """What the rates of sequential I/O do not say: slow creation, and a phase before the steady state."""
+    slowest = max(measurements, key=lambda seen: seen.create_s, default=None)
+    if slowest is not None and slowest.create_s > max(_NOTED_S, _NOTED_SHARE * slowest.elapsed_s):
+        yield (
+            f"{_name(slowest)}: to create files and reserve their space took {slowest.create_s:.2f} s before "
+            f"the {slowest.elapsed_s:.2f} s of writing, and is not in the rate."
+        )
+    for seen in measurements:
+        if seen.op not in ("read", "write"):
+            continue
+        each, step_s = max(1, round(_ROUND_S / interval_s(seen.elapsed_s))), interval_s(seen.elapsed_s)
+        # Nothing ends while the storage makes durable what it took before.
+        moving = seen.intervals[: int((seen.elapsed_s - seen.drain_s) / step_s)]
+        rates = [one.operations_per_s for one in moving]
+        rounds = [float(np.mean(rates[at : at + each])) for at in range(0, len(rates) - each + 1, each)]
+        state = find_steady_state(rounds) if rounds else None
+        if state is not None and state.is_steady and state.begins:
+            first, then = (format_rate(rate * seen.block_bytes) for rate in (state.first_rate, state.rate))
+            yield (
+                f"{_name(seen)}: the first {state.begins * each * step_s:g} s were another phase: "
+                f"{first}, then {then}."
+            )
+
+
+def _name(seen: ProbeMeasurement) -> str:
+    return f"{seen.mode} {seen.op}, {seen.streams} x {format_bytes(seen.block_bytes)}"
+
+
 def _note_smaller_size(request: ProbeRequest, place: ProbeFolder, affordable_bytes: int) -> str:
     expected_s = request.size_bytes / affordable_bytes * request.max_seconds
     return (
@@ -227,6 +262,7 @@ class ProbeMeasurement:
     """One step, over all ranks. `resident_before` is the share of the files that memory held before a read.
 
     `streams` is per rank; `drain_s` is the part of `elapsed_s` that the slowest stream waited for durability.
+    `create_s`, before `elapsed_s`, is what the slowest took to create its object and to reserve its space.
     """
 
     op: str
@@ -236,6 +272,7 @@ class ProbeMeasurement:
     block_bytes: int
     moved_bytes: int
     elapsed_s: float
+    create_s: float
     drain_s: float
     gib_per_s: float
     operations_per_s: float
@@ -244,16 +281,22 @@ class ProbeMeasurement:
     max_ms: float
     copied_bytes: int
     resident_before: float | None
+    intervals: tuple[LoadInterval, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _RankTimes:
-    """One rank's part of a measurement; `resident` is (in memory, in total) bytes of its files."""
+    """One rank's part of a measurement; `resident` is (in memory, in total) bytes of its files.
+
+    Ends are since the rank's start, because clocks of hosts differ.
+    """
 
     elapsed_ns: int
+    create_ns: int
     drain_ns: int
     copied_bytes: int
     resident: tuple[int, int]
+    ended_ns: NDArray[np.int64]
     latencies_ns: NDArray[np.int64]
 
 
@@ -277,18 +320,22 @@ def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: RunPro
     resident = _evict_files(step, place)
     copied_before = place.storage.counters.snapshot().copied_bytes.total()
     times = _run_streams(step, place, comm=comm, progress=progress)
+    start_ns = min(stream.start_ns for stream in times)
     mine = _RankTimes(
-        elapsed_ns=max(stream.end_ns for stream in times) - min(stream.start_ns for stream in times),
+        elapsed_ns=max(stream.end_ns for stream in times) - start_ns,
+        create_ns=max(stream.create_ns for stream in times),
         drain_ns=max(stream.drain_ns for stream in times),
         copied_bytes=place.storage.counters.snapshot().copied_bytes.total() - copied_before,
         resident=resident,
+        ended_ns=np.concatenate([stream.ended_ns for stream in times]) - start_ns,
         latencies_ns=np.concatenate([stream.latencies_ns for stream in times]),
     )
     return _sum_up(step, comm.gather(mine, awaiting=f"all ranks to finish {phase}"))
 
 
 def _sum_up(step: ProbeStep, ranks: list[_RankTimes]) -> ProbeMeasurement:
-    latencies_ms = np.concatenate([rank.latencies_ns for rank in ranks]) / 1e6
+    latencies_ns = np.concatenate([rank.latencies_ns for rank in ranks])
+    latencies_ms = latencies_ns / 1e6
     elapsed_s = max(rank.elapsed_ns for rank in ranks) / 1e9
     moved_bytes = step.size_bytes * len(ranks)
     resident_bytes = sum(rank.resident[0] for rank in ranks)
@@ -301,6 +348,7 @@ def _sum_up(step: ProbeStep, ranks: list[_RankTimes]) -> ProbeMeasurement:
         block_bytes=step.block_bytes,
         moved_bytes=moved_bytes,
         elapsed_s=elapsed_s,
+        create_s=max(rank.create_ns for rank in ranks) / 1e9,
         drain_s=max(rank.drain_ns for rank in ranks) / 1e9,
         gib_per_s=moved_bytes / elapsed_s / 2**30,
         operations_per_s=latencies_ms.size / elapsed_s,
@@ -309,6 +357,7 @@ def _sum_up(step: ProbeStep, ranks: list[_RankTimes]) -> ProbeMeasurement:
         max_ms=float(latencies_ms.max()),
         copied_bytes=sum(rank.copied_bytes for rank in ranks),
         resident_before=resident_bytes / file_bytes if file_bytes else None,
+        intervals=intervals(np.concatenate([rank.ended_ns for rank in ranks]), latencies_ns, elapsed_s),
     )
 
 

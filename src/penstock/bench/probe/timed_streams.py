@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Final
@@ -19,11 +19,20 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.bench.probe.block_targets import (
+    BlockTarget,
+    FileTarget,
+    ObjectTarget,
+    check_moved,
+    find_local_files,
+)
 from penstock.bench.probe.probe_plan import ProbeStep
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import PenstockError, StorageTimeout
 from penstock.progress import Progress
 from penstock.storage import Storage
+from penstock.storage.aligned import PAGE_BYTES
+from penstock.storage.files.system_calls import translate_os_errors
 
 _SILENCE_S = 300
 """How long a storage may accept no block at all before it counts as dead."""
@@ -44,11 +53,17 @@ class StreamTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTimes:
-    """One thread's times on the monotonic clock. `drain_ns` is the wait for durability at the end."""
+    """One thread's times on the monotonic clock, and for each block when it ended and how long it took.
+
+    `create_ns`, before the start, is what it took to create an object and to reserve its space; `drain_ns`,
+    before the end, is the wait for durability.
+    """
 
     start_ns: int
     end_ns: int
+    create_ns: int
     drain_ns: int
+    ended_ns: NDArray[np.int64]
     latencies_ns: NDArray[np.int64]
 
 
@@ -59,41 +74,49 @@ class StreamStopped(PenstockError):
         super().__init__("Stopped because the measurement as a whole stopped")
 
 
-@dataclass(slots=True)
 class _Watch:
-    """Start, end and each block's latency."""
+    """Start, end, and each block's times. Made once a stream is ready; returns once all others are."""
 
-    latencies_ns: NDArray[np.int64]
-    stop_asked: threading.Event
-    start_ns: int = 0
-    _began_ns: dict[int, int] = field(default_factory=dict)
+    def __init__(self, task: StreamTask, *, create_ns: int = 0) -> None:
+        self._create_ns = create_ns
+        self._stop = task.stop
+        self._progress = task.progress
+        self._size_bytes = task.step.block_bytes
+        # Whoever follows needs no more than some updates a second, and they cost as much as a small read.
+        self._told_at = max(1, _TOLD_BYTES // self._size_bytes)
+        self._began_ns = [0] * task.step.blocks_per_stream
+        self._ended_ns = [0] * task.step.blocks_per_stream
+        try:
+            task.gate.wait()  # the threads of this rank
+            task.gate.wait()  # then all ranks
+        except threading.BrokenBarrierError:
+            raise StreamStopped from None
+        self._start_ns = time.monotonic_ns()
 
     def begin(self, operation: int) -> None:
-        if self.stop_asked.is_set():
+        if self._stop.is_set():
             raise StreamStopped
         self._began_ns[operation] = time.monotonic_ns()
 
     def done(self, operation: int) -> None:
-        self.latencies_ns[operation] = time.monotonic_ns() - self._began_ns.pop(operation)
+        self._ended_ns[operation] = time.monotonic_ns()
+        if operation % self._told_at == 0:
+            self._progress.advance(self._size_bytes * min(self._told_at, len(self._ended_ns) - operation))
 
     def stop(self, drain_from_ns: int | None = None) -> StreamTimes:
         end_ns = time.monotonic_ns()
+        ended_ns = np.array(self._ended_ns, dtype=np.int64)
         return StreamTimes(
-            start_ns=self.start_ns,
+            start_ns=self._start_ns,
             end_ns=end_ns,
+            create_ns=self._create_ns,
             drain_ns=end_ns - drain_from_ns if drain_from_ns else 0,
-            latencies_ns=self.latencies_ns,
+            ended_ns=ended_ns,
+            latencies_ns=ended_ns - np.array(self._began_ns, dtype=np.int64),
         )
 
 
-def _watch(task: StreamTask) -> _Watch:
-    """Wait until all threads and ranks are ready, then start the clock."""
-    watch = _Watch(np.zeros(task.step.blocks_per_stream, dtype=np.int64), task.stop)
-    # Once for the threads of this rank; then again, after the barrier of all ranks.
-    task.gate.wait()
-    task.gate.wait()
-    watch.start_ns = time.monotonic_ns()
-    return watch
+_TOLD_BYTES: Final = 4 << 20
 
 
 def write(task: StreamTask) -> StreamTimes:
@@ -103,15 +126,15 @@ def write(task: StreamTask) -> StreamTimes:
     for index in range(len(blocks)):
         free.put(index)
     with ExitStack() as undo:
-        watch = _watch(task)
+        begin_ns = time.monotonic_ns()
         sink = task.storage.create(task.key, step.blocks_per_stream * step.block_bytes)
         undo.callback(sink.abort)
+        watch = _Watch(task, create_ns=time.monotonic_ns() - begin_ns)
         for operation in range(step.blocks_per_stream):
             index = _next_free(free, task)
             buffer = blocks.renew(index)
             watch.begin(operation)
             sink.submit(buffer, _released(watch, operation, free, index))
-            task.progress.advance(step.block_bytes)
         submitted_ns = time.monotonic_ns()
         sink.finish()
         times = watch.stop(drain_from_ns=submitted_ns)
@@ -153,16 +176,27 @@ def random_read(task: StreamTask) -> StreamTimes:
 
 
 def _read_at(task: StreamTask, positions: range | list[int]) -> StreamTimes:
-    size_bytes = task.step.block_bytes
-    buffer = task.blocks.view(0)
-    with closing(task.storage.open(task.key)) as source:
-        watch = _watch(task)
+    size_bytes, uri = task.step.block_bytes, f"{task.storage.uri}/{task.key}"
+    with closing(_open_target(task)) as target, translate_os_errors("Reading", uri):
+        read = target.reader(task.blocks.view(0))
+        watch = _Watch(task)
         for operation, position in enumerate(positions):
             watch.begin(operation)
-            source.read_into(position * size_bytes, buffer)
+            moved = read(position * size_bytes)
             watch.done(operation)
-            task.progress.advance(size_bytes)
-        return watch.stop()
+            check_moved(moved, size_bytes, uri)
+        times = watch.stop()
+    if isinstance(target, FileTarget):
+        task.storage.counters.add(requests=len(positions), read_bytes=len(positions) * size_bytes)
+    return times
+
+
+def _open_target(task: StreamTask) -> BlockTarget:
+    """Past the page cache the file itself: there what a storage adds to a call is a part of its latency."""
+    files = find_local_files(task.storage)
+    if files is None or files.uses_page_cache or task.step.block_bytes % PAGE_BYTES:
+        return ObjectTarget(task.storage, task.key)
+    return FileTarget(files, task.key, task.storage.uri, is_sequential=task.step.op == "read")
 
 
 def small_key(key: str, number: int) -> str:
@@ -172,7 +206,7 @@ def small_key(key: str, number: int) -> str:
 
 def small_write(task: StreamTask) -> StreamTimes:
     """Many objects of one block, each durable before the next begins."""
-    watch = _watch(task)
+    watch = _Watch(task)
     for operation in range(task.step.blocks_per_stream):
         buffer = task.blocks.renew(0)
         watch.begin(operation)
@@ -183,20 +217,18 @@ def small_write(task: StreamTask) -> StreamTimes:
             sink.finish()
             undo.pop_all()
         watch.done(operation)
-        task.progress.advance(len(buffer))
     return watch.stop()
 
 
 def small_read(task: StreamTask) -> StreamTimes:
     """Many objects of one block: open, read, close."""
     buffer = task.blocks.view(0)
-    watch = _watch(task)
+    watch = _Watch(task)
     for operation in range(task.step.blocks_per_stream):
         watch.begin(operation)
         with closing(task.storage.open(small_key(task.key, operation))) as source:
             source.read_into(0, buffer)
         watch.done(operation)
-        task.progress.advance(len(buffer))
     return watch.stop()
 
 
@@ -207,14 +239,13 @@ def fsync(task: StreamTask, folder: str) -> StreamTimes:
     with ExitStack() as undo:
         undo.callback(os.unlink, path)
         undo.callback(os.close, descriptor)
-        watch = _watch(task)
+        watch = _Watch(task)
         for operation in range(task.step.blocks_per_stream):
             buffer = task.blocks.renew(0)
             watch.begin(operation)
             os.write(descriptor, buffer)
             os.fsync(descriptor)
             watch.done(operation)
-            task.progress.advance(len(buffer))
         return watch.stop()
 
 

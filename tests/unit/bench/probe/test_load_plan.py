@@ -127,8 +127,8 @@ def test_a_burst_is_told_apart_from_the_steady_state_behind_it() -> None:
 
 @pytest.mark.parametrize(
     "rounds",
-    [[100, 100, 100, 100], [100, 110, 120, 130, 140], [100, 140, 100, 140, 100]],
-    ids=["few", "climbing", "uneven"],
+    [[100, 100, 100, 100], [100, 110, 120, 130, 140], [100, 140, 100, 140, 100], [9, 0, 0, 0, 0, 0]],
+    ids=["few", "climbing", "uneven", "silent"],
 )
 def test_rounds_that_are_few_or_climb_or_differ_are_not_steady(rounds: list[float]) -> None:
     assert not find_steady_state(rounds).is_steady
