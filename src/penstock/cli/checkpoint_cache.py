@@ -17,6 +17,7 @@ from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, table
 from penstock.cluster.comm import Comm, run_on_all_ranks, run_on_rank0
 from penstock.errors import ObjectNotFound, UsageError
+from penstock.storage import Storage
 from penstock.storage.uri import open_here
 from penstock.units import format_bytes, format_count, format_rate
 
@@ -240,6 +241,7 @@ def drop(options: _DropOptions, comm: Comm, terminal: Terminal) -> None:
         awaiting="rank 0 to look at the durable level",
     )
     if not options.is_dry:
+        _require_no_writer([open_here(cache) for cache, _ in own], comm)
         run_on_all_ranks(
             comm,
             lambda: cache_tools.drop([cache for cache, _ in own], [entry.step for entry in steps]),
@@ -248,6 +250,17 @@ def drop(options: _DropOptions, comm: Comm, terminal: Terminal) -> None:
     document = {"dropped": not options.is_dry, "steps": [asdict(entry) for entry in steps]}
     title = "would be dropped" if options.is_dry else "dropped"
     terminal.result(document, table(title, [_drop_row(entry) for entry in steps]))
+
+
+def _require_no_writer(caches: Sequence[Storage], comm: Comm) -> None:
+    """`RunInUse` on all ranks if a living job saves steps to one of these caches. Collective."""
+    from penstock.checkpoint.commit.protocol import WriterLease
+
+    def look() -> None:
+        for cache in caches:
+            WriterLease(cache).require_free()
+
+    run_on_all_ranks(comm, look, awaiting="all ranks to see that no job saves to their caches")
 
 
 def _choose_droppable(
@@ -300,6 +313,7 @@ class CacheOptions:
         from penstock.checkpoint.levels.cache import CacheLevel
 
         storage = open_here(_choose_path(self.paths, comm), rank=comm.rank)
+        _require_no_writer([storage], comm)
         level = CacheLevel(storage, comm, schemes=[Single()])
         try:
             yield level

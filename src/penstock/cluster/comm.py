@@ -148,10 +148,10 @@ def all_gather_results(
     """
     outcome, own_error = _attempt(comm, work)
     results: list[Result] = []
-    for rank, other in enumerate(comm.gather(outcome, awaiting=awaiting, timeout_s=timeout_s)):
+    for other in comm.gather(outcome, awaiting=awaiting, timeout_s=timeout_s):
         if isinstance(other, _Failure):
-            original = own_error if rank == comm.rank else None
-            raise RankFailed(other.rank, other.host, other.cause) from original
+            original = own_error if other.rank == comm.rank else None
+            raise RankFailed(other.rank, other.host, other.cause, exit_code=other.code) from original
         results.append(other)
     return results
 
@@ -229,6 +229,9 @@ def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple["Result | _Failure
     """The result, or a failure that can be sent and its error."""
     try:
         return work(), None
+    except RankFailed as error:
+        # All ranks know already which one failed, and why.
+        return _Failure(error.rank, error.host, error.cause, error.exit_code), error
     except Exception as error:  # noqa: BLE001 - gathered: no rank may fail alone
         code = error.exit_code if isinstance(error, PenstockError) else 1
         return _Failure(comm.rank, comm.host, format_cause(error), code), error

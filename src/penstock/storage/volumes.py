@@ -19,13 +19,18 @@ def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: st
     if root is None:
         return
     folder = nearest_folder(root)
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < size_bytes + size_bytes // _RESERVE:
+    if find_room(folder) < size_bytes:
+        free_bytes = shutil.disk_usage(folder).free
         raise OutOfSpace(
             f"{what} takes {format_bytes(size_bytes)}, and {format_bytes(free_bytes)} are free",
             uri=str(folder),
             fix=f"Make room, or {fix}.",
         )
+
+
+def find_room(folder: Path) -> int:
+    """How many bytes can be written below a folder: what is free, less the reserve."""
+    return shutil.disk_usage(folder).free * _RESERVE // (_RESERVE + 1)
 
 
 def nearest_folder(path: Path) -> Path:

@@ -190,8 +190,17 @@ def manage_as_in_a_large_job(rank: int, root: Path) -> None:
         found = {"w": torch.zeros(4), "rank": 0}
         assert manager.restore(found, step=1) == 1
         assert_same(found, state)
-        with pytest.raises(PenstockError, match="'other'"):
+        with pytest.raises(PenstockError, match="'other'") as caught:
             manager.restore({**found, "other": 0} if rank == 2 else found)
+        assert str(caught.value).count("failed:") == 1
+        with manager.output("notes", checkpoint=False) as out:
+            out.path(f"of-{rank}").write_text("seen", encoding="utf-8")
+        assert out.is_committed
+        with (
+            pytest.raises(UsageError, match="of-all"),
+            manager.output("others", checkpoint=False) as out,
+        ):
+            out.path("of-all" if rank > 1 else f"of-{rank}").write_text("seen", encoding="utf-8")
         dist.barrier()
         if rank == 0:
             for path in (root / "step-2").glob("*.distcp"):

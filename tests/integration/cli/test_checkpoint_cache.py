@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,13 @@ from tests.support.command_line import CommandResult, run_command
 from tests.support.flush_daemons import ending_daemons
 from tests.support.flush_orders import order
 
+from penstock.checkpoint.commit.protocol import WriterLease
 from penstock.checkpoint.manager.manager import Manager
 from penstock.cli.app import app
 from penstock.errors import ObjectNotFound, UsageError
+from penstock.storage import process_id
+from penstock.storage.process_id import current_process
+from penstock.storage.uri import open_here
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +206,19 @@ def test_drop_needs_durable_copies_or_force(cached: Path) -> None:
     assert dropped.stdout.startswith("dropped")
     assert [(row[0], row[3], row[4]) for row in rows(dropped.stdout)] == [("2", "yes", "-")]
     assert checkpoint("rebuild", cache).returncode == 2
+
+
+@pytest.mark.parametrize("verb", ["drop --all --force", "rebuild", "scavenge --to durable"])
+def test_steps_of_a_cache_that_a_living_job_saves_to_are_left_alone(cached: Path, verb: str) -> None:
+    parent = replace(
+        current_process(), pid=os.getppid(), started=process_id._read_start_ticks(os.getppid()) or ""
+    )
+    WriterLease(open_here(cached / "cache"), owner=lambda: parent).hold()
+    name, *options = verb.split()
+    refused = checkpoint(name, cached / "cache", *options)
+    assert refused.returncode == 2
+    assert f"Process {os.getppid()} on {parent.host} saves steps here, too" in refused.stderr
+    assert (cached / "cache/step-1").is_dir()
 
 
 def test_halt_requests_shows_and_withdraws_a_stop(tmp_path: Path) -> None:

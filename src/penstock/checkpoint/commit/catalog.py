@@ -8,6 +8,7 @@ nothing here ever reads it.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -18,10 +19,10 @@ from typing import Final
 from penstock.checkpoint.commit import protocol
 from penstock.checkpoint.commit.record_commit import RecordCatalog
 from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
-from penstock.errors import StorageError, Unavailable, UsageError
+from penstock.errors import StorageError, Unavailable, UsageError, name_some
 from penstock.storage import Storage
 from penstock.storage.capabilities import defer_sync, find_folder_tree, find_local_root
-from penstock.storage.protocol import read_object, write_object
+from penstock.storage.protocol import exists, read_object, write_object
 from penstock.storage.uri import open_here, parse_uri
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,11 @@ class CheckpointRef:
 
 def split_path(path: AnyPath) -> tuple[str, str]:
     """The URI of a checkpoint's parent folder, with its options, and the checkpoint's name."""
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(
+            f"The path is a {type(path).__name__}, not a path or URI",
+            fix="The state comes first: save(state, path), load(state, path).",
+        )
     text = os.fspath(path)
     parts = parse_uri(text).split_name()
     if parts is None:
@@ -95,7 +101,11 @@ _STEP_NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)")
 
 def step_dirname(step: int) -> str:
     """The name of the folder of a step."""
-    if isinstance(step, bool) or step < 0:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise UsageError(f"Invalid step {step!r}", fix="Count steps from 0.")
     return f"step-{step}"
 
@@ -118,6 +128,22 @@ class StepCatalog:
         """All committed steps, ascending."""
         steps = (parse_step(name) for name in self._catalog.names())
         return sorted(step for step in steps if step is not None)
+
+    def require_run(self) -> None:
+        """`UsageError` if this is a checkpoint itself, and not the folder of a run with steps."""
+        if exists(self.storage, protocol.METADATA_NAME):
+            raise UsageError(
+                "This is a checkpoint, not the folder of a run",
+                where=self.storage.uri,
+                fix="Give the manager the folder above it, or use pc.load.",
+            )
+        others = sorted(name for name in self._catalog.names() if parse_step(name) is None)
+        if others:
+            logger.warning(
+                "%s has no step-NUMBER, but other checkpoints: %s. pc.load loads them by name",
+                self.storage.uri,
+                name_some(others),
+            )
 
     def find(self, step: int) -> CheckpointRef:
         """The checkpoint of a step; `ObjectNotFound` if it is not committed."""

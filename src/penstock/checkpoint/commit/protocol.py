@@ -24,12 +24,12 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
-from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
 from penstock.errors import (
     AlreadyThere,
     ObjectNotFound,
@@ -254,10 +254,19 @@ class WriterLease:
 
     def hold(self) -> None:
         """Take the lease, or see that it is still ours, before a save; `RunInUse` if it is another's."""
-        own, found = lease_text(self._owner()), self._read()
-        if found == own:
-            self._is_held = True
-            return
+        if self._require_ours():
+            write_object(self._notes, WRITER_LEASE, [lease_text(self._owner())])
+        self._is_held = True
+
+    def require_free(self) -> None:
+        """`RunInUse` if a living job has the lease, for what takes or changes steps without saving any."""
+        self._require_ours()
+
+    def _require_ours(self) -> bool:
+        """Raise if another job has the lease; whether it is still to be taken."""
+        found = self._read()
+        if found == lease_text(self._owner()):
+            return False
         other = _lease_owner(found)
         if other is not None and (self._is_held or other.has_ended(observer=self._owner()) is False):
             raise RunInUse(
@@ -266,8 +275,7 @@ class WriterLease:
                 where=self._storage.uri,
                 fix="Stop one of the two jobs, or give each a run folder and a cache of its own.",
             )
-        write_object(self._notes, WRITER_LEASE, [own])
-        self._is_held = True
+        return True
 
     def release(self) -> None:
         """Give the lease back if it is ours. May be called twice."""
@@ -337,11 +345,14 @@ class FolderDraftStore(DraftStore):
     def __init__(self, storage: Storage, tree: FolderTree, **choices: Any) -> None:
         super().__init__(storage, **choices)
         self._tree = tree
+        self._older: dict[str, bytes] = {}
+        """By save ID, the identity of the checkpoint that the draft is to replace."""
 
     def start(self, name: str, save_id: str) -> Draft:
         """Write the lease, then make the draft's folder."""
         # In this order: a draft without a lease would look dead to another process that sweeps.
-        require_replaceable(self._storage, self._tree, name)
+        is_there = require_replaceable(self._storage, self._tree, name)
+        self._older[save_id] = read_identity(self._storage, name) if is_there else b""
         draft = Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
         self.renew(draft)
         self._tree.make(draft.folder, keep_name=False)
@@ -355,6 +366,7 @@ class FolderDraftStore(DraftStore):
         # Files were written without this. It must come first: a name must not survive without its files.
         self._tree.sync(draft.folder)
         left_behind = self._give_name(draft)
+        self._older.pop(draft.save_id, None)
         self._published.add(draft.save_id)
         self._tree.sync()
         self._clear_up(draft, partial(remove_folder, self._tree, left_behind))
@@ -427,6 +439,7 @@ class FolderDraftStore(DraftStore):
             self._tree.move(draft.folder, draft.name)
         except AlreadyThere:
             require_replaceable(self._storage, self._tree, draft.name)
+            self._require_older(draft, draft.name)
         else:
             return draft.folder
         try:
@@ -435,12 +448,23 @@ class FolderDraftStore(DraftStore):
         except Unavailable as error:
             logger.info("%s The older checkpoint is renamed first instead.", error)
         else:
+            # Once more, because only now it is certain what was replaced.
+            with ExitStack() as undo:
+                undo.callback(self._tree.exchange, draft.folder, draft.name)
+                self._require_older(draft, draft.folder)
+                undo.pop_all()
             return draft.folder
         # A kill between these two lines leaves no NAME; readers and `sweep` still find the older one aside.
         aside = f"{HIDDEN_PREFIX}old-{draft.save_id}-{draft.name}"
         self._tree.move(draft.name, aside)
         self._tree.move(draft.folder, draft.name)
         return aside
+
+    def _require_older(self, draft: Draft, folder: str) -> None:
+        """Raise if the checkpoint in a folder came to the draft's name after the draft had begun."""
+        older = self._older.get(draft.save_id)
+        if older is not None and older != read_identity(self._storage, folder):
+            raise overtaken(f"{self._storage.uri}/{draft.name}", draft.name)
 
 
 class FolderCatalog:
@@ -485,8 +509,40 @@ class FolderCatalog:
         return exists(self._storage, f"{folder}/{METADATA_NAME}")
 
 
-def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> None:
-    """`UsageError` if that name belongs to something other than a checkpoint, which would be lost."""
+def overtaken(uri: str, name: str) -> AlreadyThere:
+    """The error of a save whose name another one has taken since it began."""
+    return AlreadyThere(
+        f"Another save committed {name} first; this one was given up",
+        uri=uri,
+        fix="Let one job at a time save to this folder, or give each job its own.",
+    )
+
+
+IDENTITY_BYTES: Final = 128
+"""The beginning of a manifest that holds the checksum of all of it."""
+
+
+def read_identity(storage: Storage, folder: str) -> bytes:
+    """What tells the checkpoint in a folder from any other; empty if there is none."""
+    below = f"{folder}/" if folder else ""
+    try:
+        with closing(storage.open(below + MANIFEST_NAME)) as source:
+            head = bytearray(min(IDENTITY_BYTES, source.size_bytes))
+            source.read_into(0, memoryview(head))
+            return bytes(head)
+    except ObjectNotFound:
+        pass
+    try:
+        return checksum_of(read_object(storage, below + METADATA_NAME))
+    except ObjectNotFound:
+        return b""
+
+
+def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> bool:
+    """`UsageError` if that name belongs to something other than a checkpoint, which would be lost.
+
+    Returns whether there is something in a folder of that name.
+    """
     parent, _, last = name.rpartition("/")
     for entry in tree.entries(parent, prefix=last):
         if entry.name == last and not entry.is_folder:
@@ -495,9 +551,10 @@ def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> None:
                 where=storage.uri,
                 fix="Save to a new name; of a link, give the folder that it leads to.",
             )
+    entries = list(tree.entries(name))
     strange = [
         entry.name
-        for entry in tree.entries(name)
+        for entry in entries
         if not entry.is_plain or not (_PART.fullmatch(entry.name) or is_unfinished(entry.name))
     ]
     # Files of manager.output() have names of the user's choice: the manifest lists them.
@@ -507,6 +564,7 @@ def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> None:
             where=storage.uri,
             fix="Save to a new name, or to that of a checkpoint.",
         )
+    return bool(entries)
 
 
 def _names_in_manifest(storage: Storage, folder: str) -> set[str]:

@@ -47,10 +47,13 @@ class RecordDraftStore(protocol.DraftStore):
         quick = defer_sync(storage, "names")
         self._conditional = quick if isinstance(quick, SupportsConditionalWrites) else conditional
         self._catalog = RecordCatalog(storage)
+        self._older: dict[str, protocol.Committed | None] = {}
+        """By save ID, the checkpoint that the draft is to replace."""
 
     def start(self, name: str, save_id: str) -> protocol.Draft:
         """Write the lease; objects need no folder."""
         draft = protocol.Draft(name=name, folder=f"{name}/{save_id}", save_id=save_id)
+        self._older[save_id] = self._catalog.find_if_any(name)
         self.renew(draft)
         return draft
 
@@ -63,6 +66,9 @@ class RecordDraftStore(protocol.DraftStore):
         sizes = {info.key.removeprefix(prefix): info.size_bytes for info in objects}
         protocol.require_complete(sizes, expected, f"{self._storage.uri}/{draft.folder}")
         older = self._catalog.find_if_any(draft.name)
+        # Removed meanwhile is as good as never there; anything else is another save's.
+        if older is not None and older != self._older.pop(draft.save_id, older):
+            raise self._overtaken(draft)
         committed = self._write_record(draft, older)
         self._published.add(draft.save_id)
         self._clear_up(draft, partial(self._remove_older, draft, older))
@@ -116,12 +122,11 @@ class RecordDraftStore(protocol.DraftStore):
             current = self._catalog.find_if_any(draft.name)
             if current is not None and current.folder == draft.folder:
                 return current
-            raise AlreadyThere(
-                f"Another save committed {draft.name} first; this one was given up",
-                uri=f"{self._storage.uri}/{draft.name}",
-                fix="Let one job at a time save to this folder, or give each job its own.",
-            ) from error
+            raise self._overtaken(draft) from error
         return protocol.Committed(name=draft.name, folder=draft.folder, version=info.checksum or "")
+
+    def _overtaken(self, draft: protocol.Draft) -> AlreadyThere:
+        return protocol.overtaken(f"{self._storage.uri}/{draft.name}", draft.name)
 
     def _remove_older(self, draft: protocol.Draft, older: protocol.Committed | None) -> None:
         if older is not None and older.folder != draft.folder:

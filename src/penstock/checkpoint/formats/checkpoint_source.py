@@ -18,7 +18,12 @@ from typing import Any
 import numpy as np
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
-from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
+from penstock.checkpoint.commit.protocol import (
+    IDENTITY_BYTES,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    read_identity,
+)
 from penstock.checkpoint.commit.record_commit import is_written_once
 from penstock.checkpoint.formats import safetensors, torch_save
 from penstock.checkpoint.formats.dcp_item import open_item, payload_in, tensor_bytes, undo_transforms
@@ -83,7 +88,7 @@ class CheckpointSource:
     def require_current(self) -> None:
         """Raise `CheckpointReplaced` if this is no longer the checkpoint of its name."""
         storage = self.storage.inside if isinstance(self.storage, DescribedStorage) else self.storage
-        if self.identity and _read_identity(storage, self.folder) != self.identity:
+        if self.identity and read_identity(storage, self.folder) != self.identity:
             raise CheckpointReplaced(
                 "Another save replaced this checkpoint, or it was removed, while it was read",
                 uri=self.uri,
@@ -92,11 +97,25 @@ class CheckpointSource:
 
     @contextmanager
     def explaining_damage(self) -> Iterator[None]:
-        """Turn what looks like damage into `CheckpointReplaced` where that is the cause."""
+        """Say why files are not as they should be: replaced by another save, or copied in part."""
         try:
             yield
-        except (DataDamaged, ShortTransfer, ObjectNotFound):
+        except (DataDamaged, ShortTransfer, ObjectNotFound) as error:
             self.require_current()
+            if not isinstance(error, DataDamaged):
+                error.fix = (
+                    "The checkpoint lists more than is there: copy it again from where it came from, or load"
+                    " an older one. `penstock checkpoint verify` names all that is missing."
+                )
+            raise
+
+    @contextmanager
+    def naming_misfits(self) -> Iterator[None]:
+        """Name the checkpoint in errors about a state that does not fit it."""
+        try:
+            yield
+        except UsageError as error:
+            error.where = error.where or self.uri
             raise
 
     def key(self, file_name: str) -> str:
@@ -287,6 +306,11 @@ def _open_dcp(
 
 def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
     """Open one file: an archive if its first bytes say so, else safetensors."""
+    last = name.rpartition("/")[2]
+    if last in (METADATA_NAME, MANIFEST_NAME) or last.endswith(".distcp"):
+        raise UsageError(
+            "This is one file of a checkpoint", where=uri, fix=f"Give the folder: {uri.rpartition('/')[0]}."
+        )
     with open_ranges(storage, name) as (source, read):
         if source.size_bytes >= 4 and bytes(read(0, 2)) in (b"PK", b"\x80\x02"):
             archive = torch_save.read_archive(read, source.size_bytes, name, uri)
@@ -299,7 +323,17 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
                 paths=archive.paths,
                 archive=archive,
             )
-        tensors = safetensors.read_header(read, source.size_bytes, uri)
+        try:
+            tensors = safetensors.read_header(read, source.size_bytes, uri)
+        except DataDamaged:
+            # Other formats may begin with this byte, too, but not with all that follows it.
+            if source.size_bytes and read(0, 1) == b"\x80":
+                raise UsageError(
+                    "This is a bare pickle, which cannot be read without running what is in it",
+                    where=uri,
+                    fix="If you trust its source, write it anew: torch.save(torch.load(OLD), NEW).",
+                ) from None
+            raise
     index = safetensors.build_index([(name, tensors)], uri)
     return CheckpointSource(uri=uri, format=Format.SAFETENSORS, storage=storage, folder="", index=index)
 
@@ -310,6 +344,12 @@ def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Checkpo
         safetensors.read_index(read_object(storage, index_key), uri) if exists(storage, index_key) else None
     )
     names = sorted(set(file_of.values())) if file_of is not None else _safetensors_names(storage, folder)
+    if not names and exists(storage, _key(folder, MANIFEST_NAME)):
+        raise ObjectNotFound(
+            f"This checkpoint has no {METADATA_NAME}, the file that is written last",
+            uri=uri,
+            fix="Copy it again with its hidden files (`cp -a`, not `cp DIR/*`), or load another one.",
+        )
     if not names:
         raise ObjectNotFound(
             "There is no checkpoint here: neither .metadata nor safetensors files",
@@ -398,8 +438,6 @@ def _described(storage: Storage, folder: str, known: Mapping[str, bytes | None])
     return DescribedStorage(storage, {_key(folder, name): content for name, content in known.items()})
 
 
-_IDENTITY_BYTES = 128
-"""The beginning of a manifest that holds the checksum of all of it."""
 _NUM_READINGS = 5
 
 
@@ -414,7 +452,7 @@ def _read_description(storage: Storage, folder: str) -> dict[str, bytes | None]:
         manifest = _read_if_any(storage, _key(folder, MANIFEST_NAME))
         metadata = _read_if_any(storage, _key(folder, METADATA_NAME))
         # A save that replaced the folder between the two has another manifest.
-        if manifest is None or manifest[:_IDENTITY_BYTES] == _read_identity(storage, folder):
+        if manifest is None or manifest[:IDENTITY_BYTES] == read_identity(storage, folder):
             break
     return {METADATA_NAME: metadata, MANIFEST_NAME: manifest}
 
@@ -427,17 +465,7 @@ def _read_if_any(storage: Storage, key: str) -> bytes | None:
 
 
 def _identity_of(metadata: Bytes, manifest: Bytes | None) -> bytes:
-    return checksum_of(metadata) if manifest is None else bytes(manifest[:_IDENTITY_BYTES])
-
-
-def _read_identity(storage: Storage, folder: str) -> bytes:
-    try:
-        with closing(storage.open(_key(folder, MANIFEST_NAME))) as source:
-            head = bytearray(min(_IDENTITY_BYTES, source.size_bytes))
-            source.read_into(0, memoryview(head))
-            return bytes(head)
-    except ObjectNotFound:
-        return checksum_of(_read_if_any(storage, _key(folder, METADATA_NAME)) or b"")
+    return checksum_of(metadata) if manifest is None else bytes(manifest[:IDENTITY_BYTES])
 
 
 def _key(folder: str, name: str) -> str:

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, open_catalog
+from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, open_catalog
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Draft, Seal
 from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
 from penstock.checkpoint.formats.checkpoint_source import DescribedStorage
@@ -32,6 +32,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     NodeShares,
     RecordedFile,
     assess,
+    place_lost,
     read_record,
     record_bytes,
 )
@@ -43,6 +44,7 @@ from penstock.storage.capabilities import FolderTree, defer_sync, find_folder_tr
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import parse_uri
+from penstock.storage.volumes import find_room
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, WrittenShare
@@ -395,18 +397,20 @@ class CacheLevel:
         return CheckpointRef(DescribedStorage(self.storage, known), folder, readable=())
 
     def repair(self, name: str, assessment: Assessment) -> None:
-        """Compute the lost shares and commit them to the caches that miss them."""
+        """Compute the lost shares and commit them to the caches that miss them, or to others with room."""
+        placed = _find_room(name, assessment, self._comm, self.node, self.nodes)
+        holders = {**assessment.holders, **placed}
 
         def rebuild(from_key: KeyOf, to_key: KeyOf) -> None:
             self._protector.rebuild_into(
                 assessment.records,
                 assessment.lost,
-                holders=assessment.holders,
+                holders=holders,
                 from_key=from_key,
                 to_key=to_key,
             )
 
-        self._refill(name, assessment, {rank: assessment.holders[rank] for rank in assessment.lost}, rebuild)
+        self._refill(name, assessment, placed, rebuild)
 
     def relocate_shares(self, name: str, assessment: Assessment) -> CheckpointRef:
         """A complete step as this rank can read it, after moving each share to the node of its home rank."""
@@ -553,6 +557,30 @@ def _build_records(
         )
         for number, group in enumerate(fitted.groups)
     }
+
+
+def _find_room(
+    name: str, assessment: Assessment, comm: Comm, node: NodeCache, nodes: Sequence[tuple[int, ...]]
+) -> dict[int, int]:
+    """By rank whose share is lost, the rank that gets it: another node's where its own cache is full."""
+    node_of = {rank: ranks for ranks in nodes for rank in ranks}
+
+    def look() -> tuple[str, int]:
+        # A node that gains a share copies what it has of the step.
+        own_bytes = sum(node.shares(name).sizes.values()) if comm.rank == node_of[comm.rank][0] else 0
+        return comm.host, find_room(local_path(node.storage, "")) - own_bytes
+
+    rooms = all_gather_results(comm, look, awaiting="all nodes to say how much their caches have room for")
+    placed = place_lost(assessment, nodes, {ranks[0]: rooms[ranks[0]][1] for ranks in nodes})
+    for rank, holder in placed.items():
+        home = assessment.holders[rank]
+        if node_of[holder] != node_of[home] and comm.rank == 0:
+            logger.warning(
+                "%s: the cache of %s is full, so the files of rank %d are rebuilt in that of %s; "
+                "remove old steps there (`penstock checkpoint drop`), or keep fewer (keep_cached=)",
+                *(name, rooms[home][0], rank, rooms[holder][0]),
+            )
+    return placed
 
 
 def identify_cache(storage: Storage, rank: int) -> tuple[str, int, int]:

@@ -297,6 +297,9 @@ def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) ->
     wanted = apply_rename(missing[0], choice.rename or {})
     similar = nearest(wanted, list(stored)[:10_000])
     hint = f"The most similar name is {similar!r}. " if similar else ""
+    prefix, _, rest = wanted.partition(".")
+    if rest in stored:
+        hint = f"It holds {rest!r}, without {prefix!r}: rename={{'{prefix}.*': ''}} finds it. "
     return MissingName(
         f"Missing key in checkpoint: it does not hold {name_some([repr(wanted), *missing[1:]], 1)}",
         fix=f"{hint}Map names with rename=, skip parts with exclude=, or keep missing parts unchanged with"

@@ -351,7 +351,8 @@ def _match_on_all_ranks(
     item_index = load_requests.index_byte_items(checkpoint.index)
 
     def match() -> _MatchedState:
-        return _match_state(parts.state, checkpoint, item_index, choice, comm.rank, is_outline=is_outline)
+        with checkpoint.naming_misfits():
+            return _match_state(parts.state, checkpoint, item_index, choice, comm.rank, is_outline=is_outline)
 
     awaiting = "all ranks to match their state with the checkpoint"
     matched = run_on_all_ranks(comm, match, awaiting=awaiting)

@@ -572,6 +572,8 @@ class Manager:
 
 
 def _open_storage(location: AnyPath | Storage, rank: int) -> Storage:
+    if location is None:
+        raise UsageError("The path of the manager is None", fix="Give the folder or the URI of the run.")
     return open_here(location, rank=rank) if isinstance(location, str | os.PathLike) else location
 
 

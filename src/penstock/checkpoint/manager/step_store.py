@@ -126,11 +126,15 @@ class DurableStore:
 
     def candidates(self, wanted: int | None) -> list[int]:
         """The steps that rank 0 sees."""
-        return run_on_rank0(
-            self.comm,
-            lambda: select_steps(self.catalog.committed(), wanted, self.uri),
-            awaiting="rank 0 to list the steps",
-        )
+
+        def select() -> list[int]:
+            committed = self.catalog.committed()
+            if not committed:
+                # A wrong folder must not look like the beginning of a run.
+                self.catalog.require_run()
+            return select_steps(committed, wanted, self.uri)
+
+        return run_on_rank0(self.comm, select, awaiting="rank 0 to list the steps")
 
     def copies(self, step: int) -> Iterator[StepCopy | MissingCopy]:
         """The only copy."""
@@ -258,8 +262,9 @@ def select_steps(committed: Sequence[int], wanted: int | None, uri: str) -> list
 @dataclass(frozen=True, slots=True)
 class _LoadFailure:
     fault: Fault
-    reason: str
+    rank: int
     host: str
+    reason: str
 
 
 def load_on_all_ranks(comm: Comm, load: Callable[[], Any], step: int) -> str | None:
@@ -275,7 +280,10 @@ def load_on_all_ranks(comm: Comm, load: Callable[[], Any], step: int) -> str | N
             load()
         except PenstockError as error:
             own_error = error
-            return _LoadFailure(_classify_fault(error), format_cause(error), comm.host)
+            # A failure of all ranks says itself on which one it began.
+            if isinstance(error, RankFailed):
+                return _LoadFailure(_classify_fault(error), error.rank, error.host, error.cause)
+            return _LoadFailure(_classify_fault(error), comm.rank, comm.host, format_cause(error))
         return None
 
     awaiting = f"all ranks to load step {step}"
@@ -284,15 +292,15 @@ def load_on_all_ranks(comm: Comm, load: Callable[[], Any], step: int) -> str | N
     else:
         own = run_on_all_ranks(comm, attempt, awaiting=awaiting)
         outcomes = gather_unusual(comm, own, is_usual=own is None, awaiting=awaiting) or []
-    failures = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
-    for rank, failure in failures:
+    failures = [outcome for outcome in outcomes if outcome is not None]
+    for failure in failures:
         if failure.fault == "caller":
             if own_error is not None and _classify_fault(own_error) == "caller":
                 raise own_error
-            raise RankFailed(rank, failure.host, failure.reason)
+            raise RankFailed(failure.rank, failure.host, failure.reason)
     # The rank at fault knows the reason; the others only know that some rank failed.
-    reasons = [failure.reason for _, failure in failures if failure.fault == "checkpoint"]
-    reasons += [failure.reason for _, failure in failures]
+    reasons = [failure.reason for failure in failures if failure.fault == "checkpoint"]
+    reasons += [failure.reason for failure in failures]
     return reasons[0] if reasons else None
 
 

@@ -10,6 +10,7 @@ verified by the rank that it is for before `restart` hands out a path.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import stat
@@ -43,7 +44,9 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import choose_home_
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions
 from penstock.checkpoint.tools.verify import find_damage
+from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, format_cause, gather_unusual
+from penstock.cluster.rounds import Rounds
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
@@ -290,7 +293,7 @@ class UserOutput:
                 self._is_valid,
                 "" if error is None else format_cause(error),
             )
-            views = self._comm.gather(view, awaiting=f"all ranks to finish writing {self.name}")
+            views = self._gather_ends(view)
             if error is not None or not _is_good(views, self.name):
                 return
             undo.pop_all()
@@ -298,6 +301,22 @@ class UserOutput:
         with self._timed:
             self.uri, _ = self._in_turn(lambda: slot.complete(files, files, Silent()))
         logger.info("Committed %s", self.uri)
+
+    def _gather_ends(self, own: _BlockEnd) -> Sequence[_BlockEnd]:
+        """What all ranks say of their blocks; in a large job nothing if all is as usual."""
+        comm, awaiting = self._comm, f"all ranks to finish writing {self.name}"
+        views = gather_unusual(comm, own, is_usual=own.is_valid and not own.cause, awaiting=awaiting)
+        if views is None and comm.carry(repeat_names(comm.rank, comm.size, own.names), awaiting=awaiting):
+            views = comm.gather(own, awaiting=awaiting)
+        return views or ()
+
+
+def repeat_names(rank: int, size: int, own: Sequence[str]) -> Rounds[bool]:
+    """Whether two names of all ranks are equal, or, which is as good as never, only their hashes are."""
+    sums = [hashlib.sha256(name.encode(errors="surrogatepass")).digest()[:8] for name in own]
+    keys = np.frombuffer(b"".join(sums), dtype=np.int64)
+    seen = yield from rounds.route(rank, size, keys % size, keys[:, None])
+    return (yield from rounds.any_of_all(rank, size, own=len(np.unique(seen)) < len(seen)))
 
 
 def check_output_name(name: str | int, *, checkpoint: bool) -> str:
@@ -316,7 +335,7 @@ def check_output_name(name: str | int, *, checkpoint: bool) -> str:
     return name
 
 
-def _is_good(views: list[_BlockEnd], name: str) -> bool:
+def _is_good(views: Sequence[_BlockEnd], name: str) -> bool:
     """Whether to commit; raises on all ranks if one of them raised or two wrote the same file."""
     for rank, view in enumerate(views):
         if view.cause:

@@ -103,25 +103,32 @@ def find_rows(
     (width,) = yield from rounds.largest_of_all(
         *place, [max(wanted.num_dims, described.stored.regions.num_dims)]
     )
-    rows = described.table(width)
-    rows = yield from rounds.route(*place, numbers.planner(rows[:, 0]), rows)
+    # What has been sent is kept by no name here: all ranks of a host have as much of it at the same time.
+    rows = yield from rounds.route(*place, *_to_planners(numbers, described.table(width)))
+    del described
     own = wanted.widened(width)
     origin = np.column_stack([own.tensor, np.full(len(own), place.rank), np.arange(len(own))])
     # What only this rank knows has no planner.
     is_common = own.tensor < numbers.total
-    wants = np.column_stack([origin, own.offsets, own.sizes])[is_common]
-    wants = yield from rounds.route(*place, numbers.planner(wants[:, 0]), wants)
+    wants = yield from rounds.route(
+        *place, *_to_planners(numbers, np.column_stack([origin, own.offsets, own.sizes])[is_common])
+    )
     planner = _Planner.of(rows, wants, width, len(tensors))
     del rows, wants
     yield from _require_stored(place, planner, tensors, where)
-    places = yield from rounds.route(*place, *planner.places())
-    found = _without_repeats(places[:, 1:], width)
+    found = _without_repeats((yield from rounds.route(*place, *planner.places()))[:, 1:], width)
     shared = origin[is_common & ~_repeats(wanted) & shares(found)]
     sharing = _Sharing.of(
         planner, (yield from rounds.route(*place, numbers.planner(shared[:, 0]), shared[:, 1:]))
     )
+    del planner, origin, shared
     set_of_row, members = yield from _find_sets(place, numbers, sharing, own)
     return FoundRows(found, set_of_row, members)
+
+
+def _to_planners(numbers: Numbers, table: Ints) -> tuple[Ints, Ints]:
+    """To whom, and the rows of a table that begins with the number of a tensor."""
+    return numbers.planner(table[:, 0]), table
 
 
 def _repeats(regions: Regions) -> Bools:

@@ -2,7 +2,8 @@
 
 Ranks share the writing of what they all hold, so replicas that have drifted apart would make a checkpoint
 that is a mix of them. Ranks that hold the same regions first compare one sum of all; then one rank of each
-such set sends the sums of its regions to rank 0. Invariant: all ranks raise the same error, or none does.
+such set sends the sums of its regions to rank 0; in a large job, to as many ranks as there are. Invariant:
+all ranks raise the same error, or none does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch
 import xxhash
 
 from penstock.checkpoint.saving.file_layout import PlainPayload, payload_of_tensor
+from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
+from penstock.cluster.rounds import Rounds
 from penstock.errors import RankError, name_some
 from penstock.units import format_bytes
 
@@ -39,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _RegionSums:
+class RegionSums:
     """The regions of one rank by the hash of name and place, ascending, and a sum of the bytes of each."""
 
     keys: NDArray[np.uint64]
@@ -72,20 +75,42 @@ def compare_replicas(state: LocalState, comm: Comm) -> float:
         lambda: _sum_regions({key: view() for key, (_, view) in regions.items()}),
         awaiting="all ranks to sum what they hold",
     )
-    digests = comm.gather(summed.digests(), awaiting="all ranks to compare what they hold")
+    awaiting = "all ranks to compare what they hold"
+    if comm.size < rounds.FAN_IN or comm.carry(have_drifted(comm.rank, comm.size, summed), awaiting=awaiting):
+        _require_equal(summed, {key: name for key, (name, _) in regions.items()}, comm)
+    took_s = time.perf_counter() - start_s
+    num_bytes = sum(view().nbytes for _, view in regions.values())
+    logger.info("rank %d compared %s with other ranks in %.3f s", comm.rank, format_bytes(num_bytes), took_s)
+    return took_s
+
+
+def have_drifted(rank: int, size: int, own: RegionSums) -> Rounds[bool]:
+    """Whether any region has other sums on one rank than on another."""
     # Equal sums of equal regions need to be looked at once.
+    digests = np.frombuffer(b"".join(own.digests()), dtype=np.int64)
+    holdings = yield from rounds.route(rank, size, digests[:1] % size, np.array([[rank, *digests]]))
+    holdings = holdings[np.lexsort(holdings.T)]
+    is_first = np.ones((len(holdings), 1), dtype=np.int64)
+    is_first[1:, 0] = (holdings[1:, 1:] != holdings[:-1, 1:]).any(axis=1)
+    told = yield from rounds.route(rank, size, holdings[:, 0], is_first)
+    table = np.column_stack([own.keys, own.sums]).view(np.int64)[: len(own.keys) * int(told[0, 0])]
+    seen = yield from rounds.route(rank, size, table[:, 0] % size, table)
+    seen = seen[np.lexsort(seen.T[::-1])]
+    differ = (seen[1:, 0] == seen[:-1, 0]) & (seen[1:, 1] != seen[:-1, 1])
+    return (yield from rounds.any_of_all(rank, size, own=bool(differ.any())))
+
+
+def _require_equal(summed: RegionSums, names: dict[int, str], comm: Comm) -> None:
+    """Raise the same error on all ranks if a region differs; `names` are those of this rank's, by key."""
+    digests = comm.gather(summed.digests(), awaiting="all ranks to compare what they hold")
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     sent = summed if first[digests[comm.rank]] == comm.rank and len(first) > 1 else None
     received = comm.gather_on_rank0(sent, awaiting="the sums of all ranks")
     found = comm.broadcast(_find_differences(received, digests), awaiting="rank 0 to compare the sums")
     if found:
-        known = {each.key: regions[each.key][0] for each in found if each.key in regions}
-        names = comm.gather(known, awaiting="the names of what differs")
-        raise _error({key: name for own in names for key, name in own.items()}, found)
-    took_s = time.perf_counter() - start_s
-    num_bytes = sum(view().nbytes for _, view in regions.values())
-    logger.info("rank %d compared %s with other ranks in %.3f s", comm.rank, format_bytes(num_bytes), took_s)
-    return took_s
+        known = {each.key: names[each.key] for each in found if each.key in names}
+        all_names = comm.gather(known, awaiting="the names of what differs")
+        raise _error({key: name for own in all_names for key, name in own.items()}, found)
 
 
 def _regions_of(state: LocalState) -> dict[int, tuple[str, Callable[[], torch.Tensor]]]:
@@ -109,11 +134,11 @@ def _regions_of(state: LocalState) -> dict[int, tuple[str, Callable[[], torch.Te
     return found
 
 
-def _sum_regions(memory: dict[int, torch.Tensor]) -> _RegionSums:
+def _sum_regions(memory: dict[int, torch.Tensor]) -> RegionSums:
     keys = sorted(memory)
     with torch.no_grad():
         sums = [sum_bytes(memory[key]) if memory[key].is_cpu else sum_on_device(memory[key]) for key in keys]
-    return _RegionSums(np.array(keys, dtype=np.uint64), np.array(sums, dtype=np.uint64))
+    return RegionSums(np.array(keys, dtype=np.uint64), np.array(sums, dtype=np.uint64))
 
 
 def sum_bytes(memory: torch.Tensor) -> int:
@@ -146,7 +171,7 @@ def sum_on_device(memory: torch.Tensor) -> int:
 
 
 def _find_differences(
-    received: Sequence[_RegionSums | None], digests: Sequence[tuple[bytes, bytes]]
+    received: Sequence[RegionSums | None], digests: Sequence[tuple[bytes, bytes]]
 ) -> list[_Difference]:
     """On rank 0: what differs, and among which ranks; nothing elsewhere."""
     senders = [(rank, summed) for rank, summed in enumerate(received) if summed is not None]

@@ -16,7 +16,7 @@ from penstock.checkpoint.commit.catalog import open_catalog
 from penstock.checkpoint.commit.protocol import LEASE_S, Draft, FolderDraftStore, Seal
 from penstock.checkpoint.commit.transaction import _LeaseRenewer, begin_save, open_draft_store
 from penstock.cluster.comm import SoloComm
-from penstock.errors import ObjectNotFound, PenstockError
+from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.protocol import write_object
 from penstock.testing.file_faults import Call, CallFault, CallLog, FailFileCall, NoSync, faulty_calls
@@ -149,6 +149,32 @@ def test_without_exchange_the_older_checkpoint_is_renamed_first(tmp_path: Path) 
     save(tmp_path, 1, _NoExchange())
     assert names(tmp_path) == [NAME]
     assert assert_known(files(tmp_path)) == {NAME: 1}
+
+
+@pytest.mark.parametrize("when", ["before it is committed", "while it is", "without exchange"])
+def test_a_save_that_another_one_has_overtaken_is_given_up_and_harms_nothing(
+    tmp_path: Path, when: str
+) -> None:
+    class _Overtaking:
+        """Another job commits at the last moment."""
+
+        def around(self, name: str, call: Call) -> Call:
+            def overtake(*arguments: object) -> object:
+                save(tmp_path, 2)
+                return call(*arguments)
+
+            return overtake if name == "exchange" else call
+
+    save(tmp_path, 0)
+    faults: dict[str, list[CallFault]] = {"while it is": [_Overtaking()], "without exchange": [_NoExchange()]}
+    place = begin_save(files(tmp_path, *faults.get(when, [])), NAME, SoloComm())
+    write_object(place.data_storage, place.key("__0_0.distcp"), [b"x"])
+    if when != "while it is":
+        save(tmp_path, 2)
+    with pytest.raises(AlreadyThere, match="Another save committed step-1 first; this one was given up"):
+        place.commit(lambda: replace(SEAL, sizes={"__0_0.distcp": 1}))
+    assert assert_known(files(tmp_path)) == {NAME: 2}
+    assert names(tmp_path) == [NAME]
 
 
 def test_without_exchange_every_failure_leaves_a_complete_checkpoint(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from tests.support.bytes_engine import BytesEngine
 
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
+from penstock.checkpoint.levels import cache
 from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
 from penstock.checkpoint.state.process_group import RankGroup
@@ -93,6 +94,28 @@ def test_whichever_hosts_are_lost_their_caches_come_back_bit_for_bit(
             assert found.lost == tuple(rank for rank in range(RANKS) if rank // 2 in lost)
             assert is_right
         assert _tree(tmp_path) == before
+
+
+def test_a_share_whose_cache_is_full_is_rebuilt_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheme = DoubleParity(group=4)
+    _run(lambda comm: _save(comm, tmp_path, [scheme]))
+    lost = (tmp_path / "host-1/step-1/__2_0.distcp").read_bytes()
+    shutil.rmtree(tmp_path / "host-1")
+    room = {"host-0": 600_000, "host-1": 100_000, "host-2": 5_000_000, "host-3": 600_000}
+    monkeypatch.setattr(cache, "find_room", lambda folder: room[folder.name])
+
+    def repair(comm: ThreadComm) -> Assessment:
+        level = _level(comm, tmp_path, [scheme])
+        level.repair("step-1", level.assess("step-1"))
+        return level.assess("step-1")
+
+    found = _run(repair)[0]
+    assert found.is_complete
+    assert (found.holders[2], found.holders[3]) == (4, 3), "what is small enough stays at home"
+    assert (tmp_path / "host-2/step-1/__2_0.distcp").read_bytes() == lost
+    assert "the cache of host-1 is full, so the files of rank 2 are rebuilt in that of host-2" in caplog.text
 
 
 class CountedReads(WrappedStorage):

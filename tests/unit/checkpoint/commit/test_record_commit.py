@@ -86,6 +86,16 @@ def test_of_two_saves_of_one_name_one_wins_whole_and_the_other_fails() -> None:
     assert len(keys(storage)) == 5
 
 
+def test_a_save_that_another_one_has_overtaken_is_given_up() -> None:
+    storage = MemoryStorage()
+    place = begin_save(storage, NAME, SoloComm())
+    write_object(place.data_storage, place.key("__0_0.distcp"), [b"123"])
+    save_known(storage, NAME, 2, SoloComm())
+    with pytest.raises(AlreadyThere, match="Another save committed step-1 first"):
+        place.commit(lambda: SEAL)
+    assert assert_known(storage) == {NAME: 2}
+
+
 def test_a_record_whose_answer_was_lost_is_committed() -> None:
     storage = MemoryStorage()
 

@@ -332,6 +332,29 @@ def choose_home_rank(rank: int, num_saved: int, num_present: int) -> int:
     return rank if num_saved == num_present else rank * num_present // num_saved
 
 
+def place_lost(
+    assessment: Assessment, nodes: Sequence[tuple[int, ...]], room_bytes: Mapping[int, int]
+) -> dict[int, int]:
+    """By rank whose share is lost: the rank that gets it, on its own node, or where most room is left.
+
+    `nodes` are the ranks of each node, and `room_bytes` has what fits there by the lowest of them.
+    """
+    left = dict(room_bytes)
+    node_of = {rank: ranks for ranks in nodes for rank in ranks}
+    placed = {}
+    for rank in assessment.lost:
+        files = (*assessment.files_of(rank), *assessment.kept_by(rank))
+        size_bytes = sum(file.size_bytes for file in files)
+        home = assessment.holders[rank]
+        at, widest = node_of[home][0], max(left, key=left.__getitem__)
+        if left[at] < size_bytes <= left[widest]:
+            at = widest
+            home = node_of[widest][rank % len(node_of[widest])]
+        left[at] -= size_bytes
+        placed[rank] = home
+    return placed
+
+
 def _assess_save(save_id: str, nodes: Sequence[NodeShares], damaged: Collection[int]) -> Assessment:
     having = [node for node in nodes if node.save_id == save_id]
     records = {number: record for node in having for number, record in node.records.items()}

@@ -1,0 +1,105 @@
+"""What somebody reads who gives a wrong path, a part of a checkpoint, or the checkpoint of something else."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import penstock.checkpoint as pc
+from penstock.errors import PenstockError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def weights(width: int = 4) -> dict[str, torch.Tensor]:
+    return {"weight": torch.zeros(width, 4), "bias": torch.zeros(width)}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints as they are found in the morning."""
+    root = tmp_path_factory.mktemp("places")
+    pc.save({"model": weights()}, root / "ours")
+    torch.save(weights(), root / "model.pt")
+    (root / "bare.pt").write_bytes(pickle.dumps([1, 2]))
+    for name, missing in (("data", "__0_0.distcp"), ("hidden", ".metadata")):
+        shutil.copytree(root / "ours", root / f"without-{name}")
+        (root / f"without-{name}" / missing).unlink()
+    shutil.copytree(root / "ours", root / "short")
+    (root / "short/__0_0.distcp").write_bytes(b"cut")
+    return root
+
+
+LISTS_MORE = r"The checkpoint lists more than is there: copy it again"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("without-data", rf"without-data/__0_0\.distcp\)\. {LISTS_MORE}"),
+        ("short", rf"short/__0_0\.distcp\)\. {LISTS_MORE}"),
+        ("without-hidden", r"has no \.metadata.*/without-hidden\)\. Copy it again with its hidden files"),
+        ("ours/__0_0.distcp", r"one file of a checkpoint .*Give the folder: file://.*/ours\."),
+        ("ours/.metadata", r"one file of a checkpoint .*Give the folder: file://.*/ours\."),
+        ("bare.pt", r"bare pickle.*/bare\.pt\)\. If you trust its source, write it anew"),
+        ("model.pt", r"'model\.weight' and 1 more \(.*/model\.pt\)\. .*rename=\{'model\.\*': ''\} finds it"),
+    ],
+)
+def test_a_load_of_what_is_no_whole_checkpoint_says_what_it_is_and_what_to_do(
+    places: Path, name: str, told: str
+) -> None:
+    with pytest.raises(PenstockError, match=told):
+        pc.load({"model": weights()}, places / name)
+
+
+def test_the_advice_about_a_missing_prefix_helps(places: Path) -> None:
+    pc.load({"model": weights()}, places / "model.pt", rename={"model.*": ""})
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({"model": weights(5)}, r"is \[5, 4\] in the state and \[4, 4\] in the checkpoint \(file:.*/ours\)"),
+        ({"model": {"weight": torch.zeros(4, 4).half()}}, r"is float16 in the state .*\(file:.*/ours\)"),
+        ({"encoder": weights()}, r"does not hold 'encoder\.weight' and 1 more \(file:.*/ours\)"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_told_which_checkpoint_it_was(
+    places: Path, state: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        pc.load(state, places / "ours")
+
+
+@pytest.mark.parametrize("call", [pc.save, pc.load])
+def test_swapped_arguments_are_told_their_order(call: Callable[..., object], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="The state comes first"):
+        call(tmp_path / "step", weights())
+
+
+def test_a_manager_does_not_take_a_wrong_folder_for_the_beginning_of_a_run(
+    places: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pc.Manager(places / "ours") as manager:
+        with pytest.raises(UsageError, match=r"a checkpoint, not the folder of a run \(.*/ours\)\. Give"):
+            manager.restore({"model": weights()})
+        with pytest.raises(UsageError, match="Invalid step '5'"):
+            manager.save("5", {"model": weights()})  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING), pc.Manager(places) as manager:
+        assert manager.restore({"model": weights()}) is None
+    assert "has no step-NUMBER, but other checkpoints: ours" in caplog.text
+    with pytest.raises(UsageError, match="The path of the manager is None"):
+        pc.Manager(None)  # type: ignore[arg-type]
+
+
+def test_advice_about_missing_files_keeps_the_kind_of_the_error(places: Path) -> None:
+    """So that a restore goes on with the step before."""
+    with pytest.raises(StorageError):
+        pc.load({"model": weights()}, places / "short")
