@@ -100,7 +100,7 @@ def _generate(folder: Path) -> None:
 
 
 def _write_bare(folder: Path) -> None:
-    """What durable files take: a hidden one, its blocks, bytes, and sync; its name, and the folder's sync."""
+    """What durable files take: a hidden one, its blocks, bytes, sync and name. Then the folder's sync."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     content, calls = os.urandom(100_522), ctypes.CDLL(None)
@@ -113,9 +113,9 @@ def _write_bare(folder: Path) -> None:
         os.fsync(descriptor)
         os.close(descriptor)
         os.rename(hidden, f"{folder}/{number}")  # noqa: PTH104 - the leanest way
-        parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(parent)
-        os.close(parent)
+    parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(parent)
+    os.close(parent)
 
 
 def _read(storage: Storage) -> None:

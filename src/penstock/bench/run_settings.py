@@ -13,10 +13,12 @@ from penstock.environment import Environment
 from penstock.progress import RunProgress
 from penstock.results import event_files, provenance
 from penstock.results.active_run import ActiveRun
+from penstock.results.dlio.iostat_file import write_iostat
 from penstock.results.dlio.output_files import HYDRA_FOLDER, DlioOutputs, HydraFacts, write_dlio_files
 from penstock.results.phase_figures import PhaseFigures
 from penstock.results.run_record import RunRequest
 from penstock.results.step_events import RankEvents
+from penstock.workload.enums import Profiler
 from penstock.workload.spec import Workload
 
 
@@ -92,7 +94,13 @@ class RunSettings:
         evaluation: PhaseFigures | None = None,
         preparation: Sequence[str] = (),
     ) -> None:
-        """Write the outputs and the configuration that DLIO would leave in the run's folder."""
+        """Write the outputs and the configuration that DLIO would leave in the run's folder.
+
+        The run's counters have been gathered before: `iostat.json` is made of them.
+        """
+        profiling = workload.profiling
+        if workload.workflow.profiling and profiling.profiler is Profiler.IOSTAT:
+            write_iostat(run.folder, run.record.hosts[0], profiling.iostat_devices)
         write_dlio_files(
             run.folder,
             DlioOutputs(

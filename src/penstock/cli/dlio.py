@@ -6,6 +6,7 @@ left in its folder. Invariant: whatever is requested is done, or reported as a r
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ Usage: penstock-dlio [workload=NAME] [++workload.SECTION.KEY=VALUE ...]
 
 Run a workload with DLIO's command line, and write DLIO's files: summary.json, dlio.log, RANK_output.json,
 RANK_per_epoch_stats.json and .hydra. Runs alone, or as ranks under mpiexec, mpirun, srun or torchrun.
+Without arguments it trains the workload "default", as DLIO does.
 
 Arguments:
   workload=unet3d_h100               Shipped workload (`penstock workloads`), one of DLIO's, or NAME.yaml of
@@ -55,7 +57,9 @@ Arguments:
                                      Change any value of the workload; also with one + or none.
   ++workload.workflow.generate_data=True ++workload.workflow.train=False
                                      Choose the stages: generate_data, train, evaluation, checkpoint.
-  hydra.run.dir=FOLDER               Directory for the results (default: hydra_log/MODEL/DATE-TIME).
+  ~workload.SECTION.KEY              Leave a key of the workload at its default.
+  hydra.run.dir=FOLDER               Directory for the results (default: hydra_log/MODEL/DATE-TIME); may hold
+                                     ${{now:%Y-%m-%d}} and ${{workload.model.name}}.
   hydra.output_subdir=NAME           Name of the configuration's folder in it (default: .hydra).
 
 Options:
@@ -75,9 +79,9 @@ Examples:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
     words, debug = app.take_debug(sys.argv[1:] if arguments is None else arguments)
-    if not words or {"-h", "--help"} & set(words):
+    if {"-h", "--help"} & set(words):
         print(HELP, end="")
-        return 0 if words else 2
+        return 0
     if "--version" in words:
         print(f"penstock-dlio {__version__}")
         return 0
@@ -154,13 +158,18 @@ def choose_run_folder(
     name = workload.output.folder or environment.get(OUTPUT_VARIABLE) or arguments.run_dir
     if not name:
         return Path("hydra_log", workload.model.name, f"{now:%Y-%m-%d-%H-%M-%S}").absolute()
+    name = _NOW.sub(lambda found: now.strftime(found[1]), name).replace(_MODEL, workload.model.name)
     if "${" in name:
         raise UsageError(
-            f"Interpolations are not supported: {name!r}",
+            f"Of interpolations only ${{now:FORMAT}} and {_MODEL} are resolved: {name!r}",
             where="hydra.run.dir",
             fix="Write the folder's name itself.",
         )
     return Path(name).absolute()
+
+
+_NOW: Final = re.compile(r"\$\{now:([^}]*)\}")
+_MODEL: Final = "${workload.model.name}"
 
 
 def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:

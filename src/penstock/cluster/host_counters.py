@@ -23,6 +23,12 @@ _MEMORY: Final = {
     "MemFree": "free", "MemAvailable": "available", "Cached": "cached", "Dirty": "dirty",
     "Writeback": "writeback",
 }  # fmt: skip
+_DRIVE: Final = (
+    "reads", "merged_reads", "read_bytes", "read_ms", "writes", "merged_writes", "written_bytes", "write_ms",
+    "", "busy_ms", "queued_ms", "discards", "merged_discards", "discarded_bytes", "discard_ms", "flushes",
+    "flush_ms",
+)  # fmt: skip
+"""The fields of a line of `/proc/diskstats` in their order; older kernels end earlier."""
 _CPU: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 
 
@@ -97,14 +103,14 @@ def _memory(text: str) -> Iterator[tuple[str, int]]:
 def _drives(text: str) -> Iterator[tuple[str, int]]:
     """Drives, partitions and devices made of them; those that were never used are left out."""
     for line in text.splitlines():
-        _, _, name, reads, _, read, _, writes, _, written, _, _, busy_ms, *_ = line.split()
-        if name.startswith(_NO_DRIVES) or reads == writes == "0":
+        _, _, name, *fields = line.split()
+        counts = dict(zip(_DRIVE, fields, strict=False))
+        if name.startswith(_NO_DRIVES) or counts["reads"] == counts["writes"] == "0":
             continue
-        yield f"disk.{name}.reads", int(reads)
-        yield f"disk.{name}.read_bytes", int(read) * _SECTOR_BYTES
-        yield f"disk.{name}.writes", int(writes)
-        yield f"disk.{name}.written_bytes", int(written) * _SECTOR_BYTES
-        yield f"disk.{name}.busy_ms", int(busy_ms)
+        for counter, count in counts.items():
+            if counter:
+                unit = _SECTOR_BYTES if counter.endswith("_bytes") else 1
+                yield f"disk.{name}.{counter}", int(count) * unit
 
 
 def _networks(text: str, hardware: HostHardware) -> Iterator[tuple[str, int]]:

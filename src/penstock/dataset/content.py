@@ -96,15 +96,9 @@ class Content:
     def fill(self, buffer: memoryview, offset: int = 0) -> None:
         """Overwrite `buffer` with the object's bytes from `offset` on."""
         target = flat(buffer)
-        head, num_words = _split(target, offset)
-        if head:
-            target[:head] = self._bytes(offset, head)
-        body_end = head + num_words * _WORD_BYTES
-        if num_words:
-            words = np.frombuffer(target[head:body_end], dtype=np.uint64)
-            _load_fill()(words, (offset + head) // _WORD_BYTES, self._recipe)
-        if body_end < target.nbytes:
-            target[body_end:] = self._bytes(offset + body_end, target.nbytes - body_end)
+        _require_offset(target, offset)
+        if target.nbytes:
+            _load_fill()(np.frombuffer(target, dtype=np.uint8), offset, self._recipe)
 
     def verify(self, buffer: memoryview, offset: int = 0) -> int | None:
         """Where in `buffer` the first byte is that doesn't belong at `offset`; None if all do."""
@@ -124,12 +118,10 @@ class Content:
         return None
 
     def _bytes(self, offset: int, size_bytes: int) -> bytes:
-        """A few bytes, less than two words: what is left before and after whole words."""
-        first = offset // _WORD_BYTES
-        words = np.empty(2, dtype=np.uint64)
-        _load_fill()(words, first, self._recipe)
-        start = offset - first * _WORD_BYTES
-        return words.tobytes()[start : start + size_bytes]
+        """A few bytes: what is left before and after whole words."""
+        found = np.empty(size_bytes, dtype=np.uint8)
+        _load_fill()(found, offset, self._recipe)
+        return found.tobytes()
 
     def _first_difference(self, seen: memoryview, offset: int) -> int:
         expected = self._bytes(offset, seen.nbytes)
@@ -145,7 +137,7 @@ def _shared_recipe(seed: bytes, reduction: Reduction) -> Words:
 
 
 @cache
-def _load_fill() -> Callable[[Words, int, Words], None]:
+def _load_fill() -> Callable[[NDArray[np.uint8], int, Words], None]:
     # Imported here because numba takes a third of a second, which only those who use content should pay.
     from penstock.dataset.content_kernels import load_fill  # noqa: PLC0415
 
@@ -161,10 +153,14 @@ def _load_find() -> Callable[[Words, int, Words], int]:
 
 def _split(buffer: memoryview, offset: int) -> tuple[int, int]:
     """How many bytes of `buffer` come before the first whole word, and how many whole words follow."""
-    if not 0 <= offset <= _END - buffer.nbytes:
-        raise UsageError(f"No content at offset {offset}", fix="Objects have offsets from 0 to 2**64.")
+    _require_offset(buffer, offset)
     head = min(-offset % _WORD_BYTES, buffer.nbytes)
     return head, (buffer.nbytes - head) // _WORD_BYTES
+
+
+def _require_offset(buffer: memoryview, offset: int) -> None:
+    if not 0 <= offset <= _END - buffer.nbytes:
+        raise UsageError(f"No content at offset {offset}", fix="Objects have offsets from 0 to 2**64.")
 
 
 def _keys(identity: bytes) -> Words:

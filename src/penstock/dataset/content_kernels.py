@@ -27,6 +27,7 @@ _FIRST_FACTOR: Final = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND_FACTOR: Final = np.uint64(0x94D049BB133111EB)
 _BLOCK_WORDS: Final = np.uint64(BLOCK_WORDS)
 _POOL_BLOCKS: Final = np.uint64(POOL_BLOCKS)
+_WORD_BYTES: Final = np.uint64(8)
 _RUN_WORDS: Final = np.uint64(8192)  # 64 KiB: what is compared in one go, out of the nearest caches
 _FRACTION_BITS: Final = np.uint64(24)
 _FRACTION_MASK: Final = np.uint64(2**24 - 1)
@@ -63,8 +64,25 @@ def _run(recipe: Any, index: Any, num_wanted: Any) -> Any:  # pragma: no cover -
     return key_a + (block * _BLOCK_WORDS + inside) * _STEP, key_b, num_random, num_words
 
 
-def _fill(words: Any, first_word: Any, recipe: Any) -> None:  # pragma: no cover - compiled
-    left = words
+@numba.njit
+def _edge(target: Any, offset: Any, recipe: Any) -> None:  # pragma: no cover - compiled
+    """Bytes of one word, which `target` does not hold whole."""
+    counter, key_b, num_random, _ = _run(recipe, offset // _WORD_BYTES, np.uint64(1))
+    word = _mix(counter, key_b) if num_random else np.uint64(0)
+    shift = offset % _WORD_BYTES
+    for position in range(target.size):
+        target[position] = np.uint8((word >> (np.uint64(8) * (shift + np.uint64(position)))) & np.uint64(255))
+
+
+def _fill(target: Any, offset: Any, recipe: Any) -> None:  # pragma: no cover - compiled
+    head = min(np.int64(-offset % _WORD_BYTES), target.size)
+    end = head + (target.size - head) // 8 * 8
+    if head:
+        _edge(target[:head], offset, recipe)
+    if end < target.size:
+        _edge(target[end:], offset + np.uint64(end), recipe)
+    first_word = (offset + np.uint64(head)) // _WORD_BYTES
+    left = target[head:end].view(np.uint64)
     while left.size:
         counter, key_b, num_random, num_words = _run(recipe, first_word, np.uint64(left.size))
         random, zeros = left[: np.int64(num_random)], left[np.int64(num_random) : np.int64(num_words)]
@@ -104,13 +122,13 @@ _RECIPE: Final = "Array(uint64, 1, 'C', True, aligned=True)"
 
 
 @cache
-def load_fill() -> Callable[[Words, int, Words], None]:
-    """The loop that writes an object's words: from the cache on disk, or compiled in half a second.
+def load_fill() -> Callable[[NDArray[np.uint8], int, Words], None]:
+    """The loop that writes an object's bytes: from the cache on disk, or compiled in half a second.
 
-    It takes words at any address, the index of the first of them in the object, and the recipe: two keys of
-    the object, two of the pool, the share of the pool, and the zeros.
+    It takes bytes at any address, their offset in the object, and the recipe: two keys of the object, two of
+    the pool, the share of the pool, and the zeros.
     """
-    return compile_loop(_fill, f"void(Array(uint64, 1, 'C', False, aligned=False), uint64, {_RECIPE})")
+    return compile_loop(_fill, f"void(Array(uint8, 1, 'C', False, aligned=False), uint64, {_RECIPE})")
 
 
 @cache

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
 from penstock.cluster.comm import Comm
@@ -136,6 +136,13 @@ class NumberedFiles:
     suffix: str
     prefix: str = "img"
     num_subfolders: int = 0
+    _width: int = field(init=False, repr=False, compare=False)
+    _ending: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Made once, because names are made for every file.
+        object.__setattr__(self, "_width", len(str(self.count)))
+        object.__setattr__(self, "_ending", f"_of_{self.count}.{self.suffix}")
 
     def __len__(self) -> int:
         return self.count
@@ -159,14 +166,6 @@ class NumberedFiles:
         if self.num_subfolders <= 1:
             return (self.folder,)
         return tuple(self._folder_of(number).rstrip("/") for number in range(self.num_subfolders))
-
-    @property
-    def _width(self) -> int:
-        return len(str(self.count))
-
-    @property
-    def _ending(self) -> str:
-        return f"_of_{self.count}.{self.suffix}"
 
     def _folder_of(self, index: int) -> str:
         if self.num_subfolders <= 1:

@@ -72,7 +72,10 @@ def generate(
         _prepare(recipe, storage, size_bytes) if comm.rank == 0 else None,
         awaiting="rank 0 to claim the place",
     )
-    writer = _Writer(files=files, recipe=recipe, storage=storage, pool=buffer_pool(), keeps=is_resumed)
+    # A name that a power cut takes away is written again by the next attempt, so one sync a folder does.
+    has_folders = capabilities.find_folder_tree(storage) is not None
+    target = capabilities.defer_sync(storage, "names") if has_folders else storage
+    writer = _Writer(files=files, recipe=recipe, storage=target, pool=buffer_pool(), keeps=is_resumed)
     # On a machine's first use this compiles; every thread of the pool would wait for it.
     progress.begin("loading the content generator", 1)
     Content(recipe.seed, 0)
@@ -86,6 +89,7 @@ def generate(
         written_files += new_bytes is not None
         written_bytes += new_bytes or 0
         progress.advance(plan.num_samples * plan.sample_bytes)
+    _keep_names(recipe.dataset, storage)
     total_files = comm.reduce(written_files, "sum", awaiting="all ranks to write their files")
     total_bytes = comm.reduce(written_bytes, "sum", awaiting="the bytes of all ranks")
     elapsed_s = comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time")
@@ -100,6 +104,14 @@ def generate(
         written_bytes=total_bytes,
         elapsed_s=elapsed_s,
     )
+
+
+def _keep_names(dataset: Dataset, storage: Storage) -> None:
+    """Make the names that this rank has written, and those of their folders, survive a power cut."""
+    folders = {*training_files(dataset).folders(), *evaluation_files(dataset).folders()}
+    for folder in sorted({"", "train", "valid", *folders}):
+        with suppress(ObjectNotFound):
+            capabilities.sync_names(storage, folder)
 
 
 def _make_folders(storage: Storage) -> None:

@@ -276,6 +276,14 @@ class SupportsWholeReads(Protocol):
         """The object; `ObjectNotFound` if there is none."""
 
 
+@runtime_checkable
+class SupportsReadsAtOnce(Protocol):
+    """A storage that opens, reads and closes a small object in one step, cheaper than by its `Source`."""
+
+    def read_at_once(self, key: str, buffer: memoryview) -> int:
+        """Read all of the object into the beginning of `buffer` if it fits; its size in any case."""
+
+
 def read_described(storage: Storage, key: str) -> tuple[ObjectInfo, bytearray]:
     """A small object and what describes it; `ObjectNotFound` if there is none."""
     if isinstance(storage, SupportsWholeReads):

@@ -50,7 +50,12 @@ ALIASES: Final = _paths(
         "reader.preprocess_time_stdev": "reader.preprocess_time.stdev",
         "storage.storage_options.storage_library": "storage.storage_library",
         "storage.storage_options.endpoint_uris": "storage.endpoint_uris",
+        "storage.storage_options.endpoint_template": "storage.endpoint_uris",
+        "storage.endpoint_template": "storage.endpoint_uris",
         "storage.s3_force_path_style": "storage.storage_options.s3_force_path_style",
+        "reader.storage_library": "storage.storage_library",
+        "reader.storage_root": "storage.storage_root",
+        "reader.storage_type": "storage.storage_type",
     }
 )
 """Other words of DLIO's files, old or misplaced, for keys that we know."""
@@ -80,7 +85,12 @@ UNSET_BY_MINUS_ONE: Final = frozenset(
 )
 """Keys for which DLIO writes -1 to leave them unset."""
 
+_RANKS_DIFFER = "each rank begins with another endpoint in any case"
+_IN_TURN = "requests take the endpoints in turn"
 _S3DLIO = "this tunes the inside of another reader; penstock's own takes prefetch_window and max_outstanding"
+
+_LISTS: Final = {_path("storage.endpoint_uris"), _path("profiling.iostat_devices")}
+"""Keys for which one text stands for a list of one."""
 
 EXPLAINED: Final = {
     _path("workflow.query"): "it prints one value and stops; `penstock workloads NAME` prints them all",
@@ -98,8 +108,11 @@ EXPLAINED: Final = {
     _path("reader.dont_use_mmap"): "files are never mapped, only read",
     _path("checkpoint.randomize_tensor"): "content is always unique and cannot be deduplicated",
     _path("checkpoint.ksm"): "content is unique, so the kernel has no equal pages to merge",
-    _path("storage.use_mpi_endpoint_distribution"): "each rank begins with another endpoint in any case",
-    _path("storage.load_balance_strategy"): "requests take the endpoints in turn",
+    _path("reader.seed"): "train.seed decides the order of samples",
+    _path("storage.use_mpi_endpoint_distribution"): _RANKS_DIFFER,
+    _path("storage.storage_options.use_mpi_endpoint_distribution"): _RANKS_DIFFER,
+    _path("storage.load_balance_strategy"): _IN_TURN,
+    _path("storage.storage_options.load_balance_strategy"): _IN_TURN,
     _path("storage.storage_options.use_full_object_uri"): "keys are always relative to the storage's root",
     _path("storage.storage_options.coalesce_rgs"): _S3DLIO,
     _path("storage.storage_options.footer_cap"): _S3DLIO,
@@ -238,6 +251,10 @@ def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[Remark], list[Setting
     remarks: list[Remark] = []
     problems: list[SettingProblem] = []
     _split_storage_type(stack)
+    for path in _LISTS & stack.settings.keys():
+        setting = stack.settings[path]
+        if isinstance(setting.value, str):
+            stack.settings[path] = replace(setting, value=[setting.value])
     for path, setting in list(stack.settings.items()):
         is_unset = setting.value is None or (path in UNSET_BY_MINUS_ONE and setting.value == -1)
         # Without workers DLIO's own tests say None, which hydra reads as text.

@@ -64,13 +64,16 @@ def parse_dlio_words(words: Sequence[str]) -> DlioWords:
         name, equals, value = bare.partition("=")
         if name == "--config-dir":
             config_dir = Path(value)  # an option, not an override: no grammar, no quotes
+        elif word.startswith("~workload.") and not equals:  # hydra's word for leaving out a key
+            overrides.append(_override(f"{bare.removeprefix('~workload.')}=null", source=word))
         elif equals and name.startswith("workload."):
             overrides.append(_override(bare.removeprefix("workload."), source=word))
         elif equals and name in _DLIO_FIELDS:
             read = parse_value(value, source=word)
             given[_DLIO_FIELDS[name]] = "" if read is None else str(read)
         else:
-            raise UsageError(f"{word!r} is not understood", fix=_DLIO_USAGE)
+            what = next((text for known, text in _REFUSED.items() if name in known), "is not understood")
+            raise UsageError(f"{word!r} {what}", fix=_DLIO_USAGE)
     return DlioWords(**given, config_dir=config_dir, overrides=tuple(overrides))
 
 
@@ -80,9 +83,20 @@ _DLIO_FIELDS: Final = {
     "hydra.output_subdir": "output_subdir",
 }
 _DLIO_USAGE: Final = (
-    "Write workload=NAME, ++workload.SECTION.KEY=VALUE, hydra.run.dir=FOLDER, hydra.output_subdir=NAME, "
-    "or --config-dir FOLDER."
+    "Write workload=NAME, ++workload.SECTION.KEY=VALUE, ~workload.SECTION.KEY, hydra.run.dir=FOLDER, "
+    "hydra.output_subdir=NAME, or --config-dir FOLDER."
 )
+
+
+_REFUSED: Final = {
+    (
+        "-m",
+        "--multirun",
+    ): "would start several runs: write a command for each, or use `penstock training sweep`",
+    ("-cp", "--config-path", "-cn", "--config-name"): (
+        "replaces hydra's own configuration: name a folder of workloads by --config-dir"
+    ),
+}
 
 
 def _joined(words: Sequence[str]) -> Iterator[str]:

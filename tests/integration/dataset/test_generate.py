@@ -26,6 +26,7 @@ from penstock.dataset.verify_dataset import VerificationResult, verify
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
+from penstock.storage.files.folders import VerifiedFolders
 from penstock.storage.in_memory import MemoryStorage
 from penstock.testing.faults import FailAfter
 from penstock.workload.enums import DataFormat
@@ -90,6 +91,25 @@ def test_no_block_of_4_kib_occurs_twice(tmp_path: Path) -> None:
     content = b"".join(path.read_bytes()[128:] for path in sorted(tmp_path.rglob("*.npy")))
     blocks = [content[start : start + 4096] for start in range(0, len(content) - 4096, 4096)]
     assert len(set(blocks)) == len(blocks) > 100
+
+
+def test_each_folder_is_synced_once_after_its_files_and_before_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, int]] = []
+    recipe = replace(RECIPE, dataset=replace(SMALL, num_subfolders_train=2))
+    real = VerifiedFolders.sync_folder
+
+    def sync(folders: VerifiedFolders, path: str) -> None:
+        synced.append((path, len(list(tmp_path.rglob("*.npz")))))
+        real(folders, path)
+
+    monkeypatch.setattr(VerifiedFolders, "sync_folder", sync)
+    _generate(_at(tmp_path / "made"), recipe)
+    with_all = [path for path, num_files in synced if num_files == 15]
+    for folder in ("train/0", "train/1", "train", "valid"):
+        assert with_all.count(str(tmp_path / "made" / folder)) == 1
+    assert synced[-1][0] == str(tmp_path / "made")  # the manifest's
 
 
 def test_a_second_call_keeps_what_is_whole_and_writes_what_is_missing(tmp_path: Path) -> None:

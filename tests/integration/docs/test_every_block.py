@@ -239,6 +239,7 @@ CASES = (
         named="three minutes of checkpoints; tests/integration/workflows runs a small study, and "
         "test_levels_study_section.py holds these options and rows",
     ),
+    Case(page="docs/scale.md", key="num_files_train=50136788", figures={r"([\d,]+)\.\d samples/s": 1000}),
     Case(
         page="docs/start-hpc-engineer.md",
         key="storage probe ./data",

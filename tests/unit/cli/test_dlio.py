@@ -62,9 +62,14 @@ def test_help_explains_dlios_words(words: list[str], capsys: pytest.CaptureFixtu
         assert word in shown
 
 
-def test_no_words_are_wrong_usage_and_get_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_words_the_default_workload_is_run_as_in_dlio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main([]) == 2
-    assert "Usage: penstock-dlio" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "data/default" in shown.err  # where its data would be
+    assert "generate" in shown.err
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +83,8 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["workload=unet3d_h100", "hydra.verbose=true"], "'hydra.verbose=true' is not understood"),
         (["workload=unet3d_h100", "--config-dir"], "--config-dir names no folder"),
         (["workload=unet4d_h100"], "Did you mean unet3d_h100?"),
+        (["-m", "workload=unet3d_h100,resnet50_h100"], "a command for each"),
+        (["--config-name=other"], "--config-dir"),
         (
             ["workload=unet3d_h100", "++workload.dataset.num_fils_train=3"],
             "did you mean dataset.num_files_train?",
@@ -143,9 +150,11 @@ def test_the_workloads_folder_comes_first_then_the_environments() -> None:
     assert folder_of("hydra.run.dir=/out", "output.folder=/own", environment=told) == Path("/own")
 
 
-def test_an_interpolation_is_refused_rather_than_made_a_folder() -> None:
-    with pytest.raises(UsageError, match="Interpolation"):
-        folder_of("hydra.run.dir='out/${now:%Y}'")
+def test_of_interpolations_those_of_dlios_own_default_are_resolved() -> None:
+    found = folder_of("hydra.run.dir='/out/${workload.model.name}/${now:%Y-%m-%d}-${now:%H-%M-%S}'")
+    assert found == Path("/out/unet3d/2026-01-02-03-04-05")
+    with pytest.raises(UsageError, match="Of interpolations only"):
+        folder_of("hydra.run.dir='out/${hydra.job.num}'")
 
 
 def test_torchs_loader_is_used_where_the_workload_asks_for_it() -> None:

@@ -152,6 +152,11 @@ def test_the_folder_of_configurations_has_three_spellings(words: list[str]) -> N
     assert parse_dlio_words(words).config_dir == Path("/x")
 
 
+def test_a_tilde_leaves_a_key_at_its_default() -> None:
+    (left_out,) = parse_dlio_words(["~workload.dataset.compression"]).overrides
+    assert (left_out.path, left_out.value) == (("dataset", "compression"), None)
+
+
 def test_a_folder_is_taken_literally_and_a_null_is_told_from_silence() -> None:
     words = parse_dlio_words(["--config-dir=/a,b 'c'", "hydra.output_subdir=null", "workload=2024"])
     assert words.config_dir == Path("/a,b 'c'")

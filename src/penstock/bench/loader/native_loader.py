@@ -10,14 +10,20 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
-from penstock.bench.loader.loader_protocol import Batch, BatchRequest, Decoder, OpenStorage
+from penstock.bench.loader.loader_protocol import (
+    Batch,
+    BatchRequest,
+    BlockRequest,
+    Decoder,
+    OpenStorage,
+    ReadRequest,
+)
 from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES, RangeReader, ReadTotals
 from penstock.errors import PenstockError, UsageError
 from penstock.storage import Counters, Storage
@@ -104,8 +110,7 @@ class NativeLoader:
             thread.join()
 
     def _submit(self, request: BatchRequest) -> _PendingBatch:
-        works: list[_Work] = [partial(RangeReader.serve, request=read) for read in request.requests]
-        works += [partial(_preprocess, share_ns) for share_ns in self._split(request.preprocess_ns)]
+        works: list[_Work] = [*request.requests, *self._split(request.preprocess_ns)]
         pending = _PendingBatch(request.num_samples, works)
         for _ in range(min(len(works), len(self._threads))):
             self._tasks.put(pending)
@@ -160,7 +165,10 @@ class _PendingBatch:
             while (work := self._take()) is not None:
                 done += 1
                 try:
-                    totals = totals.plus(work(reader))
+                    if isinstance(work, int):
+                        _preprocess(work, totals)
+                    else:
+                        reader.serve(work, totals)
                 except PenstockError as failure:  # it is raised where the batch is awaited
                     error = error or failure
         finally:
@@ -181,7 +189,7 @@ class _PendingBatch:
         self.wait_until_done()
         if self._error is not None:
             raise self._error
-        return Batch(self._num_samples, *self._totals)
+        return self._totals.of_batch(self._num_samples)
 
     def wait_until_done(self) -> None:
         """Return once no work on this batch runs or waits."""
@@ -204,19 +212,19 @@ class _PendingBatch:
 
     def _report(self, done: int, totals: ReadTotals, error: BaseException | None) -> None:
         with self._changed:
-            self._totals = self._totals.plus(totals)
+            self._totals.add(totals)
             self._error = self._error or error
             self._missing -= done
             if self._missing == 0:
                 self._changed.notify_all()
 
 
-_Work = Callable[[RangeReader], ReadTotals]
-"""One read or one part of the preprocessing of a batch."""
+_Work = ReadRequest | BlockRequest | int
+"""One read, or the nanoseconds of one part of the preprocessing of a batch."""
 
 
-def _preprocess(duration_ns: int, _reader: RangeReader) -> ReadTotals:
+def _preprocess(duration_ns: int, totals: ReadTotals) -> None:
     """Emulate work on samples for that long; the thread reads nothing meanwhile, like a worker of DLIO."""
     began_ns = time.monotonic_ns()
     time.sleep(duration_ns / 1e9)
-    return ReadTotals(decode_ns=time.monotonic_ns() - began_ns)
+    totals.decode_ns += time.monotonic_ns() - began_ns

@@ -230,12 +230,12 @@ class _Reads(Dataset[_Arrival]):
             self._reader = RangeReader(self._storage, self._options.buffer_bytes, self._decoder)
         served = ReadTotals()
         for one in request.requests:
-            served = served.plus(self._reader.serve(one))
+            self._reader.serve(one, served)
         if request.preprocess_ns:
             began_ns = time.monotonic_ns()
             time.sleep(sum(request.preprocess_ns) / 1e9)
-            served = served.plus(ReadTotals(decode_ns=time.monotonic_ns() - began_ns))
-        return Batch(request.num_samples, *served)
+            served.decode_ns += time.monotonic_ns() - began_ns
+        return served.of_batch(request.num_samples)
 
     def _collate(self, num_samples: int) -> torch.Tensor | None:
         """A batch as large as the samples after decoding; in a worker, torch makes it in shared memory."""

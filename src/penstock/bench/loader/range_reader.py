@@ -7,18 +7,21 @@ decoded is held whole, until the next one.
 from __future__ import annotations
 
 import time
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
-from penstock.bench.loader.loader_protocol import BlockRequest, Decoder, ReadRequest
+from penstock.bench.loader.loader_protocol import Batch, BlockRequest, Decoder, ReadRequest
 from penstock.dataset.formats.format_protocol import Extent
 from penstock.errors import ShortTransfer
 from penstock.storage import Source, Storage, aligned
+from penstock.storage.protocol import SupportsReadsAtOnce
 
 DEFAULT_BUFFER_BYTES: Final = 8 << 20
 _ALIGNMENT: Final = 4096
 
 
-class ReadTotals(NamedTuple):
+@dataclass(slots=True)
+class ReadTotals:
     """Totals of requests: bytes and ranges read, and the time spent on reading and on decoding."""
 
     read_bytes: int = 0
@@ -26,14 +29,16 @@ class ReadTotals(NamedTuple):
     read_ns: int = 0
     decode_ns: int = 0
 
-    def plus(self, other: ReadTotals) -> ReadTotals:
-        """The sum of both."""
-        return ReadTotals(
-            self.read_bytes + other.read_bytes,
-            self.num_reads + other.num_reads,
-            self.read_ns + other.read_ns,
-            self.decode_ns + other.decode_ns,
-        )
+    def add(self, other: ReadTotals) -> None:
+        """Count what `other` has counted, too."""
+        self.read_bytes += other.read_bytes
+        self.num_reads += other.num_reads
+        self.read_ns += other.read_ns
+        self.decode_ns += other.decode_ns
+
+    def of_batch(self, num_samples: int) -> Batch:
+        """The batch whose requests these are."""
+        return Batch(num_samples, self.read_bytes, self.num_reads, self.read_ns, self.decode_ns)
 
 
 class RangeReader:
@@ -41,31 +46,44 @@ class RangeReader:
 
     def __init__(self, storage: Storage, buffer_bytes: int, decoder: Decoder | None = None) -> None:
         self._storage = storage
+        self._read_at_once = storage.read_at_once if isinstance(storage, SupportsReadsAtOnce) else None
         self._buffer = aligned.aligned_buffer(buffer_bytes)
         self._block = self._buffer
         self._decoder = decoder
         self._key: str | None = None
         self._source: Source | None = None
 
-    def serve(self, request: ReadRequest | BlockRequest) -> ReadTotals:
-        """Read what a request asks for; decode a block."""
+    def serve(self, request: ReadRequest | BlockRequest, totals: ReadTotals) -> None:
+        """Read what a request asks for; decode a block. Both count in `totals`."""
         began_ns = time.monotonic_ns()
         if not isinstance(request, BlockRequest):
-            read_bytes = self._read(request)
-            return ReadTotals(read_bytes, 1, time.monotonic_ns() - began_ns)
+            totals.read_bytes += self._read(request)
+            totals.num_reads += 1
+            totals.read_ns += time.monotonic_ns() - began_ns
+            return
         pieces = self._read_block(request)
         read_ns = time.monotonic_ns()
         assert self._decoder is not None
         self._decoder.decode(request, pieces)
-        return ReadTotals(
-            sum(len(piece.content) for piece in pieces),
-            len(pieces),
-            read_ns - began_ns,
-            time.monotonic_ns() - read_ns,
-        )
+        totals.read_bytes += sum(len(piece.content) for piece in pieces)
+        totals.num_reads += len(pieces)
+        totals.read_ns += read_ns - began_ns
+        totals.decode_ns += time.monotonic_ns() - read_ns
 
     def _read(self, request: ReadRequest) -> int:
-        """Read one range, piece by piece; its length."""
+        """Read one range; its length."""
+        is_whole = request.size_bytes is None and request.offset == 0
+        if self._read_at_once is not None and is_whole:
+            size_bytes = request.expected_bytes or 0
+            if size_bytes <= len(self._buffer):
+                size_bytes = self._read_at_once(request.key, self._buffer)
+                self._require_size(request, size_bytes)
+            if size_bytes <= len(self._buffer):
+                return size_bytes
+            self._read_at_once = None  # files of a data set are alike: the next ones are not tried
+        return self._read_pieces(request)
+
+    def _read_pieces(self, request: ReadRequest) -> int:
         source = self._open(request)
         size_bytes = _length(request, source)
         done = 0
@@ -103,16 +121,20 @@ class RangeReader:
             self.close()
             self._source = self._storage.open(request.key)
             self._key = request.key
-        expected_bytes, actual_bytes = request.expected_bytes, self._source.size_bytes
-        if expected_bytes not in (None, actual_bytes):
-            raise ShortTransfer(
-                f"This file has {actual_bytes} bytes instead of {expected_bytes}",
-                uri=f"{self._storage.uri}/{request.key}",
-                expected_bytes=expected_bytes,
-                actual_bytes=actual_bytes,
-                fix="Generate or copy it again; `penstock training verify` finds all such files.",
-            )
+        self._require_size(request, self._source.size_bytes)
         return self._source
+
+    def _require_size(self, request: ReadRequest, actual_bytes: int) -> None:
+        expected_bytes = request.expected_bytes
+        if expected_bytes is None or expected_bytes == actual_bytes:
+            return
+        raise ShortTransfer(
+            f"This file has {actual_bytes} bytes instead of {expected_bytes}",
+            uri=f"{self._storage.uri}/{request.key}",
+            expected_bytes=expected_bytes,
+            actual_bytes=actual_bytes,
+            fix="Generate or copy it again; `penstock training verify` finds all such files.",
+        )
 
     def _close_if_whole(self, request: ReadRequest) -> None:
         if request.size_bytes is None:

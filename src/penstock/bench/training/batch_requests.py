@@ -95,6 +95,9 @@ class BatchPlanner:
         if self._handling.decodes:
             yield from self._blocks_to_decode(order, num_samples)
             return
+        if self._files.are_read_whole:
+            yield from self._whole_files(order, num_samples)
+            return
         indexed: set[int] = set()
         for block in _blocks(order, num_samples):
             plan, survey = self._look_into(block.number)
@@ -103,6 +106,16 @@ class BatchPlanner:
             else:
                 for read in self._reads_of(plan, survey, block, indexed):
                     yield block.position, read
+
+    def _whole_files(self, order: RankEpoch, num_samples: int) -> Iterator[tuple[int, ReadRequest]]:
+        """The same for whole files of one part, by the least work: there may be millions of small ones."""
+        files, phase, expects, position = self._files, self._phase, self._have_manifest, 0
+        for number, samples in order.samples():
+            if position >= num_samples:
+                return
+            plan = files.plan(phase, number)
+            yield position, ReadRequest(plan.name, 0, None, plan.parts[0].size_bytes if expects else None)
+            position += samples.stop - samples.start
 
     def _reads_of(
         self, plan: FilePlan, survey: FileSurvey, block: _Block, indexed: set[int]

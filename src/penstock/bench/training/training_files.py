@@ -20,7 +20,7 @@ from penstock.dataset.data_files import DataFiles, evaluation_files, training_fi
 from penstock.dataset.dataset_manifest import DatasetRecipe, read_manifest, require_same
 from penstock.dataset.external_dataset import ExternalFiles
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.format_base import ComputedLayout
+from penstock.dataset.formats.format_base import ComputedLayout, ReadWhole
 from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.progress import Progress
@@ -91,6 +91,14 @@ class TrainingFiles:
             return True
         # Compressed files share all of a computed layout but the survey, which tells their size.
         return type(kind).survey is not ComputedLayout.survey  # type: ignore[comparison-overlap]  # self differs
+
+    @property
+    def are_read_whole(self) -> bool:
+        """Whether each file is one sample, and one read."""
+        kind = self.data_files.kind
+        if not isinstance(kind, ReadWhole) or self.dataset.num_samples_per_file != 1:
+            return False
+        return type(kind).reads is ReadWhole.reads  # type: ignore[comparison-overlap]  # self differs
 
     @property
     def streams(self) -> bool:

@@ -28,22 +28,22 @@ class _Sum:
     """A running checksum, or none."""
 
     def __init__(self) -> None:
-        self._kind: Checksum | None = None
+        self.kind: Checksum | None = None
         self._value = 0
 
     def start(self, kind: Checksum) -> None:
-        self._kind, self._value = kind, 0
+        self.kind, self._value = kind, 0
 
     def add(self, buffer: memoryview) -> None:
-        if self._kind is Checksum.CRC32:
+        if self.kind is Checksum.CRC32:
             self._value = isal_zlib.crc32(buffer, self._value)
-        elif self._kind is Checksum.CRC32C:
+        elif self.kind is Checksum.CRC32C:
             # The library takes nothing but `bytes`; in steps that fit the cache the copy costs little.
             for start in range(0, buffer.nbytes, _COPIED_BYTES):
                 self._value = google_crc32c.extend(self._value, bytes(buffer[start : start + _COPIED_BYTES]))
 
     def end(self) -> int:
-        self._kind = None
+        self.kind = None
         return self._value
 
 
@@ -61,7 +61,12 @@ class DataFileWriter:
 
     def raw(self, text: bytes | memoryview) -> None:
         """Copy `text` into the buffers."""
-        view = memoryview(text)
+        end = self._used + len(text)
+        if len(text) <= _SHORT_BYTES and end <= self._buffer.nbytes:
+            self._buffer[self._used : end] = text
+            self._took(self._buffer[self._used : end])
+            return
+        view = memoryview(text).cast("B")
         while view.nbytes:
             room = self._room(view.nbytes)
             if room.nbytes <= _SHORT_BYTES:
@@ -99,7 +104,8 @@ class DataFileWriter:
         return self._buffer[self._used : self._used + wanted]
 
     def _took(self, room: memoryview) -> None:
-        self._sum.add(room)
+        if self._sum.kind is not None:
+            self._sum.add(room)
         self._used += room.nbytes
         self.offset += room.nbytes
 

@@ -31,6 +31,8 @@ _LARGE: Final = 0xFFFFFFFF
 _DATE_1980: Final = 0x21
 _PLAIN_VERSION: Final = 20
 _ZIP64_VERSION: Final = 45
+_SUM_AT: Final = 16
+"""Where the sum of a member stands in its entry of the directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +75,27 @@ def trailer(member: Member, crc: int) -> bytes:
 
 def central_directory(entries: Sequence[tuple[Member, int]]) -> bytes:
     """The directory of members and their sums."""
-    return b"".join(_directory_entry(member, crc) for member, crc in entries)
+    return _directory([directory_entry(member) for member, _ in entries], [crc for _, crc in entries])
 
 
-def _directory_entry(member: Member, crc: int) -> bytes:
+def directory_entry(member: Member) -> tuple[bytes, bytes]:
+    """What stands before and after the sum of a member in the directory: equal in all files of a layout."""
     wide = [member.size_bytes] * 2 * member.is_large + [member.offset] * (member.offset >= _LARGE)
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     size_bytes = min(member.size_bytes, _LARGE)
     fixed = struct.pack(
         "<4sHHHHHHIIIHHHHHII",
         *(b"PK\x01\x02", member.version, member.version, _STREAMED, 0, 0, _DATE_1980),
-        *(crc, size_bytes, size_bytes, len(member.name), len(extra)),
+        *(0, size_bytes, size_bytes, len(member.name), len(extra)),
         *(0, 0, 0, 0, min(member.offset, _LARGE)),
     )
-    return fixed + member.name.encode("ascii") + extra
+    return fixed[:_SUM_AT], fixed[_SUM_AT + 4 :] + member.name.encode("ascii") + extra
+
+
+def _directory(entries: Sequence[tuple[bytes, bytes]], sums: Sequence[int]) -> bytes:
+    return b"".join(
+        before + crc.to_bytes(4, "little") + after for (before, after), crc in zip(entries, sums, strict=True)
+    )
 
 
 def end_of_archive(num_members: int, directory_bytes: int, directory_offset: int) -> bytes:
@@ -126,12 +135,14 @@ class _Array:
     """One member: where in the stored archive its parts are."""
 
     member: Member
+    header: bytes
     head: bytes
     body_bytes: int
+    entry: tuple[bytes, bytes]
 
     @property
     def body_offset(self) -> int:
-        return self.member.offset + len(local_header(self.member)) + len(self.head)
+        return self.member.offset + len(self.header) + len(self.head)
 
     @property
     def end(self) -> int:
@@ -154,7 +165,8 @@ def _arrays_of(
 
 
 def _array(name: str, offset: int, head: bytes, body_bytes: int) -> _Array:
-    return _Array(Member(name, offset, len(head) + body_bytes), head, body_bytes)
+    member = Member(name, offset, len(head) + body_bytes)
+    return _Array(member, local_header(member), head, body_bytes, directory_entry(member))
 
 
 class NpzFormat(npy.StackedFormat):
@@ -168,7 +180,7 @@ class NpzFormat(npy.StackedFormat):
     def _file_bytes(self, plan: fp.FilePlan) -> int | None:
         arrays = _arrays(plan)
         end = arrays[1].end
-        directory = central_directory([(array.member, 0) for array in arrays])
+        directory = _directory([array.entry for array in arrays], (0, 0))
         return end + len(directory) + len(end_of_archive(len(arrays), len(directory), end))
 
     def check_sums(self, plan: fp.FilePlan, pieces: Sequence[fp.Extent]) -> None:
@@ -182,18 +194,17 @@ class NpzFormat(npy.StackedFormat):
 
     def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """Both arrays, each with the CRC-32 behind it, then the directory."""
-        entries: list[tuple[Member, int]] = []
-        for array in _arrays(plan):
-            out.raw(local_header(array.member))
+        arrays, sums, behind = _arrays(plan), [], b""
+        for array in arrays:
+            # As few pieces as there can be: of small files they cost more than their bytes.
+            out.raw(behind + array.header)
             out.start_sum(fp.Checksum.CRC32)
             out.raw(array.head)
             out.fill(array.body_bytes)
-            crc = out.end_sum()
-            out.raw(trailer(array.member, crc))
-            entries.append((array.member, crc))
-        directory, offset = central_directory(entries), out.offset
-        out.raw(directory)
-        out.raw(end_of_archive(len(entries), len(directory), offset))
+            sums.append(out.end_sum())
+            behind = trailer(array.member, sums[-1])
+        directory, offset = _directory([array.entry for array in arrays], sums), out.offset + len(behind)
+        out.raw(behind + directory + end_of_archive(len(arrays), len(directory), offset))
 
 
 class CompressedNpzFormat(NpzFormat):

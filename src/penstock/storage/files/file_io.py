@@ -23,7 +23,7 @@ from penstock.storage.files.system_calls import FileCalls, map_os_error
 from penstock.storage.protocol import Counters, Release
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenFile:
     """An open descriptor with the calls to use, the counters to count in, and the URI for errors."""
 
@@ -78,7 +78,7 @@ def _progress(moved: int, step_bytes: int, done: int, needed: int, file: OpenFil
     return whole_steps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QueuedWrite:
     """Bytes for one offset; `payload_bytes` of them are the caller's, the rest is padding."""
 
@@ -371,6 +371,46 @@ class DirectWriter:
 
 FileAccess = BufferedAccess | DirectAccess
 FileWriter = BufferedWriter | DirectWriter
+
+
+class FileSource:
+    """A file opened for reading; reads from any thread carry their own offsets."""
+
+    def __init__(self, file: OpenFile, access: FileAccess, size_bytes: int) -> None:
+        self._file = file
+        self._access = access
+        self._size_bytes = size_bytes
+        self._is_open = True
+
+    @property
+    def descriptor(self) -> int:
+        """The open file's."""
+        return self._file.descriptor
+
+    @property
+    def size_bytes(self) -> int:
+        """The file's size when it was opened."""
+        return self._size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        wanted = flat(buffer)
+        if offset + len(wanted) > self._size_bytes:
+            raise ShortTransfer(
+                f"{len(wanted)} bytes at offset {offset} reach past the end, {self._size_bytes}",
+                uri=self._file.uri,
+                expected_bytes=len(wanted),
+                actual_bytes=max(0, self._size_bytes - offset),
+                fix="Ask for ranges inside size_bytes.",
+            )
+        self._access.read_into(self._file, offset, wanted)
+        self._file.counters.add(read_bytes=len(wanted))
+
+    def close(self) -> None:
+        """Close the file; no thread may be reading."""
+        if self._is_open:
+            self._is_open = False
+            self._file.calls.close(self._file.descriptor)
 
 
 def aligned_range(buffer: memoryview, offset: int, alignment_bytes: int) -> range:

@@ -27,9 +27,15 @@ from penstock.errors import (
     Unavailable,
     UsageError,
 )
-from penstock.storage.aligned import flat
 from penstock.storage.capabilities import Deferred
-from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess, FileWriter, OpenFile
+from penstock.storage.files.file_io import (
+    BufferedAccess,
+    DirectAccess,
+    FileAccess,
+    FileSource,
+    FileWriter,
+    OpenFile,
+)
 from penstock.storage.files.folders import FileFolderTree, VerifiedFolders
 from penstock.storage.files.system_calls import (
     REAL_CALLS,
@@ -43,6 +49,9 @@ from penstock.storage.uri import Location, check_key, check_prefix, parse_option
 
 logger = logging.getLogger(__name__)
 
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""O_NONBLOCK, or opening a named pipe would wait for its other end; O_NOFOLLOW, so that a link is resolved
+and checked by us (`_open_descriptor`)."""
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
 _UNFINISHED = re.compile(r"\.penstock-[0-9a-f]{16}\.unfinished")
 
@@ -57,7 +66,7 @@ def is_unfinished(name: str) -> bool:
     return name.startswith(".penstock-") and _UNFINISHED.fullmatch(name) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class NewFile:
     """A file that is being written at `written_path`, to become the object `key` at `final_path`."""
 
@@ -274,20 +283,28 @@ class FileStorage:
 
     def open(self, key: str) -> FileSource:
         """Open a file as it is now: an overwrite does not touch it, only writing in place does."""
-        path = self.local_path(key)
-        # Without O_NONBLOCK, opening a named pipe would wait for its other end.
-        # O_NOFOLLOW, so that a link is resolved and checked by us (`_open_descriptor`).
-        descriptor = self._open_path(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        file = OpenFile(descriptor, self._folders.uri_of(path), self._calls, self.counters)
+        file = self._open_to_read(key)
         try:
-            facts = self._calls.fstat(descriptor)
-            _require_regular(facts, file.uri)
-        except OSError as error:
-            self._calls.close(descriptor)
-            if isinstance(error, StorageError):
-                raise
-            raise map_os_error(error, "Opening", file.uri) from error
-        return FileSource(file, self._access, facts.st_size)
+            return FileSource(file, self._access, _regular_size(file))
+        except StorageError:
+            self._calls.close(file.descriptor)
+            raise
+
+    def read_at_once(self, key: str, buffer: memoryview) -> int:
+        """Open, read and close a file that fits into `buffer`, by as few calls as that takes; its size."""
+        file = self._open_to_read(key)
+        try:
+            size_bytes = _regular_size(file)
+            if 0 < size_bytes <= len(buffer):
+                self._access.read_into(file, 0, buffer[:size_bytes])
+                self.counters.add(read_bytes=size_bytes)
+        finally:
+            self._calls.close(file.descriptor)
+        return size_bytes
+
+    def _open_to_read(self, key: str) -> OpenFile:
+        path = self.local_path(key)
+        return OpenFile(self._open_path(path, _READ), self._folders.uri_of(path), self._calls, self.counters)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All files below `prefix`, each once, without unfinished ones; links to folders are not followed.
@@ -402,7 +419,7 @@ class FileStorage:
         """Where the file of this key is or would be; its folder exists and lies inside the root."""
         folder, name = self._split(key)
         try:
-            return os.path.join(self._folders.existing(folder), name)
+            existing = self._folders.existing(folder)
         except ObjectNotFound as error:
             raise ObjectNotFound(
                 "The folder of this object does not exist",
@@ -410,6 +427,7 @@ class FileStorage:
                 fix=error.fix,
                 errno=error.errno,
             ) from error
+        return f"{existing}/{name}" if folder else os.path.join(existing, name)
 
     def _split(self, key: str) -> tuple[str, str]:
         folder, _, name = check_key(key, self.uri).rpartition("/")
@@ -448,17 +466,8 @@ class FileStorage:
             new, self._access.start_writer(new.file, self._options.writes_in_flight), self._folders
         )
         if size_bytes and self._options.preallocate:
-            self._preallocate(new.file, size_bytes, sink)
+            _preallocate(new.file, size_bytes, sink)
         return sink
-
-    def _preallocate(self, file: OpenFile, size_bytes: int, sink: FileSink) -> None:
-        try:
-            self._calls.fallocate(file.descriptor, size_bytes)
-        except OSError as error:
-            if error.errno in _NOT_SUPPORTED:
-                return
-            sink.abort()
-            raise map_os_error(error, f"Allocating {size_bytes} bytes", file.uri) from error
 
     def _open_new(self, path: str, flags: int) -> int:
         try:
@@ -537,48 +546,28 @@ class FileStorage:
         self._folders.sync_folder(top)
 
 
-class FileSource:
-    """A file opened for reading; reads from any thread carry their own offsets."""
-
-    def __init__(self, file: OpenFile, access: FileAccess, size_bytes: int) -> None:
-        self._file = file
-        self._access = access
-        self._size_bytes = size_bytes
-        self._is_open = True
-
-    @property
-    def descriptor(self) -> int:
-        """The open file's."""
-        return self._file.descriptor
-
-    @property
-    def size_bytes(self) -> int:
-        """The file's size when it was opened."""
-        return self._size_bytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`."""
-        wanted = flat(buffer)
-        if offset + len(wanted) > self._size_bytes:
-            raise ShortTransfer(
-                f"{len(wanted)} bytes at offset {offset} reach past the end, {self._size_bytes}",
-                uri=self._file.uri,
-                expected_bytes=len(wanted),
-                actual_bytes=max(0, self._size_bytes - offset),
-                fix="Ask for ranges inside size_bytes.",
-            )
-        self._access.read_into(self._file, offset, wanted)
-        self._file.counters.add(read_bytes=len(wanted))
-
-    def close(self) -> None:
-        """Close the file; no thread may be reading."""
-        if self._is_open:
-            self._is_open = False
-            self._file.calls.close(self._file.descriptor)
-
-
 def _describe(key: str, facts: os.stat_result) -> ObjectInfo:
     return ObjectInfo(key=key, size_bytes=facts.st_size, modified_s=facts.st_mtime)
+
+
+def _preallocate(file: OpenFile, size_bytes: int, sink: FileSink) -> None:
+    try:
+        file.calls.fallocate(file.descriptor, size_bytes)
+    except OSError as error:
+        if error.errno in _NOT_SUPPORTED:
+            return
+        sink.abort()
+        raise map_os_error(error, f"Allocating {size_bytes} bytes", file.uri) from error
+
+
+def _regular_size(file: OpenFile) -> int:
+    """The size of an open file; `ObjectNotFound` for what is no file."""
+    try:
+        facts = file.calls.fstat(file.descriptor)
+    except OSError as error:
+        raise map_os_error(error, "Opening", file.uri) from error
+    _require_regular(facts, file.uri)
+    return facts.st_size
 
 
 def _require_regular(facts: os.stat_result, uri: str) -> None:

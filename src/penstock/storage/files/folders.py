@@ -26,6 +26,7 @@ class VerifiedFolders:
 
     def __init__(self, root: str, scheme: str, calls: FileCalls) -> None:
         self.root = root
+        self._below_root = os.path.join(root, "")
         self._scheme = scheme
         self._calls = calls
         self._inside = _Remembered()
@@ -38,7 +39,7 @@ class VerifiedFolders:
 
     def existing(self, folder: str) -> str:
         """The path of an existing folder inside the root."""
-        path = os.path.join(self.root, folder) if folder else self.root
+        path = f"{self._below_root}{folder}" if folder else self.root
         if path not in self._inside:
             self.resolve(path)
             self._inside.add(path)

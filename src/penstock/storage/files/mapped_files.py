@@ -12,7 +12,7 @@ import os
 from contextlib import suppress
 
 from penstock.storage.aligned import PAGE_BYTES, copy_bytes, flat
-from penstock.storage.files.file_storage import FileSource
+from penstock.storage.files.file_io import FileSource
 from penstock.storage.protocol import Counters, Source, WrappedSource, WrappedStorage
 from penstock.storage.residency import count_by_cachestat
 

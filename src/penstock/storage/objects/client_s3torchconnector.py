@@ -41,10 +41,17 @@ _PHRASES = (
 def connect(settings: ClientSettings) -> S3TorchClient:
     """A client for one endpoint; refused where it cannot do what the options say."""
     options = settings.options
-    if options.payload == "signed" or not options.tls_verify or settings.ca_bundle:
+    if options.payload == "signed" or not options.tls_verify:
         raise UsageError(
-            "s3torchconnector can neither sign payloads nor take a CA bundle nor switch off tls_verify",
-            fix="Use client=obstore, or the system's trust store.",
+            "s3torchconnector can neither sign payloads nor switch off tls_verify", fix="Use client=obstore."
+        )
+    # Over plain http nothing is verified, so a bundle that is set for other endpoints does no harm.
+    if settings.ca_bundle and settings.uses_tls:
+        raise UsageError(
+            "s3torchconnector cannot take the CA bundle that AWS_CA_BUNDLE names",
+            where=settings.endpoint,
+            fix="Unset AWS_CA_BUNDLE and add its authorities to the system's trust store, or use "
+            "client=obstore.",
         )
     return S3TorchClient(settings)
 

@@ -15,7 +15,7 @@ from penstock.bench.compute import PreprocessTimes
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import BatchRequest, BlockRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
-from penstock.bench.loader.range_reader import RangeReader
+from penstock.bench.loader.range_reader import RangeReader, ReadTotals
 from penstock.bench.loader.sample_decoder import SAMPLED, ContentCheck, FormatDecoder
 from penstock.bench.training.batch_requests import BatchPlanner, SampleHandling
 from penstock.bench.training.sample_sharding import RankEpoch, shard_training
@@ -119,7 +119,10 @@ def test_every_format_decodes_to_what_was_generated_and_reads_every_sample_once(
 def test_compressed_and_chunked_files_decode_too(dataset: Dataset) -> None:
     stage = Stage(dataset)
     reader = RangeReader(stage.storage, 4096, stage.decoder())
-    served = [reader.serve(one) for one in blocks_of(stage.requests())]
+    blocks = list(blocks_of(stage.requests()))
+    served = [ReadTotals() for _ in blocks]
+    for block, totals in zip(blocks, served, strict=True):
+        reader.serve(block, totals)
     reader.close()
     assert served
     assert all(one.decode_ns > 0 for one in served)
@@ -131,7 +134,9 @@ def test_blocks_travel_to_other_processes(kind: DataFormat) -> None:
     (first, *_) = blocks_of(stage.requests())
     decoder, block = pickle.loads(pickle.dumps((stage.decoder(), first)))
     reader = RangeReader(stage.storage, 4096, decoder)
-    assert reader.serve(block).read_bytes > 0
+    totals = ReadTotals()
+    reader.serve(block, totals)
+    assert totals.read_bytes > 0
     reader.close()
 
 
@@ -178,9 +183,9 @@ def test_the_memory_of_a_block_serves_the_next_one() -> None:
 
     reader = RangeReader(stage.storage, 4096, Keeping())
     first, second, _ = blocks_of(stage.requests())
-    reader.serve(first)
+    reader.serve(first, ReadTotals())
     before = bytes(kept[0][0].content)
-    reader.serve(second)
+    reader.serve(second, ReadTotals())
     assert bytes(kept[0][0].content) != before  # the same memory, read over
     reader.close()
 

@@ -204,6 +204,22 @@ def test_a_ca_bundle_that_is_none_is_refused(content: str | None, complaint: str
     assert str(bundle) in str(caught.value)
 
 
+@pytest.mark.parametrize(("scheme", "refused"), [("http", False), ("https", True)])
+def test_s3torchconnector_refuses_a_ca_bundle_by_its_variable_where_it_would_matter(
+    scheme: str, *, refused: bool, tmp_path: Path
+) -> None:
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_text("-----BEGIN CERTIFICATE-----")
+    environment = {**HERE, "AWS_CA_BUNDLE": str(bundle)}
+    options = {"client": "s3torchconnector", "endpoints": f"{scheme}://localhost:1"}
+    if not refused:
+        open_storage("s3://bucket", environment, options=options)
+        return
+    with pytest.raises(UsageError, match="AWS_CA_BUNDLE") as caught:
+        open_storage("s3://bucket", environment, options=options)
+    assert "Unset AWS_CA_BUNDLE" in caught.value.fix
+
+
 @pytest.mark.parametrize("option", [{"payload": "signed"}, {"tls_verify": "false"}])
 def test_what_s3torchconnector_cannot_do_is_refused(option: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="s3torchconnector"):
