@@ -22,7 +22,7 @@ from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
 from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.checkpoint.loading import placement, reader
 from penstock.checkpoint.loading.host_links import HostLinks
-from penstock.checkpoint.loading.host_sharing import HostSharing, SharedBlocks
+from penstock.checkpoint.loading.host_sharing import HostSharing, settings_for_sharing
 from penstock.checkpoint.loading.load_requests import ByteItemIndex
 from penstock.checkpoint.loading.transport import GlooTransport, Outbox, run_rounds
 from penstock.checkpoint.plan.load_plan import LoadPlan, payload_starts
@@ -282,10 +282,9 @@ def _move(
     begin, end = _payload_ranges(plan, context)
     items = _find_whole_items(plan, begin, end, context)
     spans = _plan_spans(plan, context.item_index.stored.file, begin, end, items)
-    memory: reader.BlockMemory = context.buffers
+    settings, own_spans = context.buffers.settings, spans[: plan.num_own]
     if context.links is not None:
-        memory = SharedBlocks(context.links, context.buffers.settings)
-    settings, own_spans = memory.settings, spans[: plan.num_own]
+        settings = settings_for_sharing(context.links, settings)
     block_bytes = settings.block_bytes
     if find_local_paths(context.storage) is not None:
         # Services are asked for few and large ranges, whatever the size of a load.
@@ -311,7 +310,8 @@ def _move(
     is_for_cuda = any(target.memory.device.type == "cuda" for target in targets)
     num_threads = settings.streams + 1 + (len(context.links.links) if context.links is not None else 0)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-load") as threads:
-        futures = list(block_reader.start(memory, threads, pin_memory if is_for_cuda else None))
+        pin = pin_memory if is_for_cuda else None
+        futures = list(block_reader.start(context.buffers, threads, pin, streams=settings.streams))
         if sharing is not None:
             futures += sharing.start(threads)
         if context.group.torch_group is not None and (outbox.messages or incoming):

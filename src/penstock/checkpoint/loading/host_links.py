@@ -39,8 +39,6 @@ SHARED_BYTES = 128 << 20
 """Of the windows of all ranks of a host together."""
 MOST_BLOCK_BYTES = 4 << 20
 """New shared memory costs as much as a copy of as many bytes, so windows and their blocks are small."""
-NUM_SPARE_BLOCKS = 2
-"""Blocks that others still copy while all streams read the next ones."""
 LEAST_STREAMS = 2
 CONNECT_S = 10.0
 POPULATE_WRITE = 23
@@ -229,8 +227,8 @@ class _Listener:
     def open(cls, num_ranks: int, settings: ReadSettings, read_bytes: int) -> _Listener:
         room = SHARED_BYTES // num_ranks
         block_bytes = min(settings.block_bytes, MOST_BLOCK_BYTES, room // 2) // PAGE_BYTES * PAGE_BYTES
-        most = min(count_streams(settings, num_ranks) + NUM_SPARE_BLOCKS, room // block_bytes)
-        num_blocks = max(1, min(most, -(-read_bytes // block_bytes) + 1))
+        most = min(count_streams(settings, num_ranks), room // block_bytes)
+        num_blocks = max(1, min(most, -(-read_bytes // block_bytes)))
         address = f"penstock-{secrets.token_hex(16)}"
         with ExitStack() as undo:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

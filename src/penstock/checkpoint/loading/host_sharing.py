@@ -1,9 +1,9 @@
 """One copy a host: a rank shows the blocks it reads to the ranks of its host, which copy from its window.
 
-For each block that others want, its reader tells them where the block lies in its window; they copy what they
-want and return it, and the reader uses the place again when all have. Invariants: a block's place does not
-change before all have returned it; copying never waits for another rank, so ranks cannot deadlock; a rank
-that fails tells the others, and a connection that ends without that is a rank that died.
+A reader copies each block that others want into its window, and tells them where; they copy what they want
+and return it, and the reader uses the place again when all have. Invariants: a block's place does not change
+before all have returned it; copying out of a window never waits for another rank, so ranks cannot deadlock; a
+rank that fails tells the others, and a connection that ends without that is a rank that died.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,30 +20,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.checkpoint.loading.host_links import HostLinks, count_streams
-from penstock.checkpoint.loading.reader import STEP_BYTES, Block, Part, ReadSettings, Span, SpanSink
+from penstock.checkpoint.loading.reader import Block, Part, ReadSettings, Span, SpanSink
 from penstock.checkpoint.plan.load_plan import LoadPlan
 from penstock.checkpoint.state.regions import Ints
 from penstock.errors import RankError, WaitTimeout
+from penstock.storage.aligned import copy_bytes
 
 _MESSAGE = struct.Struct("<iiqqq")
 _SHOWN, _RETURNED, _GAVE_UP = range(3)
 
 
-class SharedBlocks:
-    """Memory for blocks in a window that other ranks map, in place of `ReadBuffers`."""
-
-    def __init__(self, links: HostLinks, settings: ReadSettings) -> None:
-        streams = count_streams(settings, len(links.links) + 1)
-        self.settings = ReadSettings(streams=streams, block_bytes=links.block_bytes)
-        self._links = links
-
-    def blocks(self, num_blocks: int, prepare: object = None) -> list[memoryview]:  # noqa: ARG002 - see ReadBuffers
-        """As many places for blocks as there are, or are needed."""
-        size, view = self._links.block_bytes, self._links.window.view
-        return [
-            view[number * size : (number + 1) * size]
-            for number in range(min(num_blocks, self._links.num_blocks))
-        ]
+def settings_for_sharing(links: HostLinks, settings: ReadSettings) -> ReadSettings:
+    """For reads that are shown to the ranks of this host: blocks fit into windows."""
+    streams = count_streams(settings, len(links.links) + 1)
+    return ReadSettings(streams=streams, block_bytes=links.block_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,18 +72,17 @@ class HostSharing:
         for read, rank in zip(plan.shown_read.tolist(), plan.shown_to.tolist(), strict=True):
             self._viewers_of_read[read].add(rank)
         self._viewers: Mapping[int, tuple[int, ...]] = {}
-        self._blocks: Sequence[Block] = ()
         self._unreturned = Counter[int]()
+        self._free_places = list(range(links.num_blocks))
+        self._num_viewing = Counter[int]()
+        self._room = threading.Condition()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._dead: set[int] = set()
         self._gave_up: set[int] = set()
-        self._give_back: Callable[[int], None] = lambda _: None
 
-    def expect_blocks(self, blocks: Sequence[Block], give_back: Callable[[int], None]) -> None:
-        """Before the first block is read: which blocks this rank reads, and what frees a place again."""
-        self._give_back = give_back
-        self._blocks = blocks
+    def expect_blocks(self, blocks: Sequence[Block]) -> None:
+        """Before the first block is read: which blocks this rank reads."""
         self._viewers = {
             number: tuple(sorted(ranks))
             for number, block in enumerate(blocks)
@@ -102,15 +91,32 @@ class HostSharing:
         for viewers in self._viewers.values():
             self._unreturned.update(viewers)
 
-    def viewers(self, number: int) -> int:
-        """How many other ranks want this rank's block."""
-        return len(self._viewers.get(number, ()))
+    def show(self, number: int, block: Block, content: memoryview) -> None:
+        """Copy a block that others want into the window, once there is room, and tell them where it is."""
+        viewers = self._viewers.get(number, ())
+        place = self._take_place(len(viewers)) if viewers else None
+        if place is not None:
+            start = place * self._links.block_bytes
+            copy_bytes(self._links.window.view[start : start + len(content)], content)
+            for rank in viewers:
+                self._tell(rank, _SHOWN, place, block)
 
-    def show(self, number: int, place: int) -> None:
-        """Tell them that the block lies at a place of the window; each returns it once."""
-        block = self._blocks[number]
-        for rank in self._viewers.get(number, ()):
-            self._tell(rank, _SHOWN, place, block)
+    def _take_place(self, num_viewing: int) -> int | None:
+        """A free place of the window, which so many ranks will return; None after `stop`."""
+        with self._room:
+            self._room.wait_for(lambda: self._free_places or self._stopped.is_set())
+            if self._stopped.is_set():
+                return None
+            place = self._free_places.pop()
+            self._num_viewing[place] = num_viewing
+            return place
+
+    def _return_place(self, place: int) -> None:
+        with self._room:
+            self._num_viewing[place] -= 1
+            if not self._num_viewing[place]:
+                self._free_places.append(place)
+                self._room.notify()
 
     def start(self, threads: Executor) -> list[Future[None]]:
         """Begin to copy what others show, in a thread for each of them."""
@@ -123,6 +129,8 @@ class HostSharing:
                 return
             self._dead = {rank for rank in self._links.links if self._is_gone(rank)}
             self._stopped.set()
+        with self._room:
+            self._room.notify_all()
         for rank, link in self._links.links.items():
             self._tell(rank, _GAVE_UP)
             with suppress(OSError):
@@ -149,7 +157,7 @@ class HostSharing:
                 self._tell(rank, _RETURNED, place)
                 continue
             if kind == _RETURNED:
-                self._give_back(place)
+                self._return_place(place)
                 self._unreturned[rank] -= 1
                 continue
             # Its failure is known to all with the next heartbeat, which stops this rank as well.
@@ -173,9 +181,7 @@ class HostSharing:
         start = place * self._links.block_bytes
         content = self._links.links[rank].window.view[start : start + end - begin]
         for part in self._seen[rank, file].parts(begin, end):
-            for at in range(part.begin, part.end, STEP_BYTES):
-                stop = min(at + STEP_BYTES, part.end)
-                self._sink.take(part.span, at, content[at - begin : stop - begin])
+            self._sink.take(part.span, part.begin, content[part.begin - begin : part.end - begin])
             self._sink.arrived(part)
             self._missing[rank] -= part.end - part.begin
 

@@ -145,16 +145,19 @@ class CheckpointLoader:
     ) -> LoadReport:
         start_s, comm = time.perf_counter(), group.comm
         if isinstance(opened, SharedCheckpoint):
-            matched = _match_on_all_ranks(parts, opened.source, choice, comm, is_outline=True)
+            outline = load_requests.index_byte_items(opened.source.index)
+            matched = _match_on_all_ranks(parts, opened.source, outline, choice, comm, is_outline=True)
             checkpoint, plan, links, is_cached = self._plan_shared(opened, matched.requests, comm)
+            item_index = load_requests.index_byte_items(checkpoint.index)
         else:
             checkpoint = replace(opened, index=load_requests.locate_payloads(opened, comm))
-            matched = _match_on_all_ranks(parts, checkpoint, choice, comm, is_outline=False)
-            is_cached = readable is None and _is_cached(checkpoint, matched.requests)
+            item_index = load_requests.index_byte_items(checkpoint.index)
+            matched = _match_on_all_ranks(parts, checkpoint, item_index, choice, comm, is_outline=False)
+            is_cached = readable is None and _is_cached(checkpoint, item_index, matched.requests)
             plan, links = self._plan(
-                checkpoint, matched.requests, comm, is_cached=is_cached, readable=readable
+                checkpoint, item_index, matched.requests, comm, is_cached=is_cached, readable=readable
             )
-        requests, item_index = matched.requests, load_requests.index_byte_items(checkpoint.index)
+        requests = matched.requests
         planned_s = time.perf_counter()
         targets = [*matched.targets, *item_targets(requests, item_index)]
         context = LoadContext(
@@ -188,6 +191,7 @@ class CheckpointLoader:
     def _plan(
         self,
         checkpoint: CheckpointSource,
+        item_index: load_requests.ByteItemIndex,
         requests: load_requests.LoadRequests,
         comm: Comm,
         *,
@@ -195,7 +199,6 @@ class CheckpointLoader:
         readable: Sequence[str] | None,
     ) -> tuple[load_plan.LoadPlan, HostLinks | None]:
         """What this rank does, and its links to the ranks of its host if they share bytes. Collective."""
-        item_index = load_requests.index_byte_items(checkpoint.index)
         nothing = Regions.from_rows(())
         # A rank that finds everything in its page cache takes it from there: each exchange costs more.
         own_wish = (nothing if is_cached else requests.regions, name_host() if comm.size > 1 else "")
@@ -230,7 +233,8 @@ class CheckpointLoader:
             hosts = [host for _, host in wishes]
             named = [rank for rank, host in enumerate(hosts) if host and host == hosts[comm.rank]]
             near = np.array(named, dtype=np.int64)
-            planned = plan_own(shared, near) if len(set(hosts)) < comm.size else None
+            may_share = len(set(hosts)) < comm.size and (readable is not None or shared.may_exchange)
+            planned = plan_own(shared, near) if may_share else None
             links = None if planned is None else self._link(planned, element_bytes, near, comm)
             if not is_cached:
                 return planned if planned and links else plan_own(shared, None), links
@@ -245,7 +249,8 @@ class CheckpointLoader:
 
         def shares(described: shared_load.DescribedRows) -> Bools:
             nonlocal is_cached
-            is_cached = _is_cached(opened.with_rows(described), requests)
+            source = opened.with_rows(described)
+            is_cached = _is_cached(source, load_requests.index_byte_items(source.index), requests)
             return np.full(len(wanted), not is_cached)
 
         found = comm.carry(
@@ -319,9 +324,13 @@ def open_path_on_all_ranks(path: AnyPath, comm: Comm) -> CheckpointSource | Shar
     return open_shared(comm, storage, lambda: open_checkpoint(path, rank=comm.rank))
 
 
-def _is_cached(checkpoint: CheckpointSource, requests: load_requests.LoadRequests) -> bool:
+def _is_cached(
+    checkpoint: CheckpointSource,
+    item_index: load_requests.ByteItemIndex,
+    requests: load_requests.LoadRequests,
+) -> bool:
     """Whether this machine's page cache has all files in which this rank wants something."""
-    stored = load_requests.index_byte_items(checkpoint.index).stored
+    stored = item_index.stored
     wanted = np.isin(stored.regions.tensor, requests.regions.tensor)
     files = np.unique(stored.file[wanted]).tolist()
     return are_resident(checkpoint.storage, [checkpoint.key(checkpoint.index.files[file]) for file in files])
@@ -339,6 +348,7 @@ def _storage_past_cache(
 def _match_on_all_ranks(
     parts: LoadedParts,
     checkpoint: CheckpointSource,
+    item_index: load_requests.ByteItemIndex,
     choice: LoadChoice,
     comm: Comm,
     *,
@@ -348,7 +358,6 @@ def _match_on_all_ranks(
 
     An outline does not say where anything is, so whether all of it is there is seen later.
     """
-    item_index = load_requests.index_byte_items(checkpoint.index)
 
     def match() -> _MatchedState:
         with checkpoint.naming_misfits():

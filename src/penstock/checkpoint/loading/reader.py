@@ -21,7 +21,7 @@ from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import DataDamaged, PenstockError
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
-from penstock.storage.capabilities import SupportsViews
+from penstock.storage.capabilities import SupportsViews, offers
 from penstock.storage.protocol import Source
 
 LEAST_BLOCKS = 3
@@ -84,27 +84,13 @@ class SpanSink(Protocol):
 
 
 class BlockViewers(Protocol):
-    """Other ranks of the host, to which blocks are shown in the memory that they were read into."""
+    """Other ranks of the host, to which blocks are shown."""
 
-    def expect_blocks(self, blocks: Sequence[Block], give_back: Callable[[int], None]) -> None:
-        """Called first, with all blocks and what frees a place in memory again."""
+    def expect_blocks(self, blocks: Sequence[Block]) -> None:
+        """Called first, with all blocks."""
 
-    def viewers(self, number: int) -> int:
-        """How many ranks want a block. Each of them must give its place back once."""
-
-    def show(self, number: int, place: int) -> None:
-        """A block has been read into a place."""
-
-
-class BlockMemory(Protocol):
-    """Where blocks are read to."""
-
-    settings: ReadSettings
-
-    def blocks(
-        self, num_blocks: int, prepare: Callable[[WarmMemory], object] | None = None
-    ) -> list[memoryview]:
-        """The places for a load of `num_blocks`."""
+    def show(self, number: int, block: Block, content: memoryview) -> None:
+        """A block has been read; its memory is used for another one when this has returned."""
 
 
 class OpenFiles:
@@ -179,15 +165,6 @@ class _Item:
     done_bytes: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Place:
-    """Memory for one block, free when it has no users: this rank, and those that the block is shown to."""
-
-    number: int
-    buffer: memoryview
-    num_users: int = 0
-
-
 class BlockReader:
     """Reads some blocks once, in several threads."""
 
@@ -214,26 +191,29 @@ class BlockReader:
         self._wait_for_room = wait_for_room
         self._lock = threading.Condition()
         self._next = 0
-        self._parked: dict[int, tuple[_Place, memoryview, bool]] = {}
-        self._places: list[_Place] = []
-        self._free: list[_Place] = []
+        self._parked: dict[int, tuple[memoryview, memoryview, bool]] = {}
+        self._free: list[memoryview] = []
         self._is_stopped = False
 
     def start(
-        self, buffers: BlockMemory, threads: Executor, prepare: Callable[[WarmMemory], object] | None = None
+        self,
+        buffers: ReadBuffers,
+        threads: Executor,
+        prepare: Callable[[WarmMemory], object] | None = None,
+        *,
+        streams: int | None = None,
     ) -> list[Future[None]]:
-        """Begin to read in `threads`; when one fails, its future has the error and the others stop.
+        """Begin to read in `streams` of `threads`, or in as many as the buffers are for.
 
-        `prepare` is called with the memory of the buffers first.
+        When one fails, its future has the error and the others stop. `prepare` is called with the memory of
+        the buffers first.
         """
         if not self._blocks:
             return []
-        memory = buffers.blocks(len(self._blocks), prepare)
-        self._places = [_Place(number, buffer) for number, buffer in enumerate(memory)]
-        self._free = list(self._places)
+        self._free = buffers.blocks(len(self._blocks), prepare)
         if self._viewers is not None:
-            self._viewers.expect_blocks(self._blocks, lambda number: self._give_back(self._places[number]))
-        num_threads = min(buffers.settings.streams, len(self._blocks))
+            self._viewers.expect_blocks(self._blocks)
+        num_threads = min(streams or buffers.settings.streams, len(self._blocks))
         return [threads.submit(self._work) for _ in range(num_threads)]
 
     def stop(self) -> None:
@@ -250,49 +230,44 @@ class BlockReader:
                 self._wait_for_room()
             undo.pop_all()
 
-    def _take(self) -> tuple[int, _Place] | None:
-        """The next block and a free place, taken together so that the earliest block always has one."""
+    def _take(self) -> tuple[int, memoryview] | None:
+        """The next block and a free buffer, taken together so that the earliest block always has one."""
         with self._lock:
             while not self._free and not self._is_stopped and self._next < len(self._blocks):
                 self._lock.wait()
             if self._is_stopped or self._next >= len(self._blocks):
                 return None
             number, self._next = self._next, self._next + 1
-            place = self._free.pop()
-            place.num_users = 1 + (self._viewers.viewers(number) if self._viewers is not None else 0)
-            return number, place
+            return number, self._free.pop()
 
-    def _give_back(self, place: _Place) -> None:
+    def _give_back(self, buffer: memoryview) -> None:
         with self._lock:
-            place.num_users -= 1
-            if not place.num_users:
-                self._free.append(place)
-                self._lock.notify_all()
+            self._free.append(buffer)
+            self._lock.notify_all()
 
-    def _read(self, number: int, place: _Place) -> None:
+    def _read(self, number: int, buffer: memoryview) -> None:
         block = self._blocks[number]
-        content, is_in_place = self._get(block, place)
+        content, is_in_place = self._get(block, buffer)
         self._files.done(block.file)
         if self._viewers is not None:
-            self._viewers.show(number, place.number)
-        if self._try_claim_turn(number, place, content, is_in_place=is_in_place):
+            self._viewers.show(number, block, content)
+        if self._try_claim_turn(number, buffer, content, is_in_place=is_in_place):
             self._pass_on(number, content, is_in_place=is_in_place)
-            self._give_back(place)
+            self._give_back(buffer)
             self._pass_on_parked(number)
 
-    def _get(self, block: Block, place: _Place) -> tuple[memoryview, bool]:
+    def _get(self, block: Block, buffer: memoryview) -> tuple[memoryview, bool]:
         """A block's content, and whether that is where it belongs."""
         source, size = self._files.open(block.file), block.end - block.begin
-        if place.num_users == 1:
-            if isinstance(source, SupportsViews) and (shown := source.view(block.begin, size)) is not None:
-                return shown, False
-            if (in_place := self._find_destination(block)) is not None:
-                source.read_into(block.begin, in_place)
-                return in_place, True
+        if offers(source, SupportsViews) and (shown := source.view(block.begin, size)) is not None:
+            return shown, False
+        if (in_place := self._find_destination(block)) is not None:
+            source.read_into(block.begin, in_place)
+            return in_place, True
         # Read to the end of the last page, so that direct I/O needs no second request for the tail.
         whole = min(round_up(size, PAGE_BYTES), source.size_bytes - block.begin)
-        source.read_into(block.begin, place.buffer[: max(whole, size)])
-        return place.buffer[:size], False
+        source.read_into(block.begin, buffer[: max(whole, size)])
+        return buffer[:size], False
 
     def _find_destination(self, block: Block) -> memoryview | None:
         if len(block.parts) != 1:
@@ -302,12 +277,14 @@ class BlockReader:
             return None
         return self._sink.place(part.span, part.begin, part.end)
 
-    def _try_claim_turn(self, number: int, place: _Place, content: memoryview, *, is_in_place: bool) -> bool:
+    def _try_claim_turn(
+        self, number: int, buffer: memoryview, content: memoryview, *, is_in_place: bool
+    ) -> bool:
         """Whether it is this block's turn; if not, park it for the thread that finishes the one before."""
         with self._lock:
             if not self._blocks[number].continues or self._is_predecessor_summed(number):
                 return True
-            self._parked[number] = (place, content, is_in_place)
+            self._parked[number] = (buffer, content, is_in_place)
             return False
 
     def _is_predecessor_summed(self, number: int) -> bool:
@@ -324,17 +301,19 @@ class BlockReader:
             with self._lock:
                 if number not in self._parked:
                     return
-                place, content, is_in_place = self._parked.pop(number)
+                buffer, content, is_in_place = self._parked.pop(number)
             self._pass_on(number, content, is_in_place=is_in_place)
-            self._give_back(place)
+            self._give_back(buffer)
 
     def _pass_on(self, number: int, content: memoryview, *, is_in_place: bool) -> None:
         block = self._blocks[number]
         for part in block.parts:
             inside = content[part.begin - block.begin : part.end - block.begin]
             item = self._running_item(part, inside)
-            for start in range(0, len(inside), STEP_BYTES):
-                step = inside[start : start + STEP_BYTES]
+            # What is only copied needs no second look while it is in the cache.
+            step_bytes = len(inside) if item is None else STEP_BYTES
+            for start in range(0, len(inside), step_bytes):
+                step = inside[start : start + step_bytes]
                 if item is not None:
                     item.sum.update(step)
                 if not is_in_place:

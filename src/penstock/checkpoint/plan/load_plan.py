@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -66,6 +67,12 @@ class SharedLoadPlan:
     share_round: Ints
     pieces: Pieces
     requests: Requests
+
+    @property
+    def may_exchange(self) -> bool:
+        """Whether several ranks may want the same bytes; all ranks have the same answer."""
+        want, unit = self.requests.want, self.pieces.unit
+        return bool((want[1:] == want[:-1]).any() or (unit[1:] == unit[:-1]).any())
 
 
 def missing_elements(stored: Regions, wanted: Regions) -> Ints:
@@ -294,6 +301,8 @@ def plan_rank_load(
     number[reads] = np.arange(len(reads))
 
     def transfers(deliveries: _Deliveries, rows: Bools, peer: Ints) -> Transfers:
+        if not rows.any():
+            return Transfers.none(deliveries.regions.num_dims)
         regions = deliveries.regions.take(rows)
         num_bytes, in_round = regions.num_bytes(element_bytes), shared.share_round[deliveries.share[rows]]
         return Transfers(
@@ -428,6 +437,14 @@ class Transfers:
     """The round of the exchange; a rank finishes one before the next. Without meaning for local transfers."""
     message: Ints
     """Transfers with the same peer and number travel together, in this order."""
+
+    @classmethod
+    def none(cls, num_dims: int = 0) -> Self:
+        """No transfers."""
+        nothing, regions = np.zeros(0, dtype=np.int64), Regions.from_rows(()).widened(num_dims)
+        return cls(
+            read=nothing, peer=nothing, want=nothing, regions=regions, in_round=nothing, message=nothing
+        )
 
     def __len__(self) -> int:
         return len(self.regions)

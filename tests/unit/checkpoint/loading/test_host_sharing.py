@@ -13,11 +13,12 @@ import pytest
 
 from penstock.checkpoint.loading import host_links
 from penstock.checkpoint.loading.host_links import HostLinks, Window, connect_host
-from penstock.checkpoint.loading.host_sharing import HostSharing, SharedBlocks
+from penstock.checkpoint.loading.host_sharing import HostSharing, settings_for_sharing
 from penstock.checkpoint.loading.reader import (
     BlockReader,
     OpenFiles,
     Part,
+    ReadBuffers,
     ReadSettings,
     Span,
     plan_blocks,
@@ -92,15 +93,6 @@ class Memory:
 def planned(rank: int) -> tuple[LoadPlan, list[Span]]:
     """Each rank reads its part of the file, and all want all of it."""
     order = [rank, *(other for other in range(NUM_RANKS) if other != rank)]
-    nothing = np.zeros(0, dtype=np.int64)
-    none = Transfers(
-        read=nothing,
-        peer=nothing,
-        want=nothing,
-        regions=Regions.from_rows(()),
-        in_round=nothing,
-        message=nothing,
-    )
     plan = LoadPlan(
         rank=rank,
         row=np.zeros(NUM_RANKS, dtype=np.int64),
@@ -108,9 +100,9 @@ def planned(rank: int) -> tuple[LoadPlan, list[Span]]:
         reader=np.array(order),
         shown_read=np.zeros(NUM_RANKS - 1, dtype=np.int64),
         shown_to=np.array(order[1:]),
-        local=none,
-        sends=none,
-        receives=none,
+        local=Transfers.none(),
+        sends=Transfers.none(),
+        receives=Transfers.none(),
     )
     return plan, [Span(0, at * SHARE_BYTES, (at + 1) * SHARE_BYTES) for at in order]
 
@@ -132,7 +124,8 @@ def load(links: HostLinks, rank: int, before: Callable[[int], None] = lambda _: 
         viewers=sharing,
     )
     with closing(links), ThreadPoolExecutor(8) as threads:
-        futures = [*reader.start(SharedBlocks(links, SETTINGS), threads), *sharing.start(threads)]
+        buffers = ReadBuffers(settings_for_sharing(links, SETTINGS))
+        futures = [*reader.start(buffers, threads), *sharing.start(threads)]
 
         def stop() -> None:
             reader.stop()

@@ -121,6 +121,18 @@ def test_what_one_rank_sends_is_what_the_other_expects(
 
 
 @given(reshardings(), OPTIONS)
+def test_where_no_two_ranks_want_the_same_bytes_nothing_is_exchanged(
+    resharding: tuple[tuple[TensorFacts, ...], StoredRegions, list[Regions]], options: LoadOptions
+) -> None:
+    tensors, stored, wanted = resharding
+    item_bytes = element_sizes(tensors)
+    exchanges = any(
+        len(plan.sends) or len(plan.receives) for plan in plans_of(tensors, stored, wanted, options)
+    )
+    assert plan_load(stored, item_bytes, wanted, options).may_exchange or not exchanges
+
+
+@given(reshardings(), OPTIONS)
 def test_reads_are_contiguous_in_their_items_and_hold_what_is_passed_on(
     resharding: tuple[tuple[TensorFacts, ...], StoredRegions, list[Regions]], options: LoadOptions
 ) -> None:

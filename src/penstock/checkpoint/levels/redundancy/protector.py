@@ -43,9 +43,10 @@ from penstock.checkpoint.levels.redundancy.ring import (
     rebuild,
     restore_copies,
 )
+from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.cluster.comm import Comm, PointToPoint, open_point_to_point
 from penstock.storage import Storage
-from penstock.storage.aligned import aligned_buffer
+from penstock.storage.aligned import PAGE_BYTES, aligned_buffer, round_up
 from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
@@ -166,7 +167,11 @@ class Protector:
         blocks, self._blocks = self._blocks, []
         if len(blocks) == number and blocks[0].nbytes == size_bytes:
             return blocks
-        return [aligned_buffer(size_bytes) for _ in range(number)]
+        # Devices write from huge pages in fewer and larger requests.
+        spaced_bytes = round_up(size_bytes, PAGE_BYTES)
+        memory = WarmMemory(number * spaced_bytes)
+        memory.touch()
+        return [memory.view[at * spaced_bytes :][:size_bytes] for at in range(number)]
 
     def rebuild_into(
         self,
