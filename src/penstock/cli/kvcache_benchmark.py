@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from penstock.reports.answer_page import AnswerPage
 
 MISSED = 1
+_SMALL_BYTES = 1 << 20
+"""Below this, an object takes as long as a request does, however large it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,14 +343,22 @@ def _warnings(document: dict[str, Any]) -> list[str]:
         > document["operations_done"]
     ):
         texts.append("The run ended by its duration before all operations were done.")
+    plan = document["plan"]
+    object_bytes = plan["chunk_bytes"] // plan["objects_per_chunk"]
+    if plan["scale"] != "1" and object_bytes < _SMALL_BYTES:
+        texts.append(
+            f"Objects have {format_bytes(object_bytes)} at --scale {plan['scale']}: latencies and the time "
+            "saved are those of small objects, and say nothing about whole ones."
+        )
     return texts
 
 
 def view_cache_run(document: dict[str, Any]) -> View:
     """A run for people."""
     plan, saved = document["plan"], document["time_to_first_token"]
+    ranks = "1 rank" if document["ranks"] == 1 else f"{document['ranks']} ranks"
     yield (
-        f"{plan['name']} on {document['target']}: {plan['requests']:,} requests, {document['ranks']} ranks x "
+        f"{plan['name']} on {document['target']}: {plan['requests']:,} requests, {ranks} x "
         f"{document['engine']['streams']} streams, {format_seconds(document['elapsed_s'])}; operations "
         f"{plan['digest']}"
     )

@@ -189,9 +189,12 @@ def _view_checkpoints(view: RunSummary, checkpoints: CheckpointFigures) -> View:
 def _view_training(view: RunSummary, figures: PhaseFigures | None) -> View:
     from penstock.results.bottleneck import time_rows
 
-    yield from _view_facts(_training_facts(view).items())
+    facts = _training_facts(view)
     if figures is None:
+        # Not every run trains: one of a cache has no figures of epochs.
+        yield from _view_facts((name, value) for name, value in facts.items() if not value.startswith("-"))
         return
+    yield from _view_facts(facts.items())
     yield TextTable("Epochs", _epoch_rows(figures))
     if figures.times is not None:
         yield TextTable("Times over all ranks", time_rows(figures.times))

@@ -34,7 +34,7 @@ from penstock.kvcache.leftovers import (
 from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
 from penstock.progress import Progress, RunProgress
 from penstock.results import counter_files, published_files
-from penstock.storage import Counters, Storage, capabilities
+from penstock.storage import Counters, Storage, capabilities, volumes
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import write_object
 from penstock.workload.spec import Workload
@@ -100,40 +100,38 @@ def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: R
 
 
 def measure_plan(
-    request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: RunProgress
+    request: CacheRequest,
+    storage: Storage,
+    folder: Path,
+    *,
+    comm: Comm,
+    progress: RunProgress,
+    phase: str = "cache operations",
 ) -> CacheResult:
     """The same without a record of its own: `folder` takes the counters of hosts. Collective."""
     plan, operations = request.plan, request.plan.share_of(comm.rank, comm.size)
-    left = comm.broadcast(
-        _clear_store(request, storage) if comm.rank == 0 else None,
-        awaiting="rank 0 to remove what earlier runs left",
-    )
+    left = _prepare_store(request, storage, comm=comm)
     ceiling = _measure_ceiling(request, comm=comm, progress=progress) if request.measures_ceiling else None
-    advance = _begin_progress(progress, len(operations), comm.size)
+    advance = _begin_progress(progress, phase, len(operations), comm.size)
     engine = IoEngine(storage, operations, request.layout, request.engine, advance=advance)
     before = storage.counters.snapshot()
-    try:
-        with (
-            _beside_entries(request, storage, is_writer=comm.rank == 0),
-            DeviceObserver(comm, folder, storage) as observer,
-        ):
-            with observer.during("read"), observer.during("write"):
-                run_on_all_ranks(
-                    comm,
-                    lambda: engine.run(lambda: comm.barrier(awaiting="all ranks to begin")),
-                    awaiting="all ranks to finish the cache's operations",
-                    timeout_s=LONGEST_RUN_S,
-                )
-            after = storage.counters.snapshot()
-            deliveries = [
-                observer.deliver("read", after.read_bytes - before.read_bytes),
-                observer.deliver("write", after.written_bytes - before.written_bytes),
-            ]
-    finally:
-        if not request.keeps:
-            remove_entries(storage, operations, request.layout, engine.timed["outcome"], progress)
-    if request.keeps:
-        sync_entry_names(storage, operations, request.layout)
+    with (
+        _left_as_asked(request, storage, engine, operations, progress=progress),
+        _beside_entries(request, storage, is_writer=comm.rank == 0),
+        DeviceObserver(comm, folder, storage) as observer,
+    ):
+        with observer.during("read"), observer.during("write"):
+            run_on_all_ranks(
+                comm,
+                lambda: engine.run(lambda: comm.barrier(awaiting="all ranks to begin")),
+                awaiting="all ranks to finish the cache's operations",
+                timeout_s=LONGEST_RUN_S,
+            )
+        after = storage.counters.snapshot()
+        deliveries = [
+            observer.deliver("read", after.read_bytes - before.read_bytes),
+            observer.deliver("write", after.written_bytes - before.written_bytes),
+        ]
     mine = cache_figures.sum_up_rank(operations, engine.timed, plan.num_requests)
     times = cache_figures.merge_ranks(comm.gather(mine, awaiting="the times of all ranks"))
     counters = sum(comm.gather(after, awaiting="what the storages of all ranks counted"), Counters())
@@ -168,6 +166,48 @@ def _clear_store(request: CacheRequest, storage: Storage) -> dict[str, int]:
     return {"reclaimed_objects": reclaimed, **asdict(left)}
 
 
+def _prepare_store(request: CacheRequest, storage: Storage, *, comm: Comm) -> dict[str, int]:
+    """Clear the store, and see that the plan's cache fits; what was there, in figures. Collective."""
+    left = comm.broadcast(
+        _clear_store(request, storage) if comm.rank == 0 else None,
+        awaiting="rank 0 to remove what earlier runs left",
+    )
+    require_room(storage, request.plan.most_stored_bytes(comm.size), comm=comm)
+    return left
+
+
+def require_room(storage: Storage, most_bytes: int, *, comm: Comm) -> None:
+    """Fail before the first byte where a local file system has no room for a plan's cache. Collective.
+
+    Hosts may have one file system together or one each: so much as is on each of them at least.
+    """
+    hosts = set(comm.gather(comm.host, awaiting="the hosts of all ranks"))
+    run_on_all_ranks(
+        comm,
+        lambda: volumes.require_free_space(
+            capabilities.find_local_root(storage),
+            most_bytes // len(hosts),
+            what="The cache of this plan",
+            fix="limit it with --capacity, or shrink its objects with --scale",
+        ),
+        awaiting="all ranks to look for free space",
+    )
+
+
+@contextmanager
+def _left_as_asked(
+    request: CacheRequest, storage: Storage, engine: IoEngine, operations: Operations, *, progress: Progress
+) -> Iterator[None]:
+    """Remove this rank's entries at the end, also after an interruption, or keep them with their names."""
+    try:
+        yield
+    finally:
+        if not request.keeps:
+            remove_entries(storage, operations, request.layout, engine.timed["outcome"], progress)
+    if request.keeps:
+        sync_entry_names(storage, operations, request.layout)
+
+
 @contextmanager
 def _beside_entries(request: CacheRequest, storage: Storage, *, is_writer: bool) -> Iterator[None]:
     """What the engine of a layout has beside its entries, as long as they are there."""
@@ -181,8 +221,10 @@ def _beside_entries(request: CacheRequest, storage: Storage, *, is_writer: bool)
             storage.delete(key)
 
 
-def _begin_progress(progress: RunProgress, num_operations: int, num_ranks: int) -> Callable[[float], None]:
-    progress.begin("cache operations", num_operations)
+def _begin_progress(
+    progress: RunProgress, phase: str, num_operations: int, num_ranks: int
+) -> Callable[[float], None]:
+    progress.begin(phase, num_operations)
     progress.enter("working", unit="operations", times=num_ranks)
     return progress.advance
 
@@ -196,15 +238,19 @@ def _search_load(
     ceiling = _measure_ceiling(request, comm=comm, progress=progress) if request.measures_ceiling else None
 
     def measure(speedup: float) -> LoadPoint:
-        at_load = replace(request, engine=replace(request.engine, speedup=speedup), measures_ceiling=False)
-        result = results[speedup] = measure_plan(at_load, storage, folder, comm=comm, progress=progress)
-        times = result.times
+        at_load = replace(request, engine=_at_pace(request, speedup), measures_ceiling=False)
+        phase = f"load {len(results) + 1}, {speedup:.3g} times the pace" if speedup else "the most load"
+        result = results[speedup] = measure_plan(
+            at_load, storage, folder, comm=comm, progress=progress, phase=phase
+        )
+        times, planned = result.times, len(request.plan.in_storage)
+        requests = request.plan.num_requests * (times.done / planned if planned else 1.0)
         return LoadPoint(
             speedup=speedup,
-            requests_per_s=request.plan.num_requests / times.elapsed_s if times.elapsed_s else 0.0,
+            requests_per_s=requests / times.elapsed_s if times.elapsed_s else 0.0,
             load_p95_ms=times.loads.percentile_ms(95) or 0.0,
             lag_p95_ms=times.lags.percentile_ms(95) or 0.0,
-            is_complete=result.is_right,
+            is_complete=result.is_right and times.done == planned,
             in_flight=(times.reads.sum_ns + times.writes.sum_ns) / max(times.elapsed_ns, 1) / comm.size,
         )
 
@@ -217,6 +263,18 @@ def _search_load(
     result = results[(found.best or found.points[-1]).speedup]
     document = result.document | {"ceiling": ceiling, "sustained": found.document(users=request.users)}
     return replace(result, document=document)
+
+
+def _at_pace(request: CacheRequest, speedup: float) -> EngineSettings:
+    """The engine at this pace; a storage that is far behind at the end has missed the objective by then."""
+    assert request.objective_ms is not None
+    if not speedup:
+        return replace(request.engine, speedup=speedup)
+    span_s = float(request.plan.operations["time_s"].max(initial=0.0)) / speedup
+    limit_s = 1.1 * span_s + 20 * request.objective_ms / 1e3
+    return replace(
+        request.engine, speedup=speedup, duration_s=min(limit_s, request.engine.duration_s or limit_s)
+    )
 
 
 def _most_speedup(request: CacheRequest, measure: Callable[[float], LoadPoint]) -> float:

@@ -18,14 +18,14 @@ from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.kvcache import mlperf_files
-from penstock.kvcache.cache_run import LONGEST_RUN_S
+from penstock.kvcache.cache_run import LONGEST_RUN_S, require_room
 from penstock.kvcache.entries import EntryLayout
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.leftovers import reclaim_unfinished, remove_entries, remove_leftovers
 from penstock.kvcache.mlperf_files import RankTrial, TrialResult
 from penstock.kvcache.mlperf_plan import VIRTUAL_BYTES_PER_S, OptionPlan, OptionSettings, plan_option
 from penstock.kvcache.models import find_model
-from penstock.progress import Progress
+from penstock.progress import RunProgress
 from penstock.results import counter_files, published_files
 from penstock.storage import Storage
 from penstock.submission.edition import KvCacheLimits, load_edition
@@ -72,17 +72,22 @@ class MlperfRequest(RunSettings):
         )
 
 
-def run_mlperf(request: MlperfRequest, storage: Storage, *, comm: Comm, progress: Progress) -> dict[str, Any]:
+def run_mlperf(
+    request: MlperfRequest, storage: Storage, *, comm: Comm, progress: RunProgress
+) -> dict[str, Any]:
     """Run all options, and write the files of the tool into the run's folder. Collective."""
     plans = {number: plan_option(request.settings(number, comm.rank)) for number in request.options}
     planned = comm.gather(
         {number: plan.io.document() for number, plan in plans.items()}, awaiting="the plans of all ranks"
     )
+    most = max(plan.io.most_stored_bytes(1) for plan in plans.values())
+    require_room(storage, sum(comm.gather(most, awaiting="what all ranks store")), comm=comm)
     with request.open_run(
         Workload(name="kvcache-mlperf-v3"),
         comm=comm,
         seeds={"content": request.engine.seed, "base": request.limits.seed},
         plan={"kind": "kvcache", "workload": "mlperf-v3", "ranks": planned},
+        progress=progress,
     ) as (run, folder):
         began = comm.broadcast(f"{datetime.now(UTC):%Y%m%d_%H%M%S}", awaiting="when the run began")
         model = request.limits.options[str(request.options[0])].model
@@ -131,7 +136,7 @@ def _run_options(
     leaf: Path,
     *,
     comm: Comm,
-    progress: Progress,
+    progress: RunProgress,
 ) -> list[TrialResult]:
     if comm.rank == 0:
         reclaim_unfinished(storage)
@@ -154,11 +159,12 @@ def _run_trial(
     *,
     trial: int,
     comm: Comm,
-    progress: Progress,
+    progress: RunProgress,
 ) -> RankTrial:
     number = int(plan.io.facts["option"])
     settings, operations = request.settings(number, comm.rank), plan.io.in_storage
     progress.begin(f"option {number}, trial {trial + 1} of {request.trials}", len(operations))
+    progress.enter("working", unit="operations", times=comm.size)
     layout = EntryLayout(namespace=f"mlperf-v3:{number}:{trial}:{settings.seed}", folder=f"rank_{comm.rank}")
     remove_leftovers(storage, operations, layout)
     engine = IoEngine(

@@ -2,7 +2,8 @@
 
 Lengths, outputs and reuse are fitted to the conversation trace of Mooncake (FAST'25): inputs are lognormal
 (median 6,909 tokens, p90 27,000, p99 80,000), and a request that continues an earlier one looks back over a
-number of requests that is gamma-distributed with a mean of 850. Same seed, same trace, whatever the machine.
+gamma-distributed time. Its mean there is 850 requests or 250 s: at its rate, which is that of 100 users who
+send one each 30 s, 8.5 requests of each user. Same seed, same trace, whatever the machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _MOST_INPUT: Final = 126_195
 _MEAN_OUTPUT: Final = 343
 _OUTPUT_DEVIATION: Final = 215
 _MOST_OUTPUT: Final = 2_000
-_MEAN_LOOK_BACK: Final = 850
+_MEAN_LOOK_BACK: Final = 8.5
+"""In requests of each user: fewer users come back after fewer requests of others."""
 _LOOK_BACK_SHAPE: Final = 1.5
 _CONTINUED: Final = 0.83
 """The share of requests that continue an earlier one; with it the unlimited prefix hit ratio is 0.37."""
@@ -48,7 +50,8 @@ def generate_trace(settings: GeneratorSettings) -> BlockTrace:
     inputs: Integers = np.clip(drawn, 1, settings.most_input_tokens).astype(np.int64)
     outputs = np.clip(np.rint(random.normal(_MEAN_OUTPUT, _OUTPUT_DEVIATION, num)), 1, _MOST_OUTPUT)
     is_continued = random.random(num) < _CONTINUED
-    look_back = 1 + random.gamma(_LOOK_BACK_SHAPE, _MEAN_LOOK_BACK / _LOOK_BACK_SHAPE, num).astype(np.int64)
+    mean_look_back = _MEAN_LOOK_BACK * settings.users
+    look_back = 1 + random.gamma(_LOOK_BACK_SHAPE, mean_look_back / _LOOK_BACK_SHAPE, num).astype(np.int64)
     counts = -(-inputs // tokens)
     blocks: list[list[int]] = []
     fresh = 1

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.support.s3.server import BUCKET, S3Server
 
-from penstock.errors import StorageError
+from penstock.errors import OutOfSpace, StorageError
 from penstock.kvcache.cache_pages import make_run_page
 from penstock.kvcache.cache_run import CacheRequest, CacheResult, run_plan
 from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome, LayoutName, make_footer
@@ -302,6 +302,19 @@ def test_bytes_are_synced_before_an_entry_is_visible_and_names_once_where_entrie
     sync_entry_names(storage, written, EntryLayout(namespace="test"))
     assert {path for _, path in calls} == {*folders, str(root)}
     assert {kind for kind, _ in calls} == {"folder"}
+
+
+def test_a_cache_that_has_no_room_is_refused_before_the_first_byte(tmp_path: Path) -> None:
+    trace = generate_trace(GeneratorSettings(requests=30_000))
+    plan = plan_blocks(trace, MODELS["llama2-7b"], tiers=TierSizes())
+    request = CacheRequest(
+        results=tmp_path, plan=plan, layout=EntryLayout(namespace="test"), engine=EngineSettings()
+    )
+    storage = open_storage(str(tmp_path / "store"), {})
+    with pytest.raises(OutOfSpace, match=r"takes .* TiB, and") as raised:
+        on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Silent()))
+    assert "--capacity" in str(raised.value.fix)
+    assert not (tmp_path / "store").exists()
 
 
 def test_objects_of_a_service_are_read_and_written_by_the_same_path(moto: S3Server, tmp_path: Path) -> None:

@@ -96,6 +96,14 @@ def test_objects_of_a_chunk_add_up_to_it(layout: ObjectLayout, num: int, size: i
     assert sum(ObjectLayout(tensor=8, pipeline=3).part_bytes(latent, 256)) == 256 * latent.bytes_per_token
 
 
+def test_fewer_users_come_back_after_fewer_requests_of_others() -> None:
+    few, many = (
+        find_reuse(generate_trace(GeneratorSettings(requests=400, users=users))).prefix_hit_ratio(None)
+        for users in (20, 200)
+    )
+    assert few > 0.2 > 3 * many
+
+
 def test_generated_requests_have_the_statistics_of_the_conversation_trace() -> None:
     trace = generate_trace(GeneratorSettings(requests=12_000))
     figures, reuse = trace.statistics(), find_reuse(trace)
