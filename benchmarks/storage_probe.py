@@ -8,18 +8,21 @@ neither slower than the disk allows nor faster than the truth. Cost: the CPU tim
 code and in the kernel, which other programs on the machine do not change much.
 
     python benchmarks/storage_probe.py            everything, five rounds of each comparison
-    python benchmarks/storage_probe.py jobs       one part: streams, jobs, cost, knee, stall, loops, export
+    python benchmarks/storage_probe.py jobs       one part: streams, jobs, cost, metadata, knee, stall, loops,
+                                                  export
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
@@ -32,6 +35,7 @@ from penstock.bench.probe.block_targets import FileTarget, find_local_files
 from penstock.bench.probe.load_loops import LoadRun, Operations, RingLoop, ThreadLoop, blocks_ahead
 from penstock.bench.probe.load_plan import LoadShape
 from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
+from penstock.bench.probe.metadata_rates import MOST_FILES, measure_metadata
 from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.timed_streams import Blocks
 from penstock.cluster.comm import SoloComm
@@ -311,6 +315,40 @@ def _output(*command: str) -> bytes:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
 
 
+def compare_metadata(repetitions: int) -> list[Ratio]:
+    """Calls on files by one thread of the probe beside a bare loop of the same calls."""
+    return _compare(repetitions, _our_calls, _bare_calls, "files/s")
+
+
+def _our_calls(folder: str) -> Mapping[str, float]:
+    uri = parse_uri(f"file://{folder}")
+    place = ProbeFolder(uri, "penstock-probe-bench", comm=SoloComm(), environment={}, options={})
+    with place:
+        rates = measure_metadata(place, (1,), comm=SoloComm(), progress=Silent())
+        return {f"{rate.op} files": rate.files_per_s for rate in rates}
+
+
+def _bare_calls(folder: str) -> Mapping[str, float]:
+    inside = f"{folder}/bare"
+    os.mkdir(inside)  # noqa: PTH102 - the calls themselves are compared
+    names = [f"{inside}/{number}" for number in range(MOST_FILES)]
+    rates = {}
+    calls: Mapping[str, Callable[[], object]] = {
+        "create": lambda: [
+            os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)) for name in names
+        ],
+        "stat": lambda: [os.stat(name) for name in names],  # noqa: PTH116
+        "list": lambda: os.listdir(inside),  # noqa: PTH208
+        "delete": lambda: [os.unlink(name) for name in names],  # noqa: PTH108
+    }
+    for name, call in calls.items():
+        begin_s = time.monotonic()
+        call()
+        rates[f"{name} files"] = MOST_FILES / (time.monotonic() - begin_s)
+    os.rmdir(inside)  # noqa: PTH106
+    return rates
+
+
 def _print_ratios(compare: Callable[[int], list[Ratio]]) -> None:
     for ratio in compare(5):
         print(ratio.line(None), flush=True)
@@ -324,6 +362,7 @@ PARTS: Mapping[str, Callable[[], None]] = {
     "stall": print_stall,
     "loops": print_loops,
     "export": print_export,
+    "metadata": partial(_print_ratios, compare_metadata),
 }
 
 if __name__ == "__main__":

@@ -118,6 +118,12 @@ def test_all_ranks_offer_their_share_and_come_to_the_same_result(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_operations_that_no_sector_holds_are_refused_where_the_page_cache_is_passed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--request 4096"):
+        _load(_quick(shape=LoadShape(block_bytes=1000)), f"direct://{tmp_path}")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_read_that_fails_ends_the_load_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="Injected fault in read_into"):
         _load(QUICK, f"file://{tmp_path}", wrap=lambda storage: FailAtCall(storage, "read_into", 30))

@@ -163,7 +163,7 @@ class RequestRing:
         if begun >= 0:
             self._begun += begun
         elif (reason := ctypes.get_errno()) not in (errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY):
-            raise map_os_error(OSError(reason, os.strerror(reason)), "Moving a block of", self._uri)
+            raise map_os_error(OSError(reason, os.strerror(reason)), "Moving a block", self._uri)
         done = self._words[self._done_at]
         self._words[self._head_at] = done
         self._ended += (done - self._ended) & 0xFFFF_FFFF
@@ -188,7 +188,7 @@ class RequestRing:
 
     def _fail(self, moved: int) -> None:
         if moved < 0:
-            raise map_os_error(OSError(-moved, os.strerror(-moved)), "Moving a block of", self._uri)
+            raise map_os_error(OSError(-moved, os.strerror(-moved)), "Moving a block", self._uri)
         raise StorageError(
             f"Only {moved} bytes of a block moved",
             uri=self._uri,

@@ -121,7 +121,7 @@ class ThreadLoop:
             return _as_times(run, np.concatenate([future.result() for future in futures], axis=1))
 
     def _serve(self, state: _ThreadsState, slot: int) -> NDArray[np.int64]:
-        with _stops_others(state), translate_os_errors("Moving a block of", self._uri):
+        with _stops_others(state), translate_os_errors("Moving a block", self._uri):
             _wake_up_on_time()
             state.ready.wait()
             state.ready.wait()

@@ -38,8 +38,9 @@ from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.probe_plan import ProbeStep
 from penstock.bench.probe.timed_streams import Blocks, StreamTask
 from penstock.cluster.comm import Comm
-from penstock.errors import Unavailable
-from penstock.progress import Progress
+from penstock.errors import Unavailable, UsageError
+from penstock.progress import RunProgress
+from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.units import format_bytes
 
 _FILL_BLOCK_BYTES: Final = 8 << 20
@@ -114,9 +115,13 @@ class LoadRequest:
     """Operations a second to offer, instead of looking for the knee."""
 
 
-def measure_load(request: LoadRequest, place: ProbeFolder, *, comm: Comm, progress: Progress) -> LoadResult:
+def measure_load(
+    request: LoadRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
+) -> LoadResult:
     """Write what is to be read, find out what the storage does at most, then the knee."""
+    _check_request(request.shape, place)
     progress.begin(f"{place.mode} load: writing {format_bytes(request.size_bytes)}", request.size_bytes)
+    progress.enter("moving", unit="written_bytes", times=comm.size)
     share_bytes = _fill(request, place, comm=comm, progress=progress)
     operations = Operations.of(request.shape, share_bytes, comm.rank)
     notes: list[str] = []
@@ -154,13 +159,26 @@ def measure_load(request: LoadRequest, place: ProbeFolder, *, comm: Comm, progre
     )
 
 
+_SECTOR_BYTES: Final = 512
+
+
+def _check_request(shape: LoadShape, place: ProbeFolder) -> None:
+    """Past the page cache the kernel moves whole sectors only, and says no more than "Invalid argument"."""
+    if place.mode == "direct" and shape.block_bytes % _SECTOR_BYTES:
+        raise UsageError(
+            f"Operations of {shape.block_bytes} bytes cannot pass the page cache",
+            where=place.storage.uri,
+            fix=f"Use --request {round_up(shape.block_bytes, PAGE_BYTES)}, or probe file:// instead.",
+        )
+
+
 def _next_rate(request: LoadRequest, points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float | None:
     if request.rates is None:
         return next_rate(points, closed_loop_per_s)
     return sorted(request.rates)[len(points)] if len(points) < len(request.rates) else None
 
 
-def _fill(request: LoadRequest, place: ProbeFolder, *, comm: Comm, progress: Progress) -> int:
+def _fill(request: LoadRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress) -> int:
     """Write this rank's object; its size is a whole number of blocks of the load and of writing."""
     step_bytes = max(_FILL_BLOCK_BYTES, request.shape.block_bytes)
     step_bytes -= step_bytes % request.shape.block_bytes
@@ -232,7 +250,9 @@ def _why_no_ring(ring: RingLoop) -> str:
 class _Load:
     """Runs of one load on this rank; no run repeats the operations of the one before."""
 
-    def __init__(self, request: LoadRequest, operations: Operations, comm: Comm, progress: Progress) -> None:
+    def __init__(
+        self, request: LoadRequest, operations: Operations, comm: Comm, progress: RunProgress
+    ) -> None:
         self._progress = progress
         self._request = request
         self._operations = operations
@@ -285,6 +305,11 @@ class _Load:
         )
         self._first += times.due.size
         self._progress.advance(seconds)
+        moved_bytes = self._request.shape.block_bytes * self._comm.size
+        writes = int(np.count_nonzero(times.is_write))
+        self._progress.count(
+            read_bytes=(times.due.size - writes) * moved_bytes, written_bytes=writes * moved_bytes
+        )
         return times
 
     def _gather(self, times: OperationTimes) -> OperationTimes:

@@ -123,6 +123,7 @@ def measure_metadata(
             progress.begin(f"{place.mode} {call}, {number} thread{'s' * (number > 1)}", MOST_FILES)
             with translate_os_errors(f"The call {call}", place.storage.uri):
                 times = _run(call, names, created, comm)
+            progress.advance(sum(seen.files for seen in times))
             if call == "create":
                 created = [seen.files for seen in times]
             yield _sum_up(call, place.mode, comm.gather(times, awaiting=f"all ranks to {call} files"))

@@ -54,6 +54,7 @@ def make_probe_page(result: ProbeResult) -> AnswerPage:
                 Exhibit(name=mode, title=f"The same, {_MODES.get(mode, mode)}", panels=panels)
                 for mode, panels in charts_by_mode.items()
             ),
+            *([_best_over_time(result, hue)] if modes else []),
             *load_exhibits(result.loads, result.metadata, hue, draws_knee=bool(modes)),
             *(_tables(result) if modes else ()),
             *(
@@ -63,6 +64,18 @@ def make_probe_page(result: ProbeResult) -> AnswerPage:
             ),
         ],
     )
+
+
+def _best_over_time(result: ProbeResult, hue: int) -> Exhibit:
+    """The fastest read and write as they went: a cache that fills, or credit that is spent, shows here."""
+    panels = []
+    for op in _SEQUENTIAL:
+        seen = best(result, op)
+        edges = [*(one.start_s for one in seen.intervals), seen.elapsed_s]
+        rates = [one.operations_per_s * seen.block_bytes for one in seen.intervals]
+        axis, note = ValueAxis.of_rates(rates), f"{seen.mode}, {describe(seen)}"
+        panels.append(charts.area_chart(f"Best {op} over time", hue, edges, rates, axis, look=op, note=note))
+    return Exhibit(name="series", title="The best read and write over time", panels=panels)
 
 
 def _tables(result: ProbeResult) -> Iterator[Exhibit]:
