@@ -128,7 +128,7 @@ class LoaderMeter:
     def _hear(self, left: Mapping[str, Any]) -> None:
         """Take what a process says of its own reads, which leaves out its start."""
         if "pid" in left:
-            self._watch.keep_io(left["pid"], left["io"])
+            self._watch.hear(left)
 
     def end_epoch(self, steps: Sequence[StepWait], *, consumed_ns: int, samples: int) -> None:
         """Divide the waits of an epoch whose iterator is gone, so that its workers have written all."""

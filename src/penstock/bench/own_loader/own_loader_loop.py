@@ -30,11 +30,11 @@ from penstock.units import format_bytes
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - not a file that is written
 _SHARED: Final = re.compile(r"shared memory|bus error|</?torch_|torch_shm|/dev/shm|psm_\w+", re.IGNORECASE)
 _DESCRIPTORS: Final = re.compile(r"too many open files|received 0 items of ancdata", re.IGNORECASE)
-_KILLED: Final = re.compile(r"killed by signal: (\w+)|exited unexpectedly")
+_KILLED: Final = re.compile(r"worker \(pid.*?\) (is killed by signal: \w+|exited unexpectedly)")
 _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
-def explain_failure(error: Exception, *, loader: str, epoch: int, step: int) -> PenstockError:
+def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int) -> PenstockError:
     """What to tell the user of an error of his loader."""
     text = "".join(traceback.format_exception(error))
     when = f"at step {step} of epoch {epoch}"
@@ -54,12 +54,13 @@ def explain_failure(error: Exception, *, loader: str, epoch: int, step: int) -> 
     if (killed := _KILLED.search(str(error))) and not _PLACE.search(str(error)):
         return StorageError(
             f"A worker of the loader {loader} died {when}: {killed.group(0)}",
-            fix="`dmesg` says whether memory ran out; --set and fewer workers need less.",
+            fix="`dmesg` says whether memory ran out: fewer workers, smaller batches or a smaller "
+            "prefetch_factor need less.",
         )
     return _say_failure(error, f"The loader {loader}", when)
 
 
-def _say_failure(error: Exception, who: str, when: str) -> StorageError:
+def _say_failure(error: BaseException, who: str, when: str) -> StorageError:
     """An error of the user's own code, with the innermost line of it."""
     said, kind = _last_line(str(error)), type(error).__name__
     return StorageError(
@@ -125,7 +126,9 @@ def users_step(function: Callable[[Any], object], name: str) -> Consume:
     def consume(batch: Any, _loaded_ns: int, epoch: int, step: int) -> int:
         try:
             function(batch)
-        except Exception as error:  # whatever a user's step raises, said with its place
+        except (Exception, SystemExit) as error:  # whatever a user's step raises, said with its place
+            if _KILLED.search(str(error)):
+                raise  # a worker of the loader
             raise _say_failure(error, f"The step {name}", f"at step {step} of epoch {epoch}") from error
         return time.monotonic_ns()
 
@@ -138,7 +141,7 @@ def call_factory(make: Callable[[], Any], name: str) -> Any:
         return make()
     except PenstockError:
         raise
-    except Exception as error:  # likewise
+    except (Exception, SystemExit) as error:  # likewise
         raise _say_failure(error, f"The factory {name}", "") from error
 
 
@@ -194,6 +197,16 @@ class OwnLoaderLoop:
 
     def run_epoch(self, loader: Iterable[Any], epoch: int) -> EpochOutcome:
         """One epoch; collective: it ends for all ranks with the batches of any."""
+        try:
+            return self._run_epoch(loader, epoch)
+        except RuntimeError as error:
+            # Torch hears of dead workers by a signal, and raises wherever this thread is.
+            if not _KILLED.search(str(error)):
+                raise
+            step = self._num_recorded + len(self._pending) + 1
+            raise explain_failure(error, loader=self.name, epoch=epoch, step=step) from error
+
+    def _run_epoch(self, loader: Iterable[Any], epoch: int) -> EpochOutcome:
         found = EpochOutcome()
         self._num_recorded = 0
         began_ns = time.monotonic_ns()
@@ -252,7 +265,7 @@ class OwnLoaderLoop:
             return next(iterator, _END), iterator
         except PenstockError:
             raise
-        except Exception as error:  # whatever a user's loader raises, said with its place
+        except (Exception, SystemExit) as error:  # whatever a user's loader raises, said with its place
             raise explain_failure(error, loader=self.name, epoch=epoch, step=step) from error
 
     def _meet(self, step: int, *, has_batch: bool) -> bool:

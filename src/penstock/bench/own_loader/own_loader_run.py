@@ -356,4 +356,4 @@ class _Session:
 
 def _find_strangers() -> frozenset[int]:
     """The processes below this one before there is a loader, which are not the loader's."""
-    return frozenset(find_descendants(OwnReads()))
+    return frozenset(find_descendants(OwnReads())[0])

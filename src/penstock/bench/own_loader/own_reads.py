@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -10,6 +13,7 @@ from typing import Final
 OWN_THREADS: Final = "penstock-"
 """The names of threads that measure begin so."""
 _WHOLE: Final = 1 << 20
+_MESSENGERS: Final = re.compile(r"^QueueFeeder|\(_serve\)$")
 
 
 class OwnReads:
@@ -40,9 +44,26 @@ class OwnReads:
     def io_of(self, pid: int) -> dict[str, int]:
         """The kernel's figures of what a process has read, but for measuring; empty if it doesn't tell."""
         own_bytes, own_reads = self.read_bytes, self.num_reads
-        lines = self.read(f"/proc/{pid}/io").decode().splitlines()
-        found = {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
+        found = _parse(self.read(f"/proc/{pid}/io"))
         if found and pid == os.getpid():
             found["rchar"] -= own_bytes
             found["syscr"] -= own_reads
         return found
+
+    def io_without(self, pid: int, threads: Iterable[int]) -> dict[str, int]:
+        """The same without what these of its threads have read."""
+        found = self.io_of(pid)
+        for thread in threads if found else ():
+            its = _parse(self.read(f"/proc/{pid}/task/{thread}/io"))
+            found = {name: value - its.get(name, 0) for name, value in found.items()}
+        return found
+
+
+def find_messengers() -> list[int]:
+    """The threads of this process in which `multiprocessing` sends batches and hands over their memory."""
+    return [one.native_id or 0 for one in threading.enumerate() if _MESSENGERS.search(one.name)]
+
+
+def _parse(content: bytes) -> dict[str, int]:
+    pairs = (line.partition(": ") for line in content.decode().splitlines())
+    return {name: int(value) for name, _, value in pairs}

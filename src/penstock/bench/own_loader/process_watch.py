@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from penstock.bench.own_loader.own_reads import OWN_THREADS, OwnReads
 
@@ -97,8 +97,11 @@ class ProcessWatch:
             if found := self.reads.io_of(pid):
                 self._io[pid] = found
 
-    def keep_io(self, pid: int, found: dict[str, int]) -> None:
-        """What a process has said of itself as it ended."""
+    def hear(self, left: Mapping[str, Any]) -> None:
+        """What a worker has left about itself; of one that goes on, the kernel knows more by now."""
+        pid, before, found, own = left["pid"], left["io_before"], left["io"], left["own"]
+        if not left["is_over"] and (now := self.reads.io_without(pid, left["messengers"])):
+            found = {name: now[name] - value - own.get(name, 0) for name, value in before.items()}
         self._said[pid] = found
 
     def totals(self) -> dict[str, int]:
@@ -132,7 +135,10 @@ class ProcessWatch:
 
     def _find_pids(self) -> list[int]:
         """The processes of the loader."""
-        return [pid for pid in find_descendants(self.reads) if pid not in self.strangers]
+        pids, helpers = find_descendants(self.reads)
+        for pid in helpers:  # until it has its own name, it has that of the process that began it
+            self._io.pop(pid, None)
+        return [pid for pid in pids if pid not in self.strangers]
 
     def _look_at_threads(self, pids: list[int], elapsed_ns: int, waited_ns: int) -> None:
         own = {one.native_id for one in threading.enumerate() if one.name.startswith(_NOT_LOADERS)}
@@ -168,16 +174,21 @@ class ProcessWatch:
             memory.shm_used_bytes = max(memory.shm_used_bytes, used)
 
 
-def find_descendants(reads: OwnReads, pid: int | None = None, command: bytes = b"") -> Iterator[int]:
-    """The processes that this one has started, and theirs, but for those that serve `multiprocessing`."""
-    pid = os.getpid() if pid is None else pid
-    for task in _tasks(pid):
-        for child in map(int, reads.read(f"/proc/{pid}/task/{task}/children").split()):
-            its_command = reads.read(f"/proc/{child}/cmdline")
-            # What a fork server has forked goes by its name.
-            if its_command == command or not any(helper in its_command for helper in _HELPERS):
-                yield child
-            yield from find_descendants(reads, child, its_command)
+def find_descendants(reads: OwnReads) -> tuple[list[int], list[int]]:
+    """The processes that this one has started, and theirs; apart those that serve `multiprocessing`."""
+    found: list[int] = []
+    helpers: list[int] = []
+    unseen = [(os.getpid(), False)]
+    while unseen:
+        pid, is_server = unseen.pop()
+        for task in _tasks(pid):
+            for child in map(int, reads.read(f"/proc/{pid}/task/{task}/children").split()):
+                command = reads.read(f"/proc/{child}/cmdline")
+                # What a fork server has forked goes by its name.
+                is_helper = not is_server and any(helper in command for helper in _HELPERS)
+                (helpers if is_helper else found).append(child)
+                unseen.append((child, is_helper))
+    return found, helpers
 
 
 _HELPERS: Final = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")

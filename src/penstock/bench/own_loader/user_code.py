@@ -73,7 +73,7 @@ def call_with_known(function: Callable[..., Any], known: Mapping[str, Any], *, w
     ]
     if unknown:
         raise UsageError(
-            f"It must be called with {', '.join(unknown)}, which nothing here knows",
+            f"The factory must be called with {', '.join(unknown)}, which nothing here knows",
             where=where,
             fix=f"Give defaults; what is passed by name are {', '.join(known)}.",
         )
@@ -124,7 +124,7 @@ class UserLoader:
         loader = call_with_known(self.factory, known, where=self.described.name)
         if not hasattr(loader, "__iter__"):
             raise UsageError(
-                f"It returned {type(loader).__name__}, over which nothing can iterate",
+                f"The factory returned {type(loader).__name__}, over which nothing can iterate",
                 where=self.described.name,
                 fix="Return the iterable of batches: a DataLoader, or a generator.",
             )

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from penstock.bench.own_loader.own_reads import OWN_THREADS, OwnReads
+from penstock.bench.own_loader.own_reads import OWN_THREADS, OwnReads, find_messengers
 
 INTERVAL_S: Final = 0.01
 _FIRST_LOOKS: Final = 50
@@ -95,6 +95,7 @@ class WorkSampler:
         self.spots: Counter[str] = Counter()
         self._reads = reads
         self._io = reads.io_of(os.getpid())
+        self._is_over = False
         self.late_samples = self.num_samples = 0
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}sampler", daemon=True)
 
@@ -106,6 +107,7 @@ class WorkSampler:
         """End, and write what was found."""
         self._stopped.set()
         self._thread.join(1.0)
+        self._is_over = True
         self.write()
 
     def write(self) -> None:
@@ -122,9 +124,14 @@ class WorkSampler:
 
     def _document(self) -> dict[str, Any]:
         """What was found: processor time by what it went to, and the functions that used most of it."""
-        read = self._reads.io_of(os.getpid())
+        messengers = find_messengers()
+        read = self._reads.io_without(os.getpid(), messengers)
         return {
             "pid": os.getpid(),
+            "is_over": self._is_over,
+            "io_before": self._io,
+            "own": {"rchar": self._reads.read_bytes, "syscr": self._reads.num_reads},
+            "messengers": messengers,
             "cpu_ns": dict(self.cpu_ns + self.others_cpu_ns),
             "spots": dict(self.spots.most_common(_MOST_SPOTS)),
             # Only what samples take counts: not the imports of a worker that begins.
@@ -133,6 +140,7 @@ class WorkSampler:
 
     def _run(self) -> None:
         written_s, num_looks, pause_s = time.monotonic(), 0, INTERVAL_S
+        num_threads = threading.active_count()
         began_s = time.monotonic()
         while not self._stopped.wait(pause_s):
             num_looks += 1
@@ -143,7 +151,9 @@ class WorkSampler:
             if is_burst_over:
                 self._clocks.clear()
                 pause_s = max(INTERVAL_S, _BURST * time.thread_time() / num_looks / _MOST_COST)
-            if time.monotonic() - written_s > _WRITTEN_EVERY_S:
+            before, num_threads = num_threads, threading.active_count()
+            # Threads that send batches begin with the first one.
+            if num_threads != before or time.monotonic() - written_s > _WRITTEN_EVERY_S:
                 self.write()
                 written_s = time.monotonic()
             began_s = time.monotonic()

@@ -226,6 +226,8 @@ class FetchProbe:
             self._clocks = self._read_clocks()
             self._due_ns = ended_ns + _CLOCKS_EVERY_NS
         self._num_fetches += 1
+        if self._sampler is not None:  # a worker: it was asked for this batch through a pipe, in two reads
+            self._reads.num_reads += 2
         if self._map is None:
             return
         _PACK.pack_into(

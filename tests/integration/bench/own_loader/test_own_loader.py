@@ -14,6 +14,8 @@ from tests.support.command_line import CommandResult, run_command
 pytest.importorskip("torch")
 
 LOADERS = """
+import os
+import signal
 import time
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -57,6 +59,42 @@ def kept():
 
 def damaged():
     return DataLoader(Images(__file__, damaged=5), batch_size=2, num_workers=1)
+
+class Killed(Dataset):
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(3)
+
+def killed():
+    return DataLoader(Killed(), batch_size=2, num_workers=1)
+
+def stays():
+    return DataLoader(Images(__file__, count=40), batch_size=4, num_workers=1, persistent_workers=True)
+
+def starved():
+    return DataLoader(Images(__file__, late_s=0.06), batch_size=2, num_workers=1)
+
+def from_data():
+    return DataLoader(Images("data/one.bin", count=4), batch_size=2)
+
+class Lying:
+    def __len__(self):
+        return 100
+    def __iter__(self):
+        yield from ([1], [2])
+
+def lying():
+    return Lying()
+
+def leaving():
+    yield [1]
+    raise SystemExit(3)
+
+def spawned():
+    return DataLoader(Images(__file__), batch_size=2, num_workers=1, multiprocessing_context="spawn")
 
 def broken():
     raise KeyError("no such data set")
@@ -148,6 +186,82 @@ def test_failing_factory_and_step_are_the_users_errors() -> None:
     failed = run("--loader", "my_loaders:generated", "--step", "my_loaders:step")
     assert failed.returncode == 1
     assert "The step my_loaders:step failed at step 1 of epoch 1: AttributeError" in failed.stderr
+
+
+@pytest.mark.usefixtures("here")
+def test_killed_worker_error_names_pid_and_step() -> None:
+    failed = run("--loader", "my_loaders:killed", "--batch-time", "20ms")
+    assert failed.returncode == 1
+    assert "A worker of the loader my_loaders:killed died at step" in failed.stderr
+    assert "worker (pid" in failed.stderr
+
+
+@pytest.mark.usefixtures("here")
+def test_loader_that_leaves_the_program_fails_the_run() -> None:
+    failed = run("--loader", "my_loaders:leaving", "--batch-time", "1ms")
+    assert failed.returncode == 1
+    assert "at step 2 of epoch 1: SystemExit: 3" in failed.stderr
+
+
+@pytest.mark.usefixtures("here")
+def test_loader_that_has_fewer_batches_than_it_says_is_measured() -> None:
+    _, waits = measure("--loader", "my_loaders:lying", "--batch-time", "1ms", "--epochs", "2")
+    assert waits["batches"] == 4
+
+
+@pytest.mark.usefixtures("here")
+def test_reads_of_workers_that_stay_are_those_of_their_samples() -> None:
+    _, waits = measure("--loader", "my_loaders:stays", "--batch-time", "10ms", "--epochs", "3")
+    assert (waits["samples"], waits["workers"]) == (120, 1)
+    sample = waits["per_sample"]
+    # A file is opened once and read twice, the second time to its end. What a worker last said of its queues
+    # may be a second old, so that some of their reads are left in.
+    assert sample["opens"] == pytest.approx(1, abs=0.2)
+    assert 1.8 <= sample["reads"] <= 4.5
+    assert sample["read_bytes"] == pytest.approx(len(LOADERS), rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_spawned_workers_are_measured_without_their_start() -> None:
+    _, waits = measure("--loader", "my_loaders:spawned", "--batch-time", "1ms")
+    assert (waits["batches"], waits["bottleneck"]) == (6, "startup")
+    assert waits["per_sample"]["read_bytes"] == pytest.approx(len(LOADERS), rel=0.3)
+
+
+@pytest.mark.usefixtures("here")
+def test_advised_workers_are_tried() -> None:
+    words = ("--loader", "my_loaders:starved", "--batch-time", "1ms", "--try-predictions")
+    _, waits = measure(*words, "--epochs", "2")
+    tried = [one for one in waits["predictions"] if one["tried"]]
+    assert [one["change"] for one in tried] == [waits["answer"].rpartition("; ")[2].partition(" ")[0]]
+    assert tried[0]["change"].startswith("workers=")
+
+
+def test_computation_comes_from_a_trace(here: Path) -> None:
+    spans = [
+        {"name": "compute", "cat": "compute", "ph": "X", "ts": at, "dur": 30_000 + at, "pid": 1, "tid": 1}
+        for at in (0, 20_000)
+    ]
+    (here / "steps.json").write_text(json.dumps({"traceEvents": spans}))
+    words = ("--loader", "my_loaders:generated", "--compute-from", "steps.json")
+    _, waits = measure(*words)
+    assert waits["consumer_s"] == pytest.approx(4 * 0.04, rel=0.25)
+    (here / "steps.json").write_text(json.dumps({"traceEvents": [spans[0] | {"name": "io", "cat": "io"}]}))
+    refused = run(*words)
+    assert refused.returncode == 2
+    assert "no spans of computation" in refused.stderr
+
+
+def test_data_is_evicted_before_each_epoch(here: Path) -> None:
+    (here / "data").mkdir()
+    (here / "data" / "one.bin").write_bytes(bytes(1 << 20))
+    words = ("--loader", "my_loaders:from_data", "--batch-time", "1ms", "--data", "data", "--epochs", "2")
+    document, waits = measure(*words)
+    caches = [one["cache"] for one in document["outside_of_score"]["epochs"]]
+    assert [one["total_bytes"] for one in caches] == [1 << 20] * 2
+    assert all(one["resident_bytes"] <= one["before_bytes"] for one in caches)
+    assert waits["per_sample"]["read_bytes"] >= 1 << 20
 
 
 @pytest.mark.usefixtures("here")
