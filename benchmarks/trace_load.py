@@ -19,17 +19,22 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
 from tests.support.trace_files import Writing, write_trace
 
 from harness import Ratio, interleave
 from penstock.progress import Silent
-from penstock.trace.event_table import convert
+from penstock.trace.event_schema import ALL_COLUMNS
+from penstock.trace.event_store import EventStore
+from penstock.trace.event_table import convert, write_events
+from penstock.trace.reading.event_batch import BATCH_SCHEMA, TEXT_COLUMNS
 from penstock.trace.trace_set import find_trace_files, name_trace_files
 
 NUM_FILES = 4
 EVENTS_PER_FILE = int(os.environ.get("PENSTOCK_BENCH_EVENTS", "2000000")) // NUM_FILES
 TABLE_ROWS = int(os.environ.get("PENSTOCK_BENCH_ROWS", "10000000"))
+COPIES = 20
 QUERY = "SELECT name, count(*), sum({dur}) FROM {events} GROUP BY name ORDER BY name"
 _IO, _COMPUTE = "cat IN ('POSIX', 'STDIO')", "name LIKE '%compute%'"
 _CLASS = "regexp_replace(parse_filename(path), '[0-9-]+', '', 'g')"
@@ -164,12 +169,12 @@ def _run(command: list[str]) -> tuple[float, float, float]:
 
 
 def _print_questions(folder: Path) -> None:
-    """Each verb on a large table: copies of one trace with other processes, in order of time."""
-    rows, large = TABLE_ROWS // 20, folder / "large.events"
+    """Each verb on a large table, as loads write it: copies of one trace with other processes."""
+    rows, large = TABLE_ROWS // COPIES, folder / "large.events"
     # Not in this process: what it has used at most would count as the memory of the processes that it starts.
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         pool.submit(_make_table, folder, rows, large).result()
-    print(f"  {rows * 20:,} events:  ours: s, CPU s, MiB   DuckDB: s, CPU s, MiB")
+    print(f"  {rows * COPIES:,} events:  ours: s, CPU s, MiB   DuckDB: s, CPU s, MiB")
     for verb, unions in VERBS.items():
         ours = _run([sys.executable, "-m", "penstock", "trace", verb, str(large), "--json"])
         asked = [json.dumps(union) for union in unions]
@@ -184,22 +189,23 @@ def _make_table(folder: Path, rows: int, large: Path) -> None:
     traces, table = folder / "small", folder / "small.events"
     traces.mkdir()
     write_trace(traces, Writing(events=rows, rank=0, files=5000))
-    convert(name_trace_files(find_trace_files([str(traces)]), run=""), table, progress=Silent())
-    _multiply(table, large)
+    facts = convert(name_trace_files(find_trace_files([str(traces)]), run=""), table, progress=Silent())
+    scratch = folder / "runs"
+    scratch.mkdir()
+    store = EventStore(ALL_COLUMNS, scratch)
+    for copy in range(COPIES):
+        with pq.ParquetFile(table, read_dictionary=list(TEXT_COLUMNS)) as source:
+            for batch in source.iter_batches(columns=BATCH_SCHEMA.names):
+                store.add(copy, _of_process(batch.cast(BATCH_SCHEMA), copy))
+    write_events(store, large, facts, Silent())
 
 
-def _multiply(table: Path, large: Path) -> None:
-    """Twenty copies of a table's events, each of a process of its own, in order of time."""
-    with duckdb.connect(config={"memory_limit": "4GB", "temp_directory": str(table.parent)}) as connection:
-        (facts,) = connection.execute(
-            "SELECT decode(value) FROM parquet_kv_metadata(?) WHERE decode(key) = 'penstock.trace'",
-            [str(table)],
-        ).fetchall()[0]
-        quoted = facts.replace("'", "''")
-        connection.execute(f"""
-            COPY (
-                SELECT * EXCLUDE (copy) REPLACE (pid + copy AS pid, (rank + copy)::INTEGER AS rank)
-                FROM read_parquet('{table}'), range(20) copies(copy) ORDER BY ts_us
-            ) TO '{large}'
-            (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 131072,
-             KV_METADATA {{'penstock.trace': '{quoted}'}})""")
+def _of_process(batch: pa.RecordBatch, copy: int) -> pa.RecordBatch:
+    """The same events of another process."""
+    for name in ("pid", "rank"):
+        place = batch.schema.get_field_index(name)
+        values = batch.column(place).to_numpy() + copy
+        batch = batch.set_column(
+            place, batch.schema.field(place), pa.array(values, batch.schema.types[place])
+        )
+    return batch

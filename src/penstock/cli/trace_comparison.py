@@ -145,7 +145,7 @@ def export(options: _ExportOptions, terminal: Terminal) -> None:
       penstock trace export run.events -o writes.json --where "op = 'write'"
     """
     from penstock.trace.perfetto_export import export_perfetto
-    from penstock.trace.questions.events_view import view_events
+    from penstock.trace.questions.events_view import view_traces
     from penstock.trace.reading.folder_search import is_export
 
     out, dimensions = options.out, options.dimensions()
@@ -153,14 +153,7 @@ def export(options: _ExportOptions, terminal: Terminal) -> None:
         out, options.traces.files, kind="an earlier export of traces", is_kind=is_export
     )
     with options.traces.open(terminal) as traces, terminal.progress() as progress:
-        events = view_events(
-            traces.connection,
-            traces.relation,
-            dimensions,
-            is_ordered=traces.is_ordered,
-            ordered=traces.ordered,
-        )
-        num_events = export_perfetto(events, out, progress=progress)
+        num_events = export_perfetto(view_traces(traces, dimensions), out, progress=progress)
     document = {"file": str(out), "num_events": num_events, "size_bytes": out.stat().st_size}
     terminal.result(document, [f"{out}: {num_events:,} events"])
 

@@ -5,6 +5,7 @@ What was lost of damaged traces is printed before any answer, and is an error wi
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -76,6 +77,10 @@ def _import_libraries() -> None:
 
             import penstock.trace.trace_set  # noqa: F401 - all that reads traces
         pa.array([0])
+        # Modules stay until the end: no collection looks at what they have made.
+        gc.freeze()
+        # Left frozen, they would not be taken apart at the end, and DuckDB reports its own as leaks.
+        atexit.register(gc.unfreeze)
     finally:
         sys.meta_path.remove(_NoPandas)
         gc.enable()
@@ -252,19 +257,11 @@ class QuestionOptions(DimensionOptions):
 
     def ask(self, question: Callable[[EventsView], Sequence[Answer]], terminal: Terminal) -> None:
         """Ask the traces and print the answers."""
-        from penstock.trace.questions.events_view import view_events
+        from penstock.trace.questions.events_view import view_traces
 
         dimensions = self.dimensions()
         with self.traces.open(terminal) as traces:
-            answers = question(
-                view_events(
-                    traces.connection,
-                    traces.relation,
-                    dimensions,
-                    is_ordered=traces.is_ordered,
-                    ordered=traces.ordered,
-                )
-            )
+            answers = question(view_traces(traces, dimensions))
             _print_answers(answers, self.form, terminal, traces.mismatches())
 
 

@@ -12,8 +12,6 @@ from penstock.cli.options import argument, arguments, group, option, repeated, r
 from penstock.cli.parsers import FOLDER, FOLDER_URI, NAME, TEXT, choice
 from penstock.cli.terminal import Terminal, View, table
 from penstock.cli.trace_options import RANK_PATTERN_TEXT, TraceOptions, report_losses
-from penstock.trace.capture.external_tracers import BLIND_SPOTS, TRACERS, plan_recording
-from penstock.trace.capture.external_tracers import record as run_recorded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +51,9 @@ def record(options: _RecordOptions, terminal: Terminal) -> int:  # noqa: ARG001 
 
       penstock trace record --tracer strace -- cp model.pt /scratch
     """
+    from penstock.trace.capture.external_tracers import BLIND_SPOTS, TRACERS, plan_recording
+    from penstock.trace.capture.external_tracers import record as run_recorded
+
     folder = options.out.absolute()
     recording = plan_recording(
         list(options.command), folder, tracer=TRACERS[options.tracer], data=options.folders

@@ -4,6 +4,8 @@ Counting costs some microseconds a step. The thread wakes as often as its most e
 follower that hangs or fails never holds the run up.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 import time
@@ -13,11 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from socket import gethostname
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from penstock.cluster.comm import RankWait
 from penstock.progress import Activity, RunName
 from penstock.results.run_status import RUNNING, RunStatus, StatusFile
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import RankWait
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress, Silent
 from penstock.trace.dimensions import Dimensions
 from penstock.trace.event_schema import FileAccount
-from penstock.trace.questions.events_view import EventsView, view_events
+from penstock.trace.questions.events_view import EventsView, view_traces
 from penstock.trace.reading.event_filter import EventFilter
 from penstock.trace.reading.trace_file import RANK_PATTERN
 from penstock.trace.trace_set import TraceSet, open_trace_set
@@ -89,13 +89,7 @@ class TraceRun:
     @cached_property
     def view(self) -> EventsView:
         """The events as the functions of `penstock.trace.questions` take them."""
-        return view_events(
-            self.connection,
-            self._opened.relation,
-            self._dimensions,
-            is_ordered=self._opened.is_ordered,
-            ordered=self._opened.ordered,
-        )
+        return view_traces(self._opened, self._dimensions)
 
     @property
     def connection(self) -> DuckDBPyConnection:

@@ -69,11 +69,23 @@ def decode(numbers: npt.NDArray[Any], values: Sequence[str | None]) -> pa.Dictio
     return pa.DictionaryArray.from_arrays(indices, pa.array(values, pa.string()))
 
 
-def find_distinct(codes: Numbers, num_codes: int) -> tuple[Numbers, Numbers]:
-    """The distinct codes, in order, and each code's place among them."""
-    if num_codes > len(codes):
-        return np.unique(codes, return_inverse=True)
+def find_distinct(codes: Numbers, num_codes: int | None = None) -> tuple[Numbers, Numbers]:
+    """The distinct codes, in order, and each code's place among them; codes are below `num_codes`, if any."""
+    if num_codes is None or num_codes > len(codes):
+        return _sort_distinct(codes)
     known = np.flatnonzero(np.bincount(codes, minlength=num_codes))
     place_of = np.zeros(num_codes, dtype=np.int64)
     place_of[known] = np.arange(len(known))
     return known, place_of[codes]
+
+
+def _sort_distinct(numbers: Numbers) -> tuple[Numbers, Numbers]:
+    # As np.unique does, which imports numpy.ma first: that takes as long as reading a small trace.
+    if not len(numbers):
+        return numbers, np.zeros(0, dtype=np.int64)
+    order = np.argsort(numbers, kind="stable")
+    in_order = numbers[order]
+    is_first = np.append(True, in_order[1:] != in_order[:-1])
+    places = np.empty(len(numbers), dtype=np.int64)
+    places[order] = np.cumsum(is_first) - 1
+    return in_order[is_first], places

@@ -80,6 +80,13 @@ def find_cells(events: EventsView, by: Sequence[str], sums: Sequence[str] = ()) 
     return None if relation is None else replace(events.of_relation(relation), conditions=events.conditions)
 
 
+def prefer_cells(events: EventsView, by: Sequence[str]) -> EventsView:
+    """Sums of events where there are some already, else the events."""
+    columns = find_key_columns(events.relations.keys, (*by, *events.conditions))
+    known = columns is not None and events.relations.has_cells(columns)
+    return (find_cells(events, by) if known else None) or events
+
+
 def sums_sql(source: str, columns: Sequence[str]) -> str:
     """SELECT the sums of events by these columns."""
     measures = [f"{of_many} AS {name}" for name, (of_many, _) in MEASURES.items()]

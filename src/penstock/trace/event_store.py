@@ -10,7 +10,7 @@ lines in each.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, Generic, TypeVar
@@ -42,14 +42,15 @@ SORTED_ROWS: Final = 1 << 21
 """Events that are sorted in memory; more are sorted in runs, which are merged from disk."""
 _MERGE_MEMORY: Final = "200MB"
 """What DuckDB may use to merge runs."""
-_KIND: Final = _PARTS["kind_id"]
-_PROCESS: Final = ("run", "host", "rank", "pid")
-_PLAIN: Final = ("ts_us", "dur_us", "tid", "size_bytes", "offset", "ret", "epoch", "step", "args")
+KIND: Final = _PARTS["kind_id"]
+THREAD: Final = ("run", "host", "rank", "pid", "tid")
+"""What tells threads apart."""
+_PLAIN: Final = ("ts_us", "dur_us", "size_bytes", "offset", "ret", "epoch", "step", "args")
 """Columns that are kept as they come."""
 
 _KEY_OF: Final = {
-    **dict.fromkeys(_KIND, "kind_id"),
-    **dict.fromkeys(_PROCESS, "process_id"),
+    **dict.fromkeys(KIND, "kind_id"),
+    **dict.fromkeys(THREAD, "thread_id"),
     "path": "path_id",
     "file": "file_number",
 }
@@ -92,7 +93,7 @@ class EventStore:
         self._limit = limit
         self._lock = Lock()
         self._kinds: Numbering[tuple[Any, ...]] = Numbering()
-        self._processes: Numbering[tuple[Any, ...]] = Numbering()
+        self._threads: Numbering[tuple[Any, ...]] = Numbering()
         self._files: dict[int, str] = {}
         self._pending: list[tuple[int, int, pa.Table]] = []
         self._num_pending = self._num_events = 0
@@ -140,19 +141,38 @@ class EventStore:
         keys = [key for key, parts in _PARTS.items() if self._read & set(parts)]
         return pa.schema([*wanted, *(pa.field(key, pa.int32(), key == "path_id") for key in keys)])
 
-    def tables(self, slice_rows: int = SLICE_ROWS) -> Iterator[pa.Table]:
-        """All events in order, in tables of so many rows; texts are dictionary-encoded."""
-        if not self._runs:
-            # Numbers of lines are for runs alone, which DuckDB would merge in any order.
-            for numbers in self._sort_pending(slice_rows, without="line"):
-                yield self._name_texts(numbers)
-            return
-        if self._pending:
+    def tables(
+        self, slice_rows: int = SLICE_ROWS, look: Callable[[pa.Table], None] = lambda _: None
+    ) -> Iterator[pa.Table]:
+        """All events in order, in tables of so many rows; texts are dictionary-encoded.
+
+        `look` is called with the numbers of each table: its times and sizes, and what stands for its texts,
+        which `threads`, `kinds` and `paths` list.
+        """
+        if self._runs and self._pending:
             self._spill()
-        for numbers in self._merge(slice_rows):
+        # Numbers of lines are for runs alone, which DuckDB would merge in any order.
+        source = self._merge(slice_rows) if self._runs else self._sort_pending(slice_rows, without="line")
+        for numbers in source:
+            look(numbers)
             yield self._name_texts(numbers)
         for run in self._runs:
             run.unlink()
+
+    @property
+    def threads(self) -> Sequence[tuple[Any, ...]]:
+        """What each `thread_id` stands for."""
+        return self._threads.values
+
+    @property
+    def kinds(self) -> Sequence[tuple[Any, ...]]:
+        """What each `kind_id` stands for."""
+        return self._kinds.values
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """What each `path_id` stands for."""
+        return self._paths.values
 
     def _number_texts(self, file: int, line: int, batch: pa.RecordBatch) -> pa.Table:
         num_rows = batch.num_rows
@@ -161,9 +181,9 @@ class EventStore:
         if "file" in names:
             self._files[file] = batch["file"][0].as_py()
         if names & set(_PARTS["kind_id"]):
-            columns["kind_id"] = _number_tuples(batch, _KIND, self._kinds)
-        if names & set(_PROCESS):
-            columns["process_id"] = _number_tuples(batch, _PROCESS, self._processes)
+            columns["kind_id"] = _number_tuples(batch, KIND, self._kinds)
+        if names & set(THREAD):
+            columns["thread_id"] = _number_tuples(batch, THREAD, self._threads)
         if "path" in names:
             encoded = batch["path"]
             numbers = self._paths.number_all(encoded.dictionary.to_pylist())
@@ -244,7 +264,7 @@ class EventStore:
             elif name == "path":
                 values = self._paths.values
             else:
-                parts, numbering = (_KIND, self._kinds) if name in _KIND else (_PROCESS, self._processes)
+                parts, numbering = (KIND, self._kinds) if name in KIND else (THREAD, self._threads)
                 values = [tuples[parts.index(name)] for tuples in numbering.values]
             self._named[name] = _Texts(values)
         return self._named[name]

@@ -35,6 +35,7 @@ from penstock.trace.output_file import refuse_overwriting
 from penstock.trace.reading.event_batch import BATCH_SCHEMA, TEXT_COLUMNS
 from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
+from penstock.trace.stored_sums import SumsToStore
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
@@ -124,7 +125,7 @@ def convert(
         accounts = read_events(files, store, progress=progress, event_filter=event_filter, threads=threads)
         _refuse(accounts, target, strict=strict)
         facts = EventTableFacts(sources=sources, accounts=accounts, where=event_filter.where)
-        _write_table(store, partial, facts, progress)
+        write_events(store, partial, facts, progress)
     return facts
 
 
@@ -179,7 +180,7 @@ def join_tables(
             with pq.ParquetFile(table, read_dictionary=list(TEXT_COLUMNS)) as source:
                 for batch in source.iter_batches(columns=BATCH_SCHEMA.names):
                     store.add(number, batch.cast(BATCH_SCHEMA))
-        _write_table(store, partial, joined, Silent())
+        write_events(store, partial, joined, Silent())
     return joined
 
 
@@ -197,7 +198,8 @@ def _refuse(accounts: Sequence[FileAccount], target: Path, *, strict: bool) -> N
         refuse_lost(accounts)
 
 
-def _write_table(store: EventStore, path: Path, facts: EventTableFacts, progress: Progress) -> None:
+def write_events(store: EventStore, path: Path, facts: EventTableFacts, progress: Progress) -> None:
+    """Write all events of `store`, in order, as a table with these facts."""
     progress.begin("writing the table", float(len(store)))
     with pq.ParquetWriter(
         path,
@@ -210,16 +212,17 @@ def _write_table(store: EventStore, path: Path, facts: EventTableFacts, progress
         compression_level=1,
     ) as writer:
         # One thread sorts and names the next events while another compresses these.
+        sums = SumsToStore(store.threads, store.kinds, store.paths)
         with ThreadPoolExecutor(1, "table") as pool:
             writing: Future[None] | None = None
-            for table in store.tables():
+            for table in store.tables(look=sums.add):
                 if writing is not None:
                     writing.result()
                 writing = pool.submit(writer.write_table, table)
                 progress.advance(table.num_rows)
             if writing is not None:
                 writing.result()
-        writer.add_key_value_metadata({_KEY: _serialize_facts(facts)})
+        writer.add_key_value_metadata({_KEY: _serialize_facts(facts).encode(), **sums.metadata()})
 
 
 def _is_table(path: Path) -> bool:

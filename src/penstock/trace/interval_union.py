@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock.trace.arrow_functions import find_distinct
 from penstock.trace.event_cells import add_up
 from penstock.trace.event_codes import BATCH_ROWS, Batch, code_events
 from penstock.trace.ordered_events import MISSING
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _MOST_THREADS: Final = 4
 _NEVER: Final = np.iinfo(np.int64).min
+_TIMES: Final = 4
+"""Arrays of a batch that every sweep needs: groups, sets, starts and ends."""
 
 Numbers = npt.NDArray[np.int64]
 
@@ -249,26 +252,36 @@ class Sweep:
 
     def _measure(self, batch: Batch) -> Measured | None:
         """The pieces of a batch; None if its events are not in order."""
-        codes, members, starts, ends = batch[:4]
+        starts = batch[2]
         if np.any(starts[1:] < starts[:-1]):
             return None
         first_us, last_us = int(starts[0]), int(starts[-1])
         num_groups, num_sets = self.total.shape
         if num_groups > 1:
-            order = np.argsort(codes.astype(self._code_type), kind="stable")
-            codes, starts, ends = codes[order], starts[order], ends[order]
-            members = members[order] if num_sets > 1 else members
+            order = np.argsort(batch[0].astype(self._code_type), kind="stable")
+            # Of a single set, those that are not in it are behind the last group.
+            needed = (True, num_sets > 1 or len(batch) > _TIMES, *[True] * (len(batch) - 2))
+            batch = tuple(one[order] if needs else one for one, needs in zip(batch, needed, strict=True))
+        return Measured(list(self._measure_sets(batch)), first_us, last_us, self._measure_more(batch))
+
+    def _measure_sets(self, batch: Batch) -> Iterator[_Pieces]:
+        codes, members, starts, ends = batch[:_TIMES]
+        num_groups, num_sets = self.total.shape
         if num_sets == 1 and num_groups > 1:
-            return Measured([self._measure_set(0, codes, starts, ends)], first_us, last_us)
-        pieces = []
+            yield self._measure_set(0, codes, starts, ends)
+            return
         for number in range(num_sets):
-            is_member = (members >> number) & 1
-            if is_member.all():
-                pieces.append(self._measure_set(number, codes, starts, ends))
-            elif is_member.any():
-                chosen = np.flatnonzero(is_member)
-                pieces.append(self._measure_set(number, codes[chosen], starts[chosen], ends[chosen]))
-        return Measured(pieces, first_us, last_us)
+            is_member = (members & (1 << number)) != 0
+            num_members = np.count_nonzero(is_member)
+            if num_members == len(members):
+                yield self._measure_set(number, codes, starts, ends)
+            elif num_members:
+                yield self._measure_set(number, codes[is_member], starts[is_member], ends[is_member])
+
+    def _measure_more(self, batch: Batch) -> Sequence[Any]:
+        """What a kind of sweep measures besides, of events by group."""
+        del batch
+        return ()
 
     def _measure_set(self, number: int, codes: Numbers, starts: Numbers, ends: Numbers) -> _Pieces:
         """The pieces of events of one set; those of a group stand together."""
@@ -347,6 +360,6 @@ def _running_max(ends: Numbers, firsts: Numbers) -> Numbers:
         np.maximum.accumulate(lifted, out=lifted)
         lifted -= lift
         return lifted
-    levels, ranks = np.unique(ends, return_inverse=True)
+    levels, ranks = find_distinct(ends)
     lift = np.repeat(np.arange(len(firsts)) * len(levels), lengths)
     return levels[np.maximum.accumulate(ranks + lift) - lift]

@@ -40,15 +40,16 @@ class ParquetEvents:
     path: Path
 
     @cached_property
-    def _metadata(self) -> pq.FileMetaData:
+    def metadata(self) -> pq.FileMetaData:
+        """The file's own."""
         return pq.read_metadata(self.path)
 
     def parts(self, columns: Sequence[str]) -> Iterator[Callable[[], Part]]:
         """See `OrderedEvents`."""
-        return (partial(self._read, number, columns) for number in range(self._metadata.num_row_groups))
+        return (partial(self._read, number, columns) for number in range(self.metadata.num_row_groups))
 
     def _read(self, number: int, columns: Sequence[str]) -> Part:
-        with pq.ParquetFile(self.path, metadata=self._metadata) as file:
+        with pq.ParquetFile(self.path, metadata=self.metadata) as file:
             return _to_numpy(file.read_row_group(number, columns=list(columns), use_threads=False))
 
 

@@ -42,6 +42,7 @@ from penstock.trace.reading.clock_check import find_clock_mismatches
 from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
 from penstock.trace.reading.folder_search import explain_empty, find_in_folder, name_some
 from penstock.trace.reading.trace_file import RANK_PATTERN, Dialect, TraceFile
+from penstock.trace.stored_sums import StoredSums, TableSums, number_key
 
 LOCAL: Final = "local"
 """Stands for a scheduler with workers on this machine only."""
@@ -67,6 +68,8 @@ class TraceSet:
     """Whether a scan gives the events in the order of time."""
     ordered: OrderedEvents | None = None
     """The same events for threads, if they can be read past DuckDB."""
+    sums: StoredSums | None = None
+    """What is stored of these events, added up."""
 
     def losses(self) -> list[str]:
         """What was lost or guessed, for people, one line each; empty if nothing was."""
@@ -217,6 +220,7 @@ def open_trace_set(
             files=[table.path for table in tables if table.path is not None],
             is_ordered=is_ordered,
             ordered=tables[0].ordered if is_ordered and not event_filter.where else None,
+            sums=None if event_filter.where else _find_sums(connection, tables),
             knows_processes={"run", "file", "host", "rank", "pid"} <= wanted,
         )
 
@@ -250,6 +254,14 @@ class _OpenTable:
         return cls(run, name, frozenset(table.column_names), TableEvents(table))
 
 
+def _find_sums(connection: duckdb.DuckDBPyConnection, tables: Sequence[_OpenTable]) -> StoredSums | None:
+    """The sums that tables store; None if some events come from elsewhere."""
+    stored = [
+        (table.run, TableSums(table.ordered)) for table in tables if isinstance(table.ordered, ParquetEvents)
+    ]
+    return StoredSums(connection, stored) if len(stored) == len(tables) else None
+
+
 def _read_sql(path: Path) -> str:
     return f"read_parquet({sql_literal(str(path))})"
 
@@ -277,11 +289,6 @@ def _union_tables(tables: Sequence[_OpenTable], event_filter: EventFilter) -> st
     return f"SELECT * FROM ({' UNION ALL '.join(parts)}){where}"
 
 
-_KEYS_OF_A_TABLE: Final = 1 << 32
-"""More than any table has. Each table numbers its texts from 0 on; in a set of several its numbers begin at a
-multiple of this."""
-
-
 def _select_columns(table: _OpenTable, number: int) -> str:
     """All columns, with the name that the run was opened by; without one, a table keeps its own run names."""
     selected = []
@@ -292,10 +299,8 @@ def _select_columns(table: _OpenTable, number: int) -> str:
             selected.append(f'"{column.name}"')
         else:
             selected.append(f'NULL::{column.type_sql} AS "{column.name}"')
-    for key in KEYS:
-        value = key if key in table.columns else "NULL"
-        selected.append(f"{value}::BIGINT + {number * _KEYS_OF_A_TABLE} AS {key}")
-    return ", ".join(selected)
+    keys = (number_key(key, number) if key in table.columns else f"NULL::BIGINT AS {key}" for key in KEYS)
+    return ", ".join([*selected, *keys])
 
 
 @contextmanager

@@ -60,6 +60,14 @@ def test_segment_may_end_in_its_targets_and_its_thread(ending: str, tid: int, tm
     assert (row["ts_us"], row["dur_us"]) == (START_US + 12_500, 487_500)
 
 
+def test_text_without_segments_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "job.txt"
+    path.write_text("# DXT, file_id: 1, file_name: /d/a\n# DXT, rank: 0, hostname: n0\n")
+    rows, account = _read(path)
+    assert (rows, account.metadata) == ([], 2)
+    assert account.faults == ["it has no segments: Darshan traced no reads and no writes"]
+
+
 @needs_fixtures
 def test_text_of_todays_parser_loses_nothing(tmp_path: Path) -> None:
     rows, account = _read(FIXTURES / "unet3d_a100.darshan.txt.gz")

@@ -69,6 +69,8 @@ def test_strace_resolves_descriptors_and_joins_interrupted_calls(tmp_path: Path)
     assert account.dialect == "strace"
     assert (account.metadata, account.dropped_reasons["not a line of strace"]) == (3, 1)
     assert account.salvaged_reasons == {"never returned": 1}
+    (lost,) = [one for one in account.samples if one.reason == "never returned"]
+    assert lost.text == STRACE.splitlines()[lost.line - 1]
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="no strace here")

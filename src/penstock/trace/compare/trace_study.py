@@ -27,7 +27,7 @@ from penstock.trace.event_schema import FileAccount
 from penstock.trace.event_table import read_facts
 from penstock.trace.interval_union import union_sql
 from penstock.trace.questions.answer import Answer, Column, Unit, Value
-from penstock.trace.questions.events_view import IS_IO, EventsView, view_events
+from penstock.trace.questions.events_view import IS_IO, EventsView, view_traces
 from penstock.trace.reading.event_filter import EventFilter
 from penstock.trace.trace_set import find_trace_files, open_trace_set
 from penstock.trace.yaml_documents import YamlDocument
@@ -141,13 +141,7 @@ def open_study(
         if sum(account.events + account.salvaged for account in traces.accounts) <= _IN_MEMORY_EVENTS:
             traces.connection.execute(f"CREATE TEMP TABLE penstock_study AS SELECT * FROM {relation}")
             relation = "penstock_study"
-        events = view_events(
-            traces.connection,
-            relation,
-            spec.dimensions(),
-            is_ordered=traces.is_ordered,
-            ordered=traces.ordered,
-        )
+        events = view_traces(traces, spec.dimensions(), relation)
         yield Study(events=events, accounts=_split_by_run(runs, traces.accounts), spec=spec)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.errors import UsageError
 from penstock.trace.dimensions import NO_IO, sql_literal
-from penstock.trace.event_cells import EACH_SIZE, add_up
+from penstock.trace.event_cells import EACH_SIZE, add_up, prefer_cells
 from penstock.trace.interval_union import NO_TIME, UnionTimes, measure_groups, overlap_times, union_times
 from penstock.trace.questions import size_statistics as sizes_of
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
@@ -30,7 +30,9 @@ def _facts(events: EventsView) -> Answer:
         SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)),
                count(DISTINCT (host, pid, tid))
         FROM (SELECT DISTINCT host, rank, pid, tid FROM {events})""")
-    (num_files,) = events.ask_one(f"SELECT {_count_files(events)} FROM {{events}}")
+    (num_files,) = prefer_cells(events, ("path_id",)).ask_one(
+        f"SELECT {_count_files(events)} FROM {{events}}"
+    )
     # The bytes of MPI-IO are traced again in the calls below it.
     what = cells.ask_one("""
         SELECT coalesce(sum(num_events), 0)::BIGINT, coalesce(max(last_us) - min(first_us), 0),

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.trace.arrow_functions import Numbers
 from penstock.trace.interval_union import Measured, Sweep, sweep_events
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
     from penstock.trace.interval_union import Key
     from penstock.trace.questions.events_view import EventsView
 
-_READ: Final = 1
-_WRITTEN: Final = 2
-_NUM_KINDS: Final = 4
-"""Kinds of calls; a call has a bit of each that it is."""
+_READS: Final = 2
+_WRITES: Final = 4
+"""The bits of the second and the third set: calls that read, and calls that write."""
 
 
 @dataclass(slots=True)
@@ -73,46 +73,37 @@ class _BucketSweep(Sweep):
         self._width_us = width_us
         self.sums: defaultdict[tuple[int, int], BucketSums] = defaultdict(BucketSums)
 
-    def _measure(self, batch: Batch) -> Measured | None:
-        measured = super()._measure(batch)
-        return measured and replace(measured, more=list(self._add_up(*batch)))
+    def _measure_more(self, batch: Batch) -> Sequence[Any]:
+        num_asked = int(np.searchsorted(batch[0], self._num_groups))
+        return list(self._add_up(*(one[:num_asked] for one in batch))) if num_asked else ()
 
     def _add_measured(self, batch: Measured) -> None:
         super()._add_measured(batch)
-        for group, bucket, kind, num_started, inside_us, moved_bytes in batch.more:
+        for group, bucket, num_started, inside_us, read_bytes, written_bytes in batch.more:
             sums = self.sums[group, bucket]
-            sums.num_started += int(num_started)
-            sums.inside_us += int(inside_us)
-            sums.read_bytes += moved_bytes if kind == _READ else 0
-            sums.written_bytes += moved_bytes if kind == _WRITTEN else 0
+            sums.num_started += num_started
+            sums.inside_us += inside_us
+            sums.read_bytes += read_bytes
+            sums.written_bytes += written_bytes
 
     def _add_up(
         self, codes: Numbers, members: Numbers, starts: Numbers, ends: Numbers, sizes: Numbers
     ) -> Iterator[tuple[Any, ...]]:
-        """Group, bucket, kind of call, calls that began, time, and bytes."""
-        # Nearly all events are within one bucket: the few others are taken out, and divided.
-        origins = self._origins[0] if self._have_one_origin else self._origins[codes]
-        begins, lengths = starts - origins, ends - starts
+        """Group, bucket, calls that began, their time in it, and the bytes of those that read and wrote."""
+        begins, lengths = starts - self._origins_of(codes), ends - starts
         buckets = begins // self._width_us
-        is_longer = begins + lengths > (buckets + 1) * self._width_us
-        longer = np.flatnonzero(is_longer & (codes < self._num_groups))
-        kinds, sizes = members >> 1, np.maximum(sizes, 0)
-        begun = ~is_longer
-        weights = begun, np.where(begun, lengths, 0), np.where(begun, sizes, 0)
-        yield from self._count(codes, kinds, buckets, weights if len(longer) else (None, lengths, sizes))
-        codes, kinds, sizes, lengths = (
-            codes[longer],
-            kinds[longer],
-            sizes[longer].astype(float),
-            lengths[longer],
-        )
-        is_first = np.ones(len(longer), dtype=bool)
+        moved = tuple(np.where(members & kind, np.maximum(sizes, 0), 0) for kind in (_READS, _WRITES))
+        # Nearly all events are within one bucket: the few others are taken out, and divided.
+        longer = np.flatnonzero(begins + lengths > (buckets + 1) * self._width_us)
+        of_longer = [one[longer].astype(float) for one in moved]
+        all_us = lengths[longer]
+        for one in (lengths, *moved):
+            one[longer] = 0
+        yield from _add_runs(codes, buckets, (np.ones_like(lengths), lengths, *moved))
+        codes = codes[longer]
         for pieces, of_pieces, times_us in self._cut(codes, starts[longer], ends[longer]):
-            moved = sizes[pieces] * times_us / lengths[pieces]
-            yield from self._count(
-                codes[pieces], kinds[pieces], of_pieces, (is_first[pieces], times_us, moved)
-            )
-            is_first[pieces] = False
+            parts = (one[pieces] * times_us / all_us[pieces] for one in of_longer)
+            yield from _add_runs(codes[pieces], of_pieces, (np.zeros_like(times_us), times_us, *parts))
 
     def _sum(self, codes: Numbers, firsts: Numbers, begins: Numbers, ends: Numbers) -> Any:
         """The lengths of pieces by group and bucket, divided at the edges of buckets."""
@@ -122,19 +113,22 @@ class _BucketSweep(Sweep):
         return [
             row
             for pieces, buckets, times_us in self._cut(codes, begins[chosen], ends[chosen])
-            for row in self._count(codes[pieces], 0, buckets, (times_us,))
+            for row in _add_runs(codes[pieces], buckets, (times_us,))
         ]
 
     def _take(self, number: int, sums: Any, sign: int) -> None:
         del number
-        for group, bucket, _, time_us in sums:
-            self.sums[group, bucket].busy_us += sign * int(time_us)
+        for group, bucket, time_us in sums:
+            self.sums[group, bucket].busy_us += sign * time_us
+
+    def _origins_of(self, codes: Numbers) -> Any:
+        return self._origins[0] if self._have_one_origin else self._origins[codes]
 
     def _cut(
         self, codes: Numbers, begins: Numbers, ends: Numbers
     ) -> Iterator[tuple[Numbers, Numbers, Numbers]]:
         """Divide times at edges: the places of those with one more piece, its bucket and its length."""
-        origins = self._origins[codes]
+        origins = self._origins_of(codes)
         places, begins, ends = np.arange(len(codes)), begins - origins, ends - origins
         while len(places):
             buckets = begins // self._width_us
@@ -143,23 +137,14 @@ class _BucketSweep(Sweep):
             is_longer = np.flatnonzero(ends > edges)
             places, begins, ends = places[is_longer], edges[is_longer], ends[is_longer]
 
-    def _count(
-        self, codes: Numbers, kinds: Numbers | int, buckets: Numbers, measures: Sequence[Any]
-    ) -> Iterator[tuple[Any, ...]]:
-        """Group, bucket, kind and the sums of these measures, of which None is 1 for each event."""
-        lowest = int(buckets.min())
-        num_buckets = int(buckets.max()) - lowest + 1
-        places = (codes.astype(np.int64) * num_buckets + (buckets - lowest)) * _NUM_KINDS + kinds
-        num_places = self._num_groups * num_buckets * _NUM_KINDS
-        known = None
-        if num_places > len(codes):
-            known, places = np.unique(places, return_inverse=True)
-        sums = [np.bincount(places, measure)[:num_places] for measure in measures]
-        found = np.flatnonzero(np.any([one > 0 for one in sums], axis=0))
-        of_found = found if known is None else known[found]
-        asked = of_found < num_places
-        groups, numbers = np.divmod(of_found[asked] // _NUM_KINDS, num_buckets)
-        return zip(
-            groups.tolist(), (numbers + lowest).tolist(), (of_found[asked] % _NUM_KINDS).tolist(),
-            *(one[found[asked]].tolist() for one in sums), strict=True,
-        )  # fmt: skip
+
+def _add_runs(
+    codes: Numbers, buckets: Numbers, measures: Sequence[npt.NDArray[Any]]
+) -> Iterator[tuple[Any, ...]]:
+    """Group, bucket and sums of these measures; events of a group stand together, in the order of time."""
+    if not len(codes):
+        return iter(())
+    is_next = (codes[1:] != codes[:-1]) | (buckets[1:] != buckets[:-1])
+    firsts = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(is_next) + 1))
+    sums = (np.add.reduceat(one, firsts).tolist() for one in measures)
+    return zip(codes[firsts].tolist(), buckets[firsts].tolist(), *sums, strict=True)

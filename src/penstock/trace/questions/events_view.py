@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.trace.dimensions import Dimensions, PhaseOf
     from penstock.trace.ordered_events import OrderedEvents
+    from penstock.trace.stored_sums import StoredSums
     from penstock.trace.trace_set import TraceSet
 
 
@@ -56,6 +57,9 @@ class Relations(Protocol):
     def find_cells(self, columns: frozenset[str], sql: str) -> str | None:
         """Sums of events by these columns at least, with what `sql` names; None if there would be many."""
 
+    def has_cells(self, columns: frozenset[str]) -> bool:
+        """Whether there are such sums without a look at the events."""
+
 
 @dataclass(frozen=True, slots=True)
 class OneRelation:
@@ -74,6 +78,11 @@ class OneRelation:
         del columns, sql
         return None
 
+    def has_cells(self, columns: frozenset[str]) -> bool:
+        """False, as above."""
+        del columns
+        return False
+
 
 _KEYED: Final = {
     **dict.fromkeys(("op", "name", "cat"), "kind_id"),
@@ -84,9 +93,16 @@ _KEYED: Final = {
 class DerivedRelations:
     """Tier and file class, worked out once for each path, and phase, once for each kind of event."""
 
-    def __init__(self, connection: DuckDBPyConnection, source: str, dimensions: Dimensions) -> None:
+    def __init__(
+        self,
+        connection: DuckDBPyConnection,
+        source: str,
+        dimensions: Dimensions,
+        stored: StoredSums | None = None,
+    ) -> None:
         self._connection = connection
         self.source = source
+        self._stored = stored
         self.keys = _KEYED | ({"phase": "kind_id"} if dimensions.phases_depend_on_kind() else {})
         self._dimensions = dimensions
         self._made: set[str] = set()
@@ -102,12 +118,23 @@ class DerivedRelations:
 
     def find_cells(self, columns: frozenset[str], sql: str) -> str | None:
         """Sums by these columns, or by more, which are made once; None if there would be many."""
-        made = [keys for keys, table in self._cells.items() if table is not None and columns <= keys]
-        keys = min(made, key=len, default=columns)
+        keys = self._find_made(columns) or columns
         if keys not in self._cells:
             self._cells[keys] = self._add_up(sorted(keys))
         table = self._cells[keys]
         return None if table is None else self._make(*self._join_cells(table, keys, sql))
+
+    def has_cells(self, columns: frozenset[str]) -> bool:
+        """Whether there are sums by these columns, or by more."""
+        return self._find_made(columns) is not None
+
+    def _find_made(self, columns: frozenset[str]) -> frozenset[str] | None:
+        stored = self._stored and self._stored.find(columns)
+        if self._stored and stored:
+            name, keys = stored
+            self._cells[keys] = self._stored.relation(name)
+        made = [keys for keys, table in self._cells.items() if table is not None and columns <= keys]
+        return min(made, key=len, default=None)
 
     def _add_up(self, columns: Sequence[str]) -> str | None:
         if columns and self._connection.execute(are_many_sql(self.source, columns)).fetchall()[0][0]:
@@ -121,9 +148,9 @@ class DerivedRelations:
         name, selected, joins = f"{table}_view", ["*"], ""
         if "kind_id" in keys:
             joins = f" JOIN {self._store_kinds()} USING (kind_id)"
-        if "path_id" in keys and (_PATH_TEXTS.search(sql) or self._dimensions.tiers):
+        if "path_id" in keys and _PATH_TEXTS[bool(self._dimensions.tiers)].search(sql):
             name, joins = f"{name}_of_paths", f"{joins} LEFT JOIN {self._store_paths()} USING (path_id)"
-        elif "path_id" in keys:
+        elif "path_id" in keys and not self._dimensions.tiers:
             selected.append(f"{_TIER_OF_PATH} AS tier")
         return name, lambda: f"SELECT {', '.join(selected)} FROM {table}{joins}"
 
@@ -135,18 +162,24 @@ class DerivedRelations:
 
     def _store_paths(self) -> str:
         tier, file_class = self._dimensions.tier_sql(), self._dimensions.file_class_sql()
-        define = f"""
-            SELECT path_id, path, {tier} AS tier, {file_class} AS file_class FROM (
-                SELECT path_id, any_value(path) AS path FROM {self.source}
-                WHERE path_id IS NOT NULL GROUP BY path_id)"""
+        paths = (
+            (self._stored and self._stored.find_texts("paths"))
+            or f"""(
+            SELECT path_id, any_value(path) AS path FROM {self.source}
+            WHERE path_id IS NOT NULL GROUP BY path_id)"""
+        )
+        define = f"SELECT path_id, path, {tier} AS tier, {file_class} AS file_class FROM {paths}"
         return self._make("penstock_paths", lambda: define, "TABLE")
 
     def _store_kinds(self) -> str:
         phase = f", {self._dimensions.phase_sql()} AS phase" if "phase" in self.keys else ""
-        define = f"""
-            SELECT *{phase} FROM (
-                SELECT kind_id, any_value(op) AS op, any_value(name) AS name, any_value(cat) AS cat
-                FROM {self.source} GROUP BY kind_id)"""
+        kinds = (
+            (self._stored and self._stored.find_texts("kinds"))
+            or f"""(
+            SELECT kind_id, any_value(op) AS op, any_value(name) AS name, any_value(cat) AS cat
+            FROM {self.source} GROUP BY kind_id)"""
+        )
+        define = f"SELECT *{phase} FROM {kinds}"
         return self._make("penstock_kinds", lambda: define, "TABLE")
 
     def _join_paths(self) -> str:
@@ -176,7 +209,11 @@ class DerivedRelations:
 _COUNT_ALL: Final = re.compile(r"\bcount\s*\(\s*\*", re.IGNORECASE)
 _ALL_COLUMNS: Final = re.compile(r"(?:\b(?:select|distinct|all)\s|[,.(]|^)\s*\*", re.IGNORECASE)
 """A star that stands for columns: no operand stands before it."""
-_PATH_TEXTS: Final = re.compile(r"\b(?:path|file_class)\b")
+_PATH_TEXTS: Final = {
+    False: re.compile(r"\b(?:path|file_class)\b"),
+    True: re.compile(r"\b(?:path|file_class|tier)\b"),
+}
+"""Names of what follows from a path, without and with prefixes of tiers."""
 _TIER_OF_PATH: Final = f"CASE WHEN path_id IS NOT NULL THEN {sql_literal(OTHER)} END"
 """The tier where there are no prefixes of tiers."""
 
@@ -235,22 +272,23 @@ class EventsView:
         return f"(SELECT * FROM {relation} WHERE {conditions})"
 
 
+def view_traces(traces: TraceSet, dimensions: Dimensions, relation: str = "") -> EventsView:
+    """The events of traces, or a copy of them that `relation` names."""
+    source = relation or traces.relation
+    return EventsView(
+        connection=traces.connection,
+        relations=DerivedRelations(traces.connection, source, dimensions, traces.sums),
+        is_ordered=traces.is_ordered,
+        ordered=traces.ordered,
+    )
+
+
 def view_events(
-    connection: DuckDBPyConnection,
-    source: str,
-    dimensions: Dimensions,
-    *,
-    is_ordered: bool = False,
-    ordered: OrderedEvents | None = None,
+    connection: DuckDBPyConnection, source: str, dimensions: Dimensions, *, is_ordered: bool = False
 ) -> EventsView:
     """Events of `source` with tier, file class and phase as `dimensions` define them."""
     relations = DerivedRelations(connection, source, dimensions)
-    return EventsView(
-        connection=connection,
-        relations=relations,
-        is_ordered=is_ordered or ordered is not None,
-        ordered=ordered,
-    )
+    return EventsView(connection=connection, relations=relations, is_ordered=is_ordered)
 
 
 def _store_phases(connection: DuckDBPyConnection, source: str, phase_of: PhaseOf) -> None:

@@ -45,12 +45,13 @@ class BlockArguments:
     rest: Mapping[str, pa.DictionaryArray]
     raw: pa.StringArray | None = None
 
-    def count_taken(self, rows: Numbers) -> int:
-        """The members of these rows' objects that were taken, with those inside of their values."""
-        num_taken = sum(int(np.count_nonzero(flags[rows])) for flags in self.held)
+    def count_taken(self, but: Numbers) -> int:
+        """The members of all objects but these rows' that were taken, with those inside of their values."""
+        num_taken = sum(count_but(flags, but) for flags in self.held)
         for column in self.rest.values():
             if column.null_count < len(column):
-                num_taken += int(_count_members(column)[rows].sum())
+                num_members = _count_members(column)
+                num_taken += int(num_members.sum()) - int(num_members[but].sum())
         return num_taken
 
     def find_unread(self) -> Numbers:
@@ -86,7 +87,7 @@ class BlockArguments:
             codes = codes * (size + 1) + number_texts(column)[rows]
             num_codes *= size + 1
             if num_codes > _MOST_CODES:
-                known, codes = np.unique(codes, return_inverse=True)
+                known, codes = find_distinct(codes)
                 num_codes = len(known)
         known, codes = find_distinct(codes, num_codes)
         example = np.zeros(len(known), dtype=np.int64)
@@ -131,6 +132,11 @@ def _count(content: memoryview | bytes, wanted: Sequence[int], width: int) -> in
             for one in wanted:
                 found += int(np.count_nonzero(np.equal(piece, one, out=flags[: len(piece)])))
     return found
+
+
+def count_but(flags: Flags, rows: Numbers) -> int:
+    """How many flags are set, besides those of these few rows."""
+    return int(np.count_nonzero(flags)) - int(np.count_nonzero(flags[rows]))
 
 
 def count_lines(content: memoryview | bytes) -> int:

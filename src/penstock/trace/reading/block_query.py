@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,12 +25,13 @@ from penstock.trace.arrow_functions import (
     decode,
     encode,
     fill_missing,
+    find_distinct,
     find_valid,
     number_texts,
     take,
 )
 from penstock.trace.event_schema import canonical
-from penstock.trace.reading.block_arguments import BlockArguments, LearnedKeys, count_members
+from penstock.trace.reading.block_arguments import BlockArguments, LearnedKeys, count_but, count_members
 from penstock.trace.reading.chunks import LINE_LIMIT_BYTES, PIECE_BYTES
 from penstock.trace.reading.event_batch import (
     BYTE_LAYERS,
@@ -61,7 +62,7 @@ _EXACT: Final = 1 << 53
 """Doubles hold all whole numbers below."""
 _TIME_LIMIT_US: Final = 1 << 61
 _LONGEST_LINE: Final = LINE_LIMIT_BYTES + PIECE_BYTES
-"""No chunk has a longer one. DuckDB takes memory for two."""
+"""No chunk has a longer one."""
 _ARGUMENTS: Final[Mapping[str, tuple[str, ...]]] = {
     "size_bytes": ("ret", "size"),
     "ret": ("ret",),
@@ -141,6 +142,7 @@ class BlockRows:
             if name in HASH_KINDS and value is not None and text is not None:
                 yield HASH_KINDS[name], _plain_text(value), _plain_text(text)
 
+    @cached_property
     def arguments(self) -> BlockArguments:
         """The arguments; only if all columns were asked for."""
         held = [find_valid(self.text(f"arg_{key}").indices) for key in _TEXTS]
@@ -151,15 +153,13 @@ class BlockRows:
 
     def count_taken(self) -> int:
         """The members of all lines but odd ones that were taken."""
-        rows = np.concatenate((self.events, self.metadata))
-        num_taken = self.arguments().count_taken(rows) + int(self.numbers[_OTHERS][rows].sum())
-        for name in _TEXT_MEMBERS:
-            num_taken += int(np.count_nonzero(find_valid(self.texts[name].indices)[rows]))
-        for name in _NUMBER_MEMBERS:
-            # Of times, those that are missing are negative, or NaN as for all others.
-            values = self.numbers[name][rows]
-            num_taken += int(np.count_nonzero(values >= (0 if name in ("ts", "dur") else -np.inf)))
-        return num_taken
+        flags = [find_valid(self.texts[name].indices) for name in _TEXT_MEMBERS]
+        # Of times, those that are missing are negative, or NaN as for all others.
+        lowest = {"ts": 0, "dur": 0}
+        flags += [self.numbers[name] >= lowest.get(name, -np.inf) for name in _NUMBER_MEMBERS]
+        others = self.numbers[_OTHERS]
+        num_taken = self.arguments.count_taken(self.odd) + int(others.sum()) - int(others[self.odd].sum())
+        return num_taken + sum(count_but(one, self.odd) for one in flags)
 
     @property
     def may_lack_members(self) -> bool:
@@ -251,12 +251,16 @@ class BlockQuery:
         self._columns = columns
         self._keys: LearnedKeys | None = None
         self._num_misses = 0
+        self._source = ""
         self._cursor = _share_database().cursor()
         self._file = os.memfd_create("penstock-trace-block")
 
     def run(self, parts: Sequence[memoryview | bytes], ns_per_tick: int) -> BlockRows:
         """A row for each line that is not blank, in order; `complete` must follow if it may lack members."""
-        size_bytes = sum(map(len, parts))
+        sizes_bytes = list(map(len, parts))
+        size_bytes = sum(sizes_bytes)
+        # No line is longer than its part. DuckDB takes memory for two, anew for each query.
+        self._source = _describe_source(self._file, min(max(PIECE_BYTES, *sizes_bytes), _LONGEST_LINE))
         os.pwritev(self._file, parts, 0)
         # Cut behind the block, not before it: the pages of the last block are written again.
         os.ftruncate(self._file, size_bytes)
@@ -282,7 +286,7 @@ class BlockQuery:
         keys, is_new = self._keys, False
         whole = self._select_with_objects(ns_per_tick)
         if keys is not None:
-            arguments = whole.arguments()
+            arguments = whole.arguments
             unread = arguments.find_unread()
             is_new = keys.learn_objects(arguments, unread)
             if is_new and len(unread) > _MANY_UNREAD * len(whole):
@@ -299,7 +303,7 @@ class BlockQuery:
     def _build(
         self, arguments: Mapping[str, str], ns_per_tick: int, others: Mapping[str, str] | None = None
     ) -> str:
-        return _build_query(self._columns, ns_per_tick, self._file, arguments, others)
+        return _build_query(self._columns, ns_per_tick, self._source, arguments, others)
 
     def _select(self, query: str, ns_per_tick: int) -> BlockRows:
         keys = self._keys.arguments if self._keys is not None else ()
@@ -352,7 +356,7 @@ class _BlockEvents:
             case "path":
                 return self._resolve_names("arg_fname", "arg_fhash", HashKind.FILE)
             case "args":
-                return self._name_new_paths(self._rows.arguments().texts(self._events))
+                return self._name_new_paths(self._rows.arguments.texts(self._events))
         return self._other_column(name)
 
     def _other_column(self, name: str) -> pa.Array:
@@ -467,7 +471,7 @@ class _BlockEvents:
         ranks, own = self._context.ranks, self._origin.rank
         if not ranks:
             return pa.repeat(pa.scalar(own, pa.int32()), len(self._events))
-        known, places = np.unique(self._ids("pid"), return_inverse=True)
+        known, places = find_distinct(self._ids("pid"))
         return take(pa.array([ranks.get(pid, own) for pid in known.tolist()], pa.int32()), places)
 
 
@@ -493,10 +497,18 @@ def _open_database() -> duckdb.DuckDBPyConnection:
     return duckdb.connect(config={"threads": 1})
 
 
+def _describe_source(file: int, longest_line: int) -> str:
+    """The arguments of DuckDB's reader that do not depend on the columns."""
+    return (
+        f"'/proc/self/fd/{file}', format = 'newline_delimited', ignore_errors = true,"
+        f" compression = 'uncompressed', maximum_object_size = {longest_line}"
+    )
+
+
 def _build_query(
     columns: frozenset[str],
     ns_per_tick: int,
-    file: int,
+    source: str,
     arguments: Mapping[str, str],
     others: Mapping[str, str] | None,
 ) -> str:
@@ -523,11 +535,7 @@ def _build_query(
     elif arguments:
         types["args"] = "STRUCT(" + ", ".join(f'"{key}" {kind}' for key, kind in arguments.items()) + ")"
     listed = ", ".join(f"\"{name}\": '{kind}'" for name, kind in types.items())
-    source = (
-        f"read_json('/proc/self/fd/{file}', format = 'newline_delimited', ignore_errors = true,"
-        f" compression = 'uncompressed', maximum_object_size = {_LONGEST_LINE},"
-        f" columns = {{{listed}}})"
-    )
+    source = f"read_json({source}, columns = {{{listed}}})"
     for key, kind in arguments.items():
         value = f'args."{key}"'
         selected.append(f'{value}::VARCHAR AS "arg_{key}"' if kind == "JSON" else f'{value} AS "arg_{key}"')

@@ -29,7 +29,7 @@ class DarshanDxt:
         self._start_us: int | None = None
         self._path: str | None = None
         self._host: str | None = None
-        self._num_relative = 0
+        self._num_relative = self._num_segments = 0
 
     def parse(self, line: str) -> ParsedLine:
         """Parse a line: a segment, an explanation, or damage."""
@@ -52,6 +52,7 @@ class DarshanDxt:
             or len(rank) > 9
         ):
             return ParsedLine(LineFate.DROPPED, reason="impossible numbers")
+        self._num_segments += 1
         self._num_relative += self._start_us is None
         return ParsedLine(
             LineFate.EVENT,
@@ -77,7 +78,9 @@ class DarshanDxt:
         return ()
 
     def faults(self) -> Iterable[str]:
-        """Whether times are relative."""
+        """Whether there are no calls, or their times are relative."""
+        if not self._num_segments:
+            yield "it has no segments: Darshan traced no reads and no writes"
         if self._num_relative:
             yield f"{self._num_relative} events have times since the job began: there is no start_time"
 

@@ -64,6 +64,8 @@ class ParsedLine:
     row: Mapping[str, Any] | None = None
     document: Mapping[str, Any] | None = None
     reason: str = ""
+    begun: tuple[int, str] | None = None
+    """The number and the text of the line, if it is not the one that was parsed last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,9 @@ def count_line(parsed: ParsedLine, line: bytes, account: FileAccount) -> None:
             account.events += 1
         case LineFate.SALVAGED | LineFate.DROPPED:
             text = line.rstrip(b"\r\n")[:400].decode(errors="backslashreplace")
+            number, text = parsed.begun or (account.lines, text)
             is_salvaged = parsed.fate is LineFate.SALVAGED
-            account.count_damage(account.lines, parsed.reason, text, salvaged=is_salvaged)
+            account.count_damage(number, parsed.reason, text, salvaged=is_salvaged)
 
 
 def select_schema(columns: frozenset[str]) -> pa.Schema:

@@ -144,11 +144,14 @@ class Strace:
         self._host = host
         self._processes = {task.tid: _Process(task.pid)}
         self._unfinished: dict[int, tuple[int, str]] = {}
+        self._begun: dict[int, tuple[int, str]] = {}
+        self._num_lines = 0
         self._early: dict[int, _EarlyTask] = {}
         self._num_timeless = 0
 
     def parse(self, line: str) -> ParsedLine:
         """Parse a line: a call, a part of one, a signal or an exit, or damage."""
+        self._num_lines += 1
         if not line.strip():
             return ParsedLine(LineFate.BLANK)
         match = _LINE.fullmatch(line)
@@ -167,6 +170,7 @@ class Strace:
         if rest.endswith(_UNFINISHED):
             self._process_of(tid)
             self._unfinished[tid] = (ts_us, rest.removesuffix(_UNFINISHED).rstrip())
+            self._begun[tid] = (self._num_lines, line)
             return ParsedLine(LineFate.METADATA)
         return self._finished(tid, ts_us, rest)
 
@@ -176,9 +180,9 @@ class Strace:
             name = text.partition("(")[0]
             if name.isidentifier():
                 row = self._row(tid, ts_us, _examine(name, text.partition("(")[2], None))
-                yield ParsedLine(LineFate.SALVAGED, row=row, reason="never returned")
+                yield ParsedLine(LineFate.SALVAGED, row=row, reason="never returned", begun=self._begun[tid])
             else:
-                yield ParsedLine(LineFate.DROPPED, reason="cut short")
+                yield ParsedLine(LineFate.DROPPED, reason="cut short", begun=self._begun[tid])
 
     def faults(self) -> Iterable[str]:
         """Whether durations are missing."""

@@ -151,8 +151,8 @@ def _read_batches(
         yield batch
     if not head:
         account.notes.append("it is empty")
-    # Damaged JSON explains itself, line by line.
-    is_damaged = account.dropped or account.faults
+    # Damaged JSON explains itself, line by line; Darshan's text without segments is known.
+    is_damaged = account.dropped or (account.faults and dialect is not Dialect.DARSHAN)
     if is_damaged and account.is_without_events and head and not head.lstrip().startswith((b"{", b"[")):
         seems = RECORDER if is_of_recorder(file.path.name) else guess_content(head)
         account.faults.append(f"not one event: it seems to be {seems}")
