@@ -24,13 +24,17 @@ from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_
 from penstock.checkpoint.formats.checkpoint_source import DescribedStorage
 from penstock.checkpoint.levels.options import Partner, Scheme, check_schemes, scheme_for
 from penstock.checkpoint.levels.redundancy.parity_layout import FittedScheme, build_layout, fit_scheme
-from penstock.checkpoint.levels.redundancy.protector import GroupPlan, KeyOf, ProtectedShare, Protector
+from penstock.checkpoint.levels.redundancy.protector import (
+    GroupPlan,
+    KeyOf,
+    Protector,
+    ReportedShare,
+    build_records,
+)
 from penstock.checkpoint.levels.redundancy.redundancy_record import (
     Assessment,
-    GroupMember,
     GroupRecord,
     NodeShares,
-    RecordedFile,
     assess,
     place_lost,
     read_record,
@@ -225,7 +229,8 @@ class CachedSave:
 
     name: str
     save_id: str
-    shares: tuple[WrittenShare, ...]
+    shares: tuple[ReportedShare, ...]
+    """By rank."""
     seal: Seal
     """Of the whole step, over all nodes."""
 
@@ -326,15 +331,22 @@ class CacheLevel:
             fitted = self._fitted[scheme_for(number, self._schemes)]
             plans = self._plan_groups(draft, staged, fitted)
             own = next((plan for plan in plans if self._comm.rank in plan.ranks), None)
+            shares: list[WrittenShare] = []
+
+            def write() -> ReportedShare:
+                data_storage = prefer_direct_access(self.storage)
+                protected = self._protector.write(staged, data_storage, draft.key, own, progress)
+                shares.append(protected.share)
+                return ReportedShare.of(protected)
+
             written = all_gather_results(
                 self._comm,
-                lambda: self._protector.write(
-                    staged, prefer_direct_access(self.storage), draft.key, own, progress
-                ),
+                write,
                 awaiting=f"all ranks to write their files of {draft.name} and protect them",
             )
-            records = _build_records(draft, fitted, plans, written, self._domains)
-            shares = [protected.share for protected in written]
+            records = build_records(draft, fitted, plans, written, self._domains)
+            # Only rank 0 needs to know where each tensor went.
+            shares = self._comm.gather_on_rank0(shares[0], awaiting="the checksums of all ranks")
             seal = run_on_rank0(
                 self._comm,
                 lambda: prepared.seal(shares, {**facts, "save_id": draft.save_id}),
@@ -342,7 +354,7 @@ class CacheLevel:
             )
             self._publish(draft, seal, records)
             undo.pop_all()
-        return CachedSave(name=draft.name, save_id=draft.save_id, shares=tuple(shares), seal=seal)
+        return CachedSave(name=draft.name, save_id=draft.save_id, shares=tuple(written), seal=seal)
 
     def drop(self, draft: Draft) -> None:
         """Remove an unfinished draft: the lead of each node its own."""
@@ -525,38 +537,6 @@ class CacheLevel:
             undo.pop_all()
         if self.is_lead:
             self.node.confirm(draft.name)
-
-
-def _build_records(
-    draft: Draft,
-    fitted: FittedScheme,
-    plans: Sequence[GroupPlan],
-    written: Sequence[ProtectedShare],
-    domains: tuple[str, ...],
-) -> dict[int, GroupRecord]:
-    """The records of all groups, by their numbers; without `plans`, nothing is kept for others."""
-
-    def describe(rank: int) -> GroupMember:
-        files = tuple(
-            RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="")
-            for file in written[rank].share.files
-        )
-        return GroupMember(rank=rank, domain=domains[rank], files=files, order=written[rank].order)
-
-    return {
-        number: GroupRecord(
-            step=draft.name,
-            save_id=draft.save_id,
-            domains=domains,
-            scheme=fitted.scheme.name,
-            losses=fitted.scheme.losses,
-            chunk_bytes=plans[number].layout.chunk_bytes if plans and not plans[number].is_copy else 0,
-            block_bytes=plans[number].block_bytes if plans else BLOCK_BYTES,
-            members=tuple(describe(rank) for rank in group),
-            kept=tuple(kept for rank in group if (kept := written[rank].kept) is not None),
-        )
-        for number, group in enumerate(fitted.groups)
-    }
 
 
 def _find_room(

@@ -335,7 +335,6 @@ class DaemonFlusher:
         return self._folder.orders.steps(), progress.moved_bytes if progress else 0
 
     def _order(self, step: int, cached: CachedSave) -> None:
-        shares = {share.rank: share.files for share in cached.shares}
         settings = self._settings
         self._folder.orders.put(
             flush_folder.FlushOrder(
@@ -347,7 +346,7 @@ class DaemonFlusher:
                     [
                         flush_folder.OrderedFile(name=file.name, size_bytes=file.size_bytes)
                         for rank in ranks
-                        for file in shares[rank]
+                        for file in cached.shares[rank].files
                     ]
                     for ranks in self._nodes
                 ],

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from penstock.checkpoint.levels.options import Partner
 from penstock.checkpoint.levels.redundancy.encoding import (
@@ -28,6 +28,7 @@ from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout
 from penstock.checkpoint.levels.redundancy.redundancy_record import (
     ConcatenatedReader,
     ConcatenatedWriter,
+    GroupMember,
     GroupRecord,
     Order,
     RecordedFile,
@@ -50,7 +51,9 @@ from penstock.storage.aligned import PAGE_BYTES, aligned_buffer, round_up
 from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.engine import StagedSave, WrittenShare
+    from penstock.checkpoint.commit.protocol import Draft
+    from penstock.checkpoint.engine import RankSaveStats, StagedSave, WrittenShare
+    from penstock.checkpoint.levels.redundancy.parity_layout import FittedScheme
     from penstock.progress import Progress
 
 KeyOf = Callable[[str], str]
@@ -94,6 +97,23 @@ class ProtectedShare:
     share: WrittenShare
     kept: RecordedFile | None = None
     order: Order = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedShare:
+    """What all ranks learn of one rank's share; it does not grow with the number of tensors."""
+
+    files: tuple[RecordedFile, ...]
+    kept: RecordedFile | None
+    order: Order
+    stats: RankSaveStats
+
+    @classmethod
+    def of(cls, protected: ProtectedShare) -> Self:
+        """The part of it that is not about single tensors."""
+        share = protected.share
+        files = (RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="") for file in share.files)
+        return cls(files=tuple(files), kept=protected.kept, order=protected.order, stats=share.stats)
 
 
 class Protector:
@@ -311,3 +331,32 @@ class Protector:
 def parity_file_name(rank: int) -> str:
     """The file of the parity or copy that a rank keeps for its group."""
     return f"parity-{rank}.bin"
+
+
+def build_records(
+    draft: Draft,
+    fitted: FittedScheme,
+    plans: Sequence[GroupPlan],
+    written: Sequence[ReportedShare],
+    domains: tuple[str, ...],
+) -> dict[int, GroupRecord]:
+    """The records of all groups, by their numbers; without `plans`, nothing is kept for others."""
+
+    def describe(rank: int) -> GroupMember:
+        report = written[rank]
+        return GroupMember(rank=rank, domain=domains[rank], files=report.files, order=report.order)
+
+    return {
+        number: GroupRecord(
+            step=draft.name,
+            save_id=draft.save_id,
+            domains=domains,
+            scheme=fitted.scheme.name,
+            losses=fitted.scheme.losses,
+            chunk_bytes=plans[number].layout.chunk_bytes if plans and not plans[number].is_copy else 0,
+            block_bytes=plans[number].block_bytes if plans else BLOCK_BYTES,
+            members=tuple(describe(rank) for rank in group),
+            kept=tuple(kept for rank in group if (kept := written[rank].kept) is not None),
+        )
+        for number, group in enumerate(fitted.groups)
+    }
