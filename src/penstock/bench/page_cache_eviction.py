@@ -7,6 +7,7 @@ eviction, that the data cannot come from memory.
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
@@ -90,18 +91,29 @@ def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: C
 
 
 def evict_keys(
-    keys: Iterable[str], storage: Storage, *, comm: Comm, advance: Callable[[int], None]
+    keys: Iterable[str],
+    storage: Storage,
+    *,
+    comm: Comm,
+    advance: Callable[[int], None],
+    explained: AbstractContextManager[None],
 ) -> CacheEviction:
     """Evict the files that this rank is about to read, from its own node's memory. Collective.
 
-    A file that several ranks read counts once for each of them.
+    A file that several ranks read counts once for each of them. A rank's error passes through `explained`
+    before the other ranks hear of it.
     """
     paths = capabilities.find_local_paths(storage)
     assert paths is not None
+
+    def evict() -> tuple[int, int, int]:
+        with explained:
+            return _evict((paths.local_path(key) for key in keys), advance)
+
     began_s = time.monotonic()
     counts = all_gather_results(
         comm,
-        lambda: _evict((paths.local_path(key) for key in keys), advance),
+        evict,
         awaiting="all nodes to drop what they are about to read from memory",
         timeout_s=max(MAX_EVICTION_S, comm.timeout_s),
     )

@@ -28,7 +28,10 @@ from penstock.workload.spec import Dataset
 
 LONGEST_LISTING_S: Final = 24 * 3600.0
 """Rank 0 lists for all: an object service with 50 million objects takes hours."""
-_ADVICE: Final = "Check --data, or make the data set with `penstock training generate`"
+_ADVICE: Final = (
+    "Check --data (penstock-dlio: dataset.data_folder), or make the data set with "
+    "`penstock training generate` (workflow.generate_data=True)"
+)
 _PAGE: Final = 1000
 _PIECE_BYTES: Final = 16 << 20
 _LOOK_S: Final = 0.2

@@ -83,11 +83,25 @@ class _Cachestat(ctypes.Structure):
     )
 
 
+class _Cachestats:
+    """Calls cachestat(2) again and again with the same memory; for one thread."""
+
+    def __init__(self) -> None:
+        self._wanted, self._answer = _CachestatRange(), _Cachestat()
+        self._places = ctypes.byref(self._wanted), ctypes.byref(self._answer)
+        self._call = libc().syscall
+
+    def count(self, descriptor: int, size_bytes: int, offset: int = 0) -> PageCounts:
+        wanted, answer = self._wanted, self._answer
+        wanted.offset, wanted.length = offset, size_bytes
+        if result := self._call(CACHESTAT, descriptor, *self._places, 0):
+            raise_on_failure(result)
+        return PageCounts(answer.cached, answer.dirty + answer.writeback)
+
+
 def count_by_cachestat(descriptor: int, size_bytes: int, offset: int = 0) -> PageCounts:
     """Pages by cachestat(2): one call whatever the size, no mapping."""
-    wanted, answer = _CachestatRange(offset, size_bytes), _Cachestat()
-    raise_on_failure(libc().syscall(CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(answer), 0))
-    return PageCounts(answer.cached, answer.dirty + answer.writeback)
+    return _Cachestats().count(descriptor, size_bytes, offset)
 
 
 def count_by_mincore(descriptor: int, size_bytes: int) -> PageCounts:
@@ -228,10 +242,10 @@ def _evict_on_threads(paths: Iterable[str], total: _Sums, advance: Callable[[int
 
 
 def _evict_in_turn(paths: Iterable[str]) -> _Sums:
-    sums = _Sums()
+    sums, counters = _Sums(), {**COUNTERS, "cachestat": _Cachestats().count}
     for path in paths:
         try:
-            _evict_into(sums, path)
+            _evict_into(sums, path, counters)
         except StorageError:
             raise
         except OSError as error:
@@ -239,24 +253,24 @@ def _evict_in_turn(paths: Iterable[str]) -> _Sums:
     return sums
 
 
-def _evict_into(sums: _Sums, path: str) -> None:
+def _evict_into(sums: _Sums, path: str, counters: Mapping[Method, PageCounter]) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         size_bytes = os.fstat(descriptor).st_size
         if size_bytes == 0:
             return
-        pages, method = _count_pages(descriptor, size_bytes, COUNTERS)
-        left = pages
+        pages, method = _count_pages(descriptor, size_bytes, counters)
+        sums.total += size_bytes
+        sums.method = method
         if pages.resident:
             # The kernel drops clean pages only.
             if pages.unwritten:
                 os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            left, method = _count_pages(descriptor, size_bytes, COUNTERS)
-        sums.before += min(size_bytes, pages.resident * mmap.PAGESIZE)
-        sums.after += min(size_bytes, left.resident * mmap.PAGESIZE)
-        sums.total += size_bytes
-        sums.method = method
+            left, _ = _count_pages(descriptor, size_bytes, counters)
+            sums.before += min(size_bytes, pages.resident * mmap.PAGESIZE)
+            if left.resident:
+                sums.after += min(size_bytes, left.resident * mmap.PAGESIZE)
     finally:
         os.close(descriptor)
 

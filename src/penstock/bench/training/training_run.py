@@ -298,7 +298,13 @@ class _Session:
             for number in numbers.tolist()
             for key in files.keys_of(phase, number)
         )
-        return evict_keys(keys, self.storage, comm=self.comm, advance=self.progress.advance)
+        return evict_keys(
+            keys,
+            self.storage,
+            comm=self.comm,
+            advance=self.progress.advance,
+            explained=training_files.explained_absence(files),
+        )
 
     def _merge(self, preload: training_loop.Preload | None) -> training_loop.Preload | None:
         """What all ranks read before the first step, and how long the last one took. Collective."""

@@ -22,7 +22,7 @@ from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
-from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
+from penstock.errors import ObjectNotFound, PenstockError, ShortTransfer, UsageError
 from penstock.progress import Silent
 from penstock.results.event_files import read_events
 from penstock.results.run_folder import run_folders
@@ -338,6 +338,21 @@ def test_a_file_that_is_missing_ends_the_run_before_it_begins(ground: Ground) ->
     assert caught.value.uri == f"{ground.storage.uri}/train/img_00_of_24.npz"
     assert "listing_validation_interval=0" in caught.value.fix
     assert not ground.results.exists()
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_file_that_is_missing_in_the_middle_is_named_with_what_decided_its_name(
+    ground: Ground, *, drops: bool
+) -> None:
+    ground.make()
+    ground.storage.delete("train/img_07_of_24.npz")
+    asked = workload(reader=ReaderSection(batch_size=4, drop_page_cache=drops))
+    with pytest.raises(PenstockError) as caught:
+        ground.run(asked)
+    said = str(caught.value)
+    assert "A file of the data set is missing" in said
+    assert "train/img_07_of_24.npz" in said
+    assert "follows from the manifest" in said
 
 
 def test_the_first_three_missing_files_are_named_and_all_counted(ground: Ground) -> None:
