@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from penstock.reports.answer_page import AnswerPage
 
 MISSED = 1
-_SMALL_BYTES = 1 << 20
-"""Below this, an object takes as long as a request does, however large it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +225,7 @@ def run(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
 
 
 def _run(request: CacheRequest, cache: KvCacheOptions, comm: Comm, terminal: Terminal) -> int:
+    from penstock.kvcache.cache_figures import say_doubts
     from penstock.kvcache.cache_run import run_plan
     from penstock.storage import open_storage
 
@@ -235,7 +234,7 @@ def _run(request: CacheRequest, cache: KvCacheOptions, comm: Comm, terminal: Ter
     )
     with terminal.progress() as progress:
         result = run_plan(request, storage, comm=comm, progress=progress)
-    terminal.notes(_warnings(result.document))
+    terminal.notes(say_doubts(result.document))
     terminal.result(result.document, view_cache_run(result.document))
     cache.page.write(lambda: _draw_run(result.document), terminal)
     return 0 if result.is_right else MISSED
@@ -323,34 +322,6 @@ def _build_request(cache: KvCacheOptions, engine: EngineOptions, plan: IoPlan) -
         prefill_tokens_per_s=engine.prefill,
         keeps=engine.keeps,
     )
-
-
-def _warnings(document: dict[str, Any]) -> list[str]:
-    """What keeps the figures from being the storage's."""
-    texts = []
-    if document["kind"] != "storage":
-        texts.append(f"This run measures no reads from storage: {document['kind']}.")
-    if document["cold"]["resident_share"] > 0.01:
-        texts.append("Reads were not cold: the page cache kept what it was asked to drop.")
-    if document["cold"]["path"] == "not known" and document["read"]["bytes"]:
-        texts.append("Whether reads were cold is not known.")
-    for name in ("read", "write"):
-        ceiling = (document["ceiling"] or {}).get(f"{name}_gib_per_s")
-        if ceiling and document[name]["gib_per_s"] > 0.8 * ceiling:
-            texts.append(f"The {name} rate is close to what this client can do at all: {ceiling:.2f} GiB/s.")
-    if (
-        document["plan"]["reads"]["operations"] + document["plan"]["writes"]["operations"]
-        > document["operations_done"]
-    ):
-        texts.append("The run ended by its duration before all operations were done.")
-    plan = document["plan"]
-    object_bytes = plan["chunk_bytes"] // plan["objects_per_chunk"]
-    if plan["scale"] != "1" and object_bytes < _SMALL_BYTES:
-        texts.append(
-            f"Objects have {format_bytes(object_bytes)} at --scale {plan['scale']}: latencies and the time "
-            "saved are those of small objects, and say nothing about whole ones."
-        )
-    return texts
 
 
 def view_cache_run(document: dict[str, Any]) -> View:

@@ -7,7 +7,7 @@ request is that of its slowest rank, from its first read to its last.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,8 +18,11 @@ from penstock.kvcache.block_trace import Integers
 from penstock.kvcache.entries import MISSES, EntryOutcome
 from penstock.kvcache.io_plan import IoPlan, Op, Operations
 from penstock.kvcache.latency_histogram import LatencyHistogram
+from penstock.units import format_bytes
 
 GIB: Final = 1 << 30
+_SMALL_BYTES: Final = 1 << 20
+"""Below this, an object takes as long as a request does, however large it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,3 +139,47 @@ def name_kind(plan: IoPlan) -> str:
     if not len(storage):
         return "memory tiers only" if len(plan.operations) else "no traffic"
     return "storage" if (storage["op"] == Op.READ).any() else "storage, writes only"
+
+
+def has_small_objects(document: Mapping[str, Any]) -> bool:
+    """Whether a run moved objects so far scaled down that their latencies are not those of whole ones."""
+    return document["plan"]["scale"] != "1" and _object_bytes(document) < _SMALL_BYTES
+
+
+def _object_bytes(document: Mapping[str, Any]) -> int:
+    return int(document["plan"]["chunk_bytes"] // document["plan"]["objects_per_chunk"])
+
+
+def limited_by_client(document: Mapping[str, Any], name: str) -> float | None:
+    """The ceiling of one direction, if the run came close to it."""
+    ceiling = (document["ceiling"] or {}).get(f"{name}_gib_per_s")
+    return ceiling if ceiling and document[name]["gib_per_s"] > 0.8 * ceiling else None
+
+
+def say_doubts(document: Mapping[str, Any]) -> list[str]:
+    """What keeps the figures of a run from being the storage's, in sentences."""
+    plan, texts = document["plan"], []
+    if document["kind"] != "storage":
+        texts.append(f"This run measures no reads from storage: {document['kind']}.")
+    if document["cold"]["resident_share"] > 0.01:
+        texts.append("Reads were not cold: the page cache kept what it was asked to drop.")
+    if document["cold"]["path"] == "not known" and document["read"]["bytes"]:
+        texts.append("Whether reads were cold is not known.")
+    texts += [
+        f"{delivery['direction'].capitalize()}s: {delivery['why']}."
+        for delivery in document["deliveries"]
+        if delivery["verdict"] in ("fail", "warning")
+    ]
+    texts += [
+        f"The {name} rate is close to what this client can do at all: {ceiling:.2f} GiB/s."
+        for name in ("read", "write")
+        if (ceiling := limited_by_client(document, name))
+    ]
+    if plan["reads"]["operations"] + plan["writes"]["operations"] > document["operations_done"]:
+        texts.append("The run ended by its duration before all operations were done.")
+    if has_small_objects(document):
+        texts.append(
+            f"Objects have {format_bytes(_object_bytes(document))} at --scale {plan['scale']}: latencies and "
+            "the time saved are those of small objects, and say nothing about whole ones."
+        )
+    return texts

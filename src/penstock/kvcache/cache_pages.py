@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from penstock.kvcache.cache_figures import has_small_objects, limited_by_client, say_doubts
 from penstock.kvcache.compare_runs import is_latency, latency_note
 from penstock.reports import charts
 from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
@@ -116,13 +117,14 @@ def make_run_page(document: Mapping[str, Any]) -> AnswerPage:
         limits={"break-even of one accelerator": break_even},
     )
     worth = saved["hits_worth_it"]
+    ranks = "1 rank" if document["ranks"] == 1 else f"{document['ranks']} ranks"
     planned, loads = _hit_charts(document, hue), _load_charts(document, hue)
     first = loads or planned[:1]
     return AnswerPage(
         title=f"A key-value cache on {document['target']}",
         subtitle=(
-            f"{document['plan']['name']}, {document['ranks']} ranks x {document['engine']['streams']} "
-            f"streams, operations {document['plan']['digest']}"
+            f"{document['plan']['name']}, {ranks} x {document['engine']['streams']} streams, "
+            f"operations {document['plan']['digest']}"
         ),
         banner=Banner(
             verdict="misses" if misses else "whole",
@@ -132,9 +134,12 @@ def make_run_page(document: Mapping[str, Any]) -> AnswerPage:
             since=f"the start: the run took {format_seconds(document['elapsed_s'])}",
             to_do="Look for what damaged or removed entries."
             if misses
+            else "Move whole objects, without --scale, to see whether loading pays."
+            if has_small_objects(document)
             else _say_what_pays(worth, break_even),
             troubles=[
-                f"{count:,} entries were {name}" for name, count in document["misses"].items() if count
+                *(f"{count:,} entries were {name}" for name, count in document["misses"].items() if count),
+                *say_doubts(document),
             ],
         ),
         first=[rates, *first],
@@ -159,8 +164,7 @@ def make_run_page(document: Mapping[str, Any]) -> AnswerPage:
 
 
 def _say_limit(document: Mapping[str, Any]) -> str:
-    ceiling = (document["ceiling"] or {}).get("read_gib_per_s")
-    if ceiling and document["read"]["gib_per_s"] > 0.8 * ceiling:
+    if any(limited_by_client(document, name) for name in ("read", "write")):
         return "this client: the same streams are hardly faster on objects in memory"
     return "the storage, or the streams in flight"
 
