@@ -1,7 +1,7 @@
 """The few of Arrow's functions that traces need, and columns of texts as numbers.
 
 Methods of arrays, as `take`, import `pyarrow.compute`, which makes a wrapper of each of Arrow's functions:
-that takes as long as reading a small trace, and all of them can be called without.
+that takes as long as reading a small trace, and all of them can be called without, as long as Arrow lets us.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pyarrow._compute import CastOptions, call_function
+
+try:
+    from pyarrow._compute import CastOptions, call_function
+except ImportError:  # where Arrow keeps them for itself is its own affair
+    from pyarrow.compute import CastOptions, call_function
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

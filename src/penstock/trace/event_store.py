@@ -290,9 +290,7 @@ def _number_tuples(
 ) -> pa.Array:
     """The number of each row's values in these columns; those that were not read are missing in all rows."""
     if batch.num_rows <= FEW_ROWS:
-        nothing = [None] * batch.num_rows
-        given = (batch[name].to_pylist() if name in batch.schema.names else nothing for name in names)
-        return pa.array([numbering.number(row) for row in zip(*given, strict=True)], pa.int32())
+        return _number_rows(batch, names, numbering)
     codes = np.zeros(batch.num_rows, dtype=np.int64)
     num_codes = 1
     parts: list[tuple[list[Any], int]] = []
@@ -306,6 +304,8 @@ def _number_tuples(
         codes = codes * len(values) + number_texts(encoded)
         num_codes *= len(values)
         parts.append((values, len(values)))
+    if num_codes > _MOST_CODES:
+        return _number_rows(batch, names, numbering)
     known, places = find_distinct(codes, num_codes)
     numbers = []
     for code in known.tolist():
@@ -315,6 +315,18 @@ def _number_tuples(
             values_of_code.append(values[place])
         numbers.append(numbering.number(tuple(reversed(values_of_code))))
     return pa.array(np.array(numbers, dtype=np.int32)[places])
+
+
+_MOST_CODES: Final = 1 << 62
+"""More combinations of values than these have no codes of 64 bits, as where damage is in all columns."""
+
+
+def _number_rows(
+    batch: pa.RecordBatch, names: Sequence[str], numbering: Numbering[tuple[Any, ...]]
+) -> pa.Array:
+    nothing = [None] * batch.num_rows
+    given = (batch[name].to_pylist() if name in batch.schema.names else nothing for name in names)
+    return pa.array(numbering.number_all(zip(*given, strict=True)), pa.int32())
 
 
 _MANY: Final = 4096

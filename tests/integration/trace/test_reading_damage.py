@@ -208,6 +208,27 @@ def test_arguments_are_kept_whatever_their_keys_and_the_same_ones_have_the_same_
     assert kept[0].count('{"flags":1,"mode":2}') == 120
 
 
+@pytest.mark.parametrize(("unit", "tick_us"), [("US", 1), ("MS", 1000), ("SEC", 1_000_000)])
+def test_starts_and_durations_are_in_the_unit_that_the_trace_names(
+    unit: str, tick_us: int, tmp_path: Path
+) -> None:
+    named = {"name": "CM", "ph": "M", "pid": 1, "args": {"name": "time_metric", "value": unit}}
+    file = tmp_path / "a.pfw"
+    file.write_bytes(json.dumps(named).encode() + b"\n" + EVENT % (b"x", b""))
+    ((row,), _) = read(file)
+    assert (row["ts_us"], row["dur_us"], row["end_us"]) == (5 * tick_us, 7 * tick_us, 12 * tick_us)
+
+
+@pytest.mark.parametrize("name", ["/d/plain", '/d/with "quotes"', "/d/back\\slash", "/d/é\n"])
+def test_names_of_hashes_are_read_with_their_escapes(name: str, tmp_path: Path) -> None:
+    named = {"name": "FH", "ph": "M", "pid": 1, "args": {"name": name, "value": "ab12"}}
+    file = tmp_path / "a.pfw"
+    call = {"name": "read", "cat": "POSIX", "ph": "X", "pid": 1, "ts": 5, "dur": 2, "args": {"fhash": "ab12"}}
+    file.write_text(f"{json.dumps(named)}\n{json.dumps(call)}\n")
+    ((row,), _) = read(file)
+    assert row["path"] == name
+
+
 @pytest.mark.parametrize("ts", [(1 << 53) - 1, 1 << 53, (1 << 53) + 1, (1 << 60) + 1])
 def test_times_that_no_double_holds_are_exact(ts: int, tmp_path: Path) -> None:
     file = tmp_path / "a.pfw"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.trace import event_store
 from penstock.trace.event_schema import ALL_COLUMNS
 from penstock.trace.event_store import TABLE_SCHEMA, EventStore
 from penstock.trace.reading.event_batch import BATCH_SCHEMA, EventOrigin, FileContext, build_batch
@@ -88,6 +89,19 @@ def test_only_the_wanted_columns_are_kept(tmp_path: Path) -> None:
     table = store.read_all()
     assert table.column_names == ["ts_us", "end_us", "op", "kind_id"]
     assert table["end_us"].to_pylist() == [2, 3, 4]
+
+
+def test_combinations_beyond_64_bits_are_numbered_row_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_with(most_codes: int) -> list[dict[str, Any]]:
+        monkeypatch.setattr(event_store, "_MOST_CODES", most_codes)
+        store = EventStore(ALL_COLUMNS, tmp_path)
+        for number, batch in enumerate(batches(list(range(300)), 150, path="/data/a")):
+            store.add(number, batch)
+        return rows_of(store)
+
+    assert read_with(1) == read_with(1 << 62)
 
 
 def test_a_store_without_events_has_no_rows_but_all_columns(tmp_path: Path) -> None:
