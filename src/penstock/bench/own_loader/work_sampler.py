@@ -90,14 +90,35 @@ class WorkSampler:
         self._labels: dict[CodeType, str | None] = {}
         self._clocks: dict[int, int] = {}
         self._stopped = threading.Event()
-        self.cpu_ns: Counter[str] = Counter()
-        self.others_cpu_ns: Counter[str] = Counter()
-        self.spots: Counter[str] = Counter()
+        self._cpu_ns: Counter[str] = Counter()
+        self._others_cpu_ns: Counter[str] = Counter()
+        self._spots: Counter[str] = Counter()
         self._reads = reads
         self._io = reads.io_of(os.getpid())
         self._is_over = False
+        self._looked_s = self._paused_s = 0.0
         self.late_samples = self.num_samples = 0
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}sampler", daemon=True)
+
+    @property
+    def cpu_ns(self) -> Counter[str]:
+        """What the thread has computed, by label."""
+        return self._scale(self._cpu_ns)
+
+    @property
+    def others_cpu_ns(self) -> Counter[str]:
+        """What all other threads have, by label."""
+        return self._scale(self._others_cpu_ns)
+
+    @property
+    def spots(self) -> Counter[str]:
+        """The same by function of the user's."""
+        return self._scale(self._spots)
+
+    def _scale(self, seen: Counter[str]) -> Counter[str]:
+        """What bursts have seen stands for the pauses between them, too."""
+        factor = 1 + self._paused_s / self._looked_s if self._looked_s else 1.0
+        return Counter({name: round(spent * factor) for name, spent in seen.copy().items()})
 
     def start(self) -> None:
         """Begin to sample."""
@@ -144,8 +165,13 @@ class WorkSampler:
         began_s = time.monotonic()
         while not self._stopped.wait(pause_s):
             num_looks += 1
+            waited_s = time.monotonic() - began_s
+            if num_looks > _FIRST_LOOKS and num_looks % _BURST == 1:
+                self._paused_s += waited_s
+            else:
+                self._looked_s += waited_s
             # A sampler that gets the interpreter late competes for it with threads that compute.
-            self._sample(is_late=time.monotonic() - began_s - pause_s > _LATE_S)
+            self._sample(is_late=waited_s - pause_s > _LATE_S)
             is_burst_over = num_looks > _FIRST_LOOKS and num_looks % _BURST == 0
             pause_s = INTERVAL_S
             if is_burst_over:
@@ -182,9 +208,9 @@ class WorkSampler:
             return
         label, spot = self._find_label(frame)
         label = known or label
-        (self.cpu_ns if ident == self._own else self.others_cpu_ns)[label or "other"] += used_ns
+        (self._cpu_ns if ident == self._own else self._others_cpu_ns)[label or "other"] += used_ns
         if spot:
-            self.spots[spot] += used_ns
+            self._spots[spot] += used_ns
 
     def _find_label(self, frame: FrameType | None) -> tuple[str | None, str]:
         """The innermost function that says what it does, and the innermost of the user's own."""

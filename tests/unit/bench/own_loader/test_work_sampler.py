@@ -1,0 +1,37 @@
+"""What a sampler tells of threads: all that they computed, though it looks but now and then."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from penstock.bench.own_loader.own_reads import OwnReads
+from penstock.bench.own_loader.work_sampler import WorkSampler
+
+
+def augment(seconds: float) -> None:
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        sum(range(500))
+
+
+def test_bursts_stand_for_the_pauses_between_them() -> None:
+    sampler = WorkSampler(lambda: "", own=threading.get_ident(), reads=OwnReads())
+    began_s = time.thread_time()
+    sampler.start()
+    augment(1.5)
+    sampler.stop()
+    spent_ns = (time.thread_time() - began_s) * 1e9
+    assert sampler.cpu_ns["transform"] == pytest.approx(spent_ns, rel=0.4)
+    assert sampler.spots.total() == pytest.approx(spent_ns, rel=0.4)
+
+
+def test_moments_that_do_not_count_are_left_out() -> None:
+    sampler = WorkSampler(lambda: None, own=threading.get_ident(), reads=OwnReads())
+    sampler.start()
+    augment(0.05)
+    sampler.stop()
+    assert not sampler.cpu_ns
+    assert sampler.num_samples == 0
