@@ -20,7 +20,7 @@ from penstock.errors import printable
 from penstock.progress import RunProgress, Silent
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
     from rich.table import Table
 
     from penstock.cli.live_display import Following
@@ -50,18 +50,19 @@ class TextTable:
             return
         if self.is_wide:
             console = _open_console(file=console.file, width=_WIDE, color_system=None)
+        grid = self._grid(str)
+        if console.measure(grid, options=console.options.update(width=_WIDE)).maximum > console.width:
+            grid = self._grid(_fold)
+        with console.capture() as drawn:
+            console.print(grid)
         # Rich ends what it cuts with an ellipsis, and a number that is cut is a wrong number.
         had_one = any("…" in text for row in self.rows for text in (self.title, *row, *row.values()))
-        for between_words in " ", "\n":
-            grid = self._grid(between_words)
-            with console.capture() as drawn:
-                console.print(grid)
-            if "…" not in drawn.get() or had_one:
-                console.print(grid)
-                return
-        self._list(console)
+        if "…" not in drawn.get() or had_one:
+            console.print(grid)
+        else:
+            self._list(console)
 
-    def _grid(self, between_words: str) -> Table:
+    def _grid(self, name_column: Callable[[str], str]) -> Table:
         from rich import box
         from rich.table import Table
 
@@ -72,8 +73,8 @@ class TextTable:
             texts = [row[column] for row in self.rows]
             # A column is aligned as a whole: dashes for unknown values stand among its numbers.
             is_numeric = all(text[:1].isdecimal() or text in ("", "-") for text in texts)
-            name = column.replace(" ", between_words)
-            grid.add_column(name, justify="right" if is_numeric else "left", no_wrap=is_numeric)
+            justify: JustifyMethod = "right" if is_numeric else "left"
+            grid.add_column(name_column(column), justify=justify, no_wrap=is_numeric)
         for row in self.rows:
             grid.add_row(*(printable(text, keep="") for text in row.values()))
         return grid
@@ -86,6 +87,13 @@ class TextTable:
             console.print()
             for column, text in row.items():
                 console.print(f"{column:<{indent}}{printable(text, keep='')}".rstrip())
+
+
+def _fold(name: str) -> str:
+    """The name in two lines, as narrow as its words permit."""
+    words = name.split(" ")
+    lines = ((" ".join(words[:at]), " ".join(words[at:])) for at in range(1, len(words)))
+    return "\n".join(min(lines, key=lambda pair: max(map(len, pair)), default=(name,)))
 
 
 View = Iterable[Line | TextTable]

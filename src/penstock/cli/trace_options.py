@@ -148,7 +148,7 @@ def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callab
 
     An empty file has nothing to lose, and what is no file is not replaced: /dev/stdout.
     """
-    from penstock.trace.output_file import refuse_overwriting
+    from penstock.trace.event_table import refuse_overwriting
     from penstock.trace.trace_set import find_trace_files
 
     if out.exists() and (out.is_dir() or out.is_file()):

@@ -41,8 +41,8 @@ def summary(options: PhaseQuestion, terminal: Terminal) -> None:
 
       penstock trace summary run.events --json
     """
+    from penstock.trace.questions.breakdowns import describe_runs
     from penstock.trace.questions.breakdowns import summary as ask
-    from penstock.trace.questions.traced_runs import describe_runs
 
     def ask_with_runs(events: EventsView) -> Sequence[Answer]:
         facts, functions = ask(events)

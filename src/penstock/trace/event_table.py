@@ -13,7 +13,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,7 +31,6 @@ from penstock.storage.files.durable import replace_durably
 from penstock.storage.process_id import pid_exists
 from penstock.trace.event_schema import ALL_COLUMNS, FileAccount, refuse_damaged, refuse_lost
 from penstock.trace.event_store import TABLE_SCHEMA, EventStore, columns_to_read
-from penstock.trace.output_file import refuse_overwriting
 from penstock.trace.reading.event_batch import BATCH_SCHEMA, TEXT_COLUMNS
 from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
@@ -39,6 +38,18 @@ from penstock.trace.stored_sums import SumsToStore
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
+
+
+def refuse_overwriting(
+    path: Path, inputs: Iterable[Path], *, kind: str, is_kind: Callable[[Path], bool]
+) -> None:
+    """Raise UsageError if writing `path` would destroy an input, or a file that is not of this `kind`."""
+    if not path.exists():
+        return
+    if any(path.samefile(one) for one in inputs):
+        raise UsageError("The output is one of the inputs", where=str(path), fix="Name another file.")
+    if path.is_dir() or not is_kind(path):
+        raise UsageError(f"File exists and is not {kind}", where=str(path), fix="Name another file.")
 
 
 _MOST_THREADS: Final = 4

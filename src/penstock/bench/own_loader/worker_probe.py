@@ -50,7 +50,7 @@ class Fetch(NamedTuple):
 FETCH_TYPE: Final = np.dtype([(name, "<i8") for name in Fetch._fields])
 
 
-class Record(NamedTuple):
+class FetchRecord(NamedTuple):
     """A fetch as its process leaves it. Clocks that were not read are -1; `number` 0: nothing is here yet."""
 
     is_batch: int
@@ -68,8 +68,8 @@ class Record(NamedTuple):
     number: int
 
 
-RECORD_TYPE: Final = np.dtype([(name, "<i8") for name in Record._fields])
-_PACK: Final = Struct(f"<{len(Record._fields)}q")
+RECORD_TYPE: Final = np.dtype([(name, "<i8") for name in FetchRecord._fields])
+_PACK: Final = Struct(f"<{len(FetchRecord._fields)}q")
 _CHUNK: Final = mmap.PAGESIZE * 16
 _UNREAD: Final = (-1, -1, -1)
 _CLOCKS_EVERY_NS: Final = 8_000_000

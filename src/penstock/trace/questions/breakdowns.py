@@ -268,3 +268,12 @@ def _overlap_row(key: Sequence[Value], num_events: int, sum_us: int, busy: Union
     concurrency = sum_us / io_us if io_us else None
     alone = busy.first_alone_us, busy.second_alone_us
     return (*key, num_events, io_us, sum_us, concurrency, busy.second_us, busy.both_us, *alone)
+
+
+def describe_runs(events: EventsView) -> list[str]:
+    """A sentence for each run that these events name, in the order of their starts."""
+    rows = events.ask("""
+        SELECT json_extract_string(args, '$.run') AS traced, json_extract_string(args, '$.results') AS results
+        FROM {events} WHERE cat = 'run' AND name = 'run' AND traced IS NOT NULL AND results IS NOT NULL
+        GROUP BY ALL ORDER BY min(ts_us), traced""")
+    return [f"Trace of the run {run}; its results: {results}" for run, results in rows]

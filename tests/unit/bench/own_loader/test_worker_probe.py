@@ -15,7 +15,7 @@ from penstock.bench.own_loader.wait_stages import sleep_ns
 from penstock.bench.own_loader.worker_probe import (
     RECORD_TYPE,
     FetchProbe,
-    Record,
+    FetchRecord,
     fetches_path,
     read_fetches,
 )
@@ -35,7 +35,7 @@ def leave_records(count: int, *, slept: int, loading: int, collating: int, betwe
         cpu_before, cpu_loaded, cpu_after = clocks if is_read else (-1, -1, -1)
         other = 0 if is_read else -1
         records.append(
-            Record(
+            FetchRecord(
                 1,
                 began,
                 loaded,
