@@ -188,14 +188,18 @@ class LoaderMeter:
                 for label, spent in self._sampler.cpu_ns.items()
                 if label not in {COLLATE, COPY}  # all of the consumer's waits are sampled, not only its loads
             }
+            rows = self._read_fetches(loader, number)
             if number != OWN_PROCESS:
                 left = self._read_json(path.with_suffix(".json"))
+                if len(rows):  # its last fetch is newer than what the worker wrote of itself
+                    last = rows[-1]
+                    left["own"] = {"syscr": int(last["own_reads"]), "rchar": int(last["own_bytes"])}
                 self._spots[path] = Counter(left.get("spots", {}))
                 self._hear(left)
                 computed_ns = left.get("cpu_ns", {})
             workers[number] = WorkerFetches(
                 began_ns=loader.began_ns,
-                rows=self._read_fetches(loader, number),
+                rows=rows,
                 split=LoadSplit.of_samples(computed_ns),
             )
         return _Epoch(loader=loader, deliveries=deliveries, workers=workers)

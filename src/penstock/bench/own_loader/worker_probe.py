@@ -45,6 +45,9 @@ class Fetch(NamedTuple):
     collate_queued_ns: int
     other_cpu_ns: int
     opens: int
+    own_reads: int = 0
+    """What measuring has read in this process by then, and how many bytes."""
+    own_bytes: int = 0
 
 
 FETCH_TYPE: Final = np.dtype([(name, "<i8") for name in Fetch._fields])
@@ -66,6 +69,8 @@ class FetchRecord(NamedTuple):
     other_after_ns: int
     opens: int
     number: int
+    own_reads: int = 0
+    own_bytes: int = 0
 
 
 RECORD_TYPE: Final = np.dtype([(name, "<i8") for name in FetchRecord._fields])
@@ -89,7 +94,7 @@ def read_fetches(content: bytes) -> NDArray[np.void]:
     records = np.frombuffer(content[: len(content) // _PACK.size * _PACK.size], RECORD_TYPE)
     records = records[: int(np.count_nonzero(records["number"]))]
     rows = np.zeros(len(records), FETCH_TYPE)
-    for name in ("is_batch", "began_ns", "loaded_ns", "ended_ns", "opens"):
+    for name in ("is_batch", "began_ns", "loaded_ns", "ended_ns", "opens", "own_reads", "own_bytes"):
         rows[name] = records[name]
     rows["seq"] = np.arange(len(records))
     began, loaded, ended = (records[name] for name in ("began_ns", "loaded_ns", "ended_ns"))
@@ -246,6 +251,8 @@ class FetchProbe:
             self._clocks[2],
             self._opens,
             self._num_fetches,
+            self._reads.num_reads,
+            self._reads.read_bytes,
         )
         self._position += _PACK.size
         if self._position + _PACK.size > len(self._map):
