@@ -22,7 +22,7 @@ from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.kvcache import cache_figures, cache_timeline
 from penstock.kvcache.cache_figures import Times
 from penstock.kvcache.entries import MISSES, EntryLayout
-from penstock.kvcache.io_engine import EngineSettings, IoEngine
+from penstock.kvcache.io_engine import EngineSettings, IoEngine, count_requests
 from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
 from penstock.kvcache.leftovers import (
     STALE_S,
@@ -114,7 +114,7 @@ def measure_plan(
     ceiling = _measure_ceiling(request, comm=comm, progress=progress) if request.measures_ceiling else None
     advance = _begin_progress(progress, phase, len(operations), comm.size)
     engine = IoEngine(storage, operations, request.layout, request.engine, advance=advance)
-    before = storage.counters.snapshot()
+    before = count_requests(storage)
     with (
         _left_as_asked(request, storage, engine, operations, progress=progress),
         _beside_entries(request, storage, is_writer=comm.rank == 0),
@@ -127,7 +127,7 @@ def measure_plan(
                 awaiting="all ranks to finish the cache's operations",
                 timeout_s=LONGEST_RUN_S,
             )
-        after = storage.counters.snapshot()
+        after = count_requests(storage)
         deliveries = [
             observer.deliver("read", after.read_bytes - before.read_bytes),
             observer.deliver("write", after.written_bytes - before.written_bytes),

@@ -27,7 +27,7 @@ from penstock.errors import ObjectNotFound, StorageError
 from penstock.kvcache import entries
 from penstock.kvcache.entries import EntryLayout, EntryOutcome
 from penstock.kvcache.io_plan import Op, Operations
-from penstock.storage import Source, Storage, capabilities, residency
+from penstock.storage import Counters, Source, Storage, capabilities, residency
 from penstock.storage.aligned import aligned_buffer
 
 _WORTH_PREPARING_BYTES: Final = 1 << 20
@@ -84,6 +84,18 @@ class _Progress:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
 
+def count_requests(storage: Storage) -> Counters:
+    """What a storage has counted so far, entries that were written by an engine included."""
+    written = _for_writes(storage).counters
+    mine = storage.counters.snapshot()
+    return mine if written is storage.counters else mine + written.snapshot()
+
+
+def _for_writes(storage: Storage) -> Storage:
+    # A name that a power cut takes is a miss; but what is read is never wrong, so bytes are synced.
+    return capabilities.defer_sync(storage, "names")
+
+
 class IoEngine:
     """One rank's executor of a list of operations; `timed` has a row for each of them afterwards."""
 
@@ -99,8 +111,7 @@ class IoEngine:
         self.timed: NDArray[np.void] = np.zeros(len(operations), TIMED)
         self.residue = Residue()
         self._storage = storage
-        # A name that a power cut takes is a miss; but what is read is never wrong, so bytes are synced.
-        self._written = capabilities.defer_sync(storage, "names")
+        self._written = _for_writes(storage)
         self._operations = operations
         self._objects = operations["entry"] * layout.parts + operations["part"]
         self._layout = layout

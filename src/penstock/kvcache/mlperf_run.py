@@ -20,7 +20,7 @@ from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.kvcache import mlperf_files
 from penstock.kvcache.cache_run import LONGEST_RUN_S, require_room
 from penstock.kvcache.entries import EntryLayout
-from penstock.kvcache.io_engine import EngineSettings, IoEngine
+from penstock.kvcache.io_engine import EngineSettings, IoEngine, count_requests
 from penstock.kvcache.leftovers import reclaim_unfinished, remove_entries, remove_leftovers
 from penstock.kvcache.mlperf_files import RankTrial, TrialResult
 from penstock.kvcache.mlperf_plan import VIRTUAL_BYTES_PER_S, OptionPlan, OptionSettings, plan_option
@@ -93,10 +93,10 @@ def run_mlperf(
         model = request.limits.options[str(request.options[0])].model
         leaf = folder / "kv_cache" / model / "run" / began
         with DeviceObserver(comm, folder, storage) as observer:
-            before = storage.counters.snapshot()
+            before = count_requests(storage)
             with observer.during("read"), observer.during("write"):
                 mine = list(_run_options(request, storage, plans, leaf, comm=comm, progress=progress))
-            after = storage.counters.snapshot()
+            after = count_requests(storage)
             deliveries = [
                 observer.deliver("read", after.read_bytes - before.read_bytes),
                 observer.deliver("write", after.written_bytes - before.written_bytes),

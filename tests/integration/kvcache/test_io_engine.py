@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.support.s3.server import BUCKET, S3Server
 
+from penstock.cluster.comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError
 from penstock.kvcache.cache_pages import make_run_page
 from penstock.kvcache.cache_run import CacheRequest, CacheResult, run_plan
@@ -209,6 +210,22 @@ def test_parts_of_the_time_add_up_to_the_whole(tmp_path: Path) -> None:
             assert sum(row[f"{name}_bytes"] for row in document["over_run"]) == document[name]["bytes"]
     slowest = max(row["write_p95_ms"] or 0.0 for row in one["over_run"])
     assert slowest <= one["write"]["latency_ms"]["max"] * 1.1
+
+
+def test_the_ledger_of_a_run_counts_what_was_read_and_written(tmp_path: Path) -> None:
+    plan = small_plan()
+    request = CacheRequest(
+        results=tmp_path / "results",
+        plan=plan,
+        layout=EntryLayout(namespace="test", parts=plan.parts),
+        engine=EngineSettings(streams=2),
+    )
+    storage = open_storage(str(tmp_path / "cache"), {})
+    document = run_plan(request, storage, comm=SoloComm(), progress=Silent()).document
+    for delivery in document["deliveries"]:
+        moved_bytes = document[delivery["direction"]]["bytes"]
+        num_operations = document["plan"][f"{delivery['direction']}s"]["operations"]
+        assert delivery["application_bytes"] == moved_bytes + num_operations * FOOTER_BYTES > 0
 
 
 def test_runs_without_reads_from_storage_say_so(tmp_path: Path) -> None:
