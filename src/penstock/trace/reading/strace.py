@@ -37,6 +37,8 @@ _RESUMED: Final = re.compile(r"<\.\.\. (\w+) resumed>\s?(.*)", re.DOTALL)
 _UNFINISHED: Final = "<unfinished ...>"
 _REMARK: Final = re.compile(r"strace: Process \d+ .*|\[ Process PID=\d+ .*")
 """What strace says about itself, where its listing goes to the terminal."""
+_UNREAD: Final = ("???(", "<... ??? resumed>")
+"""How strace lists a call whose number it could not read, because the thread was ended as it made it."""
 _STRING: Final = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\.\.\.)?')
 _DESCRIPTOR: Final = re.compile(rf"\s*(-?\d+)(?![\w.])(?:{_SHOWN})?")
 _WORKING_FOLDER: Final = re.compile(rf"\s*AT_FDCWD(?:{_SHOWN})?")
@@ -162,7 +164,7 @@ class Strace:
         bracketed, plain, seconds, fraction, rest = match.groups()
         tid = int(bracketed or plain or self._task.tid)
         ts_us = int(seconds) * 1_000_000 + int(fraction)
-        if rest.startswith(("+++", "---")):
+        if rest.startswith(("+++", "---", *_UNREAD)):
             if rest.startswith("+++") and tid != self._task.tid:
                 # The system may use its number again.
                 self._processes.pop(tid, None)

@@ -271,3 +271,15 @@ def test_lines_without_a_number_belong_to_the_files_thread() -> None:
 
 def test_what_strace_says_about_itself_is_no_damage() -> None:
     assert Strace().parse("strace: Process 4102 attached").fate is LineFate.METADATA
+
+
+def test_a_call_that_strace_could_not_read_is_no_damage() -> None:
+    """A thread that the end of its process meets as it makes a call."""
+    parser = Strace()
+    for line in (
+        "41 1795435028.583113 ???( <unfinished ...>",
+        "41 1795435028.583143 <... ??? resumed>) = ?",
+        "42 1795435028.583150 ???() = ?",
+    ):
+        assert parser.parse(line).fate is LineFate.METADATA
+    assert list(parser.finish()) == []
