@@ -8,9 +8,11 @@ else the answer is None, and `dcp_metadata` reads it as a pickle.
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -50,6 +52,7 @@ LEAST_ROWS, MOST_ROWS = 256, 1 << 16
 """Rows that are compared at a time."""
 _KINDS: Final = {ord("K"): "<u1", ord("M"): "<u2", ord("J"): "<i4", 0x8A: "<i8"}
 _ENDS_OF_TUPLES: Final = (b")", b"\x85", b"\x86", b"\x87")
+_DIMENSIONS: Final = rb"(\(?(?:K.|M..|J.{4}|\x8a\x08.{8})*[t)\x85-\x87])"
 
 
 _BEGINNING: Final = MetadataWriting(dtypes=(), num_tensors=0, num_objects=0).front
@@ -140,6 +143,62 @@ class _Cursor:
             numbers.append(self._number())
         self._expect(b"t" if has_mark else _ENDS_OF_TUPLES[len(numbers)])
         return tuple(numbers)
+
+    def all_dimensions(self) -> tuple[int, ...]:
+        """The dimensions, with nothing behind them."""
+        found = self._dimensions()
+        self._require(self._at == len(self._content))
+        return found
+
+
+class _Dimensions(dict[bytes, tuple[int, ...]]):
+    """The numbers of tuples, each parsed once: many are equal."""
+
+    def __missing__(self, words: bytes) -> tuple[int, ...]:
+        return self.setdefault(words, _Cursor(words).all_dimensions())
+
+
+class _Parts:
+    """Collects the parts of tensors, which come in the order of the tensors."""
+
+    def __init__(self) -> None:
+        self._single: dict[int, list[Iterable[int]]] = {}
+        """By the number of dimensions: tensor, offsets and sizes of those that have one part."""
+        self._tables: list[tuple[int, Ints]] = []
+        """The others' offsets and sizes."""
+
+    def add(self, tensor: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        """The only part of a tensor."""
+        self._single.setdefault(len(offsets), []).append((tensor, *offsets, *sizes))
+
+    def add_table(self, tensor: int, table: Ints) -> None:
+        """Several parts of one, each a row of offsets and sizes."""
+        self._tables.append((tensor, table))
+
+    def regions(self, num_tensors: int) -> Regions:
+        """All of them."""
+        single = [
+            np.fromiter(chain.from_iterable(rows), dtype=np.int64).reshape(len(rows), 1 + 2 * dims)
+            for dims, rows in self._single.items()
+        ]
+        count = np.zeros(num_tensors, dtype=np.int64)
+        for rows in single:
+            count[rows[:, 0]] = 1
+        for tensor, table in self._tables:
+            count[tensor] += len(table)
+        begin = np.cumsum(count) - count
+        tables: list[tuple[Ints | slice, Ints]] = [(begin[rows[:, 0]], rows[:, 1:]) for rows in single]
+        for tensor, table in self._tables:
+            first = int(begin[tensor])
+            tables.append((slice(first, first + len(table)), table))
+            begin[tensor] += len(table)
+        width = max((table.shape[1] // 2 for _, table in tables), default=0)
+        shape = int(count.sum()), width
+        offsets, sizes = np.zeros(shape, dtype=np.int64), np.ones(shape, dtype=np.int64)
+        for at, table in tables:
+            dims = table.shape[1] // 2
+            offsets[at, :dims], sizes[at, :dims] = table[:, :dims], table[:, dims:]
+        return Regions(np.repeat(np.arange(num_tensors), count), offsets, sizes)
 
 
 class _Reading(_Cursor):
@@ -237,30 +296,33 @@ class _Reading(_Cursor):
     def _state(self, names: Sequence[str]) -> tuple[list[TensorFacts], Regions, int]:
         """Tensors, their parts, and the number of objects."""
         rows, content = self._rows, self._content
-        dtype_of = {fetched: dtype for dtype, fetched in rows.dtypes.items()}
-        size_of_dtype = {len(fetched) for fetched in dtype_of}
+        kinds = {fetched: (dtype, ELEMENT_TYPES[dtype].size_bytes) for dtype, fetched in rows.dtypes.items()}
+        match = _tensor_pattern(rows).match
         tensors: list[TensorFacts] = []
-        found: list[tuple[int, int, Ints]] = []
+        parts = _Parts()
+        # Shapes recur, so those of a hundred thousand tensors are few.
+        dimensions = _Dimensions()
+        while found := match(content, self._at):
+            fetched, dtype, shape_text, offsets, sizes = found.groups()
+            number = len(tensors)
+            self._require(int.from_bytes(fetched, "little") == self._rows.num_remembered + number)
+            shape = dimensions[shape_text]
+            tensors.append(TensorFacts(names[number], kinds[dtype][0], shape, kinds[dtype][1]))
+            self._at = found.end()
+            if offsets is None:
+                for table in self._table(rows.chunk_fields(len(shape))):
+                    parts.add_table(number, table)
+                self._expect(b"eub")
+                continue
+            part = dimensions[offsets], dimensions[sizes]
+            self._require(len(part[0]) == len(part[1]) == len(shape))
+            parts.add(number, *part)
         num_objects = 0
         while content[self._at] == ord("j"):
-            number = self._name()
-            self._require(number == len(tensors) + num_objects)
-            if self._follows(rows.object):
-                num_objects += 1
-                continue
-            self._expect(rows.tensor)
-            self._require(num_objects == 0)
-            (size,) = {size for size in size_of_dtype if content[self._at : self._at + size] in dtype_of}
-            dtype = dtype_of[content[self._at : self._at + size]]
-            self._at += size
-            self._expect(rows.before_shape)
-            shape = self._dimensions()
-            tensors.append(TensorFacts(names[number], dtype, shape, ELEMENT_TYPES[dtype].size_bytes))
-            self._expect(rows.before_chunks)
-            fields = rows.chunk_fields(len(shape))
-            found += ((number, len(shape), table) for table in self._table(fields))
-            self._expect(b"eub")
-        return tensors, _regions_of(found), num_objects
+            self._require(self._name() == len(tensors) + num_objects)
+            self._expect(rows.object)
+            num_objects += 1
+        return tensors, parts.regions(len(tensors)), num_objects
 
     def _paths(self, names: Sequence[str]) -> Iterator[tuple[str, Path]]:
         """The place of each name in the state."""
@@ -410,17 +472,20 @@ class _Reading(_Cursor):
             num_rows = min(4 * num_rows, MOST_ROWS)
 
 
-def _regions_of(found: Sequence[tuple[int, int, Ints]]) -> Regions:
-    """Regions from tables of offsets and sizes, each of one tensor with so many dimensions."""
-    width, total = max((dims for _, dims, _ in found), default=0), sum(len(table) for *_, table in found)
-    tensor = np.repeat([number for number, *_ in found], [len(table) for *_, table in found]).astype(np.int64)
-    offsets, sizes = np.zeros((total, width), dtype=np.int64), np.ones((total, width), dtype=np.int64)
-    at = 0
-    for _, dims, table in found:
-        offsets[at : at + len(table), :dims] = table[:, :dims]
-        sizes[at : at + len(table), :dims] = table[:, dims:]
-        at += len(table)
-    return Regions(tensor, offsets, sizes)
+def _tensor_pattern(rows: MetadataWriting) -> re.Pattern[bytes]:
+    """A tensor's name, element type and shape, and where its part lies if it has one; of others, up to it.
+
+    What begins a number and what ends a tuple differ, so that there is one way at most to match.
+    """
+    dtypes = b"|".join(map(re.escape, rows.dtypes.values())) or b"(?!)"
+    words = [*map(re.escape, (rows.tensor, rows.before_shape, rows.before_chunks))]
+    fields = [re.escape(each) for each in rows.chunk_fields(0) if isinstance(each, bytes)]
+    before_offsets, _, before_sizes, _, ending = fields
+    one_part = before_offsets + _DIMENSIONS + before_sizes + _DIMENSIONS + ending + b"eub"
+    return re.compile(
+        b"j(.{4})%b(%b)%b%b%b(?:%b)?" % (words[0], dtypes, words[1], _DIMENSIONS, words[2], one_part),
+        re.DOTALL,
+    )
 
 
 def _match(chunks: Regions, stored: Ints) -> Ints:
