@@ -59,8 +59,15 @@ SCHEMA: Final = pa.schema([pa.field(column.name, column.type, column.may_be_miss
 
 ALL_COLUMNS: Final = frozenset(SCHEMA.names)
 
+ALL_RANKS: Final = -1
+"""The process of what a tracer has as sums of all ranks only: Darshan, of files that they share."""
 SAMPLES_KEPT: Final = 5
 """Damaged lines that a file's account shows; all are counted."""
+
+
+def name_process(pid: int) -> str:
+    """What figures call a process that has no rank."""
+    return "all ranks" if pid == ALL_RANKS else f"pid {pid}"
 
 
 def refuse_damaged(accounts: Sequence[FileAccount]) -> None:

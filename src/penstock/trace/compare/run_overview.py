@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.trace.compare.trace_study import TraceFinding, Weight
+from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.interval_union import measure_groups
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
@@ -53,10 +54,11 @@ def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFi
     )
     busy = {row[0]: row[1:] for row in measure_groups(events, ("run",), where=IS_IO, extra=extra)}
     slow = _slowest_operations(events)
-    who = events.ask("""
-        SELECT run, max(last_us) - min(first_us), count(DISTINCT host), count(DISTINCT rank), count(*)
+    who = events.ask(f"""
+        SELECT run, max(last_us) - min(first_us), count(DISTINCT host), count(DISTINCT rank),
+               count(*) FILTER (pid <> {ALL_RANKS})
         FROM (SELECT run, host, pid, min(rank) AS rank, min(ts_us) AS first_us, max(end_us) AS last_us
-              FROM {events} GROUP BY run, host, pid) GROUP BY run""")
+              FROM {{events}} GROUP BY run, host, pid) GROUP BY run""")
     seen = {row[0]: row[1:] for row in who}
     rows = []
     for run in runs:

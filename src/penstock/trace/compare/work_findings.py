@@ -54,7 +54,9 @@ def _find_late_ranks(study: Study) -> list[_LateRank]:
     records = ranks(study.events).records()
     late = []
     for run in study.runs:
-        of_run: list[Mapping[str, Any]] = [row for row in records if row["run"] == run]
+        of_run: list[Mapping[str, Any]] = [
+            row for row in records if row["run"] == run and row["to_median"] is not None
+        ]
         if not of_run:
             continue
         late += [
@@ -64,7 +66,7 @@ def _find_late_ranks(study: Study) -> list[_LateRank]:
                 median_bytes=median(other["moved_bytes"] for other in of_run),
             )
             for row in of_run
-            if row["to_median"] is not None and row["to_median"] > STRAGGLER_RATIO
+            if row["to_median"] > STRAGGLER_RATIO
         ]
     return late
 

@@ -7,6 +7,7 @@ from typing import Final
 
 from penstock.reports.panels import Panel, Row, Scale, Shape, Sheet, bars_path, group_rows
 from penstock.reports.ticks import byte_ticks, lane_ticks
+from penstock.trace.event_schema import name_process
 from penstock.trace.questions.answer import Answer
 
 _HEIGHT: Final = 88
@@ -96,7 +97,7 @@ def _name_lanes(lanes: Sequence[Lane]) -> list[str]:
     names, last = [], None
     for rank, host, pid, tid in lanes:
         process = (rank, host, pid)
-        own = f"rank {rank}" if rank is not None else f"pid {pid}"
+        own = f"rank {rank}" if rank is not None else name_process(pid)
         names.append(f"thread {tid}" if process == last else own)
         last = process
     return names

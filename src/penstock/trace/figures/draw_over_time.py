@@ -18,6 +18,7 @@ from penstock.reports.panels import (
     steps_path,
 )
 from penstock.reports.ticks import Tick, byte_ticks, lane_ticks
+from penstock.trace.event_schema import name_process
 from penstock.trace.questions.answer import Answer
 from penstock.units import format_rate, format_seconds
 
@@ -114,7 +115,7 @@ def draw_rank_heat(
 def _name_rank_row(row: Row) -> str:
     if row["first_rank"] is None:
         more = f" +{row['num_processes'] - 1}" if row["num_processes"] > 1 else ""
-        return f"pid {row['pid']}{more}"
+        return f"{name_process(row['pid'])}{more}"
     first, last = row["first_rank"], row["last_rank"]
     return f"rank {first}" if first == last else f"rank {first}-{last}"
 

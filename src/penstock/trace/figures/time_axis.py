@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.trace.dimensions import sql_literal
+from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.questions.bucket_sums import round_up
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
 
@@ -63,9 +64,9 @@ def measure_axis(events: EventsView, runs: Sequence[str]) -> TimeAxis:
                count(*) FILTER (WHERE phase = 'compute' AND dur_us > 0),
                count(*) FILTER (WHERE {IS_IO} AND "offset" IS NOT NULL AND size_bytes > 0)
         FROM {{events}} GROUP BY run""")
-    threads = events.ask("""
-        SELECT run, count(DISTINCT (host, pid)), count(*)
-        FROM (SELECT DISTINCT run, host, pid, tid FROM {events}) GROUP BY run""")
+    threads = events.ask(f"""
+        SELECT run, count(DISTINCT (host, pid)) FILTER (pid <> {ALL_RANKS}), count(*)
+        FROM (SELECT DISTINCT run, host, pid, tid FROM {{events}}) GROUP BY run""")
     counted = {run: (num_processes, num_threads) for run, num_processes, num_threads in threads}
     extents = {
         row[0]: RunExtent(

@@ -13,6 +13,7 @@ from typing import Any
 from penstock.errors import UsageError
 from penstock.trace.dimensions import NO_IO, sql_literal
 from penstock.trace.event_cells import EACH_SIZE, add_up, prefer_cells
+from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.interval_union import NO_TIME, UnionTimes, measure_groups, overlap_times, union_times
 from penstock.trace.questions import size_statistics as sizes_of
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
@@ -26,10 +27,10 @@ def summary(events: EventsView) -> tuple[Answer, Answer]:
 
 def _facts(events: EventsView) -> Answer:
     cells = add_up(events, ("host", "rank", "pid", "tid", "cat", "phase"))
-    who = cells.ask_one("""
-        SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)),
-               count(DISTINCT (host, pid, tid))
-        FROM (SELECT DISTINCT host, rank, pid, tid FROM {events})""")
+    who = cells.ask_one(f"""
+        SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)) FILTER (is_one),
+               count(DISTINCT (host, pid, tid)) FILTER (is_one)
+        FROM (SELECT DISTINCT host, rank, pid, tid, pid <> {ALL_RANKS} AS is_one FROM {{events}})""")
     (num_files,) = prefer_cells(events, ("path_id",)).ask_one(
         f"SELECT {_count_files(events)} FROM {{events}}"
     )
@@ -182,7 +183,8 @@ def ranks(events: EventsView) -> Answer:
     """A row for each process, by run and rank: skew, and which ranks the others wait for.
 
     A rank that moves twice the bytes may take twice the time: a late one is a straggler only where it takes
-    longer than its work explains. Work is bytes, or calls in a run where most ranks move none.
+    longer than its work explains. Work is bytes, or calls in a run where most ranks move none. What Darshan
+    has only as a sum of all ranks (`ALL_RANKS`) has a row, but is not one of them.
     """
     busy = measure_groups(events, ("run", "rank", "pid", "host"), where=IS_IO, extra=[_MOVED_BYTES])
     cells = add_up(events, ("run", "pid", "host", "phase"))
@@ -208,15 +210,22 @@ def ranks(events: EventsView) -> Answer:
         f"A straggler's union is more than {STRAGGLER_RATIO:g} times its run's median, and more than its "
         "bytes (its calls, where most ranks move none) explain."
     )
-    return Answer(name="ranks", title="Ranks", columns=columns, rows=rated_rows, notes=[note])
+    notes = [note] + [
+        f"The row of process {ALL_RANKS} is what the trace has as sums of all ranks: files that they share."
+    ] * any(row[2] == ALL_RANKS for row in rows)
+    return Answer(name="ranks", title="Ranks", columns=columns, rows=rated_rows, notes=notes)
 
 
 def _rate_ranks(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """The ranks of one run with their time and their work to its median, and whether they are stragglers."""
-    usual_us = median(row[7] for row in rows)
-    work = 5 if median(row[5] for row in rows) else 4
-    usual = median(row[work] for row in rows)
-    for row in rows:
+    """The processes of one run, their time and work to its median, and whether they are stragglers."""
+    rated = [row for row in rows if row[2] != ALL_RANKS]
+    yield from ((*row, None, None, False) for row in rows if row not in rated)
+    if not rated:
+        return
+    usual_us = median(row[7] for row in rated)
+    work = 5 if median(row[5] for row in rated) else 4
+    usual = median(row[work] for row in rated)
+    for row in rated:
         late, more = (row[7] / usual_us if usual_us else None), row[work] / usual
         yield *row, late, more, late is not None and late > STRAGGLER_RATIO * max(more, 1.0)
 

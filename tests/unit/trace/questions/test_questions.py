@@ -11,6 +11,7 @@ from tests.support.trace_events import events_table
 
 from penstock.errors import UsageError
 from penstock.trace.dimensions import Dimensions
+from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.questions.answer import as_records
 from penstock.trace.questions.breakdowns import classes, files, ops, overlap, ranks, sizes, summary
 from penstock.trace.questions.events_view import EventsView, view_events
@@ -180,6 +181,22 @@ def test_a_straggler_takes_longer_than_its_bytes_or_its_calls_explain(
     assert [row["is_straggler"] for row in found] == [False, False, is_straggler, False, False]
     assert found[2]["work_to_median"] == work
     assert found[2]["to_median"] == slow_us / 100
+
+
+def test_sums_of_all_ranks_are_no_process_and_no_straggler(nothing: EventsView) -> None:
+    """Darshan has files that ranks share as sums only, and says no rank of them."""
+    calls = [
+        {"pid": pid, "tid": pid, "rank": rank, "ts_us": 0, "dur_us": took}
+        for pid, rank, took in ((ALL_RANKS, None, 900), (0, 0, 10), (1, 1, 12))
+    ]
+    nothing.connection.register("events", events_table(calls))
+    events = view_events(nothing.connection, "events", Dimensions())
+    found = ranks(events)
+    assert [row["to_median"] for row in found.records()] == [None, 10 / 11, 12 / 11]
+    assert not any(row["is_straggler"] for row in found.records())
+    assert "sums of all ranks" in found.notes[-1]
+    [facts] = summary(events)[0].records()
+    assert (facts["num_processes"], facts["num_threads"]) == (2, 2)
 
 
 def test_a_timeline_shares_long_events_out_to_their_buckets(events: EventsView) -> None:
