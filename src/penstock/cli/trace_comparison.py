@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli import trace_options
-from penstock.cli.options import argument, flag, group, option, required, verb
-from penstock.cli.parsers import FILE, FOLDER, TEXT, whole
+from penstock.cli.options import argument, arguments, group, option, required, verb
+from penstock.cli.parsers import FILE, FOLDER, TEXT, URI, whole
 from penstock.cli.terminal import Terminal, View, table
+from penstock.errors import UsageError
 from penstock.progress import Progress
 
 if TYPE_CHECKING:
@@ -22,13 +23,47 @@ _DASK_TEXT = "Read with the workers of Dask: local, or a scheduler's address."
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CompareOptions:
-    description: Path = argument("RUNS.yaml", FILE, "Runs, tiers and baseline (see `penstock docs trace`).")
+class _CompareOptions(trace_options.RunOptions):
+    runs: tuple[str, ...] = arguments(
+        "RUN...",
+        URI,
+        f"{trace_options.RUN_TEXT} The first is the baseline. Or one RUNS.yaml (see `penstock docs trace`).",
+    )
     out: Path | None = option(
         "--out", FOLDER, "Write report.html, report.md and tables.parquet into DIR.", short="-o"
     )
-    dask: str = option("--dask", TEXT, _DASK_TEXT, default="", metavar="ADDRESS")
-    strict: bool = flag("--strict", "Fail if any part of a trace was lost or guessed.")
+
+    def describe(self) -> ComparisonSpec:
+        """What the file says, or the runs and options of the command."""
+        if self.description is None:
+            spec = super().describe()
+            if not self.tiers:
+                # The runs may be those of other machines, whose mounts are not this one's.
+                spec = spec.model_copy(update={"tiers": {"files": "/"}})
+            if len(spec.runs) > 1:
+                return spec
+            raise UsageError(
+                "One run has nothing to be compared with",
+                where=" ".join(self.runs),
+                fix="Name two or more, each with a name if they are files of one folder: `penstock trace "
+                "compare before=a.pfw.gz after=b.pfw.gz`. `penstock trace report RUN` shows one alone.",
+            )
+        if self.tiers or self.classes or self.phases or self.read.where:
+            raise UsageError(
+                "The file describes tiers, classes, phases and `where` of its runs",
+                where=str(self.description),
+                fix="Write them there, or name the runs instead of the file.",
+            )
+        from penstock.trace.compare.trace_study import ComparisonSpec
+        from penstock.trace.yaml_documents import load_document
+
+        return load_document(ComparisonSpec, self.description)
+
+    @property
+    def description(self) -> Path | None:
+        """The file that describes the runs."""
+        path = Path(self.runs[0])
+        return path if len(self.runs) == 1 and path.suffix in (".yaml", ".yml") else None
 
 
 @verb(_CompareOptions)
@@ -37,16 +72,16 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
 
     Examples:
 
+      penstock trace compare before=monday/traces after=friday/traces
+
       penstock trace compare runs.yaml --out report
 
       penstock trace compare runs.yaml --json
     """
     from penstock.trace.compare.comparison import compare_runs as compare_study
-    from penstock.trace.compare.trace_study import ComparisonSpec
-    from penstock.trace.yaml_documents import load_document
 
-    description = load_document(ComparisonSpec, options.description)
-    folder = options.description.parent
+    spec = options.describe()
+    folder = options.description.parent if options.description else Path()
     if options.out is not None:
         from penstock.trace.compare.report import REPORT_FILES, is_report_file
 
@@ -54,7 +89,8 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
             trace_options.check_output(
                 options.out / name, (), kind="one of an earlier report", is_kind=is_report_file
             )
-    with _open_study(description, folder, options.dask, terminal, strict=options.strict) as (study, progress):
+    read = options.read
+    with _open_study(spec, folder, read.dask, terminal, strict=read.strict) as (study, progress):
         comparison = compare_study(study, progress=progress)
     if options.out is not None:
         from penstock.trace.compare.report import write_report

@@ -26,6 +26,7 @@ from penstock.units import format_seconds
 
 if TYPE_CHECKING:
     from penstock.trace.compare.comparison import ComparisonResult
+    from penstock.trace.compare.trace_study import ComparisonSpec
     from penstock.trace.event_schema import FileAccount
     from penstock.trace.questions.events_view import EventsView
     from penstock.trace.trace_set import TraceSet
@@ -244,6 +245,31 @@ class PhaseOptions:
     phases: tuple[str, ...] = repeated(
         "--phase", _PHASE, "Assign events to a phase, e.g. flush=name~flush,cat=POSIX."
     )
+
+
+RUN_TEXT = "A run: a directory, a quoted glob, a table, or NAME=any of them. Files side by side are one."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(TierOptions, ClassOptions, PhaseOptions, DimensionOptions):
+    """Runs beside each other, and how they are seen."""
+
+    runs: tuple[str, ...]
+    read: ReadOptions = group(ReadOptions)
+
+    def describe(self) -> ComparisonSpec:
+        """The runs and how they are seen, as a file would describe them."""
+        from penstock.trace.compare.run_names import name_runs
+        from penstock.trace.compare.trace_study import ComparisonSpec
+
+        dimensions = self.dimensions()
+        return ComparisonSpec(
+            runs=name_runs(self.runs),
+            tiers={name: tuple(prefixes) for name, prefixes in dimensions.tiers.items()},
+            file_classes=dict(dimensions.file_classes) or "strip-digits",
+            phases=self.phases,
+            where=self.read.where,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

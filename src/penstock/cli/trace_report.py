@@ -7,51 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.options import arguments, group, option, verb
+from penstock.cli.options import arguments, option, verb
 from penstock.cli.parsers import FILE, URI
 from penstock.cli.terminal import Terminal, View, bold
-from penstock.cli.trace_options import (
-    ClassOptions,
-    DimensionOptions,
-    PhaseOptions,
-    ReadOptions,
-    TierOptions,
-    check_output,
-    report_losses,
-)
+from penstock.cli.trace_options import RUN_TEXT, RunOptions, check_output, report_losses
 
 if TYPE_CHECKING:
     from penstock.trace.compare.run_report import RunReport
-    from penstock.trace.compare.trace_study import ComparisonSpec
 
 _PAGE = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ReportOptions(TierOptions, ClassOptions, PhaseOptions, DimensionOptions):
-    runs: tuple[str, ...] = arguments(
-        "RUN...",
-        URI,
-        "A run: a directory, a quoted glob, a table, or NAME=any of them. Files side by side are one.",
-    )
+class _ReportOptions(RunOptions):
+    runs: tuple[str, ...] = arguments("RUN...", URI, RUN_TEXT)
     out: Path | None = option(
         "--out", FILE, f"Write this page (default: {_PAGE}, or none with --json).", short="-o"
     )
-    read: ReadOptions = group(ReadOptions)
-
-    def description(self) -> ComparisonSpec:
-        """The runs and how they are seen, as a file of `compare` would describe them."""
-        from penstock.trace.compare.run_names import name_runs
-        from penstock.trace.compare.trace_study import ComparisonSpec
-
-        dimensions = self.dimensions()
-        return ComparisonSpec(
-            runs=name_runs(self.runs),
-            tiers={name: tuple(prefixes) for name, prefixes in dimensions.tiers.items()},
-            file_classes=dict(dimensions.file_classes) or "strip-digits",
-            phases=self.phases,
-            where=self.read.where,
-        )
 
 
 @verb(_ReportOptions)
@@ -73,7 +45,7 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
     from penstock.trace.compare.run_report import report_runs, write_run_report
     from penstock.trace.compare.trace_study import open_study
 
-    description = options.description()
+    description = options.describe()
     out = options.out or (None if terminal.as_json else Path(_PAGE))
     if out is not None:
         check_output(out, (), kind="an earlier report", is_kind=is_page)

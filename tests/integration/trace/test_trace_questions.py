@@ -173,6 +173,33 @@ def test_compare_prints_findings_and_writes_a_report_and_json(
     )
 
 
+def test_compare_takes_runs_beside_each_other(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = ("--tier", "pfs=/pfs", "--tier", "ssd=/ssd")
+    runs = ("base=" + str(traces / "base"), str(traces / "new"))
+    described = asked(capsys, "trace", "compare", traces / "runs.yaml")
+    named = asked(capsys, "trace", "compare", *runs, *tiers)
+    assert named["baseline"] == "base"
+    assert named["tables"]["t2"] == described["tables"]["t2"]
+    rows = asked(capsys, "trace", "compare", *runs)["tables"]["t1"]["rows"]
+    assert [row["time"] for row in rows] == ["application event", "files I/O"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said_of_it"),
+    [
+        (["base"], "One run has nothing to be compared with"),
+        (["base/*"], "if they are files of one folder"),
+        (["runs.yaml", "--tier", "a=/a"], "The file describes tiers"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_what_can(
+    traces: Path, words: list[str], said_of_it: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(path) for path in traces.glob(words[0])]
+    assert main(["trace", "compare", *files, *words[1:]]) == 2
+    assert said_of_it in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["report.html", "report.md", "tables.parquet"])
 def test_compare_writes_over_no_files_but_those_of_a_report(
     name: str, traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
