@@ -1,6 +1,7 @@
 # The two commands of this project are `make demo` and `make test`; `make help` lists the others.
 PYTHON ?= python3
 VENV := .venv
+LOADERS := build/loaders
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # As many workers as tests/conftest.py says. `make test PARALLEL=` runs one test after the other.
@@ -10,12 +11,13 @@ RECIPE := pyproject.toml constraints.txt tests/peers.txt
 # Tests start some thousand processes: without bytecode files, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow check docs examples format bench clean
+.PHONY: help demo test test-slow test-loaders check docs examples format bench clean
 
 help:
 	@echo "make demo       a tour of this machine's storage, about a minute; leaves build/demo/report.html"
 	@echo "make test       install all the tests need and run them"
 	@echo "make test-slow  the long sweeps, and many examples of each property"
+	@echo "make test-loaders  the loaders of seven other libraries, in an environment of their own (3 GB)"
 	@echo "make check      formatting, lint, types, import rules, size limits, structure"
 	@echo "make docs       build the site of docs/ into build/site, and follow every link in it"
 	@echo "make examples   run every block of README and docs, and the programs of examples/"
@@ -33,6 +35,10 @@ test: $(VENV)/.holds-all
 test-slow: $(VENV)/.holds-all
 	@bash scripts/components.sh
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough --timeout=3600
+
+# Their libraries ask for other versions than constraints.txt has.
+test-loaders: $(LOADERS)/.holds-loaders
+	$(LOADERS)/bin/python -m pytest -rs tests/integration/bench/own_loader/test_loaders_of_others.py
 
 check: $(VENV)/.holds-all
 	$(BIN)/ruff format --check .
@@ -55,6 +61,12 @@ format: $(VENV)/.holds-all
 bench: $(VENV)/.holds-all
 	@bash scripts/components.sh
 	$(BIN)/python benchmarks/run.py
+
+$(LOADERS)/.holds-loaders: pyproject.toml
+	@echo "Installing the loaders of other libraries into $(LOADERS) (3 GB) ..."
+	@$(PYTHON) -m venv $(LOADERS)
+	@$(LOADERS)/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[loaders]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build

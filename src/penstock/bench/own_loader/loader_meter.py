@@ -191,9 +191,8 @@ class LoaderMeter:
             rows = self._read_fetches(loader, number)
             if number != OWN_PROCESS:
                 left = self._read_json(path.with_suffix(".json"))
-                if len(rows):  # its last fetch is newer than what the worker wrote of itself
-                    last = rows[-1]
-                    left["own"] = {"syscr": int(last["own_reads"]), "rchar": int(last["own_bytes"])}
+                if left and len(rows):
+                    _add_reads_of_fetches(left, rows)
                 self._spots[path] = Counter(left.get("spots", {}))
                 self._hear(left)
                 computed_ns = left.get("cpu_ns", {})
@@ -221,6 +220,15 @@ class LoaderMeter:
             return json.loads(self._watch.reads.read(path))  # type: ignore[no-any-return]
         except ValueError:
             return {}
+
+
+def _add_reads_of_fetches(left: dict[str, Any], rows: Rows) -> None:
+    """Complete what a worker has left about its reads by what its fetches tell, which is newer."""
+    asked = 2 * len(rows)  # for each batch it was asked through a pipe, in two reads
+    own, last = left["own"], rows[-1]
+    own["rchar"] = max(own["rchar"], int(last["own_bytes"]))
+    own["syscr"] = max(own["syscr"], int(last["own_reads"])) + asked
+    left["io"]["syscr"] -= asked
 
 
 def _explain(epoch: _Epoch) -> list[ExplainedWait]:

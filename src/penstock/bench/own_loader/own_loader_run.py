@@ -180,7 +180,8 @@ class _Session:
             storage_uri=storage.uri if request.data else "",
             storage_options=storage.options,
             counters=Counters(),
-            deliveries=(observer.deliver("read", measured.waits.io.get("rchar", 0)),),
+            # Which devices it reads is known if it was said where the data lies.
+            deliveries=(observer.deliver("read", measured.waits.io.get("rchar", 0)),) if request.data else (),
             waits=self._try(waits, measured),
         ), workload
 

@@ -77,6 +77,7 @@ class ProcessWatch:
 
     def start(self) -> None:
         """Begin to watch."""
+        self._look_at_memory([])  # a loader may be over before the first look
         self._first_io = self.reads.io_of(os.getpid())
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}watch", daemon=True)
         self._thread.start()

@@ -24,10 +24,11 @@ PHRASES: Final[Mapping[str, str]] = {
     WaitStage.TRANSFORM: "transforms",
     WaitStage.COLLATE: "collation",
     WaitStage.COPY: "copies between processes",
-    WaitStage.STARTUP: "the start-up of workers",
+    WaitStage.STARTUP: "the start of the loader",
     WaitStage.OTHER: "work between the loader and the step",
     CONSUMER: "the step itself",
 }
+_START_OF_WORKERS: Final = "the start-up of workers"
 _REMEDIES: Final[Mapping[WaitStage, tuple[str, ...]]] = {
     WaitStage.COPY: ("copies 2x cheaper",),
     WaitStage.STARTUP: ("no start-up",),
@@ -97,7 +98,7 @@ class LoaderWaits:
             return f"{begin}: {PHRASES[CONSUMER]} is the limit, the loader is ahead of it"
         share = self.stages_s[self.largest] / self.wait_s if self.wait_s else 0.0
         where = f" on {self.workers} worker{'s' * (self.workers != 1)}" if self.workers else ""
-        text = f"{begin}; {share:.0%} of that is {PHRASES[self.largest]}{where}"
+        text = f"{begin}; {share:.0%} of that is {self._describe(self.largest)}{where}"
         if (advice := self.advice) is None:
             return text
         tried = f" (tried: {advice.tried:.2f}x)" if advice.tried is not None else ""
@@ -108,7 +109,8 @@ class LoaderWaits:
         """Further answers, a title and a text each."""
         stages = sorted(self.stages_s.items(), key=lambda item: -item[1])
         per_sample = self.per_sample
-        found = [("waits", ", ".join(f"{PHRASES[one]} {spent:.2f} s" for one, spent in stages if spent > 0))]
+        parts = (f"{self._describe(one)} {spent:.2f} s" for one, spent in stages if spent > 0)
+        found = [("waits", ", ".join(parts))]
         if self.queued_s > _QUEUED * self.wait_s:
             found.append(("cores", f"workers could run and had no core for {self.queued_s:.1f} s"))
         found.extend(("spot", f"{where}, {spent:.2f} s of processor time") for where, spent in self.spots[:3])
@@ -128,11 +130,17 @@ class LoaderWaits:
                 memory.shm_total_bytes,
             ),
         )
-        found.append(("memory", f"workers {workers}, of it shared {shared}; /dev/shm {used} of {room}"))
+        held = [f"/dev/shm {used} of {room}"]  # noqa: S108 - not a file that is written
+        if self.workers:
+            held.insert(0, f"workers {workers}, of it shared {shared}")
+        found.append(("memory", "; ".join(held)))
         found.extend(
             ("predicted", _say(one)) for one in self.predictions if one.gain >= _WORTHWHILE or one.tried
         )
         return found
+
+    def _describe(self, stage: WaitStage) -> str:
+        return _START_OF_WORKERS if stage is WaitStage.STARTUP and self.workers else PHRASES[stage]
 
     @property
     def per_sample(self) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from struct import Struct
+from types import MethodType
 from typing import Any, Final, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,39 +48,61 @@ class Fetch(NamedTuple):
     other_cpu_ns: int
     opens: int
     own_reads: int = 0
-    """What measuring has read in this process by then, and how many bytes."""
+    """What measuring has read in this process by then, as far as clocks were read, and how many bytes."""
     own_bytes: int = 0
 
 
 FETCH_TYPE: Final = np.dtype([(name, "<i8") for name in Fetch._fields])
 
 
-class FetchRecord(NamedTuple):
-    """A fetch as its process leaves it. Clocks that were not read are -1; `number` 0: nothing is here yet."""
+class FetchMoments(NamedTuple):
+    """A fetch as its process leaves it; `tag` 0: nothing is here yet.
 
-    is_batch: int
+    `tag` has `_HAS_CLOCKS`, `_IS_BATCH`, and from its third bit on one more than the files opened so far.
+    """
+
     began_ns: int
     loaded_ns: int
     ended_ns: int
+    tag: int
+
+
+class FetchClocks(NamedTuple):
+    """What follows a fetch at which clocks were read, in three records' room; -1: this one was not read."""
+
     cpu_before_ns: int
     cpu_loaded_ns: int
     cpu_after_ns: int
+    first_tag: int
     queued_before_ns: int
     queued_after_ns: int
     other_before_ns: int
+    second_tag: int
     other_after_ns: int
-    opens: int
-    number: int
-    own_reads: int = 0
-    own_bytes: int = 0
+    own_reads: int
+    own_bytes: int
+    third_tag: int
 
 
-RECORD_TYPE: Final = np.dtype([(name, "<i8") for name in FetchRecord._fields])
-_PACK: Final = Struct(f"<{len(FetchRecord._fields)}q")
+MOMENTS_TYPE: Final = np.dtype([(name, "<i8") for name in FetchMoments._fields])
+CLOCKS_TYPE: Final = np.dtype([(name, "<i8") for name in FetchClocks._fields])
+_NUM_MORE: Final = CLOCKS_TYPE.itemsize // MOMENTS_TYPE.itemsize
+_HAS_CLOCKS, _IS_BATCH, _OPEN = 1, 2, 4
+_MOMENTS: Final = Struct(f"<{len(FetchMoments._fields)}q")
+_CLOCKS: Final = Struct(f"<{len(FetchClocks._fields)}q")
+_MOMENTS_SIZE: Final = _MOMENTS.size
+_pack_moments, _now_ns, _get_ident = _MOMENTS.pack_into, time.monotonic_ns, threading.get_ident
 _CHUNK: Final = mmap.PAGESIZE * 16
-_UNREAD: Final = (-1, -1, -1)
+Fetches = Callable[[Any, Any], Any]
+"""`fetch` of torch's fetchers: `(fetcher, index)`."""
+_Clocks = tuple[int, int, int]
+_UNREAD: Final[_Clocks] = (-1, -1, -1)
 _CLOCKS_EVERY_NS: Final = 8_000_000
-"""Clocks of the kernel, which cost a microsecond each, are read no more often; between, they run evenly."""
+"""The clock of the thread, which costs 2 us, is read no more often for fast fetches."""
+_ALL_EVERY_NS: Final = 50_000_000
+"""Likewise those of the scheduler and of other threads, which cost 25 us behind a computation."""
+_LONG_NS: Final = 20_000_000
+"""A fetch that takes so long has readings of all."""
 _AT_ONCE_NS: Final = 50_000
 """A fetch that begins so soon after another begins with its clocks."""
 _IDLE, _LOADING, _COLLATING = 0, 1, 2
@@ -91,49 +115,66 @@ def fetches_path(folder: Path, worker: int) -> Path:
 
 def read_fetches(content: bytes) -> NDArray[np.void]:
     """The fetches in such a file, as rows of `FETCH_TYPE`."""
-    records = np.frombuffer(content[: len(content) // _PACK.size * _PACK.size], RECORD_TYPE)
-    records = records[: int(np.count_nonzero(records["number"]))]
-    rows = np.zeros(len(records), FETCH_TYPE)
-    for name in ("is_batch", "began_ns", "loaded_ns", "ended_ns", "opens", "own_reads", "own_bytes"):
-        rows[name] = records[name]
-    rows["seq"] = np.arange(len(records))
-    began, loaded, ended = (records[name] for name in ("began_ns", "loaded_ns", "ended_ns"))
-    cpu = _between(records, ("cpu_before_ns", "cpu_loaded_ns", "cpu_after_ns"))
+    slots = np.frombuffer(content[: len(content) // _MOMENTS.size * _MOMENTS.size], MOMENTS_TYPE)
+    slots = slots[: int(np.count_nonzero(slots["tag"]))]
+    at = np.flatnonzero(slots["tag"] > 0)
+    moments = slots[at]
+    clocks = np.full(len(at) * len(FetchClocks._fields), -1, np.int64).view(CLOCKS_TYPE)
+    whole = np.flatnonzero(moments["tag"] & _HAS_CLOCKS)
+    whole = whole[at[whole] + _NUM_MORE < len(slots)]  # all of them, unless a worker was killed in between
+    after = at[whole, np.newaxis] + np.arange(1, 1 + _NUM_MORE)
+    clocks[whole] = slots[after].view(CLOCKS_TYPE)[:, 0]
+    rows = np.zeros(len(moments), FETCH_TYPE)
+    began, loaded, ended = (moments[name] for name in _ATS)
+    rows["began_ns"], rows["loaded_ns"], rows["ended_ns"] = began, loaded, ended
+    rows["is_batch"], rows["opens"] = moments["tag"] & _IS_BATCH != 0, moments["tag"] // _OPEN - 1
+    for name in ("own_reads", "own_bytes"):
+        rows[name] = np.maximum.accumulate(clocks[name]).clip(0)
+    rows["seq"] = np.arange(len(moments))
+    cpu = _between(moments, clocks, ("cpu_before_ns", "cpu_loaded_ns", "cpu_after_ns"))
     rows["load_cpu_ns"], rows["collate_cpu_ns"] = cpu(loaded) - cpu(began), cpu(ended) - cpu(loaded)
-    others = _between(records, ("other_before_ns", "", "other_after_ns"))
+    others = _between(moments, clocks, ("other_before_ns", "", "other_after_ns"))
     rows["other_cpu_ns"] = np.maximum(others(ended) - others(began), 0)
-    queued = _between(records, ("queued_before_ns", "", "queued_after_ns"))
+    queued = _between(moments, clocks, ("queued_before_ns", "", "queued_after_ns"))
     waited = queued(ended) - queued(began)
     # Collation hardly ever sleeps: what it did not compute, it waited for a core.
     collating = np.clip(ended - loaded - rows["collate_cpu_ns"], 0, waited)
     rows["collate_queued_ns"], rows["load_queued_ns"] = collating, waited - collating
-    _fill_short(rows, records)
+    _fill_unread(rows, clocks)
     return rows
 
 
-def _fill_short(rows: NDArray[np.void], records: NDArray[np.void]) -> None:
+def _fill_unread(rows: NDArray[np.void], clocks: NDArray[np.void]) -> None:
     """Give fetches without readings the shares of those like them: in between, a step may have computed."""
-    lasted = records["ended_ns"] - records["began_ns"]
-    is_short = records["cpu_after_ns"] < 0
-    is_known = ~is_short & (records["cpu_before_ns"] >= 0) & (lasted < _CLOCKS_EVERY_NS)
-    if not is_short.any() or not is_known.any():
-        return
-    loading = records["loaded_ns"] - records["began_ns"]
-    for spent, names in (
-        (loading, ("load_cpu_ns", "load_queued_ns", "other_cpu_ns")),
-        (lasted - loading, ("collate_cpu_ns", "collate_queued_ns")),
+    lasted = rows["ended_ns"] - rows["began_ns"]
+    loading = rows["loaded_ns"] - rows["began_ns"]
+    is_slow = lasted >= _CLOCKS_EVERY_NS
+    for spent, kind, name in (
+        (loading, "cpu", "load_cpu_ns"),
+        (loading, "queued", "load_queued_ns"),
+        (loading, "other", "other_cpu_ns"),
+        (lasted - loading, "cpu", "collate_cpu_ns"),
+        (lasted - loading, "queued", "collate_queued_ns"),
     ):
-        known_ns = max(1, int(spent[is_known].sum()))
-        for name in names:
-            rows[name][is_short] = spent[is_short] * (rows[name][is_known].sum() / known_ns)
+        is_read = clocks[f"{kind}_after_ns"] >= 0
+        is_known = is_read & (clocks[f"{kind}_before_ns"] >= 0)
+        for alike in (is_slow, ~is_slow):
+            known_ns = int(spent[is_known & alike].sum())
+            if known_ns:
+                share = rows[name][is_known & alike].sum() / known_ns
+                rows[name][~is_read & alike] = spent[~is_read & alike] * share
 
 
-def _between(records: NDArray[np.void], names: tuple[str, str, str]) -> Callable[[Any], NDArray[np.int64]]:
+_ATS: Final = ("began_ns", "loaded_ns", "ended_ns")
+
+
+def _between(
+    moments: NDArray[np.void], clocks: NDArray[np.void], names: tuple[str, str, str]
+) -> Callable[[Any], NDArray[np.int64]]:
     """What a clock showed at any moment, of its readings at the moments of the records."""
-    ats = ("began_ns", "loaded_ns", "ended_ns")
-    moments = [(at, name) for at, name in zip(ats, names, strict=True) if name]
-    times = np.stack([records[at] for at, _ in moments], axis=1).ravel()
-    values = np.stack([records[name] for _, name in moments], axis=1).ravel()
+    readings = [(at, name) for at, name in zip(_ATS, names, strict=True) if name]
+    times = np.stack([moments[at] for at, _ in readings], axis=1).ravel()
+    values = np.stack([clocks[name] for _, name in readings], axis=1).ravel()
     is_read = values >= 0
     times, values = times[is_read], values[is_read]
     if not len(times):
@@ -145,20 +186,46 @@ def _between(records: NDArray[np.void], names: tuple[str, str, str]) -> Callable
 class FetchProbe:
     """Times the fetches of this process, of the thread that made it. `samples` is off where others sample."""
 
+    __slots__ = (
+        "_all_due_ns",
+        "_all_timed",
+        "_began_ns",
+        "_clocks",
+        "_cpu_loaded_ns",
+        "_due_ns",
+        "_ended_ns",
+        "_feeder_clock",
+        "_feeder_ns",
+        "_file",
+        "_last_position",
+        "_loaded_ns",
+        "_map",
+        "_own",
+        "_phase",
+        "_position",
+        "_reads",
+        "_sampler",
+        "_schedule",
+        "_tag",
+        "_timed",
+    )
+
     def __init__(self, folder: Path, worker: int, *, reads: OwnReads, samples: bool = True) -> None:
         self._reads = reads
         path = fetches_path(folder, worker)
         self._file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         self._map: mmap.mmap | None = None
+        self._position, self._last_position = 0, -1
         self._grow(0)
         self._schedule = _open_schedule()
         self._own = threading.get_ident()
         self._phase = _IDLE
-        self._num_fetches = self._opens = self._position = 0
-        self._due_ns = self._began_ns = self._loaded_ns = self._ended_ns = 0
-        self._has_clocks = False
+        self._tag = _OPEN | _IS_BATCH
+        self._due_ns = self._all_due_ns = self._began_ns = self._loaded_ns = self._ended_ns = 0
         self._cpu_loaded_ns = -1
-        self._clocks: tuple[int, int, int] = _UNREAD
+        self._clocks = _UNREAD
+        self._timed: Any = None
+        self._all_timed: WeakSet[Callable[[Any], Any]] = WeakSet()
         self._feeder_clock: int | None = None
         self._feeder_ns = 0
         self._sampler: WorkSampler | None = None
@@ -181,7 +248,7 @@ class FetchProbe:
         for file in (self._file, self._schedule):
             if file is not None and file >= 0:
                 os.close(file)
-        self._file, self._schedule, self._map = -1, None, None
+        self._file, self._schedule, self._map, self._last_position = -1, None, None, -1
 
     def label(self) -> str:
         """What the stack of the fetching thread can't tell of this moment."""
@@ -190,73 +257,114 @@ class FetchProbe:
     def count_open(self) -> None:
         """A file was opened, by any thread."""
         if self._phase == _LOADING and not threading.current_thread().name.startswith(OWN_THREADS):
-            self._opens += 1
+            self._tag += _OPEN
 
-    def fetch(self, plain: Callable[[Any, Any], Any], fetcher: Any, index: Any) -> Any:
-        """Fetch a batch as `plain` does, and record it."""
-        # A loader within a data set, or of another thread, is no business of whoever waits.
-        if self._phase != _IDLE or threading.get_ident() != self._own:
-            return plain(fetcher, index)
-        if type(fetcher.collate_fn) is not _TimedCollate:
-            fetcher.collate_fn = _TimedCollate(self, fetcher.collate_fn)
-        self._phase = _LOADING
-        self._loaded_ns, self._cpu_loaded_ns = 0, -1
-        before, is_batch = _UNREAD, False
-        self._began_ns = began_ns = time.monotonic_ns()
-        self._has_clocks = began_ns >= self._due_ns
-        if self._has_clocks:
-            is_close = self._clocks[0] >= 0 and began_ns - self._ended_ns < _AT_ONCE_NS
-            before = self._clocks if is_close else self._read_clocks()
+    def time(self, plain: Fetches) -> Fetches:
+        """What fetches a batch as `plain` does, and records it.
+
+        Each call and each look at an object costs a fast loader: nothing is called that need not be.
+        """
+
+        def fetch(fetcher: Any, index: Any) -> Any:
+            # A loader within a data set, or of another thread, is no business of whoever waits.
+            if self._phase or _get_ident() != self._own:
+                return plain(fetcher, index)
+            if fetcher.collate_fn is not self._timed:
+                self._time_collation(fetcher)
+            self._phase = _LOADING
+            self._loaded_ns = 0
+            self._began_ns = began_ns = _now_ns()
+            if began_ns >= self._due_ns:
+                return self._fetch_by_clocks(plain, fetcher, index)
+            is_batch = False
+            try:
+                batch = plain(fetcher, index)
+                is_batch = True
+            finally:
+                if not is_batch:
+                    self._record(_UNREAD, is_batch=False)
+            ended_ns, position, room = _now_ns(), self._position, self._map
+            if (
+                room is not None
+                and ended_ns - began_ns < _CLOCKS_EVERY_NS
+                and position <= self._last_position
+            ):
+                _pack_moments(room, position, began_ns, self._loaded_ns or ended_ns, ended_ns, self._tag)
+                self._position = position + _MOMENTS_SIZE
+                self._phase = _IDLE
+            else:
+                self._record(_UNREAD, is_batch=True)
+            return batch
+
+        return fetch
+
+    def _time_collation(self, fetcher: Any) -> None:
+        """Let the fetcher's collation say when it begins; only the fetcher that calls it sees that."""
+        collate = fetcher.collate_fn
+        if collate not in self._all_timed:
+            collate = self._timed_collation(collate)
+            self._all_timed.add(collate)
+            fetcher.collate_fn = collate
+        self._timed = collate
+
+    def _timed_collation(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(samples: Any) -> Any:
+            if self._phase == _LOADING:
+                self._phase = _COLLATING
+                self._loaded_ns = loaded_ns = _now_ns()
+                began_ns = self._began_ns
+                if began_ns >= self._due_ns or loaded_ns - began_ns >= _CLOCKS_EVERY_NS:
+                    self._cpu_loaded_ns = time.thread_time_ns()
+            return collate(samples)
+
+        return timed
+
+    def _fetch_by_clocks(self, plain: Fetches, fetcher: Any, index: Any) -> Any:
+        """Fetch with readings of the kernel's clocks before and after."""
+        is_close = self._clocks[0] >= 0 and self._began_ns - self._ended_ns < _AT_ONCE_NS
+        takes_all = self._began_ns >= self._all_due_ns
+        is_close &= not takes_all or self._clocks[1] >= 0
+        before = self._clocks if is_close else self._read_clocks(takes_all=takes_all)
+        is_batch = False
         try:
             batch = plain(fetcher, index)
             is_batch = True
         finally:
-            self._phase = _IDLE
-            self._record(began_ns, before, is_batch=is_batch)
+            self._record(before, is_batch=is_batch)
         return batch
 
-    def end_loading(self) -> None:
-        """The samples of the present fetch are there; collation begins."""
-        if self._phase == _LOADING:
-            self._phase = _COLLATING
-            self._loaded_ns = time.monotonic_ns()
-            if self._has_clocks or self._loaded_ns - self._began_ns >= _CLOCKS_EVERY_NS:
-                self._has_clocks = True
-                self._cpu_loaded_ns = time.thread_time_ns()
-
-    def _record(self, began_ns: int, before: tuple[int, int, int], *, is_batch: bool) -> None:
-        ended_ns = self._ended_ns = time.monotonic_ns()
-        self._clocks = _UNREAD
-        if self._has_clocks or ended_ns - began_ns >= _CLOCKS_EVERY_NS:
-            self._clocks = self._read_clocks()
-            self._due_ns = ended_ns + _CLOCKS_EVERY_NS
-        self._num_fetches += 1
-        if self._sampler is not None:  # a worker: it was asked for this batch through a pipe, in two reads
-            self._reads.num_reads += 2
+    def _record(self, before: _Clocks, *, is_batch: bool) -> None:
+        """Leave the present fetch, with clocks if some were read before it, or if it was slow."""
+        ended_ns = self._ended_ns = _now_ns()
+        self._phase = _IDLE
+        lasted_ns = ended_ns - self._began_ns
+        has_clocks = lasted_ns >= _CLOCKS_EVERY_NS or before[0] >= 0
+        cpu_loaded_ns, self._cpu_loaded_ns = self._cpu_loaded_ns, -1
+        takes_all = lasted_ns >= _LONG_NS or before[1] >= 0
+        after = self._clocks = self._read_clocks(takes_all=takes_all) if has_clocks else _UNREAD
+        # Slow fetches can bear that the next one, before which a step may compute, begins with readings.
+        if takes_all:
+            self._all_due_ns = ended_ns + (0 if lasted_ns >= _LONG_NS else _ALL_EVERY_NS)
+        if has_clocks:
+            self._due_ns = ended_ns + (0 if lasted_ns >= _CLOCKS_EVERY_NS else _CLOCKS_EVERY_NS)
+        if self._map is not None and self._position > self._last_position:
+            self._grow(len(self._map))
         if self._map is None:
             return
-        _PACK.pack_into(
-            self._map,
-            self._position,
-            is_batch,
-            began_ns,
-            self._loaded_ns or ended_ns,
-            ended_ns,
-            before[0],
-            self._cpu_loaded_ns,
-            self._clocks[0],
-            before[1],
-            self._clocks[1],
-            before[2],
-            self._clocks[2],
-            self._opens,
-            self._num_fetches,
-            self._reads.num_reads,
-            self._reads.read_bytes,
+        position, tag = self._position, self._tag if is_batch else self._tag - _IS_BATCH
+        _pack_moments(
+            self._map, position, self._began_ns, self._loaded_ns or ended_ns, ended_ns, tag + has_clocks
         )
-        self._position += _PACK.size
-        if self._position + _PACK.size > len(self._map):
-            self._grow(len(self._map))
+        self._position += _MOMENTS_SIZE
+        if has_clocks:
+            _CLOCKS.pack_into(
+                self._map,
+                self._position,
+                *(before[0], cpu_loaded_ns, after[0], -1),
+                *(before[1], after[1], before[2], -1),
+                *(after[2], self._reads.num_reads, self._reads.read_bytes, -1),
+            )
+            self._position += _CLOCKS.size
 
     def _grow(self, size: int) -> None:
         """Room for more records. A full disk must not end the loader: its later fetches are unknown."""
@@ -264,12 +372,15 @@ class FetchProbe:
             # Blocks are taken now: a page without one would end the process as it is written.
             os.posix_fallocate(self._file, 0, size + _CHUNK)
             self._map = mmap.mmap(self._file, size + _CHUNK)
+            self._last_position = size + _CHUNK - _MOMENTS_SIZE - _CLOCKS.size
         except OSError:
-            self._map = None
+            self._map, self._last_position = None, -1
 
-    def _read_clocks(self) -> tuple[int, int, int]:
-        """What this thread computed, for how long it waited for cores, and what other threads computed."""
+    def _read_clocks(self, *, takes_all: bool) -> _Clocks:
+        """What this thread computed; for how long it waited for cores, what other threads computed, or -1."""
         cpu_ns = time.thread_time_ns()
+        if not takes_all:
+            return cpu_ns, -1, -1
         other_ns = max(0, time.process_time_ns() - cpu_ns - self._read_feeder())
         if self._schedule is None:
             return cpu_ns, 0, other_ns
@@ -295,21 +406,6 @@ def _open_schedule() -> int | None:
         return os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
         return None
-
-
-class _TimedCollate:
-    """A collation that says when it begins; only the fetcher that calls it sees it."""
-
-    __slots__ = ("_collate", "_probe")
-
-    def __init__(self, probe: FetchProbe, collate: Callable[[Any], Any]) -> None:
-        self._probe = probe
-        self._collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        """Collate."""
-        self._probe.end_loading()
-        return self._collate(samples)
 
 
 _listeners: dict[int, FetchProbe] = {}
@@ -353,11 +449,9 @@ def _patch_fetchers(probe: FetchProbe) -> None:
 
 
 def _patch(kind: Any, probe: FetchProbe) -> None:
-    plain = kind.fetch
-    kind.fetch = lambda fetcher, index: probe.fetch(plain, fetcher, index)
+    kind.fetch = probe.time(kind.fetch)
 
 
 def probe_fetcher(fetcher: Any, probe: FetchProbe) -> None:
     """Probe one fetcher of this process, that of a loader without workers."""
-    plain = type(fetcher).fetch
-    fetcher.fetch = lambda index: probe.fetch(plain, fetcher, index)
+    fetcher.fetch = MethodType(probe.time(type(fetcher).fetch), fetcher)

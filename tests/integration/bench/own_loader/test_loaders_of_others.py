@@ -73,7 +73,14 @@ def datasets():
         return {"x": [torch.from_numpy(np.load(name)) for name in rows["name"]]}
     samples = datasets.Dataset.from_dict({"name": files()}).with_transform(load)
     return torch.utils.data.DataLoader(samples, batch_size=4, num_workers=1)
+
+def tensorflow():
+    import tensorflow as tf
+    def load(name):
+        return tf.reshape(tf.io.decode_raw(tf.io.read_file(name), tf.uint8)[-64:], (8, 8))
+    return tf.data.Dataset.from_tensor_slices(files()).map(load, num_parallel_calls=2).batch(4).prefetch(2)
 """
+LIBRARIES = ("webdataset", "streaming", "litdata", "grain", "spdl", "datasets", "tensorflow")
 
 
 @pytest.fixture
@@ -86,7 +93,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("library", ["webdataset", "streaming", "litdata", "grain", "spdl", "datasets"])
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_loader_of_another_library_is_measured_as_it_is(library: str) -> None:
     pytest.importorskip(library, exc_type=ImportError)
     words = ("--loader", f"loaders_of_others:{library}", "--batch-time", "1ms", "--results", "runs", "--json")

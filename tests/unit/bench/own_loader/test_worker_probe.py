@@ -13,9 +13,11 @@ import pytest
 from penstock.bench.own_loader.own_reads import OwnReads
 from penstock.bench.own_loader.wait_stages import sleep_ns
 from penstock.bench.own_loader.worker_probe import (
-    RECORD_TYPE,
+    CLOCKS_TYPE,
+    MOMENTS_TYPE,
+    FetchClocks,
+    FetchMoments,
     FetchProbe,
-    FetchRecord,
     fetches_path,
     read_fetches,
 )
@@ -26,33 +28,20 @@ EVERY = 8
 
 def leave_records(count: int, *, slept: int, loading: int, collating: int, between: int) -> bytes:
     """What a loader leaves whose fetches are all alike, and whose clocks are read once in `EVERY` fetches."""
-    records, now, cpu = [], 50 * MS, 7 * MS
+    content, now, cpu = b"", 50 * MS, 7 * MS
     for number in range(count):
         began, loaded = now, now + slept + loading
         ended = loaded + collating
-        clocks = (cpu, cpu + loading, cpu + loading + collating)
         is_read = number % EVERY == 0
-        cpu_before, cpu_loaded, cpu_after = clocks if is_read else (-1, -1, -1)
-        other = 0 if is_read else -1
-        records.append(
-            FetchRecord(
-                1,
-                began,
-                loaded,
-                ended,
-                cpu_before,
-                cpu_loaded,
-                cpu_after,
-                other,
-                other,
-                other,
-                other,
-                0,
-                number + 1,
+        moments = FetchMoments(began, loaded, ended, 6 + is_read)
+        content += np.array([moments], MOMENTS_TYPE).tobytes()
+        if is_read:
+            clocks = FetchClocks(
+                *(cpu, cpu + loading, cpu + loading + collating, -1), *(0, 0, 0, -1), *(0, 0, 0, -1)
             )
-        )
-        cpu, now = clocks[2] + between, ended + between
-    return np.array(records, RECORD_TYPE).tobytes() + bytes(3 * RECORD_TYPE.itemsize)
+            content += np.array([clocks], CLOCKS_TYPE).tobytes()
+        cpu, now = cpu + loading + collating + between, ended + between
+    return content + bytes(3 * MOMENTS_TYPE.itemsize)
 
 
 @pytest.mark.parametrize("between", [0, 2 * MS], ids=["worker", "consumer-that-computes"])
@@ -82,22 +71,26 @@ def test_slow_fetch_among_fast_ones_slept(tmp_path: Path) -> None:
     probe = FetchProbe(tmp_path, 0, reads=OwnReads(), samples=False)
     fast, slow = Fetcher(), Fetcher(0.05)
     for number in range(40):
-        probe.fetch(Fetcher.load, slow if number == 21 else fast, number)
+        probe.time(Fetcher.load)(slow if number == 21 else fast, number)
     probe.finish()
     rows = read_fetches(fetches_path(tmp_path, 0).read_bytes())
     assert sleep_ns(rows[21]) > 0.8 * 0.05e9
 
 
-def test_records_grow_beyond_their_first_room_and_failed_fetches_are_no_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clocks_every_ns", [0, 20_000, MS], ids=["always", "at-times", "seldom"])
+def test_records_grow_beyond_their_first_room_and_failed_fetches_are_no_batches(
+    clocks_every_ns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.bench.own_loader.worker_probe._CLOCKS_EVERY_NS", clocks_every_ns)
     probe = FetchProbe(tmp_path, 0, reads=OwnReads(), samples=False)
     fetcher = Fetcher()
-    for number in range(2000):
-        probe.fetch(Fetcher.load, fetcher, number)
+    for number in range(5000):
+        probe.time(Fetcher.load)(fetcher, number)
     with pytest.raises(ZeroDivisionError):
-        probe.fetch(lambda _fetcher, _index: 1 // 0, fetcher, 0)
+        probe.time(lambda _fetcher, _index: 1 // 0)(fetcher, 0)
     probe.finish()
     rows = read_fetches(fetches_path(tmp_path, 0).read_bytes())
-    assert (len(rows), rows["is_batch"].sum()) == (2001, 2000)
+    assert (len(rows), rows["is_batch"].sum()) == (5001, 5000)
     assert (np.diff(rows["ended_ns"]) > 0).all()
 
 
@@ -109,7 +102,7 @@ def test_full_disk_ends_the_records_and_not_the_loader(
 
     monkeypatch.setattr("os.posix_fallocate", refuse)
     probe = FetchProbe(tmp_path, 0, reads=OwnReads(), samples=False)
-    assert probe.fetch(Fetcher.load, Fetcher(), 0) == [1]
+    assert probe.time(Fetcher.load)(Fetcher(), 0) == [1]
     probe.finish()
     assert not len(read_fetches(fetches_path(tmp_path, 0).read_bytes()))
 
