@@ -2,12 +2,15 @@
 
 Streams: fio runs psync threads, one block in flight each, O_DIRECT: exactly what the probe's streams do.
 Jobs: fio keeps blocks of one file in flight by io_uring with registered buffers, or one by psync; the probe
-whichever of its two ways is faster, from ordinary pages as fio's. (From huge pages, which the probe uses
-otherwise, large blocks are faster: the device is told of fewer pieces.) The goal of both is a ratio of 1:
-neither slower than the disk allows nor faster than the truth. Cost: the CPU time of an operation, in user
-code and in the kernel, which other programs on the machine do not change much.
+does the same on the same file. The goal of both is a ratio of 1: neither slower than the disk allows nor
+faster than the truth. Cost: the CPU time of an operation, in user code and in the kernel, which other
+programs on the machine do not change much.
 
-    python benchmarks/storage_probe.py            everything, five rounds of each comparison
+Both sides have the same kind of pages. The probe's own are huge: a device is told of fewer pieces. fio's are
+huge only if asked to and if some are reserved (sysctl vm.nr_hugepages=16), so large blocks are compared with
+ordinary pages, then with huge ones if there are any.
+
+    python benchmarks/storage_probe.py            everything, up to 15 rounds of each comparison
     python benchmarks/storage_probe.py jobs       one part: streams, jobs, cost, metadata, knee, stall, loops,
                                                   export
 """
@@ -17,7 +20,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +36,7 @@ import numpy as np
 from harness import Ratio, interleave
 from penstock.bench.probe.block_targets import FileTarget, find_local_files
 from penstock.bench.probe.load_loops import LoadRun, Operations, RingLoop, ThreadLoop, blocks_ahead
-from penstock.bench.probe.load_plan import LoadShape
+from penstock.bench.probe.load_plan import NS, LoadShape
 from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
 from penstock.bench.probe.metadata_rates import MOST_FILES, measure_metadata
 from penstock.bench.probe.probe_folder import ProbeFolder
@@ -41,6 +44,7 @@ from penstock.bench.probe.timed_streams import Blocks
 from penstock.cluster.comm import SoloComm
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
+from penstock.storage.aligned import PAGE_BYTES
 from penstock.storage.uri import parse_uri
 
 SIZE_BYTES = 1 << 30
@@ -48,17 +52,42 @@ BLOCK_BYTES = 1 << 20
 RANDOM_BLOCK_BYTES = 128 << 10
 NUM_RANDOM_READS = 4096
 STREAMS = (1, 8)
-SECONDS = 2.0
+SECONDS = 1.0
+"""Of one side of a job: short, so that many rounds see the same disk."""
+LOAD_SECONDS = 2.0
+NUM_HUGE_PAGES = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """fio's name of the pattern, the block, how many in flight."""
+
+    pattern: str
+    block_bytes: int
+    depth: int
+
+    def __str__(self) -> str:
+        return f"{self.pattern} {self.block_bytes >> 10} KiB, {self.depth} in flight"
+
+    @property
+    def shape(self) -> LoadShape:
+        """The same as a load of the probe."""
+        return LoadShape(
+            block_bytes=self.block_bytes,
+            read_percent=0 if "write" in self.pattern else 100,
+            is_sequential=not self.pattern.startswith("rand"),
+            depth=self.depth,
+        )
+
+
 JOBS = (
-    ("read", 1 << 20, 1),
-    ("read", 128 << 10, 8),
-    ("write", 1 << 20, 4),
-    ("randread", 4 << 10, 1),
-    ("randread", 4 << 10, 32),
-    ("randwrite", 4 << 10, 16),
+    Job("read", 1 << 20, 1),
+    Job("read", 128 << 10, 8),
+    Job("write", 1 << 20, 4),
+    Job("randread", 4 << 10, 1),
+    Job("randread", 4 << 10, 32),
+    Job("randwrite", 4 << 10, 16),
 )
-Job = tuple[str, int, int]
-"""fio's name of the pattern, the block, how many in flight."""
 
 
 def measure(repetitions: int) -> list[Ratio]:
@@ -70,23 +99,67 @@ def compare_streams(repetitions: int) -> list[Ratio]:
     """Streams of the probe beside as many threads of fio."""
     return [
         ratio
+        for pages in _kinds_of_pages()
         for streams in STREAMS
         for ratio in _compare(
             repetitions,
-            partial(_our_streams, streams=streams),
-            partial(_fio_streams, streams=streams),
+            partial(_our_streams, streams=streams, pages=pages),
+            partial(_fio_streams, streams=streams, pages=pages),
             "GiB/s",
         )
     ]
 
 
 def compare_jobs(repetitions: int) -> list[Ratio]:
-    """Six jobs with blocks of one file in flight, each beside fio's."""
+    """Six jobs with blocks of one file in flight, each beside fio's; of small blocks pages do not matter."""
     return [
         ratio
+        for pages in _kinds_of_pages()
         for job in JOBS
-        for ratio in _compare(repetitions, partial(_our_job, job=job), partial(_fio_job, job=job), "ops/s")
+        if job.block_bytes > PAGE_BYTES or not pages.is_huge
+        for ratio in _compare(
+            repetitions,
+            partial(_our_job, job=job, pages=pages),
+            partial(_fio_job, job=job, pages=pages),
+            "ops/s",
+        )
     ]
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What the memory of both sides consists of."""
+
+    is_huge: bool
+
+    def __str__(self) -> str:
+        return "huge pages" if self.is_huge else "ordinary pages"
+
+    @property
+    def fio_option(self) -> str:
+        """What has fio use these pages."""
+        return f"--mem={'mmaphuge' if self.is_huge else 'malloc'}"
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Have this process, and those that it starts, use these pages."""
+        set_thp_disable = partial(ctypes.CDLL(None).prctl, 41)
+        set_thp_disable(int(not self.is_huge), 0, 0, 0)
+        yield
+        set_thp_disable(0, 0, 0, 0)
+
+
+ORDINARY = Pages(is_huge=False)
+
+
+def _kinds_of_pages() -> list[Pages]:
+    """Huge ones only if enough are reserved, which only the administrator can do."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    free = next((int(line.split()[1]) for line in lines if line.startswith("HugePages_Free")), 0)
+    if free < NUM_HUGE_PAGES:
+        print(f"    for huge pages: sysctl vm.nr_hugepages={NUM_HUGE_PAGES}", file=sys.stderr, flush=True)
+        return [ORDINARY]
+    return [ORDINARY, Pages(is_huge=True)]
 
 
 def _compare(
@@ -103,27 +176,28 @@ def _compare(
         return interleave(partial(ours, folder), partial(theirs, folder), repetitions=repetitions, unit=unit)
 
 
-def _name(operation: str, streams: int) -> str:
-    return f"{operation} direct, {streams} streams"
+def _name(operation: str, streams: int, pages: Pages) -> str:
+    return f"{operation} direct, {streams} streams, {pages}"
 
 
-def _our_streams(folder: str, streams: int) -> Mapping[str, float]:
+def _our_streams(folder: str, streams: int, pages: Pages) -> Mapping[str, float]:
     command = [
         *(sys.executable, "-m", "penstock", "storage", "probe", f"direct://{folder}", "--json", "--exact"),
         *("--size", str(SIZE_BYTES), "--streams", str(streams), "--blocks", str(BLOCK_BYTES)),
     ]
-    result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    with pages.ours():
+        result = json.loads(_output(*command))
     wanted = ("write", "read", "random_read")
     return {
-        _name(seen["op"], streams): seen["gib_per_s"]
+        _name(seen["op"], streams, pages): seen["gib_per_s"]
         for seen in result["measurements"]
         if seen["op"] in wanted
     }
 
 
-def _fio_streams(folder: str, streams: int) -> Mapping[str, float]:
+def _fio_streams(folder: str, streams: int, pages: Pages) -> Mapping[str, float]:
     threads = ("--filename_format=peer.$jobnum", "--thread", "--ioengine=psync", f"--numjobs={streams}")
-    options = (*threads, f"--size={SIZE_BYTES // streams}")
+    options = (*threads, f"--size={SIZE_BYTES // streams}", pages.fio_option)
     write = _fio(folder, "write", BLOCK_BYTES, *options, "--end_fsync=1")
     read = _fio(folder, "read", BLOCK_BYTES, *options)
     reads_each = f"--number_ios={NUM_RANDOM_READS // streams}"
@@ -131,7 +205,7 @@ def _fio_streams(folder: str, streams: int) -> Mapping[str, float]:
     for path in Path(folder).glob("peer.*"):
         path.unlink()
     sides = {"write": write, "read": read, "random_read": random}
-    return {_name(name, streams): side["bw_bytes"] / 2**30 for name, side in sides.items()}
+    return {_name(name, streams, pages): side["bw_bytes"] / 2**30 for name, side in sides.items()}
 
 
 def _fio(folder: str, pattern: str, block_bytes: int, *more: str) -> Mapping[str, float]:
@@ -139,59 +213,46 @@ def _fio(folder: str, pattern: str, block_bytes: int, *more: str) -> Mapping[str
         *("fio", "--name=peer", f"--directory={folder}", "--output-format=json", "--direct=1"),
         *("--group_reporting", f"--rw={pattern}", f"--bs={block_bytes}", *more),
     ]
-    result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return result["jobs"][0]["write" if "write" in pattern else "read"]  # type: ignore[no-any-return]
+    (job,) = json.loads(_output(*command))["jobs"]
+    side = job["write" if "write" in pattern else "read"]
+    # fio gives percentages of the time that the job ran, so its start does not count.
+    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * side["runtime"] / 1000
+    return {name: side[name] for name in ("iops", "bw_bytes", "total_ios")} | {"cpu_s": cpu_s}
 
 
-def _job_name(job: Job) -> str:
-    pattern, block_bytes, depth = job
-    return f"{pattern} {block_bytes >> 10} KiB, {depth} in flight"
+def _our_job(folder: str, job: Job, pages: Pages, figure: str = "rate") -> Mapping[str, float]:
+    """A closed loop of the probe on the file that fio uses, by the way that suits the depth."""
+    files = find_local_files(open_storage(f"direct://{folder}", {}))
+    assert files is not None
+    with pages.ours():
+        more = blocks_ahead(job.block_bytes) if job.depth > 1 else 0
+        blocks = Blocks(job.depth + more, job.block_bytes, stream_id=0)
+    key = _shared_file(folder)
+    with closing(FileTarget(files, key, folder, is_sequential=job.shape.is_sequential)) as target:
+        loop = (RingLoop if job.depth > 1 else ThreadLoop)(target, blocks, job.depth, folder)
+        operations = Operations.of(job.shape, SIZE_BYTES, rank=0)
+        before_s = time.process_time()
+        times = loop.run(LoadRun(operations=operations, due_ns=None, seconds=SECONDS))
+        cpu_s = time.process_time() - before_s
+    in_time = float(np.count_nonzero(times.ended < SECONDS * NS))
+    return {f"{job}, {pages}": in_time / SECONDS if figure == "rate" else times.due.size / cpu_s}
 
 
-def _shape(job: Job) -> LoadShape:
-    pattern, block_bytes, depth = job
-    return LoadShape(
-        block_bytes=block_bytes,
-        read_percent=0 if "write" in pattern else 100,
-        is_sequential=not pattern.startswith("rand"),
-        depth=depth,
-    )
+def _fio_job(folder: str, job: Job, pages: Pages, figure: str = "rate") -> Mapping[str, float]:
+    ring = ("--ioengine=io_uring", f"--iodepth={job.depth}", "--fixedbufs")
+    engine = ring if job.depth > 1 else ("--ioengine=psync",)
+    options = (f"--size={SIZE_BYTES}", f"--filename={_shared_file(folder)}", *engine, pages.fio_option)
+    runtime = f"--runtime={round(1000 * SECONDS)}ms"
+    side = _fio(folder, job.pattern, job.block_bytes, *options, "--randrepeat=0", "--time_based", runtime)
+    return {f"{job}, {pages}": side["iops"] if figure == "rate" else side["total_ios"] / side["cpu_s"]}
 
 
-def _our_job(folder: str, job: Job) -> Mapping[str, float]:
-    with _ordinary_pages():
-        seen = _load(f"direct://{folder}", _shape(job))
-    # The mean over the whole time, as fio's.
-    return {_job_name(job): float(np.mean([one.operations_per_s for one in seen.saturation.intervals]))}
-
-
-@contextmanager
-def _ordinary_pages() -> Iterator[None]:
-    """Have no huge pages in this process."""
-    set_thp_disable = partial(ctypes.CDLL(None).prctl, 41)
-    set_thp_disable(1, 0, 0, 0)
-    yield
-    set_thp_disable(0, 0, 0, 0)
-
-
-def _fio_job(folder: str, job: Job, figure: str = "iops") -> Mapping[str, float]:
-    pattern, block_bytes, depth = job
+def _shared_file(folder: str) -> str:
+    """The file of a job, written by fio: two files lie elsewhere on a disk, and may differ by a third."""
     path = Path(folder) / "peer.job"
     if not path.exists():
         _fio(folder, "write", 8 << 20, f"--size={SIZE_BYTES}", f"--filename={path.name}", "--end_fsync=1")
-    ring = ("--ioengine=io_uring", f"--iodepth={depth}", "--fixedbufs")
-    engine = ring if depth > 1 else ("--ioengine=psync",)
-    options = (f"--size={SIZE_BYTES}", f"--filename={path.name}", *engine)
-    runtime = f"--runtime={round(1000 * SECONDS)}ms"
-    before = _cpu_s(resource.RUSAGE_CHILDREN)
-    side = _fio(folder, pattern, block_bytes, *options, "--randrepeat=0", "--time_based", runtime)
-    cpu_s = _cpu_s(resource.RUSAGE_CHILDREN) - before
-    return {_job_name(job): side["iops"] if figure == "iops" else side["total_ios"] / cpu_s}
-
-
-def _cpu_s(who: int) -> float:
-    used = resource.getrusage(who)
-    return used.ru_utime + used.ru_stime
+    return path.name
 
 
 def compare_cost(repetitions: int) -> list[Ratio]:
@@ -199,31 +260,14 @@ def compare_cost(repetitions: int) -> list[Ratio]:
     return [
         ratio
         for job in JOBS
-        if job[1] == 4 << 10
+        if job.block_bytes == PAGE_BYTES
         for ratio in _compare(
             repetitions,
-            partial(_our_cost, job=job),
-            partial(_fio_job, job=job, figure="cost"),
+            partial(_our_job, job=job, pages=ORDINARY, figure="cost"),
+            partial(_fio_job, job=job, pages=ORDINARY, figure="cost"),
             "ops/CPU s",
         )
     ]
-
-
-def _our_cost(folder: str, job: Job) -> Mapping[str, float]:
-    """A closed loop on the file that fio uses, by the way that suits the depth."""
-    _, block_bytes, depth = job
-    if not (Path(folder) / "peer.job").exists():
-        _fio_job(folder, job)
-    blocks = Blocks(depth + blocks_ahead(block_bytes), block_bytes, stream_id=0)
-    files = find_local_files(open_storage(f"direct://{folder}", {}))
-    assert files is not None
-    with closing(FileTarget(files, "peer.job", folder, is_sequential=False)) as target:
-        ring, threads = RingLoop(target, blocks, depth, folder), ThreadLoop(target, blocks, depth, folder)
-        operations = Operations.of(_shape(job), SIZE_BYTES, rank=0)
-        run = LoadRun(operations=operations, due_ns=None, seconds=SECONDS)
-        before = _cpu_s(resource.RUSAGE_SELF)
-        times = (ring if depth > 1 else threads).run(run)
-    return {_job_name(job): times.due.size / (_cpu_s(resource.RUSAGE_SELF) - before)}
 
 
 def _load(
@@ -232,7 +276,7 @@ def _load(
     *,
     size_bytes: int = SIZE_BYTES,
     rates: tuple[float, ...] | None = (),
-    seconds: float = SECONDS,
+    seconds: float = LOAD_SECONDS,
     wrap: Callable[[Storage], Storage] = lambda storage: storage,
 ) -> LoadResult:
     request = LoadRequest(
@@ -357,7 +401,7 @@ def _bare_calls(folder: str) -> Mapping[str, float]:
 
 
 def _print_ratios(compare: Callable[[int], list[Ratio]]) -> None:
-    for ratio in compare(5):
+    for ratio in compare(15):
         print(ratio.line(None), flush=True)
 
 

@@ -169,7 +169,7 @@ def test_a_ring_reads_and_writes_the_right_bytes_at_the_right_places(tmp_path: P
             for block, place in zip(blocks, places, strict=True):
                 assert buffers[block] == content[4096 * place : 4096 * (place + 1)]
             planned += places.size
-        assert ring.turn(planned, 1, 1_000_000) == planned
+        assert ring.turn_until(planned, 1_000_000) == planned
         (block,) = ring.plan(np.array([4096 * 5]), ~READS[:1])
         assert ring.turn(planned + 1, 1) == planned + 1
     os.close(descriptor)

@@ -47,7 +47,6 @@ def fio_job_file(result: ProbeResult) -> str:
         "filename_format=penstock-fio.$jobname.$jobnum",
         "thread",
         "group_reporting",
-        "refill_buffers",
         "randrepeat=0",
     ]
     return "\n".join("\n".join(lines) + "\n" for lines in [head, *sections])

@@ -4,7 +4,8 @@ One thread keeps blocks of one file in flight. What comes next is planned ahead 
 many operations at once, and ends are read from there, many at once: between the two an operation costs no
 more than its share of a system call. Invariants: a block of memory belongs to one operation from plan to end;
 the ring is used by the thread that opened it, and ends are posted in its own calls, so that program order is
-all the ordering it needs.
+all the ordering it needs. What has begun and ended is counted by the kernel, in 32 bits: one ring is for
+fewer than 2**32 operations, and more are an error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import errno
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 import numpy as np
@@ -58,7 +59,8 @@ class RequestRing:
     """Reads into and writes from `blocks` of memory, all of one size, of the file `descriptor`.
 
     At most `depth` operations may be in flight; all other blocks are for those that are planned. `uri` is for
-    errors. `Unavailable` where the kernel has no io_uring, or forbids it.
+    errors. `Unavailable` where the kernel has no io_uring, or forbids it. `turn` begins all operations before
+    a number, waits for 0 or 1 ends, and returns how many have ended in all.
     """
 
     def __init__(self, descriptor: int, blocks: Sequence[memoryview], depth: int, uri: str) -> None:
@@ -68,24 +70,40 @@ class RequestRing:
         self.ahead = len(blocks) - depth
         self._free = np.arange(len(blocks), dtype=np.uint64)
         self._num_free = len(blocks)
-        self._planned = self._begun = self._ended = self._collected = 0
+        self._planned = self._collected = 0
         self._descriptor, params = _set_up(self.ahead, len(blocks))
         self._map(params)
         self._fields["file"][:], self._fields["length"][:] = descriptor, self._block_bytes
         self._codes = _CODES[self._register()]
-        self._make_arguments()
-
-    def _make_arguments(self) -> None:
-        """Arguments of the call that exist already cost half as much as ones that are made for it."""
-        self._call = ctypes.CDLL(None, use_errno=True).syscall
-        self._call.restype = ctypes.c_long
-        self._count, self._fewest = ctypes.c_long(), ctypes.c_long()
         self._until = (ctypes.c_int64 * 2)()
+        self.turn = self._make_turn()
+
+    def _make_turn(self) -> Callable[[int, int], int]:
+        """The call as a function that has all it needs at hand: to look that up was half of its cost.
+
+        Arguments of the call that exist already cost half as much, too, as ones that are made for it.
+        """
+        call = ctypes.CDLL(None, use_errno=True).syscall
+        call.restype = ctypes.c_long
+        count = ctypes.c_long()
+        ring = ctypes.c_long(_ENTER), ctypes.c_long(self._descriptor), count
+        none, one = ((*ring, ctypes.c_long(fewest)) for fewest in (0, 1))
+        plain = ctypes.c_long(_GET_EVENTS), ctypes.c_void_p(), ctypes.c_size_t()
         self._limit = (ctypes.c_uint64 * 3)(0, 0, ctypes.addressof(self._until))
         limit = ctypes.c_void_p(ctypes.addressof(self._limit)), ctypes.c_size_t(ctypes.sizeof(self._limit))
-        first = ctypes.c_long(_ENTER), ctypes.c_long(self._descriptor), self._count, self._fewest
-        self._waiting = (*first, ctypes.c_long(_GET_EVENTS), ctypes.c_void_p(), ctypes.c_size_t())
-        self._waiting_until = (*first, ctypes.c_long(_GET_EVENTS | _EXT_ARG), *limit)
+        ways = (*none, *plain), (*one, *plain), (*one, ctypes.c_long(_GET_EVENTS | _EXT_ARG), *limit)
+        words, begun_at, tail_at = self._words, self._begun_at, self._tail_at
+        head_at, ended_at = self._head_at, self._ended_at
+
+        def turn(number: int, way: int) -> int:
+            words[tail_at] = number
+            count.value = number - words[begun_at]
+            if call(*ways[way]) < 0:
+                self._check(ctypes.get_errno())
+            words[head_at] = ended = words[ended_at]
+            return ended
+
+        return turn
 
     def _map(self, params: tuple[int, ...]) -> None:
         submission, completion = params[10:20], params[20:30]
@@ -94,11 +112,8 @@ class RequestRing:
         self._memory = mmap.mmap(self._descriptor, (ring_bytes + 7) // 8 * 8)
         self._entry_memory = mmap.mmap(self._descriptor, slots * _ENTRY.itemsize, offset=_ENTRIES_AT)
         self._words = memoryview(self._memory).cast("I")
-        self._tail_at, self._head_at, self._done_at = (
-            submission[1] // 4,
-            completion[0] // 4,
-            completion[1] // 4,
-        )
+        self._begun_at, self._tail_at = submission[0] // 4, submission[1] // 4
+        self._head_at, self._ended_at = completion[0] // 4, completion[1] // 4
         # Entries are taken in the order in which they lie.
         np.frombuffer(self._memory, np.uint32, slots, submission[6])[:] = np.arange(slots)
         entries = np.frombuffer(self._entry_memory, _ENTRY, slots)
@@ -118,8 +133,10 @@ class RequestRing:
 
     def __exit__(self, *_: object) -> None:
         """Wait for what is in flight, because the kernel moves it, then close."""
-        while self._ended < self._begun:
-            self.turn(self._begun, 1)
+        begun = self._words[self._begun_at]
+        while self._words[self._ended_at] < begun:
+            self.turn(begun, 1)
+        del self.turn
         self._words.release()
         self._fields.clear()
         del self._ends
@@ -150,35 +167,25 @@ class RequestRing:
         self._planned += number
         return blocks
 
-    def turn(self, number: int, fewest: int, timeout_ns: int | None = None) -> int:
-        """Begin all operations before `number`, wait for `fewest` ends or the time: how many have ended."""
-        self._words[self._tail_at] = number & 0xFFFF_FFFF
-        self._count.value = number - self._begun
-        self._fewest.value = fewest
-        if timeout_ns is None:
-            begun = self._call(*self._waiting)
-        else:
-            self._until[0], self._until[1] = divmod(max(timeout_ns, 0), 10**9)
-            begun = self._call(*self._waiting_until)
-        if begun >= 0:
-            self._begun += begun
-        elif (reason := ctypes.get_errno()) not in (errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY):
+    def turn_until(self, number: int, timeout_ns: int) -> int:
+        """A turn that waits for an end, but no longer than this."""
+        self._until[0], self._until[1] = divmod(max(timeout_ns, 0), 10**9)
+        return self.turn(number, 2)
+
+    def _check(self, reason: int) -> None:
+        if reason not in (errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY):
             raise map_os_error(OSError(reason, os.strerror(reason)), "Moving a block", self._uri)
-        done = self._words[self._done_at]
-        self._words[self._head_at] = done
-        self._ended += (done - self._ended) & 0xFFFF_FFFF
-        return self._ended
 
     def collect(self) -> NDArray[np.int64]:
         """The operations that ended since the last time, in order; an error if one did not move its block.
 
         To be called before each plan: ends are kept for so long, and their blocks are free from then on.
         """
-        first, number = self._collected % self._ends.size, self._ended - self._collected
+        first, number = self._collected % self._ends.size, self._words[self._head_at] - self._collected
         ended = self._ends[first : first + number]
         if ended.size < number:
             ended = np.append(ended, self._ends[: number - ended.size])
-        self._collected = self._ended
+        self._collected += number
         moved, tags = ended["moved"], ended["tag"]
         if not (moved == self._block_bytes).all():
             self._fail(int(moved[moved != self._block_bytes][0]))

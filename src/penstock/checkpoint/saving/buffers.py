@@ -216,7 +216,9 @@ class WarmMemory:
     def __init__(self, size_bytes: int, *, is_shared: bool = False) -> None:
         self.size_bytes = round_up(size_bytes, PAGE_BYTES)
         sharing = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
-        pages = mmap.mmap(-1, self.size_bytes + HUGE_PAGE_BYTES, flags=sharing | mmap.MAP_ANONYMOUS)
+        # Up to the end of the last huge page, because only whole ones are given.
+        mapped_bytes = round_up(self.size_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES
+        pages = mmap.mmap(-1, mapped_bytes, flags=sharing | mmap.MAP_ANONYMOUS)
         _ask_for_huge_pages(pages)
         whole = memoryview(pages)
         lead = -address_of(whole) % HUGE_PAGE_BYTES
