@@ -29,6 +29,8 @@ from penstock.checkpoint.saving.saver import (
 from penstock.checkpoint.state.leaves import expand_stateful
 from penstock.checkpoint.state.process_group import RankGroup, borrowed_group
 from penstock.checkpoint.state.regions import Ints, Regions, StoredRegions, element_sizes
+from penstock.cluster.comm import run_on_rank0
+from penstock.errors import DataDamaged, UsageError
 from penstock.progress import Progress
 from penstock.units import format_bytes
 
@@ -48,6 +50,7 @@ def load(  # noqa: PLR0913 - each option is independent of the others
     strict: bool = True,
     convert_dtypes: bool = False,
     trust: bool = False,
+    verify: bool = False,
     process_group: Any = None,
     progress: Progress | None = None,
 ) -> LoadReport:
@@ -62,16 +65,43 @@ def load(  # noqa: PLR0913 - each option is independent of the others
     unless `convert_dtypes` is set. `trust` allows objects whose unpickling may run code from the checkpoint.
     `only` and `exclude` choose names, with `*` for any text; `process_group` names the ranks that load
     (default: all); `progress` is told of every byte, and cancels the load on all ranks by raising.
+
+    What is loaded whole is compared with its checksum; a folder without the file that has them is a warning.
+    With `verify`, rank 0 reads all of the checkpoint before, also what this load does not want or wants in
+    part, and anything that is damaged, or has no checksum, is an error.
     """
     choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
     with borrowed_group(process_group) as group, closing(CheckpointLoader()) as loader:
         group.comm.timeout_s = DEFAULT_TIMEOUT_S
+        if verify:
+            run_on_rank0(
+                group.comm, lambda: _require_verified(path), awaiting="rank 0 to verify the checkpoint"
+            )
         for _ in range(NUM_READINGS - 1 if group.comm.size == 1 else 0):
             checkpoint = open_path_on_all_ranks(path, group.comm)
             with suppress(CheckpointReplaced):
                 return loader.load_from(state, checkpoint, group, choice, progress)
         checkpoint = open_path_on_all_ranks(path, group.comm)
         return loader.load_from(state, checkpoint, group, choice, progress)
+
+
+def _require_verified(path: AnyPath) -> None:
+    from penstock.checkpoint.tools.verify import verify as verify_checkpoint  # noqa: PLC0415 - rarely asked for
+
+    found = verify_checkpoint(path)
+    if found.damage:
+        first = found.damage[0]
+        raise DataDamaged(
+            f"The checkpoint is damaged: {first.what}",
+            where=f"{found.uri}, {first.file}, bytes {first.begin} to {first.end}",
+            fix="Load an older one. `penstock checkpoint verify` lists all damage.",
+        )
+    if not found.is_checked:
+        raise UsageError(
+            "The checkpoint cannot be verified: not all of it has checksums",
+            where=found.uri,
+            fix=" ".join([*found.notes, "Load it without verify=True, and save it anew."]),
+        )
 
 
 def save(  # noqa: PLR0913 - each option is independent of the others

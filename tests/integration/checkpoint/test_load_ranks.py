@@ -483,6 +483,34 @@ def test_each_rank_gets_its_own_objects_back(told: Told) -> None:
     assert told["own_objects"] == [("of rank 0", 3), ("of rank 1", 3)]
 
 
+class Sampler:
+    """The order in which this rank draws, as far as it is known."""
+
+    def __init__(self, order: torch.Tensor | None) -> None:
+        self.order = order
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.order is None else {"order": self.order}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.order = state_dict["order"]
+
+
+def own_tensors(rank: int, root: Path) -> bool:
+    order = torch.randperm(40_000 + rank, generator=torch.Generator().manual_seed(rank))
+    save({"sampler": Sampler(order)}, root / "step")
+    for before in (None, torch.zeros(40_000 + rank, dtype=torch.int64)):
+        found = Sampler(before)
+        load({"sampler": found}, root / "step")
+        if found.order is None or not torch.equal(found.order, order):
+            return False
+    return True
+
+
+def test_each_rank_gets_the_tensors_of_its_own_parts_back(told: Told) -> None:
+    assert told["own_tensors"] == [True, True]
+
+
 def all_programs(rank: int, root: Path) -> dict[str, Any]:
     programs = (
         few_layouts,
@@ -491,6 +519,7 @@ def all_programs(rank: int, root: Path) -> dict[str, Any]:
         fail_together,
         disjoint_groups,
         own_objects,
+        own_tensors,
         groups_again_and_again,
         explained,
         node_local_files,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 import penstock.checkpoint as pc
-from penstock.errors import PenstockError, StorageError, UsageError
+from penstock.checkpoint.tools.verify import verify
+from penstock.errors import DataDamaged, PenstockError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,8 +61,40 @@ def test_a_load_of_what_is_no_whole_checkpoint_says_what_it_is_and_what_to_do(
         pc.load({"model": weights()}, places / name)
 
 
-def test_the_advice_about_a_missing_prefix_helps(places: Path) -> None:
-    pc.load({"model": weights()}, places / "model.pt", rename={"model.*": ""})
+def test_the_advice_about_a_missing_prefix_helps(tmp_path: Path) -> None:
+    saved = {name: torch.rand_like(tensor) for name, tensor in weights().items()}
+    torch.save(saved, tmp_path / "model.pt")
+    found = weights()
+    pc.load({"model": found}, tmp_path / "model.pt", rename={"model.*": ""})
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+
+
+def test_a_copy_without_the_checksums_is_told_and_can_be_refused(
+    places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"model": weights()}
+    pc.load(state, places / "ours", verify=True)
+    assert not caplog.records
+    shutil.copytree(places / "ours", tmp_path / "copy")
+    (tmp_path / "copy/penstock.json").unlink()
+    pc.load(state, tmp_path / "copy")
+    assert re.search(r"file:.*/copy has no penstock\.json: .* not compared with checksums", caplog.text)
+    with pytest.raises(UsageError, match=r"not all of it has checksums \(file:.*/copy\)"):
+        pc.load(state, tmp_path / "copy", verify=True)
+    report = verify(tmp_path / "copy")
+    assert (report.is_whole, report.is_checked) == (True, False)
+
+
+def test_a_load_that_verifies_refuses_damage_in_what_it_does_not_want(tmp_path: Path) -> None:
+    pc.save({"model": weights(), "other": torch.rand(1000)}, tmp_path / "ours")
+    for data in (tmp_path / "ours").glob("*.distcp"):
+        content = bytearray(data.read_bytes())
+        if len(content) > 4000:
+            content[-2000] ^= 1
+            data.write_bytes(content)
+    pc.load({"model": weights()}, tmp_path / "ours")
+    with pytest.raises(DataDamaged, match=r"damaged: .*/ours, __0_[01]\.distcp, bytes "):
+        pc.load({"model": weights()}, tmp_path / "ours", verify=True)
 
 
 @pytest.mark.parametrize(

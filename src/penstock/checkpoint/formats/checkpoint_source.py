@@ -7,6 +7,8 @@ of `.metadata` matched, and ranks that open together see the same description or
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -38,6 +40,7 @@ from penstock.checkpoint.formats.manifest import (
 )
 from penstock.checkpoint.formats.metadata_rows import read_metadata
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
+from penstock.checkpoint.state.leaves import KEY_TYPES
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, StoredObject
 from penstock.cluster.comm import Comm, run_on_all_ranks, run_on_rank0
 from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError
@@ -45,6 +48,8 @@ from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.in_memory import MemorySource
 from penstock.storage.protocol import Source, WrappedStorage, exists, read_object
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointReplaced(StorageError):
@@ -77,8 +82,20 @@ class CheckpointSource:
     manifest: Manifest | None = None
     metadata: DcpMetadata | None = None
     archive: torch_save.TorchSaveArchive | None = None
+    key_types: Mapping[str, str] = field(default_factory=dict)
+    """By name of a dict whose keys do not look like what they are; see `state.leaves.key_types`."""
     identity: bytes = b""
     """What differs in any other checkpoint of this name; empty where that is unknown."""
+
+    def tell_if_unchecked(self) -> None:
+        """Log a warning if there should be checksums, and are none."""
+        if self.format is Format.DCP and self.summed is None:
+            logger.warning(
+                "%s has no %s: what is loaded from it is not compared with checksums. If Penstock saved it,"
+                " copy it again with all of its files",
+                self.uri,
+                MANIFEST_NAME,
+            )
 
     def require_unmixed(self) -> None:
         """Raise `CheckpointReplaced` if what was read of it may be of two saves."""
@@ -301,6 +318,7 @@ def _open_dcp(
         summed=summed,
         manifest=manifest,
         metadata=metadata,
+        key_types={} if manifest is None else json.loads(str(manifest.facts.get(KEY_TYPES, "{}"))),
     )
 
 

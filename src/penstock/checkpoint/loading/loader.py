@@ -124,7 +124,9 @@ class CheckpointLoader:
         """
         require_dict(state)
         source = opened.source if isinstance(opened, SharedCheckpoint) else opened
-        stored = StoredNames(source.index, source.paths)
+        if group.comm.rank == 0:
+            source.tell_if_unchecked()
+        stored = StoredNames(source.index, source.paths, source.key_types, group.comm.rank)
         prefixes = {key: load_requests.apply_rename(f"{key}.", choice.rename or {}) for key in state}
         with loading_into(state, stored, prefixes) as parts:
             return self._load(parts, opened, group, choice, progress=progress or Silent(), readable=readable)

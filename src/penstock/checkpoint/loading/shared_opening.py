@@ -58,6 +58,7 @@ class _Outline:
     """Those that are not of one rank."""
     paths: Mapping[str, Path]
     files: bytes
+    key_types: Mapping[str, str]
     identity: bytes
 
 
@@ -126,6 +127,7 @@ def _outline_of(source: CheckpointSource) -> _Outline | None:
         objects=objects,
         paths={name: path for name, path in source.paths.items() if RANK_MARK not in name},
         files=pack_names(source.index.files),
+        key_types=source.key_types,
         identity=source.identity,
     )
 
@@ -170,6 +172,7 @@ def _source_of(common: _Outline, own: _Objects, storage: Storage) -> CheckpointS
         paths=common.paths,
         summed=ChecksummedIndex(index, nothing, (*common.objects.sums, *own.sums)),
         metadata=DcpMetadata(index=index, object_transforms={**common.objects.transforms, **own.transforms}),
+        key_types=common.key_types,
         identity=common.identity,
     )
 

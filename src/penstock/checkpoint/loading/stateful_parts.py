@@ -9,7 +9,7 @@ checkpoint of either form is loaded into both. Invariant: no part is changed bef
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.checkpoint.plan.save_plan import RANK_MARK
-from penstock.checkpoint.state.leaves import Path, Stateful, is_stateful
+from penstock.checkpoint.plan.save_plan import RANK_MARK, rank_object_name
+from penstock.checkpoint.state.leaves import Path, Stateful, is_stateful, literal_key
 from penstock.checkpoint.state.regions import CheckpointIndex, TensorFacts
-from penstock.checkpoint.state.tensors import parameter_names
+from penstock.checkpoint.state.tensors import EXTRA_STATE, parameter_names
 from penstock.errors import UsageError, name_some
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,16 @@ logger = logging.getLogger(__name__)
 class StoredNames:
     """The names in a checkpoint with their places in the nested state."""
 
-    def __init__(self, index: CheckpointIndex, paths: Mapping[str, Path]) -> None:
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        paths: Mapping[str, Path],
+        key_types: Mapping[str, str] | None = None,
+        rank: int = 0,
+    ) -> None:
         self._paths = paths
+        self.key_types = key_types or {}
+        self._rank = rank
         self._tensors = {facts.name: facts for facts in index.tensors}
         names = (*self._tensors, *(stored.name for stored in index.objects))
         self.names = tuple(dict.fromkeys(names))
@@ -46,7 +54,8 @@ class StoredNames:
             if name.startswith(prefix) and RANK_MARK not in name:
                 rest = _rest_of(self._paths.get(name, ()), prefix)
                 if rest:
-                    found[rest] = self._tensors.get(name)
+                    own = self._tensors.get(rank_object_name(name, self._rank))
+                    found[rest] = own or self._tensors.get(name)
         return found
 
 
@@ -73,21 +82,39 @@ class _Part(Protocol):
 
 @dataclass(slots=True)
 class _Plain:
-    """A value that is filled or replaced where it is, or a module, which knows all of its names."""
+    """A value that is filled or replaced where it is."""
 
     inner: Any
-    module: torch.nn.Module | None = None
 
     def add(self, path: Path, facts: TensorFacts | None) -> bool:  # noqa: ARG002 - the same for all parts
         """Nothing is added."""
         return False
 
     def take(self, loaded: Any) -> Any:
-        """A module loads its state."""
-        if self.module is None:
-            return loaded
-        self.module.load_state_dict(loaded)
-        return self.module
+        """It is what was loaded."""
+        return loaded
+
+
+@dataclass(slots=True)
+class _ModuleState:
+    """A module, which knows the names of its tensors, but not what its extra state was."""
+
+    part: torch.nn.Module
+    inner: dict[str, Any]
+    places: _Places
+
+    def add(self, path: Path, facts: TensorFacts | None) -> bool:
+        """Any place is made in an extra state."""
+        is_extra = str(path[0]).endswith(EXTRA_STATE) and path[0] in self.inner and len(path) > 1
+        if is_extra:
+            self.places.add(self.inner, path, facts)
+        return is_extra
+
+    def take(self, loaded: Any) -> Any:
+        """Load the state."""
+        self.places.end()
+        self.part.load_state_dict(loaded)
+        return self.part
 
 
 @dataclass(slots=True)
@@ -96,14 +123,16 @@ class _OwnState:
 
     part: Stateful
     inner: Any
+    places: _Places
 
     def add(self, path: Path, facts: TensorFacts | None) -> bool:
         """Any place is made."""
-        _put(self.inner, path, _place(facts, None))
+        self.places.add(self.inner, path, facts)
         return True
 
     def take(self, loaded: Any) -> Any:
         """Load the state."""
+        self.places.end()
         self.part.load_state_dict(loaded)
         return self.part
 
@@ -124,7 +153,7 @@ class _OptimizerState:
         """Groups may have further options; further parameters are nobody's."""
         is_option = path[0] == "param_groups" and isinstance(path[1], int) and path[1] < len(self.groups)
         if is_option:
-            _put(self.inner, path, _place(facts, None))
+            _Places().add(self.inner, path, facts)
         return is_option
 
     def take(self, loaded: Any) -> Any:
@@ -195,7 +224,7 @@ class LoadedParts:
         if key is None:
             return False
         part = self.parts[key]
-        if not isinstance(part, _Plain) or part.module is not None:
+        if not isinstance(part, _Plain):
             return True
         return isinstance(part.inner, Mapping) and {"state", "param_groups"} <= part.inner.keys()
 
@@ -237,20 +266,31 @@ def loading_into(
 
 def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping[int, str]) -> _Part:
     if isinstance(part, torch.nn.Module):
-        return _Plain(part.state_dict(), part)
+        return _begin_module(part, stored, prefix)
     if is_stateful(part):
         own = part.state_dict()
         places = stored.below(prefix) if prefix else {}
         if isinstance(part, torch.optim.Optimizer) and {"state", "param_groups"} <= own.keys():
             return _begin_optimizer(key, part, own, places, names)
-        own = _copied(own)
-        _fit(own, places)
-        return _OwnState(part, own)
+        own, making = _copied(own), _Places(stored.key_types, prefix)
+        making.fit(own, places)
+        return _OwnState(part, own, making)
     if isinstance(part, dict) and {"state", "param_groups"} <= part.keys() and prefix:
         numbered = _numbered(part, stored.below(prefix))
         if numbered is not None:
             return _NamedState(key, part, numbered)
     return _Plain(part)
+
+
+def _begin_module(part: torch.nn.Module, stored: StoredNames, prefix: str) -> _ModuleState:
+    own, making = part.state_dict(), _Places(stored.key_types, prefix)
+    extra = [key for key in own if key.endswith(EXTRA_STATE)]
+    if extra and prefix:
+        places = stored.below(prefix)
+        holder = {key: _copied(own[key]) for key in extra}
+        making.fit(holder, {path: facts for path, facts in places.items() if path[0] in holder})
+        own.update(holder)
+    return _ModuleState(part, own, making)
 
 
 def _begin_optimizer(
@@ -279,7 +319,7 @@ def _begin_optimizer(
         entry = shown.get(number, number)
         if str(entry) in entries:
             state[entry] = _copied(raw["state"].get(number, {}))
-            _fit(state[entry], entries[str(entry)], parameter, adds=True)
+            _Places(parameter=parameter).fit(state[entry], entries[str(entry)])
         elif parameter.requires_grad:
             without.append(entry)
     if entries and without:
@@ -333,41 +373,110 @@ def _place(facts: TensorFacts | None, parameter: torch.Tensor | None) -> Any:
 def _copied(value: Any) -> Any:
     """New dicts and lists around the same leaves: the part keeps its own until it loads."""
     if isinstance(value, Mapping):
-        again: Any = copy(value)
+        again: Any = copy(value) if isinstance(value, MutableMapping) else dict(value)
         for key, inner in value.items():
             again[key] = _copied(inner)
         return again
     return [_copied(inner) for inner in value] if type(value) is list else value
 
 
-def _fit(
-    own: Any,
-    stored: Mapping[Path, TensorFacts | None],
-    parameter: torch.Tensor | None = None,
-    *,
-    adds: bool = False,
-) -> None:
-    """Let `own` have containers, tensors and other values where the checkpoint has them.
+@dataclass(slots=True)
+class _Places:
+    """Makes containers, tensors and other places where the checkpoint has something of a part."""
 
-    With `adds` also where it has nothing yet: else that is left until no rank has taken a name.
-    """
-    below: dict[str | int, dict[Path, TensorFacts | None]] = {}
-    for path, facts in stored.items():
-        below.setdefault(path[0], {})[path[1:]] = facts
-    for step, rests in below.items():
-        if not _has(own, (step,)):
-            if adds:
-                for rest, facts in rests.items():
-                    _put(own, (step, *rest), _place(facts, parameter))
-            continue
-        key = _own_key(own, step)
-        if () in rests:
-            if not _is_place(own[key], rests[()]):
-                own[key] = _place(rests[()], parameter)
-            continue
-        if not isinstance(own[key], Mapping | list):
-            own[key] = [] if isinstance(next(iter(rests))[0], int) else {}
-        _fit(own[key], rests, parameter, adds=adds)
+    key_types: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    """Before the names of the part's dicts in `key_types`."""
+    parameter: torch.Tensor | None = None
+    """Of which this is the state in an optimizer: there, all places are made at once."""
+    _emptied: list[tuple[Any, Any, Any]] = field(default_factory=list)
+
+    def fit(self, own: Any, stored: Mapping[Path, TensorFacts | None], at: Path = ()) -> None:
+        """Let `own` have the containers and places that are stored.
+
+        Where a dict has nothing yet, that is left until no rank has taken a name. What lists and numbered
+        entries have beyond the stored ones goes; what else a dict has more is missing in the checkpoint.
+        """
+        below: dict[str | int, dict[Path, TensorFacts | None]] = {}
+        for path, facts in stored.items():
+            below.setdefault(path[0], {})[path[1:]] = facts
+        if stored:
+            _drop_rest(own, below)
+        for step, rests in below.items():
+            if not _has(own, (step,)):
+                if self.parameter is not None or isinstance(own, list):
+                    for rest, facts in rests.items():
+                        self._put(own, (step, *rest), _place(facts, self.parameter), at)
+                continue
+            key = _own_key(own, step)
+            if rests.keys() == {()}:
+                if not _is_place(own[key], rests[()]):
+                    self._leave(own, key, rests[()])
+                continue
+            rests.pop((), None)
+            if not isinstance(own[key], Mapping | list):
+                own[key] = [] if isinstance(next(iter(rests))[0], int) else {}
+            self.fit(own[key], rests, (*at, step))
+
+    def add(self, own: Any, path: Path, facts: TensorFacts | None) -> None:
+        """Make a place. A dict that is empty on one rank and not on another one stays."""
+        if not (_has(own, path) and _at(own, path)):
+            self._put(own, path, _place(facts, None))
+
+    def end(self) -> None:
+        """After the load: let dicts that are empty now be of the kinds that they were."""
+        for holder, key, emptied in self._emptied:
+            if type(holder[key]) is dict and not holder[key]:
+                holder[key] = emptied
+
+    def _leave(self, own: Any, key: Any, facts: TensorFacts | None) -> None:
+        if isinstance(own[key], MutableMapping):
+            own[key].clear()
+            self._emptied.append((own, key, own[key]))
+        own[key] = _place(facts, self.parameter)
+
+    def _put(self, holder: Any, path: Path, value: Any, at: Path = ()) -> None:
+        """Put a value at a place; missing dicts and lists on the way are made."""
+        for number, step in enumerate(path):
+            is_last = number + 1 == len(path)
+            inner = value if is_last else [] if isinstance(path[number + 1], int) else {}
+            key: Any = step
+            if isinstance(holder, list):
+                assert isinstance(step, int), "places inside lists are numbers"
+                holder.extend([None] * (step + 1 - len(holder)))
+                own = holder[step]
+            else:
+                key = self._new_key(holder, step, (*at, *path[:number]))
+                own = holder.get(key)
+            if is_last or not isinstance(own, Mapping | list):
+                holder[key] = inner
+            holder = holder[key]
+
+    def _new_key(self, holder: Any, step: str | int, at: Path) -> Any:
+        key = _own_key(holder, step)
+        if key in holder or not isinstance(key, str):
+            return key
+        kind = self.key_types.get(f"{self.prefix}{'.'.join(map(str, at))}".removesuffix("."))
+        if kind is None and _counts(holder) and key.isdecimal():
+            return int(key)
+        return literal_key(key) if kind == "literal" else key
+
+
+def _drop_rest(own: Any, stored: Collection[str | int]) -> None:
+    """Drop what a list, or a dict that numbers its entries, has beyond what is stored."""
+    if isinstance(own, list):
+        del own[1 + max((step for step in stored if isinstance(step, int)), default=-1) :]
+    elif isinstance(own, MutableMapping) and not any(
+        isinstance(key, str) and not key.isdecimal() for key in own
+    ):
+        for key in [key for key in own if str(key) not in stored]:
+            del own[key]
+
+
+def _at(holder: Any, path: Path) -> Any:
+    for step in path:
+        holder = holder[_own_key(holder, step)]
+    return holder
 
 
 def _is_place(value: Any, facts: TensorFacts | None) -> bool:
@@ -401,25 +510,6 @@ def _has(holder: Any, path: Path) -> bool:
             return False
         holder = holder[key]
     return True
-
-
-def _put(holder: Any, path: Path, value: Any) -> None:
-    """Put a value at a place; missing dicts and lists on the way are made."""
-    for step, following in zip(path, (*path[1:], None), strict=True):
-        inner = value if following is None else [] if isinstance(following, int) else {}
-        if isinstance(holder, list):
-            assert isinstance(step, int), "places inside lists are numbers"
-            holder.extend([None] * (step + 1 - len(holder)))
-            if following is None or not isinstance(holder[step], Mapping | list):
-                holder[step] = inner
-            holder = holder[step]
-            continue
-        key = _own_key(holder, step)
-        if key not in holder and isinstance(key, str) and _counts(holder) and key.isdecimal():
-            key = int(key)
-        if following is None or not isinstance(holder.get(key), Mapping | list):
-            holder[key] = inner
-        holder = holder[key]
 
 
 def _counts(holder: Mapping[Any, Any]) -> bool:

@@ -16,6 +16,7 @@ anything is written.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,15 @@ from penstock.checkpoint.saving import file_layout
 from penstock.checkpoint.saving.replicas import compare_replicas
 from penstock.checkpoint.saving.shared_description import RankDescription, SpanReader, describe
 from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
-from penstock.checkpoint.state.leaves import Leaf, expand_stateful, flatten_state, matches_pattern
+from penstock.checkpoint.state.leaves import (
+    KEY_TYPES,
+    Leaf,
+    expand_stateful,
+    flatten_state,
+    is_free_nowhere,
+    key_types,
+    matches_pattern,
+)
 from penstock.checkpoint.state.regions import (
     CheckpointIndex,
     Regions,
@@ -61,8 +70,10 @@ from penstock.checkpoint.state.tensors import (
     LocalState,
     collect_leaves,
     device_mesh_sizes,
+    free_places,
     is_tensor,
     number_parameters,
+    warn_of_keys,
     warn_of_trust,
 )
 from penstock.cluster import rounds
@@ -233,6 +244,7 @@ class Saver:
             comm, lambda: _collect(state, choice, is_alone=comm.size == 1), awaiting=AWAITED
         )
         warn_of_trust(local_state, comm.rank, self._told)
+        warn_of_keys(local_state, comm.rank, self._told)
         compare_s = compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
         planner = self._planners.setdefault(comm, SavePlanCache(comm))
         paths = {leaf.name: leaf.path for leaf in local_state.leaves}
@@ -249,6 +261,7 @@ class Saver:
             writers=self._options.writers,
             transforms=self._transforms,
             timeout_s=comm.timeout_s,
+            own_facts=_facts_of(local_state),
         )
 
     def _share(
@@ -286,6 +299,8 @@ class TensorSave:
     writers: int
     transforms: tuple[str, ...]
     timeout_s: float
+    own_facts: Mapping[str, Fact]
+    """What rank 0 adds to the facts of the commit."""
 
     def stage(self, urgent: Urgency = "copy") -> StagedFiles:
         """Begin to copy this rank's share."""
@@ -321,7 +336,7 @@ class TensorSave:
             written_by=f"penstock {__version__}",
             world_size=self.num_ranks,
             mesh=self.mesh,
-            facts=_named(facts),
+            facts=_named(facts) | dict(self.own_facts),
             metadata_bytes=0,
             metadata_sum=b"",
             names=(),
@@ -363,13 +378,18 @@ class TensorSave:
             save_id=save_id,
             world_size=self.num_ranks,
             mesh=self.mesh,
-            facts=_named(facts),
+            facts=_named(facts) | dict(self.own_facts),
         )
         return Seal(
             manifest=manifest_bytes(manifest),
             metadata=metadata,
             sizes={file.name: file.size_bytes for share in shares for file in share.files},
         )
+
+
+def _facts_of(local_state: LocalState) -> dict[str, Fact]:
+    known = {name: kind for name, kind in local_state.key_types.items() if kind != "unknown"}
+    return {KEY_TYPES: json.dumps(known)} if known else {}
 
 
 def _named(facts: Mapping[str, object]) -> dict[str, Fact]:
@@ -408,9 +428,13 @@ def index_written_files(shares: Sequence[WrittenShare], *, packed: bool) -> Chec
 
 def _collect(state: State, choice: SaveChoice, *, is_alone: bool) -> LocalState:
     """What this rank holds of the chosen parts, with the dtypes that they are saved as."""
+    expanded = expand_stateful(state)
+    is_free = free_places(state)
+    leaves = _chosen(flatten_state(expanded, is_tensor, is_free), choice.only)
     local_state = collect_leaves(
-        _chosen(flatten_state(expand_stateful(state), is_tensor), choice.only), pack_objects=True
+        leaves, pack_objects=True, may_differ=is_free_nowhere if is_alone else is_free
     )
+    local_state = replace(local_state, key_types=key_types(expanded, is_free))
     holdings = local_state.holdings
     if not is_alone and (numbering := number_parameters(state)):
         saved = {facts.name.partition(".state.")[0] for facts in holdings.tensors}

@@ -1,15 +1,17 @@
 """A nested state as a flat list of named leaves, with the names that torch's DCP uses.
 
 Mappings are always entered, lists only if they contain a tensor or a mapping; everything else is a leaf.
+Empty mappings are leaves in parts that get back the structure that was saved: torch has no names for them.
 Invariant: a leaf knows its place in the state, so a loaded value is put back into that place.
 """
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
 from penstock.errors import UsageError
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 
 IsTensor = Callable[[object], bool]
+IsFree = Callable[["Path"], bool]
+"""Whether a place is in a part that gets back the structure that was saved."""
 Path = tuple[str | int, ...]
 
 
@@ -41,11 +45,18 @@ class Leaf:
         self._holder[self._key] = value
 
 
-def flatten_state(state: Mapping[Any, Any], is_tensor: IsTensor) -> list[Leaf]:
+def is_free_nowhere(path: Path) -> bool:  # noqa: ARG001 - as `IsFree`
+    """For states whose places are all known when they are loaded."""
+    return False
+
+
+def flatten_state(
+    state: Mapping[Any, Any], is_tensor: IsTensor, is_free: IsFree = is_free_nowhere
+) -> list[Leaf]:
     """All leaves in the order of the state; raises `UsageError` if two would get the same name."""
     leaves: dict[str, Leaf] = {}
     for key, value in state.items():
-        for leaf in _walk_part(key, value, state, is_tensor):
+        for leaf in _walk_part(key, value, state, (is_tensor, is_free)):
             require_text(leaf.name)
             if leaf.name in leaves:
                 raise UsageError(
@@ -68,9 +79,12 @@ def require_text(name: str) -> None:
         ) from error
 
 
-def _walk_part(key: Any, value: object, state: Mapping[Any, Any], is_tensor: IsTensor) -> Iterator[Leaf]:
+_Rules = tuple[IsTensor, IsFree]
+
+
+def _walk_part(key: Any, value: object, state: Mapping[Any, Any], rules: _Rules) -> Iterator[Leaf]:
     try:
-        yield from _walk((str(key),), value, (state, key), is_tensor)
+        yield from _walk((str(key),), value, (state, key), rules)
     except RecursionError as error:
         raise UsageError(
             f"{key!r} contains itself, or is nested too deeply",
@@ -78,15 +92,17 @@ def _walk_part(key: Any, value: object, state: Mapping[Any, Any], is_tensor: IsT
         ) from error
 
 
-def _walk(path: Path, value: object, place: tuple[Any, Any], is_tensor: IsTensor) -> Iterator[Leaf]:
-    if isinstance(value, Mapping):
+def _walk(path: Path, value: object, place: tuple[Any, Any], rules: _Rules) -> Iterator[Leaf]:
+    is_tensor, is_free = rules
+    if isinstance(value, Mapping) and (value or len(path) == 1 or not is_free(path)):
         for key, inner in value.items():
-            yield from _walk((*path, str(key)), inner, (value, key), is_tensor)
+            yield from _walk((*path, str(key)), inner, (value, key), rules)
     elif isinstance(value, list) and _is_entered(value, is_tensor):
         for number, inner in enumerate(value):
-            yield from _walk((*path, number), inner, (value, number), is_tensor)
+            yield from _walk((*path, number), inner, (value, number), rules)
     else:
-        yield Leaf(".".join(map(str, path)), path, value, *place)
+        plain = {} if isinstance(value, Mapping) else value
+        yield Leaf(".".join(map(str, path)), path, plain, *place)
 
 
 def _is_entered(values: list[Any], is_tensor: IsTensor) -> bool:
@@ -111,6 +127,57 @@ class Stateful(Protocol):
 def is_stateful(part: object) -> TypeGuard[Stateful]:
     """Whether a part of a state has both methods; asking the protocol itself takes fifty times as long."""
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+KEY_TYPES: Final = "key_types"
+"""The fact of a manifest that has `key_types`, as JSON."""
+
+
+def key_types(state: Mapping[Any, Any], is_free: IsFree) -> dict[str, str]:
+    """By name of a dict with keys that a reader of names would take for others: "text" or "literal".
+
+    Names have all keys as text, and readers take what looks like a positive integer for one. Other keys are
+    "unknown" if Python's literals cannot tell them either, as those of an enum.
+    """
+    found: dict[str, str] = {}
+    for key, value in state.items():
+        if is_free((str(key),)):
+            _look_at_keys((str(key),), value, found)
+        elif isinstance(value, dict):
+            for name, inner in value.items():
+                if isinstance(inner, dict | list) and is_free((str(key), str(name))):
+                    _look_at_keys((str(key), str(name)), inner, found)
+    return found
+
+
+def _look_at_keys(path: Path, value: object, found: dict[str, str]) -> None:
+    if isinstance(value, Mapping):
+        if kind := _key_type(list(value)):
+            found[".".join(map(str, path))] = kind
+        for key, inner in value.items():
+            _look_at_keys((*path, str(key)), inner, found)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            _look_at_keys((*path, number), inner, found)
+
+
+def _key_type(keys: list[Any]) -> str:
+    if all(type(key) is str for key in keys):
+        return "text" if any(key.isdecimal() for key in keys) else ""
+    if all(type(key) is int and key >= 0 for key in keys):
+        return ""
+    same = (type(key) is type(told) and key == told for key in keys for told in [literal_key(str(key))])
+    return "literal" if all(same) else "unknown"
+
+
+def literal_key(text: str) -> Any:
+    """The key that is written like this in Python, or the text itself."""
+    try:
+        key = ast.literal_eval(text)
+        hash(key)
+    except (ValueError, SyntaxError, TypeError):
+        return text
+    return key
 
 
 def require_dict(state: object) -> None:

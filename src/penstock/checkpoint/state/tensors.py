@@ -9,20 +9,22 @@ import logging
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 import xxhash
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from penstock.checkpoint.formats.data_classes import names_beyond_data
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
-from penstock.checkpoint.state.leaves import Leaf, flatten_state
+from penstock.checkpoint.state.leaves import IsFree, Leaf, Path, flatten_state, is_free_nowhere, is_stateful
 from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
-from penstock.errors import UsageError
+from penstock.errors import UsageError, name_some
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class LocalState:
     objects: Mapping[str, bytes]
     """Leaves that are not tensors, as torch saves them; empty for a load."""
     more_than_data: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    key_types: Mapping[str, str] = field(default_factory=dict)
     """By leaf, the classes and functions for which a load will need `trust`."""
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -96,8 +99,8 @@ def is_tensor(value: object) -> bool:
     if isinstance(value, ShardedTensor):  # which refuses to say whether it is quantized
         return True
     if isinstance(value, torch.Tensor):
-        # A quantized tensor has a scale beside its elements: only all of it together has a meaning.
-        return value.layout == torch.strided and not value.is_quantized
+        # Quantized and nested tensors have more than their elements: only all of it together has a meaning.
+        return value.layout == torch.strided and not (value.is_quantized or value.is_nested)
     return hasattr(type(value), "__create_chunk_list__")
 
 
@@ -111,8 +114,28 @@ def collect_for_load(state: Mapping[str, Any]) -> LocalState:
     return collect_leaves(flatten_state(state, is_tensor), pack_objects=False)
 
 
-def collect_leaves(leaves: Sequence[Leaf], *, pack_objects: bool) -> LocalState:
-    """What this rank holds of some leaves of a state."""
+EXTRA_STATE = "_extra_state"
+"""How torch calls what a module adds to its state: anything, and not the same each time."""
+
+
+def free_places(state: Mapping[str, Any]) -> IsFree:
+    """The places that get the structure that was saved: of data loaders and the like, and extra states."""
+    tied = (torch.nn.Module, torch.optim.Optimizer)
+    free = {str(key) for key, part in state.items() if is_stateful(part) and not isinstance(part, tied)}
+    modules = {str(key) for key, part in state.items() if isinstance(part, torch.nn.Module)}
+
+    def is_free(path: Path) -> bool:
+        return path[0] in free or (
+            path[0] in modules and len(path) > 1 and str(path[1]).endswith(EXTRA_STATE)
+        )
+
+    return is_free
+
+
+def collect_leaves(
+    leaves: Sequence[Leaf], *, pack_objects: bool, may_differ: IsFree = is_free_nowhere
+) -> LocalState:
+    """What this rank holds of some leaves of a state. Tensors that `may_differ` are those of free places."""
     tensors: list[TensorFacts] = []
     rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
     shards: dict[str, list[LocalShard]] = {}
@@ -124,13 +147,8 @@ def collect_leaves(leaves: Sequence[Leaf], *, pack_objects: bool) -> LocalState:
             shards[leaf.name] = local_shards(leaf.name, leaf.value)
             rows += [(len(tensors), shard.offsets, shard.sizes) for shard in shards[leaf.name]]
             tensors.append(tensor_facts(leaf.name, leaf.value))
-            if pack_objects and _may_be_own(leaf.value):
-                content = leaf.value.detach().contiguous().numpy()
-                small.append(
-                    HeldObject(
-                        name=leaf.name, size_bytes=content.nbytes, digest=xxhash.xxh3_128_digest(content)
-                    )
-                )
+            if pack_objects and _may_be_own(leaf.value, OWN_BYTES if may_differ(leaf.path) else 0):
+                small.append(_held_tensor(leaf))
         elif pack_objects:
             objects[leaf.name] = _pack_leaf(leaf, packed)
     held_objects = tuple(
@@ -180,17 +198,25 @@ def number_parameters(state: Mapping[str, Any]) -> tuple[HeldObject, ...]:
 
 
 SMALL_BYTES = 64 * 1024
+OWN_BYTES: Final = 64 << 20
+"""Larger tensors of data loaders and the like are taken to be equal on all ranks, as those of modules are."""
 
 
-def _may_be_own(value: Any) -> bool:
+def _may_be_own(value: Any, own_bytes: int) -> bool:
     """Whether ranks may have different values under one name: torch gives states of generators as bytes."""
-    return (
-        type(value) is torch.Tensor
-        and value.dtype == torch.uint8
-        and value.is_cpu
-        and value.dim() == 1
-        and value.numel() <= SMALL_BYTES
+    if type(value) is not torch.Tensor or not value.is_cpu:
+        return False
+    return value.nbytes <= own_bytes or (
+        value.dtype == torch.uint8 and value.dim() == 1 and value.nbytes <= SMALL_BYTES
     )
+
+
+def _held_tensor(leaf: Leaf) -> HeldObject:
+    value = leaf.value.detach().contiguous().resolve_conj().resolve_neg()
+    content = value.reshape(-1).view(torch.uint8).numpy()
+    digest = xxhash.xxh3_128(content)
+    digest.update(repr((value.dtype, value.shape)).encode())
+    return HeldObject(name=leaf.name, size_bytes=content.nbytes, digest=digest.digest())
 
 
 def tensor_facts(name: str, value: torch.Tensor | ShardedTensor) -> TensorFacts:
@@ -214,7 +240,8 @@ def local_shards(name: str, value: torch.Tensor | ShardedTensor) -> list[LocalSh
         return _pieces_of_dtensor(name, value)
     if hasattr(type(value), "__create_chunk_list__"):
         return _pieces_of_chunks(name, value)
-    return [LocalShard((0,) * value.dim(), tuple(value.size()), _plain(name, value))]
+    plain = _plain(name, value)
+    return [LocalShard((0,) * plain.dim(), tuple(plain.size()), plain)]
 
 
 def device_mesh_sizes(leaves: Sequence[Leaf]) -> dict[str, int]:
@@ -264,6 +291,18 @@ def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
             f"{name!r} is on the meta device and has no values",
             fix="Materialize it first, for example with module.to_empty(device=...).",
         )
+    if is_lazy(value):
+        raise UsageError(
+            f"{name!r} is of a lazy module and has no shape yet",
+            fix="Let the module see one batch first.",
+        )
+    if isinstance(value, AsyncCollectiveTensor):
+        return value.wait().detach()
+    if hasattr(type(value), "__tensor_flatten__"):
+        raise UsageError(
+            f"{name!r} is a {type(value).__name__}, whose elements are those of tensors inside it",
+            fix="Put those into the state: value.__tensor_flatten__() names them.",
+        )
     return value.detach()
 
 
@@ -291,6 +330,17 @@ def warn_of_trust(local_state: LocalState, rank: int, told: set[str]) -> None:
             told.add(name)
             level = logging.WARNING if rank == 0 else logging.INFO
             logger.log(level, "%r needs trust=True to be loaded: it is made of %s", name, ", ".join(beyond))
+
+
+def warn_of_keys(local_state: LocalState, rank: int, told: set[str]) -> None:
+    """Say of each dict once that its keys may come back as text."""
+    unknown = [name for name, kind in local_state.key_types.items() if kind == "unknown" and name not in told]
+    told.update(unknown)
+    if unknown and rank == 0:
+        logger.warning(
+            "Keys of %s are saved as text: a part that has none yet when it is loaded gets text",
+            name_some([repr(name) for name in unknown]),
+        )
 
 
 def _packed(value: object, known: dict[tuple[type, str], bytes]) -> bytes:

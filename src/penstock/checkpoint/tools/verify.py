@@ -31,6 +31,7 @@ from penstock.progress import Progress, Silent
 from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.protocol import Source, read_object
+from penstock.units import format_bytes
 
 _MOST_NAMES: Final = 5
 """How many of the items that cannot be checked are named."""
@@ -52,6 +53,8 @@ class Verification:
     """Those of all bytes that a checksum or the format itself determines."""
     damage: tuple[file_scan.Damage, ...]
     notes: tuple[str, ...] = ()
+    unchecked_bytes: int = 0
+    """Of contents that have no checksum, or one that cannot be computed; not those around contents."""
 
     @property
     def is_whole(self) -> bool:
@@ -60,8 +63,8 @@ class Verification:
 
     @property
     def is_checked(self) -> bool:
-        """Whether there was any checksum at all."""
-        return self.checked_bytes > 0 or self.size_bytes == 0
+        """Whether all contents have a checksum."""
+        return not self.unchecked_bytes and (self.checked_bytes > 0 or self.size_bytes == 0)
 
 
 def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
@@ -202,7 +205,8 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
             damage=(),
             notes=("The format has no checksums: only headers and sizes were checked.",),
         )
-    work = list(_archive_stretches([item for item in items if _can_unpack(item.descriptors)]))
+    bare: list[int] = []
+    work = list(_archive_stretches([item for item in items if _can_unpack(item.descriptors)], bare))
     counted = _CountingProgress(progress)
     progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
     damage = file_scan.scan(checkpoint.storage_of_files(), checkpoint.key, work, counted)
@@ -212,7 +216,9 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
         notes=(
             "Checked by the CRC-32 of the archives' records; the bytes around them have none.",
             *_notes_of_unknown(unknown),
+            *_notes_of_bare(sum(bare)),
         ),
+        unchecked_bytes=sum(bare) + sum(item.size_bytes for item in unknown),
     )
 
 
@@ -222,6 +228,15 @@ def _notes_of_unknown(items: Sequence[_Item]) -> Iterator[str]:
         names = name_some([item.name for item in items], _MOST_NAMES)
         through = ", ".join(sorted({name for item in items for name in item.descriptors}))
         yield f"Not checked, because their transforms are unknown here ({through}): {names}."
+
+
+def _notes_of_bare(size_bytes: int) -> Iterator[str]:
+    """A note if archives were written without checksums of their own, as Penstock's are."""
+    if size_bytes:
+        yield (
+            f"Not checked, because their archives have no CRC-32: {format_bytes(size_bytes)} of contents."
+            f" A checkpoint of Penstock has their checksums in {MANIFEST_NAME}, which is missing."
+        )
 
 
 def _can_unpack(descriptors: Sequence[str]) -> bool:
@@ -267,32 +282,35 @@ def _items(checkpoint: CheckpointSource) -> Iterator[_Item]:
         )
 
 
-def _archive_stretches(items: Sequence[_Item]) -> Iterator[file_scan.Stretch]:
-    """Runs of archives of one file; the thread that reads them finds out where their records are."""
+def _archive_stretches(items: Sequence[_Item], bare: list[int]) -> Iterator[file_scan.Stretch]:
+    """Runs of archives of one file; the thread that reads them finds out where their records are.
+
+    `bare` gets the sizes of records without a checksum.
+    """
     run: list[_Item] = []
     for item in items:
         if run and (
             item.file != run[0].file or sum(archive.size_bytes for archive in run) >= file_scan.STRETCH_BYTES
         ):
-            yield _archive_stretch(run)
+            yield _archive_stretch(run, bare)
             run = []
         run.append(item)
     if run:
-        yield _archive_stretch(run)
+        yield _archive_stretch(run, bare)
 
 
-def _archive_stretch(run: list[_Item]) -> file_scan.Stretch:
+def _archive_stretch(run: list[_Item], bare: list[int]) -> file_scan.Stretch:
     def segments(source: Source) -> list[file_scan.Segment]:
-        return [segment for item in run for segment in _records(source, item)]
+        return [segment for item in run for segment in _records(source, item, bare)]
 
     begin = run[0].begin
     return file_scan.Stretch(run[0].file, begin, run[-1].begin + run[-1].size_bytes - begin, segments)
 
 
-def _records(source: Source, item: _Item) -> Iterator[file_scan.Segment]:
+def _records(source: Source, item: _Item, bare: list[int]) -> Iterator[file_scan.Segment]:
     """The records of one archive that have a checksum, in order; all of it if it cannot be parsed."""
     if item.descriptors:
-        check = partial(_PackedCheck, item)
+        check = partial(_PackedCheck, item, bare)
         yield file_scan.Segment(item.begin, item.begin + item.size_bytes, item.name, check)
         return
     read = _reader(source, item)
@@ -309,6 +327,8 @@ def _records(source: Source, item: _Item) -> Iterator[file_scan.Segment]:
         if record.crc32:
             crc = partial(file_scan.CrcCheck, record.crc32)
             yield file_scan.Segment(begin, begin + record.size_bytes, item.name or name, crc)
+        else:
+            bare.append(record.size_bytes)
 
 
 class _PackedCheck:
@@ -317,8 +337,9 @@ class _PackedCheck:
     Takes the memory of the item, packed and unpacked, as loading it does.
     """
 
-    def __init__(self, item: _Item) -> None:
+    def __init__(self, item: _Item, bare: list[int]) -> None:
         self._item = item
+        self._bare = bare
         self._content = bytearray()
 
     def update(self, content: memoryview) -> None:
@@ -329,22 +350,25 @@ class _PackedCheck:
         """Unpack it, and check each of its records."""
         try:
             plain = memoryview(undo_transforms(self._content, self._item.descriptors, self._item.name))
-            return _complaint_of_archive(plain, self._item.name)
+            return _complaint_of_archive(plain, self._item.name, self._bare)
         except DataDamaged as error:
             return error.what
 
 
-def _complaint_of_archive(content: memoryview, name: str) -> str | None:
+def _complaint_of_archive(content: memoryview, name: str, bare: list[int]) -> str | None:
     def read(offset: int, size: int) -> bytes:
         if offset < 0 or offset + size > len(content):
             raise DataDamaged("the archive ends before it", where=name)
         return bytes(content[offset : offset + size])
 
     for record in read_directory(read, len(content), name).values():
+        if not record.crc32:
+            bare.append(record.size_bytes)
+            continue
         begin = data_offset(read, record, name)
         check = file_scan.CrcCheck(record.crc32)
         check.update(content[begin : begin + record.size_bytes])
-        if record.crc32 and (what := check.complaint()) is not None:
+        if (what := check.complaint()) is not None:
             return what
     return None
 

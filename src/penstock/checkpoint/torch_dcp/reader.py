@@ -103,6 +103,8 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - torch's signature
         """All ranks, first: describe the checkpoint, whatever its format."""
         checkpoint = self._opened = open_checkpoint(self.checkpoint_id)
+        if _own_rank() == 0:
+            checkpoint.tell_if_unchecked()
         described = checkpoint.metadata or DcpMetadata(index=checkpoint.index, paths=checkpoint.paths)
         # These are our own bytes, made of columns that were checked: no pickle of the checkpoint is loaded.
         metadata: Metadata = pickle.loads(metadata_bytes(described))  # noqa: S301

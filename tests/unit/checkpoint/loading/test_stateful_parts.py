@@ -92,8 +92,25 @@ def test_no_part_is_loaded_after_a_failure() -> None:
         ({"workers": []}, {"workers": [{"at": 1}, {"at": 2}]}),
         ({"workers": {}}, {"workers": {0: {"at": 1}, 1: {"at": 2}}}),
         ({"workers": {"0": {"at": 0}}}, {"workers": {"0": {"at": 1}, "1": {"at": 2}}}),
+        ({"seen": []}, {"seen": [torch.ones(3), {"at": 1}]}),
+        ({"seen": [torch.ones(2), torch.ones(2), torch.ones(2)]}, {"seen": [torch.zeros(1)]}),
+        ({"workers": {0: {"at": 9}, 1: {"at": 9}, 5: {"at": 9}}}, {"workers": {0: {"at": 1}}}),
+        ({"workers": {"0": {"at": 9}, "1": {"at": 9}}}, {"workers": {"0": {"at": 1}}}),
     ],
-    ids=["new", "begun", "ended", "longer", "gone", "list", "counted", "named"],
+    ids=[
+        "new",
+        "begun",
+        "ended",
+        "longer",
+        "gone",
+        "list",
+        "counted",
+        "named",
+        "filled",
+        "shorter",
+        "fewer-counted",
+        "fewer-named",
+    ],
 )
 def test_part_gets_the_structure_that_was_saved(fresh: dict[str, Any], saved: dict[str, Any]) -> None:
     part = Part(fresh)
