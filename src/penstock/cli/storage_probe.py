@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.cli.option_groups import BackendOptions, PageOption
-from penstock.cli.options import argument, flag, group, option
-from penstock.cli.parsers import FILE, SIZE, URI, choice, number, several, whole
+from penstock.cli.options import argument, command_line, flag, group, option
+from penstock.cli.parsers import FILE, FOLDER, SIZE, URI, choice, number, several, whole
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
@@ -71,6 +72,11 @@ class _ProbeOptions:
         default="best",
     )
     load: _LoadOptions = group(_LoadOptions, panel="Loads up to the knee")
+    results: Path | None = option(
+        "--results",
+        FOLDER,
+        "Make a folder of this run in this directory, to follow it and keep its result.",
+    )
     fio: Path | None = option("--fio", FILE, "Write a job file of fio that repeats what was measured.")
     page: PageOption = group(PageOption)
     storage: BackendOptions = group(BackendOptions)
@@ -97,6 +103,8 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
 
       penstock storage probe /data --measure knee --request 4KiB --mix 70 --fio knee.fio
 
+      penstock storage probe /mnt/pfs --size 64GiB --results probes --watch
+
       penstock storage probe /mnt/pfs --measure best,knee,metadata --streams 1,8,32
 
       penstock storage probe s3://bucket/x -O client=minio -O part_bytes=16MiB --ranks 4
@@ -104,6 +112,7 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
     from penstock.bench import probe as storage_probe
     from penstock.bench.probe.fio_jobs import fio_job_file
     from penstock.bench.probe.load_plan import LoadShape
+    from penstock.bench.run_settings import RunSettings
 
     request = storage_probe.ProbeRequest(
         uri=options.uri,
@@ -122,14 +131,18 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
         load_seconds=options.load.seconds,
         load_rates=options.load.rates,
     )
+    environment = process_environment()
     with terminal.progress() as progress:
-        report = storage_probe.probe(
-            request,
-            comm=comm,
-            environment=process_environment(),
-            options=options.storage.values,
-            progress=progress,
+        measure = (
+            partial(storage_probe.probe, request, environment=environment)
+            if options.results is None
+            else partial(
+                storage_probe.probe_in_folder,
+                RunSettings(results=options.results, command=command_line(), environment=environment),
+                request,
+            )
         )
+        report = measure(comm=comm, options=options.storage.values, progress=progress)
     options.page.write(lambda: _draw(report), terminal)
     terminal.notes(report.notes)
     if options.fio is not None and terminal.speaks:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.bench.probe import ProbeRequest, ProbeResult, probe, probe_run
+from penstock.bench.probe import ProbeRequest, ProbeResult, probe, probe_in_folder, probe_run
 from penstock.bench.probe.load_plan import LoadInterval, interval_s
 from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.probe_plan import ProbeStep
 from penstock.bench.probe.probe_run import notes_on_rates
+from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Silent
+from penstock.results.run_record import read_record
 from penstock.storage.uri import parse_uri
 from penstock.testing.faults import FailAtCall
 
@@ -39,6 +42,21 @@ def test_every_kind_of_measurement_comes_out_and_nothing_stays_on_disk(tmp_path:
     operations = {seen.op for seen in result.measurements}
     assert operations == {"write", "read", "random_read", "small_write", "small_read", "fsync"}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_probe_in_a_folder_keeps_its_result_there_or_why_there_is_none(tmp_path: Path) -> None:
+    def run(name: str, request: ProbeRequest) -> ProbeResult:
+        settings = RunSettings(results=tmp_path, run_folder=tmp_path / name, environment=dict(os.environ))
+        return probe_in_folder(settings, request, comm=SoloComm(), options={}, progress=Silent())
+
+    kept = run("good", SMALL)
+    assert json.loads((tmp_path / "good" / "probe.json").read_text()) == json.loads(json.dumps(asdict(kept)))
+    assert read_record(tmp_path / "good").outcome == "finished"
+    with pytest.raises(OutOfSpace):
+        run("bad", replace(SMALL, uri=f"file://{tmp_path}/data", size_bytes=1 << 60))
+    failed = read_record(tmp_path / "bad")
+    assert (failed.outcome, failed.plan["size_bytes"]) == ("failed", 1 << 60)
+    assert "no room" in failed.why.lower() or "space" in failed.why.lower()
 
 
 def test_numbers_hang_together(tmp_path: Path) -> None:

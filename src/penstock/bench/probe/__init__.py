@@ -1,6 +1,6 @@
 """What can this storage do at best, from here? Plan the steps, time each, sum up over ranks, clean up."""
 
 from penstock.bench.probe.probe_plan import ProbeRequest
-from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, probe
+from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, probe, probe_in_folder
 
-__all__ = ["ProbeMeasurement", "ProbeRequest", "ProbeResult", "probe"]
+__all__ = ["ProbeMeasurement", "ProbeRequest", "ProbeResult", "probe", "probe_in_folder"]

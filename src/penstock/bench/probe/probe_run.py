@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -35,12 +35,15 @@ from penstock.bench.probe.probe_plan import (
     probe_locations,
 )
 from penstock.bench.probe.timed_streams import Blocks, StreamStopped, StreamTask, StreamTimes
+from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment
 from penstock.progress import RunProgress
+from penstock.results import published_files
 from penstock.storage import Counters, residency
 from penstock.storage.protocol import OptionValue
 from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.workload.spec import Workload
 
 _CALIBRATION_BLOCKS: Final = 4
 _CALIBRATION_BLOCK_BYTES: Final = 8 << 20
@@ -101,6 +104,34 @@ def probe(
         loads=tuple(load for location in probed for load in location.loads),
         metadata=tuple(rate for location in probed for rate in location.metadata),
     )
+
+
+RESULT_FILE: Final = "probe.json"
+
+
+def probe_in_folder(
+    settings: RunSettings,
+    request: ProbeRequest,
+    *,
+    comm: Comm,
+    options: Mapping[str, str],
+    progress: RunProgress,
+) -> ProbeResult:
+    """The same as a run with a folder, where it can be followed and its result stays. Collective."""
+    with settings.open_run(
+        Workload(name="storage-probe"),
+        comm=comm,
+        seeds={},
+        plan={"kind": "probe", **asdict(request)},
+        progress=progress,
+    ) as (run, folder):
+        result = probe(
+            request, comm=comm, environment=settings.environment, options=options, progress=progress
+        )
+        if run is not None:
+            published_files.write_json(folder, RESULT_FILE, asdict(result))
+            run.finish()
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
