@@ -16,7 +16,7 @@ from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 
 if TYPE_CHECKING:
-    from penstock.bench.probe import ProbeResult
+    from penstock.bench.probe import ProbeRequest, ProbeResult
     from penstock.bench.probe.probe_plan import Part
     from penstock.reports.answer_page import AnswerPage
 
@@ -109,12 +109,22 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
 
       penstock storage probe s3://bucket/x -O client=minio -O part_bytes=16MiB --ranks 4
     """
-    from penstock.bench import probe as storage_probe
     from penstock.bench.probe.fio_jobs import fio_job_file
-    from penstock.bench.probe.load_plan import LoadShape
-    from penstock.bench.run_settings import RunSettings
 
-    request = storage_probe.ProbeRequest(
+    report = _measure(options, comm, terminal)
+    options.page.write(lambda: _draw(report), terminal)
+    terminal.notes(report.notes)
+    if options.fio is not None and terminal.speaks:
+        options.fio.write_text(fio_job_file(report), encoding="utf-8")
+        terminal.note(f"wrote {options.fio}")
+    terminal.result(asdict(report), _tell(report))
+
+
+def _request(options: _ProbeOptions) -> ProbeRequest:
+    from penstock.bench.probe import ProbeRequest
+    from penstock.bench.probe.load_plan import LoadShape
+
+    return ProbeRequest(
         uri=options.uri,
         size_bytes=options.size_bytes,
         streams=options.streams,
@@ -131,24 +141,19 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
         load_seconds=options.load.seconds,
         load_rates=options.load.rates,
     )
-    environment = process_environment()
+
+
+def _measure(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> ProbeResult:
+    from penstock.bench.probe import probe, probe_in_folder
+    from penstock.bench.run_settings import RunSettings
+
+    request, environment = _request(options), process_environment()
+    measure = partial(probe, request, environment=environment)
+    if options.results is not None:
+        settings = RunSettings(results=options.results, command=command_line(), environment=environment)
+        measure = partial(probe_in_folder, settings, request)
     with terminal.progress() as progress:
-        measure = (
-            partial(storage_probe.probe, request, environment=environment)
-            if options.results is None
-            else partial(
-                storage_probe.probe_in_folder,
-                RunSettings(results=options.results, command=command_line(), environment=environment),
-                request,
-            )
-        )
-        report = measure(comm=comm, options=options.storage.values, progress=progress)
-    options.page.write(lambda: _draw(report), terminal)
-    terminal.notes(report.notes)
-    if options.fio is not None and terminal.speaks:
-        options.fio.write_text(fio_job_file(report), encoding="utf-8")
-        terminal.note(f"wrote {options.fio}")
-    terminal.result(asdict(report), _tell(report))
+        return measure(comm=comm, options=options.storage.values, progress=progress)
 
 
 def _tell(report: ProbeResult) -> View:
