@@ -18,10 +18,12 @@ import pytest
 from tests.support.trace_files import Writing, lines_of, write_trace
 
 from penstock.cli.app import main
+from penstock.trace.reading import json_lines
 from penstock.trace.reading.block_arguments import count_members
 from penstock.trace.reading.block_query import BlockQuery, BlockRows
 from penstock.trace.reading.chunks import read_pieces
 from penstock.trace.reading.event_batch import BATCH_SCHEMA
+from penstock.trace.reading.lenient_json import parse_line
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 
 if TYPE_CHECKING:
@@ -413,6 +415,27 @@ def test_a_hash_that_is_bound_anew_means_the_new_file_from_there_on(tmp_path: Pa
     assert account.faults == [
         "1 hashes stand for two names: 2 events with them have the one that was explained last before them"
     ]
+
+
+def test_python_takes_only_the_lines_of_an_ambiguous_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.pfw"
+    ambiguous, plain = (EVENT % (b"close", b'"fhash":%d' % hash_) for hash_ in (7, 8))
+    renamed = BIND % (b"/old", 7) + ambiguous + BIND % (b"/new", 7) + ambiguous
+    file.write_bytes(BIND % (b"/other", 8) + (renamed + plain * 96) * 10)
+    rows, account = read(file)
+    assert [row["path"] for row in rows if row["path"] != "/other"] == ["/old", "/new"] * 10
+    assert account.faults[0].startswith("1 hashes stand for two names: 20 events ")
+    parsed: list[bytes] = []
+
+    def parse(line: bytes, *rest: Any) -> Any:
+        parsed.append(line)
+        return parse_line(line, *rest)
+
+    monkeypatch.setattr(json_lines, "parse_line", parse)
+    read_once(file, query_lines=0)
+    assert len(parsed) == 40
 
 
 def test_events_of_an_ambiguous_hash_are_counted_over_the_whole_file(tmp_path: Path) -> None:

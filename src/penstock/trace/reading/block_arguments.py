@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -159,6 +159,15 @@ class LearnedKeys:
     arguments: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     """The arguments of columns that occur."""
+
+    def copy(self) -> Self:
+        """The same keys, to learn more."""
+        return replace(self, members=dict(self.members), arguments=list(self.arguments), seen=set(self.seen))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another file could have as many keys of its own."""
+        return max(len(self.arguments), len(self.members)) <= _LEARNED_AT_MOST // 2
 
     def learn_lines(self, parts: Iterable[memoryview | bytes]) -> bool:
         """Learn the keys of the first lines of each part; whether there were new ones."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, cached_property
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import duckdb
 import numpy as np
@@ -132,6 +132,20 @@ class BlockRows:
         self.metadata = self.metadata[self.metadata < num_rows]
         self._num_rows = min(self._num_rows, num_rows)
 
+    def set_aside(self, hashes: Collection[tuple[HashKind, str]]) -> None:
+        """Make rows that have these hashes, or explain them, odd ones."""
+        of_kind = {kind: {value for other, value in hashes if other is kind} for kind in HashKind}
+        named = np.zeros(len(self._table), dtype=bool)
+        for name, kind in (("arg_fhash", HashKind.FILE), ("arg_hhash", HashKind.HOST)):
+            if name in self.texts and of_kind[kind]:
+                named |= _are_in(self.texts[name], of_kind[kind].__contains__)
+        either = set().union(*of_kind.values())
+        explains = _are_in(self.texts["arg_value"], lambda value: _plain_text(value) in either)
+        moved = (self.events[named[self.events]], self.metadata[explains[self.metadata]])
+        self.odd = np.sort(np.concatenate((self.odd, *moved)))
+        self.events = self.events[~named[self.events]]
+        self.metadata = self.metadata[~explains[self.metadata]]
+
     def explained_hashes(self) -> Iterator[tuple[HashKind, str, str]]:
         """The hashes that lines of metadata explain, and their texts."""
         if "arg_value" not in self.texts:
@@ -247,6 +261,9 @@ def _plain_text(value: str) -> str:
 class BlockQuery:
     """The query for blocks of one file, and the file in memory that it reads."""
 
+    _last_keys: ClassVar[LearnedKeys | None] = None
+    """The keys of a file read before: those of the same run are alike, and need not be learned again."""
+
     def __init__(self, columns: frozenset[str]) -> None:
         self._columns = columns
         self._keys: LearnedKeys | None = None
@@ -267,7 +284,9 @@ class BlockQuery:
         if "args" not in self._columns:
             return self._select(self._build(_arguments_of(self._columns), ns_per_tick), ns_per_tick)
         if self._keys is None:
-            self._keys = LearnedKeys((*_TEXT_MEMBERS, *_NUMBER_MEMBERS, "args"), list(_ALL_ARGUMENTS))
+            known = (*_TEXT_MEMBERS, *_NUMBER_MEMBERS, "args"), list(_ALL_ARGUMENTS)
+            last = BlockQuery._last_keys
+            self._keys = LearnedKeys(*known) if last is None else last.copy()
             self._keys.learn_lines(parts[:1])
         keys = self._keys
         arguments = {key: kind for key, kind in _ALL_ARGUMENTS.items() if key in keys.seen}
@@ -311,6 +330,8 @@ class BlockQuery:
 
     def close(self) -> None:
         """Give back the memory."""
+        if self._keys is not None and self._keys.has_room:
+            BlockQuery._last_keys = self._keys
         self._cursor.close()
         os.close(self._file)
 

@@ -103,28 +103,32 @@ class JsonLines:
         if line_of is not None and self._query is not None and rows.may_lack_members:
             odd = b"\n".join(line for _, line in block.find_lines(line_of[rows.odd]))
             rows = self._query.complete(rows, block.parts, odd, self._context.ns_per_tick)
-        if line_of is None or not self._learn_hashes(rows):
+        ambiguous = self._learn_hashes(rows)
+        if line_of is None or (ambiguous and b"newpath_hash" in block.join()):
             yield from self._parse_lines(block.lines())
-        else:
-            yield from self._take_rows(rows, block, line_of)
+            return
+        if ambiguous:
+            rows.set_aside(ambiguous)
+        yield from self._take_rows(rows, block, line_of)
 
     def _run_query(self, block: _Block) -> BlockRows:
         if self._query is None:
             self._query = BlockQuery(self._columns)
         return self._query.run(block.parts, self._context.ns_per_tick)
 
-    def _learn_hashes(self, rows: BlockRows) -> bool:
-        """Bind the hashes that a block explains; False if one already stands for something else.
+    def _learn_hashes(self, rows: BlockRows) -> set[tuple[HashKind, str]]:
+        """Bind the hashes that a block explains, but those that stand for something else as well.
 
-        Which of two texts an event means depends on its line, so Python takes such a block line by line.
+        Which of two texts an event means depends on its line, so Python takes the lines of these.
         """
         bound: dict[tuple[HashKind, str], str] = {}
+        ambiguous = set()
         for kind, value, text in rows.explained_hashes():
             if bound.setdefault((kind, value), text) != text or self._texts[kind].get(value, text) != text:
-                return False
-        for (kind, value), text in bound.items():
-            self._texts[kind][value] = text
-        return True
+                ambiguous.add((kind, value))
+        for kind, value in bound.keys() - ambiguous:
+            self._texts[kind][value] = bound[kind, value]
+        return ambiguous
 
     def _take_rows(self, rows: BlockRows, block: _Block, line_of: Numbers) -> Iterator[pa.RecordBatch]:
         """Count the block's lines, parse the odd ones, and make batches of the events."""
