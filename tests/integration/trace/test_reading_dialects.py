@@ -269,6 +269,23 @@ def test_a_chrome_document_that_was_cut_keeps_what_it_has(tmp_path: Path) -> Non
     assert account.faults == ["the document ends before its array of events does"]
 
 
+def test_a_chrome_document_may_begin_with_any_key(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    event = {"ph": "X", "name": "aten::add", "pid": 1, "tid": 1, "ts": 5, "dur": 2}
+    document = {"distributedInfo": {"backend": "nccl"}, "traceEvents": [event]}
+    for indent in (None, 2):
+        path.write_text(json.dumps(document, indent=indent))
+        rows, account = read(path)
+        assert (len(rows), account.losses()) == (1, [])
+
+
+def test_a_document_without_events_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps({"nodes": [{"name": "aten::add"}]}, indent=1))
+    rows, account = read(path)
+    assert (rows, account.faults) == ([], ["it is JSON, but has no array of events"])
+
+
 def test_chrome_events_one_a_line_with_commas_are_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("[\n" + ",\n".join(json.dumps(event) for event in CHROME_EVENTS[:2]) + "\n]\n")

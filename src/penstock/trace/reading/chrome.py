@@ -112,7 +112,9 @@ class ChromeDocument:
         text += decoder.decode(b"", final=True)
         text = yield from self._take(text, is_last=True)
         self._find_late_facts(_ProfiledRun.from_text(text))
-        if not self._is_ended:
+        if not is_inside:
+            self._account.faults.append("it is JSON, but has no array of events")
+        elif not self._is_ended:
             self._account.faults.append("the document ends before its array of events does")
 
     def _find_late_facts(self, late: _ProfiledRun) -> None:

@@ -26,7 +26,8 @@ def dump(path: str, out: TextIO) -> int:
     names = backend.log_get_name_records(log)
     partial = [name for name, module in modules.items() if module["partial_flag"]]
     start_us = job["start_time_sec"] * 1_000_000 + job["start_time_nsec"] // 1000
-    _print({"start_us": start_us, "modules": list(modules), "partial": partial}, out)
+    head = {"start_us": start_us, "nprocs": job["nprocs"], "modules": list(modules), "partial": partial}
+    _print(head, out)
     for module, cat in SEGMENT_MODULES.items():
         for record in _records(backend.log_get_dxt_record, log, module):
             _print({"cat": cat, "path": names.get(record["id"]), **_segments(record)}, out)

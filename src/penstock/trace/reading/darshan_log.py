@@ -19,7 +19,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.optional_libraries import explained_imports
-from penstock.trace.event_schema import FileAccount
+from penstock.trace.event_schema import ALL_RANKS, FileAccount
 from penstock.trace.reading.event_batch import BATCH_ROWS, EventOrigin, FileContext, build_batch
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class DarshanLog:
         self._path = path
         self._origin = origin
         self._account = account
-        self._start_us = 0
+        self._start_us = self._num_processes = self._num_of_all = 0
         self._hosts: dict[int, str] = {}
         self._traced: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
@@ -112,7 +112,7 @@ class DarshanLog:
 
     def _parse(self, record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if "start_us" in record:
-            self._start_us = record["start_us"]
+            self._start_us, self._num_processes = record["start_us"], record["nprocs"]
             self._note_modules(record["modules"], record["partial"])
         elif "segments" in record:
             yield from self._segments(record)
@@ -172,6 +172,7 @@ class DarshanLog:
                     self._account.lines, "negative time", f"{cat}_{time} {time_us} us", salvaged=True
                 )
             self._num_sums += 1
+            self._num_of_all += record["rank"] == ALL_RANKS
             self._num_summed += num_calls
             yield self._row(
                 record,
@@ -229,4 +230,9 @@ class DarshanLog:
             account.notes.append(
                 f"{self._num_sums:,} events are sums of {self._num_summed:,} calls, because Darshan did not"
                 " trace these one by one: their times are right in sum, but not where they are"
+            )
+        if self._num_of_all:
+            account.notes.append(
+                f"{self._num_of_all:,} of them are of files that all {self._num_processes:,} ranks share, and"
+                " say nothing of single ranks"
             )

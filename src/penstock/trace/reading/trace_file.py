@@ -49,9 +49,11 @@ class Dialect(StrEnum):
 
 
 _HEAD_BYTES: Final = 1 << 16
-_TRACE_EVENTS: Final = re.compile(
-    rb'\s*\{[^\n]*?"traceEvents"\s*:|\s*\{\s*("(?:schemaVersion|displayTimeUnit|otherData|deviceProperties|metadata|traceEvents)")'
+_DOCUMENT: Final = re.compile(
+    rb'\s*\{\s*(?:\n|"(?:schemaVersion|displayTimeUnit|otherData|deviceProperties|metadata)")'
 )
+"""How an object begins that is no line: on a line of its own, or with a key that no event has."""
+_TRACE_EVENTS: Final = re.compile(rb'"traceEvents"\s*:')
 
 
 def detect_dialect(head: bytes) -> Dialect:
@@ -63,9 +65,13 @@ def detect_dialect(head: bytes) -> Dialect:
         return Dialect.STRACE
     if MARK.search(head[:4096]):
         return Dialect.DARSHAN
-    if _TRACE_EVENTS.match(head) or _is_one_array(head):
+    if _is_document(head) or _is_one_array(head):
         return Dialect.CHROME
     return Dialect.JSON_LINES
+
+
+def _is_document(head: bytes) -> bool:
+    return head.lstrip().startswith(b"{") and bool(_DOCUMENT.match(head) or _TRACE_EVENTS.search(head))
 
 
 def _is_one_array(head: bytes) -> bool:
