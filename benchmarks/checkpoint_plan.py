@@ -11,6 +11,11 @@ tensors. What a rank receives and needs grows in proportion to its tensors from 
 
 The same for a load of what so many ranks saved, by as many.
 
+    python benchmarks/checkpoint_plan.py cache [ranks]
+
+What ranks tell each other when a manager with caches starts, saves a step (8 ranks a node, in groups of 8)
+and looks which steps there are: bytes and messages of the rank that receives most, and CPU seconds of one.
+
     python benchmarks/checkpoint_plan.py describe [ranks [tensors [folder]]]
 
 What rank 0 needs to write `.metadata` and the manifest of so many parts from the spans of all ranks, and what
@@ -27,7 +32,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,9 +44,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 from tests.support.simulated_ranks import SimulatedRanks
 
+from penstock.checkpoint.commit.protocol import Draft
+from penstock.checkpoint.engine import RankSaveStats, WrittenFile, WrittenShare
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
 from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, file_text
 from penstock.checkpoint.formats.metadata_writing import MetadataWriting, SpanNumbers
+from penstock.checkpoint.levels import agreement
+from penstock.checkpoint.levels.agreement import Nodes
+from penstock.checkpoint.levels.options import Xor
+from penstock.checkpoint.levels.redundancy.parity_layout import FittedScheme, choose_groups
+from penstock.checkpoint.levels.redundancy.protector import ReportedShare, build_records
+from penstock.checkpoint.levels.redundancy.redundancy_record import (
+    GroupRecord,
+    NodeShares,
+    RecordedFile,
+    list_members,
+)
 from penstock.checkpoint.plan.load_plan import LoadOptions
 from penstock.checkpoint.plan.save_plan import Holdings, SaveOptions
 from penstock.checkpoint.plan.shared_load import DescribedRows, find_rows, plan_own_load
@@ -60,6 +78,7 @@ from penstock.storage.protocol import write_object
 from penstock.storage.uri import open_here
 
 ROWS, COLUMNS = 16_384, 1024
+NODE_RANKS = 8
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -182,6 +201,81 @@ def measure(kind: Literal["save", "load"], job: Job) -> None:
         )
 
 
+def _written(rank: int) -> WrittenShare:
+    """Two files, without what only rank 0 learns."""
+    nothing = np.zeros(0, dtype=np.int64)
+    files = [
+        WrittenFile(
+            name=f"__{rank}_{number}.distcp",
+            size_bytes=1 << 30,
+            item_offset=nothing,
+            item_bytes=nothing,
+            payload_offset=nothing,
+            sums=b"",
+        )
+        for number in (0, 1)
+    ]
+    stats = RankSaveStats(rank=rank, payload_bytes=1 << 31, file_bytes=1 << 31)
+    return WrittenShare(rank=rank, files=tuple(files), stats=stats)
+
+
+def cache(size: int) -> None:
+    """Start, save and assess with caches of all ranks."""
+    domains = [f"node-{rank // NODE_RANKS:05}" for rank in range(size)]
+    start_s = time.process_time()
+    groups = choose_groups(domains, NODE_RANKS)
+    print(f"{size:,} ranks: choosing the groups takes {time.process_time() - start_s:.3f} CPU s on each")
+    group_of = {rank: group for group in groups for rank in group}
+    order = tuple((each % 2, 1 << 23) for each in range(128))
+
+    def report(rank: int) -> ReportedShare:
+        files = tuple(
+            RecordedFile(name=f"__{rank}_{each}.distcp", size_bytes=1 << 30, sum="") for each in (0, 1)
+        )
+        kept = RecordedFile(name=f"parity-{rank}.bin", size_bytes=1 << 28, sum="0" * 32)
+        return ReportedShare(files=files, kept=kept, order=order, chunk_bytes=1 << 28, block_bytes=1 << 20)
+
+    nodes = Nodes([rank // NODE_RANKS * NODE_RANKS for rank in range(size)], domains)
+    draft = Draft(name="step-1", folder="", save_id="0" * 16)
+    fitted = FittedScheme(scheme=Xor(group=NODE_RANKS), groups=groups)
+
+    def start(rank: int) -> Rounds[object]:
+        return (yield from agreement.locate_caches(rank, size, rank // NODE_RANKS, domains[rank]))
+
+    def save(rank: int) -> Rounds[object]:
+        reported = yield from agreement.tell_groups(rank, size, nodes, group_of[rank], report(rank))
+        built[rank] = build_records(draft, fitted, reported, nodes.domains) if rank == 0 else {}
+        return (yield from agreement.tell_files(rank, size, _written(rank)))
+
+    def assess(rank: int) -> Rounds[object]:
+        name = f"step-{rank // size}"
+        return (yield from agreement.agree_on_names(rank, size, [name], is_certain=True))
+
+    built: dict[int, Mapping[int, GroupRecord]] = {}
+    for operation in (start, save, assess):
+        ranks = SimulatedRanks[object](size)
+        for _ in ranks.run(operation):
+            pass
+        received = [cost.received_bytes for cost in ranks.costs]
+        cpu_s = [cost.cpu_s for cost in ranks.costs]
+        print(
+            f"  {operation.__name__}: received median {statistics.median(received):,.0f}, "
+            f"most {max(received):,} bytes; {max(cost.fan_in for cost in ranks.costs)} messages at a time; "
+            f"CPU median {statistics.median(cpu_s):.4f}, most {max(cpu_s):.3f} s"
+        )
+    sizes = {
+        file.name: file.size_bytes
+        for record, place in list_members(built[0], nodes.ranks_of[0])
+        for file in record.stored_files(place)
+    }
+    node = NodeShares(ranks=nodes.ranks_of[0], sizes=sizes, records=built[0])
+    start_s = time.process_time()
+    message = next(agreement.agree_on_whole(size - 1, size, nodes, node)).sends[0][1]
+    took_s = time.process_time() - start_s
+    assert message[:1] == b"\1", "the step is whole"
+    print(f"  whole step: {len(message)} bytes from each rank below, {took_s:.3f} CPU s before they leave")
+
+
 def describe(size: int, num_tensors: int, folder: str) -> None:
     """Write the description of tensors that are sharded over all ranks, from spans of their real sizes."""
     writing = MetadataWriting(dtypes=("float32",), num_tensors=num_tensors, num_objects=0)
@@ -242,7 +336,9 @@ def _peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["describe"]:
+    if sys.argv[1:2] == ["cache"]:
+        cache(int((sys.argv[2:] or ["16384"])[0]))
+    elif sys.argv[1:2] == ["describe"]:
         words = sys.argv[2:] + ["16384", "1000", tempfile.gettempdir()][len(sys.argv) - 2 :]
         describe(int(words[0]), int(words[1]), words[2])
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import zlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -89,6 +90,30 @@ def from_rank0(rank: int, size: int, value: bytes) -> Rounds[bytes]:
     """Rank 0's value, on every rank once all have called."""
     merge = lambda one, _: one  # noqa: E731
     return (yield from combine(rank, size, b"-", merge, lambda _: value, sizes_bytes=(1, None)))
+
+
+def from_first(rank: int, ranks: Sequence[int], value: bytes) -> Rounds[bytes]:
+    """The value of the first of some ranks, on all of them; each of them names the same `ranks`."""
+    place = ranks.index(rank)
+    if place:
+        (value,) = yield Round((), [ranks[(place - 1) // 2]])
+    below = [ranks[child] for child in (2 * place + 1, 2 * place + 2) if child < len(ranks)]
+    if below:
+        yield Round([(child, value) for child in below])
+    return value
+
+
+def all_of_all(rank: int, size: int, own: bytes) -> Rounds[list[bytes]]:
+    """Every rank's bytes, on every rank, in the order of the ranks: for a few bytes of each."""
+    told = yield from route_texts(rank, size, [(0, own)])
+    packed = b"".join(struct.pack("<I", len(text)) + text for _, text in told)
+    packed = zlib.decompress((yield from from_rank0(rank, size, zlib.compress(packed, 1))))
+    found, at = [], 0
+    while at < len(packed):
+        begin = at + 4
+        at = begin + int.from_bytes(packed[at:begin], "little")
+        found.append(packed[begin:at])
+    return found
 
 
 def any_of_all(rank: int, size: int, *, own: bool) -> Rounds[bool]:
@@ -223,7 +248,7 @@ def ranks_alike(rank: int, size: int, name: bytes) -> Rounds[list[int]]:
 def exchange(rank: int, ranks: Sequence[int], own: bytes) -> Rounds[dict[int, bytes]]:
     """What each of a few ranks says to the others; each of them names the same `ranks`."""
     others = [other for other in ranks if other != rank]
-    received = yield Round([(other, own) for other in others], others)
+    received = (yield Round([(other, own) for other in others], others)) if others else []
     return {rank: own, **dict(zip(others, received, strict=True))}
 
 

@@ -92,3 +92,19 @@ def test_few_ranks_tell_each_other_while_others_are_silent() -> None:
     groups = [[0, 2, 3], [1], [0, 2, 3], [0, 2, 3]]
     found = simulate(4, lambda rank: rounds.exchange(rank, groups[rank], bytes([rank])))
     assert found == [{rank: bytes([rank]) for rank in group} for group in groups]
+
+
+@SIZES
+def test_every_rank_hears_of_all_and_some_of_the_first(size: int) -> None:
+    some = list(range(0, size, 3))
+
+    def told(rank: int) -> Rounds[tuple[list[bytes], bytes]]:
+        every = yield from rounds.all_of_all(rank, size, b"x" * (rank % 4))
+        first = b""
+        if rank in some:
+            first = yield from rounds.from_first(rank, some, b"the first" if rank == 0 else b"")
+        return every, first
+
+    for rank, (every, first) in enumerate(simulate(size, told)):
+        assert every == [b"x" * (other % 4) for other in range(size)]
+        assert first == (b"the first" if rank in some else b"")

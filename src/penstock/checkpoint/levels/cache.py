@@ -18,12 +18,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, open_catalog
+from penstock.checkpoint.commit.catalog import CheckpointRef, open_catalog
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Draft, Seal
 from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
 from penstock.checkpoint.formats.checkpoint_source import DescribedStorage
+from penstock.checkpoint.levels import agreement
 from penstock.checkpoint.levels.options import Partner, Scheme, check_schemes, scheme_for
-from penstock.checkpoint.levels.redundancy.parity_layout import FittedScheme, build_layout, fit_scheme
+from penstock.checkpoint.levels.redundancy.parity_layout import build_layout, fit_scheme
 from penstock.checkpoint.levels.redundancy.protector import (
     GroupPlan,
     KeyOf,
@@ -35,23 +36,21 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     Assessment,
     GroupRecord,
     NodeShares,
-    assess,
-    place_lost,
     read_record,
     record_bytes,
 )
 from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES
-from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks, run_on_rank0
+from penstock.cluster import rounds
+from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import FolderTree, defer_sync, find_folder_tree, prefer_direct_access
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import parse_uri
-from penstock.storage.volumes import find_room
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, WrittenShare
+    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
     from penstock.progress import Progress
 
 
@@ -229,15 +228,12 @@ class CachedSave:
 
     name: str
     save_id: str
-    shares: tuple[ReportedShare, ...]
+    files: tuple[Mapping[str, int], ...]
+    """By rank: the sizes of its files."""
+    stats: tuple[RankSaveStats, ...]
     """By rank."""
-    seal: Seal
-    """Of the whole step, over all nodes."""
-
-    @property
-    def stats(self) -> tuple[RankSaveStats, ...]:
-        """The statistics of each rank."""
-        return tuple(share.stats for share in self.shares)
+    seal: Seal | None
+    """Of the whole step, over all nodes; on rank 0."""
 
 
 class CacheLevel:
@@ -260,19 +256,15 @@ class CacheLevel:
         self._comm = comm
         self._schemes = tuple(schemes)
         self._block_bytes = block_bytes
-        answers = all_gather_results(
-            self._comm,
-            lambda: (identify_cache(storage, comm.rank), domain or comm.host),
-            awaiting="all ranks to name their caches",
+        awaiting = "all ranks to name their caches"
+        own = run_on_all_ranks(comm, lambda: identify_cache(storage, comm.rank), awaiting=awaiting)
+        self._nodes = comm.carry(
+            agreement.locate_caches(comm.rank, comm.size, own, domain or comm.host), awaiting=awaiting
         )
-        self._domains = tuple(name for _, name in answers)
-        identities = [identity for identity, _ in answers]
-        self._leads = tuple(identities.index(identity) for identity in identities)
-        """By rank: the lowest rank that uses the same cache; it acts for its node."""
-        self._lead = self._leads[comm.rank]
-        self._fitted = {scheme: fit_scheme(scheme, self._domains) for scheme in self._schemes}
+        self._lead = self._nodes.leads[comm.rank]
+        self._fitted = {scheme: fit_scheme(scheme, self._nodes.domains) for scheme in self._schemes}
         self._protector = Protector(storage, comm)
-        self.node = NodeCache(storage, next(ranks for ranks in self.nodes if comm.rank in ranks))
+        self.node = NodeCache(storage, self._nodes.ranks_of[self._lead])
 
     def claim(self, run: str) -> None:
         """Save steps of this run; `UsageError` if a node's cache has those of another. Writes nothing yet."""
@@ -295,21 +287,23 @@ class CacheLevel:
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each cache, in the order of their lowest ones."""
-        return tuple(
-            tuple(rank for rank, its_lead in enumerate(self._leads) if its_lead == lead)
-            for lead in sorted(set(self._leads))
-        )
+        return tuple(self._nodes.ranks_of.values())
 
     def start(self, name: str, only: Collection[int] | None = None) -> Draft:
         """Begin a draft with the same save ID on every node, or on the nodes of some ranks."""
         save_id = self._comm.broadcast(secrets.token_hex(8), awaiting="rank 0 to name the save")
-        leads = set(self._leads if only is None else [self._leads[rank] for rank in only])
-        drafts = all_gather_results(
+        leads = {self._nodes.leads[rank] for rank in only} if only is not None else self._nodes.ranks_of
+        awaiting = f"all nodes to make room for {name}"
+        draft = run_on_all_ranks(
             self._comm,
             lambda: self.node.start(name, save_id) if self.is_lead and self._lead in leads else None,
-            awaiting=f"all nodes to make room for {name}",
+            awaiting=awaiting,
         )
-        return drafts[self._lead] or Draft(name=name, folder="", save_id=save_id)
+        folder = self._comm.carry(
+            rounds.from_first(self._comm.rank, self.node.ranks, draft.folder.encode() if draft else b""),
+            awaiting=awaiting,
+        )
+        return draft or Draft(name=name, folder=folder.decode(), save_id=save_id)
 
     def complete(
         self,
@@ -329,32 +323,38 @@ class CacheLevel:
             undo.callback(staged.cancel)
             undo.callback(self.drop, draft)
             fitted = self._fitted[scheme_for(number, self._schemes)]
-            plans = self._plan_groups(draft, staged, fitted)
-            own = next((plan for plan in plans if self._comm.rank in plan.ranks), None)
-            shares: list[WrittenShare] = []
-
-            def write() -> ReportedShare:
-                data_storage = prefer_direct_access(self.storage)
-                protected = self._protector.write(staged, data_storage, draft.key, own, progress)
-                shares.append(protected.share)
-                return ReportedShare.of(protected)
-
-            written = all_gather_results(
+            group = next(ranks for ranks in fitted.groups if self._comm.rank in ranks)
+            plan = self._plan_group(draft, staged, fitted.scheme, group)
+            awaiting = f"all ranks to write their files of {draft.name} and protect them"
+            protected = run_on_all_ranks(
                 self._comm,
-                write,
-                awaiting=f"all ranks to write their files of {draft.name} and protect them",
+                lambda: self._protector.write(
+                    staged, prefer_direct_access(self.storage), draft.key, plan, progress
+                ),
+                awaiting=awaiting,
             )
-            records = build_records(draft, fitted, plans, written, self._domains)
-            # Only rank 0 needs to know where each tensor went.
-            shares = self._comm.gather_on_rank0(shares[0], awaiting="the checksums of all ranks")
-            seal = run_on_rank0(
+            place, share = (self._comm.rank, self._comm.size), protected.share
+            report = ReportedShare.of(protected, plan)
+            reported = self._comm.carry(
+                agreement.tell_groups(*place, self._nodes, group, report), awaiting=awaiting
+            )
+            records = build_records(draft, fitted, reported, self._nodes.domains)
+            files, stats = self._comm.carry(agreement.tell_files(*place, share), awaiting=awaiting)
+            # Only rank 0 needs to know where each tensor went, and leads the files that say it.
+            shares = self._comm.gather_on_rank0(share, awaiting="the checksums of all ranks")
+            awaiting = "rank 0 to write the manifest"
+            seal = run_on_all_ranks(
                 self._comm,
-                lambda: prepared.seal(shares, {**facts, "save_id": draft.save_id}),
-                awaiting="rank 0 to write the manifest",
+                lambda: prepared.seal(shares, {**facts, "save_id": draft.save_id}) if shares else None,
+                awaiting=awaiting,
             )
-            self._publish(draft, seal, records)
+            told = (seal.manifest, seal.metadata) if seal else None
+            told = self._comm.carry(
+                agreement.tell_seal(self._comm.rank, [*self._nodes.ranks_of], told), awaiting=awaiting
+            )
+            self._publish(draft, told, records)
             undo.pop_all()
-        return CachedSave(name=draft.name, save_id=draft.save_id, shares=tuple(written), seal=seal)
+        return CachedSave(name=draft.name, save_id=draft.save_id, files=files, stats=stats, seal=seal)
 
     def drop(self, draft: Draft) -> None:
         """Remove an unfinished draft: the lead of each node its own."""
@@ -367,13 +367,8 @@ class CacheLevel:
         A step that a crash kept from being committed on all nodes counts if what exists is enough, else it is
         removed.
         """
-        answers = all_gather_results(
-            self._comm,
-            lambda: (self.node.names(), self.node.unconfirmed()) if self.is_lead else ([], set()),
-            awaiting="all nodes to list their caches",
-        )
-        confirmed = {name for names, unconfirmed in answers for name in names if name not in unconfirmed}
-        for name in sorted({name for names, _ in answers for name in names} - confirmed):
+        confirmed, doubted = agreement.list_names(self._comm, self.node)
+        for name in sorted(doubted):
             reason = self.assess(name).reason
             if reason:
                 logger.warning("Removing %s, which was never committed on all nodes: %s", name, reason)
@@ -385,32 +380,42 @@ class CacheLevel:
         return sorted(confirmed)
 
     def assess(self, name: str, *, damaged: Collection[int] = ()) -> Assessment:
-        """What the caches can provide of a step; the files of `damaged` ranks count as lost."""
-        answers = all_gather_results(
-            self._comm,
-            lambda: self.node.shares(name) if self.is_lead else None,
-            awaiting=f"all nodes to list their files of {name}",
-        )
-        return assess([shares for shares in answers if shares is not None], damaged=damaged)
+        """What the caches can provide of a step; the files of `damaged` ranks count as lost.
+
+        Of a step that is whole where it is needed, it has the records of this node alone.
+        """
+        awaiting = f"all nodes to list their files of {name}"
+        own = run_on_all_ranks(self._comm, lambda: self.node.shares(name), awaiting=awaiting)
+        if not damaged:
+            place = self._comm.rank, self._comm.size
+            whole = self._comm.carry(agreement.agree_on_whole(*place, self._nodes, own), awaiting=awaiting)
+            if whole is not None:
+                return whole
+        return agreement.assess_all(self._comm, own, damaged, awaiting)
+
+    def assess_all(self, name: str) -> Assessment:
+        """The same with the records of all groups, always."""
+        awaiting = f"all nodes to list their files of {name}"
+        own = run_on_all_ranks(self._comm, lambda: self.node.shares(name), awaiting=awaiting)
+        return agreement.assess_all(self._comm, own, (), awaiting)
 
     def view(self, name: str, assessment: Assessment) -> CheckpointRef:
         """A complete step as this rank can read it: the files of its node, the others through other ranks.
 
         Manifest and metadata come from one node that has them, as this node may have nothing.
         """
-        if self._comm.size == 1:
-            return self.node.find(name)
-        manifest, metadata = self.fetch_seal(name, assessment)
-        if assessment.shares.get(self._lead):
+        lacking = [rank for rank, lead in enumerate(self._nodes.leads) if not assessment.shares.get(lead)]
+        seal = agreement.fetch_seal(self._comm, self.node, name, assessment, lacking)
+        if seal is None:
             share = self.node.find(name)
             return replace(share, readable=tuple(self.node.sizes(share)))
         folder = Committed(name=name, folder=name)
-        known = {folder.key(MANIFEST_NAME): manifest, folder.key(METADATA_NAME): metadata}
+        known = dict(zip((folder.key(MANIFEST_NAME), folder.key(METADATA_NAME)), seal, strict=True))
         return CheckpointRef(DescribedStorage(self.storage, known), folder, readable=())
 
     def repair(self, name: str, assessment: Assessment) -> None:
         """Compute the lost shares and commit them to the caches that miss them, or to others with room."""
-        placed = _find_room(name, assessment, self._comm, self.node, self.nodes)
+        placed = agreement.place_lost_shares(name, assessment, self._comm, self.node, self.nodes)
         holders = {**assessment.holders, **placed}
 
         def rebuild(from_key: KeyOf, to_key: KeyOf) -> None:
@@ -429,7 +434,7 @@ class CacheLevel:
         away = {
             rank: home
             for rank, home in assessment.homes.items()
-            if rank not in assessment.shares.get(self._leads[home], ())
+            if rank not in assessment.shares.get(self._nodes.leads[home], ())
         }
         if away:
             self._refill(
@@ -442,17 +447,6 @@ class CacheLevel:
             )
             assessment = self.assess(name)
         return self.view(name, assessment)
-
-    def fetch_seal(self, name: str, assessment: Assessment) -> tuple[bytes, bytes]:
-        """Manifest and metadata of a step, broadcast by the first node that has a share of it."""
-        sender = min(lead for lead, shares in assessment.shares.items() if shares)
-        seal = all_gather_results(
-            self._comm,
-            lambda: self.node.seal(name) if self._comm.rank == sender else None,
-            awaiting=f"rank {sender} to send the manifest of {name}",
-        )[sender]
-        assert seal is not None, "a node that holds shares has their manifest"
-        return seal
 
     def remove(self, name: str) -> None:
         """Remove a step from all caches: the lead of each node removes its share."""
@@ -476,48 +470,51 @@ class CacheLevel:
         committed checkpoint is never written to, so its old shares are copied into the new draft.
         """
         own = assessment.shares.get(self._lead, frozenset())
-        gained = {rank for rank, home in gains.items() if self._leads[home] == self._lead}
-        manifest, metadata = self.fetch_seal(name, assessment)
+        leads = self._nodes.leads
+        gained = {rank for rank, home in gains.items() if leads[home] == self._lead}
+        seal = agreement.fetch_seal(
+            self._comm, self.node, name, assessment, {leads[home] for home in gains.values()}
+        )
         draft = self.start(name, only=gains.values())
         with ExitStack() as undo:
             undo.callback(self.drop, draft)
             from_key = self.node.find(name).key if own else draft.key
-            all_gather_results(
+            run_on_all_ranks(
                 self._comm,
                 lambda: fill(from_key, draft.key),
                 awaiting=f"all missing files of {name} to be there",
             )
 
             def commit() -> None:
-                if gained and self.is_lead:
+                if seal is not None:
                     self._protector.carry_over(assessment.records, own, from_key=from_key, to_key=draft.key)
-                    self.node.publish(draft, manifest, metadata, assessment.records, own | gained)
+                    self.node.publish(draft, *seal, assessment.records, own | gained)
 
-            all_gather_results(self._comm, commit, awaiting=f"all nodes to commit {name}")
+            run_on_all_ranks(self._comm, commit, awaiting=f"all nodes to commit {name}")
             undo.pop_all()
 
-    def _plan_groups(self, draft: Draft, staged: StagedSave, fitted: FittedScheme) -> list[GroupPlan]:
-        """How each group protects what its ranks are about to write; empty if nothing is kept for others."""
-        scheme = fitted.scheme
+    def _plan_group(
+        self, draft: Draft, staged: StagedSave, scheme: Scheme, group: tuple[int, ...]
+    ) -> GroupPlan | None:
+        """How this rank's group protects what it is about to write; None if nothing is kept for others."""
         if not scheme.losses:
-            return []
-        sizes = all_gather_results(
-            self._comm,
-            lambda: staged.count_bytes(self.storage, draft.key),
-            awaiting=f"all ranks to count what they write of {draft.name}",
+            return None
+        awaiting = f"all ranks to count what they write of {draft.name}"
+        own = run_on_all_ranks(
+            self._comm, lambda: staged.count_bytes(self.storage, draft.key), awaiting=awaiting
         )
-        return [
-            GroupPlan(
-                ranks=group,
-                sizes=tuple(sizes[rank] for rank in group),
-                layout=build_layout(len(group), scheme.losses, max(sizes[rank] for rank in group)),
-                is_copy=isinstance(scheme, Partner),
-                block_bytes=self._block_bytes,
-            )
-            for group in fitted.groups
-        ]
+        sizes = self._comm.carry(agreement.tell_sizes(self._comm.rank, group, own), awaiting=awaiting)
+        return GroupPlan(
+            ranks=group,
+            sizes=sizes,
+            layout=build_layout(len(group), scheme.losses, max(sizes)),
+            is_copy=isinstance(scheme, Partner),
+            block_bytes=self._block_bytes,
+        )
 
-    def _publish(self, draft: Draft, seal: Seal, records: Mapping[int, GroupRecord]) -> None:
+    def _publish(
+        self, draft: Draft, seal: tuple[bytes, bytes] | None, records: Mapping[int, GroupRecord]
+    ) -> None:
         """Commit on all nodes; if one cannot, roll back on all.
 
         Between the first and the last node's commit, a crash leaves the step on some nodes only. A note
@@ -525,42 +522,18 @@ class CacheLevel:
         """
 
         def publish() -> None:
-            if self.is_lead:
+            if seal is not None:
                 self.node.mark_unconfirmed(draft)
-                self.node.publish(draft, seal.manifest, seal.metadata, records, self.node.ranks)
+                self.node.publish(draft, *seal, records, self.node.ranks)
 
         with ExitStack() as undo:
             if self.is_lead:
                 # Leads alone: the other ranks of a node have written files, but never commit.
                 undo.callback(self.node.rollback, draft)
-            all_gather_results(self._comm, publish, awaiting=f"all nodes to commit {draft.name}")
+            run_on_all_ranks(self._comm, publish, awaiting=f"all nodes to commit {draft.name}")
             undo.pop_all()
         if self.is_lead:
             self.node.confirm(draft.name)
-
-
-def _find_room(
-    name: str, assessment: Assessment, comm: Comm, node: NodeCache, nodes: Sequence[tuple[int, ...]]
-) -> dict[int, int]:
-    """By rank whose share is lost, the rank that gets it: another node's where its own cache is full."""
-    node_of = {rank: ranks for ranks in nodes for rank in ranks}
-
-    def look() -> tuple[str, int]:
-        # A node that gains a share copies what it has of the step.
-        own_bytes = sum(node.shares(name).sizes.values()) if comm.rank == node_of[comm.rank][0] else 0
-        return comm.host, find_room(local_path(node.storage, "")) - own_bytes
-
-    rooms = all_gather_results(comm, look, awaiting="all nodes to say how much their caches have room for")
-    placed = place_lost(assessment, nodes, {ranks[0]: rooms[ranks[0]][1] for ranks in nodes})
-    for rank, holder in placed.items():
-        home = assessment.holders[rank]
-        if node_of[holder] != node_of[home] and comm.rank == 0:
-            logger.warning(
-                "%s: the cache of %s is full, so the files of rank %d are rebuilt in that of %s; "
-                "remove old steps there (`penstock checkpoint drop`), or keep fewer (keep_cached=)",
-                *(name, rooms[home][0], rank, rooms[holder][0]),
-            )
-    return placed
 
 
 def identify_cache(storage: Storage, rank: int) -> tuple[str, int, int]:

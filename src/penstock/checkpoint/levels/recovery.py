@@ -26,12 +26,13 @@ from penstock.checkpoint.formats.manifest import (
     checksum_of,
     read_manifest,
 )
+from penstock.checkpoint.levels import agreement
 from penstock.checkpoint.levels.flush.file_copy import FileCopy, RateLimiter, copy_files
 from penstock.checkpoint.levels.flush.flusher import copy_share, flush_step
 from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment, choose_home_rank
 from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
 from penstock.checkpoint.tools.verify import find_damage
-from penstock.cluster.comm import Comm, all_gather_results, run_on_rank0
+from penstock.cluster.comm import Comm, gather_unusual, run_on_all_ranks, run_on_rank0
 from penstock.errors import DataDamaged, RankFailed, StorageError
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -67,8 +68,10 @@ def find_damaged_shares(cache: CacheLevel, comm: Comm, name: str, assessment: As
             return own_ranks
         return [rank for rank in own_ranks if _is_damaged(share, manifest, assessment, rank)]
 
-    answers = all_gather_results(comm, check_own, awaiting=f"all ranks to check the files of {name}")
-    return tuple(sorted(rank for ranks in answers for rank in ranks))
+    awaiting = f"all ranks to check the files of {name}"
+    own = run_on_all_ranks(comm, check_own, awaiting=awaiting)
+    answers = gather_unusual(comm, own, is_usual=not own, awaiting=awaiting)
+    return tuple(sorted(rank for ranks in answers or () for rank in ranks))
 
 
 def _is_damaged(share: CheckpointRef, manifest: Manifest, assessment: Assessment, rank: int) -> bool:
@@ -190,13 +193,8 @@ class ScavengeReport:
 
 def list_cached_steps(cache: CacheLevel, comm: Comm) -> list[int]:
     """Every step of which some node has a share, ascending. Unlike a restart, this removes nothing."""
-    answers = all_gather_results(
-        comm,
-        lambda: cache.node.names() if cache.is_lead else [],
-        awaiting="all nodes to list their caches",
-    )
-    names = {name for names in answers for name in names}
-    return sorted(step for name in names if (step := parse_step(name)) is not None)
+    confirmed, doubted = agreement.list_names(comm, cache.node)
+    return sorted(step for name in confirmed | doubted if (step := parse_step(name)) is not None)
 
 
 def repair_step(cache: CacheLevel, comm: Comm, step: int, *, verified: bool = True) -> StepRepair:
@@ -230,7 +228,7 @@ def _repair_step(
     if assessment.is_rebuildable:
         try:
             cache.repair(name, assessment)
-        except RankFailed as error:
+        except (StorageError, RankFailed) as error:
             return replace(repaired, reason=f"it could not be rebuilt: {error}"), assessment
         assessment = cache.assess(name)
     return repaired, assessment
@@ -240,26 +238,28 @@ def _make_durable(
     cache: CacheLevel, comm: Comm, durable: StepCatalog, step: int, assessment: Assessment
 ) -> str:
     name = step_dirname(step)
-    manifest, metadata = cache.fetch_seal(name, assessment)
     uri = f"{durable.storage.uri}/{name}"
-    if _is_durable(comm, durable, step, manifest):
+    seal: Seal | None = None
+    if found := agreement.fetch_seal(comm, cache.node, name, assessment, [0]):
+        manifest, metadata = found
+        sizes = {file.name: file.size_bytes for file in read_manifest(manifest, uri).files}
+        seal = Seal(manifest=manifest, metadata=metadata, sizes=sizes)
+    if _is_durable(comm, durable, step, seal):
         return uri
-    sizes = {file.name: file.size_bytes for file in read_manifest(manifest, uri).files}
-    seal = Seal(manifest=manifest, metadata=metadata, sizes=sizes)
     flush_step(name, seal, durable.storage, comm, partial(_copy_shares, cache, assessment, comm.rank))
     if comm.rank == 0 and step == max(durable.committed()):
         durable.set_latest(step)
     return uri
 
 
-def _is_durable(comm: Comm, durable: StepCatalog, step: int, manifest: bytes) -> bool:
-    """Whether this very save of the step is durable already."""
+def _is_durable(comm: Comm, durable: StepCatalog, step: int, seal: Seal | None) -> bool:
+    """Whether this very save of the step is durable already; rank 0 has its seal."""
 
     def compare_manifests() -> bool:
-        if step not in durable.committed():
+        if seal is None or step not in durable.committed():
             return False
         stored = durable.find(step)
-        return read_object(stored.storage, stored.key(MANIFEST_NAME)) == manifest
+        return read_object(stored.storage, stored.key(MANIFEST_NAME)) == seal.manifest
 
     return run_on_rank0(comm, compare_manifests, awaiting="rank 0 to look at the durable level")
 

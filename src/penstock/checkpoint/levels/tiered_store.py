@@ -273,7 +273,7 @@ class TieredStore:
         )
         try:
             self._cache.repair(name, assessment)
-        except RankFailed as error:
+        except (StorageError, RankFailed) as error:
             return replace(assessment, reason=f"it could not be rebuilt: {error}")
         return self._cache.assess(name)
 

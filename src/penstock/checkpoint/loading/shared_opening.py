@@ -7,8 +7,11 @@ Invariant: all ranks have the same outline, or all raise the same error.
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Callable, Mapping
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +19,6 @@ import numpy as np
 
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, Format
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, Descriptors, Path
-from penstock.checkpoint.formats.file_names import pack_names, unpack_names
 from penstock.checkpoint.formats.manifest import ChecksummedIndex
 from penstock.checkpoint.plan.save_plan import RANK_MARK
 from penstock.checkpoint.plan.shared_load import NUM_SUM_WORDS, DescribedRows
@@ -192,3 +194,39 @@ _NO_ROWS = DescribedRows(
     StoredRegions(Regions.from_rows(()), _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING.astype(np.bool_)),
     np.zeros((0, NUM_SUM_WORDS), dtype=np.int64),
 )
+
+
+_NUMBERS = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,17})(?![0-9])")
+_MARK = "\0"
+"""Stands for a number in the pattern of a name."""
+
+
+def pack_names(names: Sequence[str]) -> bytes:
+    """The names, compressed: about a byte for each name of a checkpoint's files."""
+    patterns: dict[tuple[str, int], int] = {}
+    rows: list[list[int]] = []
+    before: dict[int, list[int]] = {}
+    for name in names:
+        numbers = [int(number) for number in _NUMBERS.findall(name)] if _MARK not in name else []
+        pattern = _NUMBERS.sub(_MARK, name) if numbers else name
+        kind = patterns.setdefault((pattern, len(numbers)), len(patterns))
+        # Numbers of neighbours differ by little, mostly by the same.
+        last = before.get(kind, [0] * len(numbers))
+        rows.append([kind, *(number - other for number, other in zip(numbers, last, strict=True))])
+        before[kind] = numbers
+    return zlib.compress(
+        json.dumps([[pattern for pattern, _ in patterns], rows], separators=(",", ":")).encode()
+    )
+
+
+def unpack_names(packed: bytes) -> tuple[str, ...]:
+    """The names again."""
+    patterns, rows = json.loads(zlib.decompress(packed))
+    last: dict[int, list[int]] = {}
+    names = []
+    for kind, *steps in rows:
+        before = last.get(kind, [0] * len(steps))
+        last[kind] = numbers = [number + step for number, step in zip(before, steps, strict=True)]
+        first, *rest = patterns[kind].split(_MARK) if steps else [patterns[kind]]
+        names.append(first + "".join(f"{number}{part}" for number, part in zip(numbers, rest, strict=True)))
+    return tuple(names)

@@ -105,17 +105,14 @@ def describe(
     rows = yield from rounds.route(*place, np.zeros(len(rows), dtype=np.int64), rows)
     lengths = np.zeros((place.size if place.rank == 0 else 0, NUM_SPANS), dtype=np.int64)
     lengths[rows[:, 0], rows[:, 1]] = rows[:, 2]
-    reports = yield from rounds.route_texts(*place, [(0, _pack_report(share))])
-    known = [_unpack_report(text) for _, text in reports]
+    reports = yield from rounds.route_texts(*place, [(0, pack_report(share))])
+    known = [unpack_report(text) for _, text in reports]
     figures = yield from rounds.from_rank0(*place, b"".join(figures for figures, _ in known))
     return RankDescription(
         place,
         spans,
         all_bytes <= KEPT_BYTES,
-        tuple(
-            RankSaveStats(**dict(zip(_FIELDS, values, strict=True)))
-            for values in _FIGURES.iter_unpack(figures)
-        ),
+        unpack_figures(figures),
         lengths,
         {name: size for _, files in known for name, size in files.items()},
         writing,
@@ -127,14 +124,14 @@ _FIGURES = struct.Struct("<iqq6fq")
 _FIELDS = tuple(each.name for each in fields(RankSaveStats))
 
 
-def _pack_report(share: WrittenShare) -> bytes:
-    """What rank 0 gets from each rank, in few bytes: figures, and the names and sizes of files."""
+def pack_report(share: WrittenShare) -> bytes:
+    """What others learn of a rank's share, in few bytes: figures, and the names and sizes of files."""
     sizes = np.array([file.size_bytes for file in share.files], dtype="<i8")
     names = "\0".join(file.name for file in share.files).encode("utf-8", "surrogatepass")
     return _FIGURES.pack(*astuple(share.stats)) + struct.pack("<I", len(sizes)) + sizes.tobytes() + names
 
 
-def _unpack_report(text: bytes) -> tuple[bytes, dict[str, int]]:
+def unpack_report(text: bytes) -> tuple[bytes, dict[str, int]]:
     """The figures, still packed, and the size of each file."""
     begin = _FIGURES.size + 4
     (count,) = struct.unpack_from("<I", text, begin - 4)
@@ -143,7 +140,8 @@ def _unpack_report(text: bytes) -> tuple[bytes, dict[str, int]]:
     return text[: _FIGURES.size], dict(zip(names[:count], sizes, strict=True))
 
 
-def _unpack_figures(packed: bytes) -> tuple[RankSaveStats, ...]:
+def unpack_figures(packed: bytes) -> tuple[RankSaveStats, ...]:
+    """The figures of ranks, one after another."""
     return tuple(
         RankSaveStats(**dict(zip(_FIELDS, values, strict=True))) for values in _FIGURES.iter_unpack(packed)
     )

@@ -15,7 +15,7 @@ import pytest
 from tests.support.bytes_engine import BytesEngine
 
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
-from penstock.checkpoint.levels import cache
+from penstock.checkpoint.levels import agreement
 from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
 from penstock.checkpoint.state.process_group import RankGroup
@@ -104,7 +104,7 @@ def test_a_share_whose_cache_is_full_is_rebuilt_in_another(
     lost = (tmp_path / "host-1/step-1/__2_0.distcp").read_bytes()
     shutil.rmtree(tmp_path / "host-1")
     room = {"host-0": 600_000, "host-1": 100_000, "host-2": 5_000_000, "host-3": 600_000}
-    monkeypatch.setattr(cache, "find_room", lambda folder: room[folder.name])
+    monkeypatch.setattr(agreement, "find_room", lambda folder: room[folder.name])
 
     def repair(comm: ThreadComm) -> Assessment:
         level = _level(comm, tmp_path, [scheme])
@@ -279,5 +279,5 @@ def test_ranks_of_one_host_that_must_protect_each_other_are_refused(tmp_path: Pa
 
 
 def test_a_cache_that_is_not_a_folder_is_refused() -> None:
-    with pytest.raises(RankFailed, match="A cache must be a local folder"):
+    with pytest.raises(UsageError, match="A cache must be a local folder"):
         on_ranks(1, lambda comm: CacheLevel(open_storage("mem://cache", {}), comm, schemes=[Single()]))

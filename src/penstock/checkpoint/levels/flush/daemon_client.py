@@ -7,6 +7,7 @@ a trainer is alive and an order is open, it makes sure that a daemon runs (`Daem
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -24,6 +25,7 @@ from penstock.checkpoint.levels.flush.daemon import free_cores, start_daemon
 from penstock.checkpoint.levels.flush.flush_task import retry_delay
 from penstock.checkpoint.levels.flush.flusher import FlushPhase, FlushState
 from penstock.checkpoint.manager.step_store import DurableStore
+from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.errors import (
     DataDamaged,
@@ -118,14 +120,14 @@ class OrderRepair:
         step is published, because then each file is looked for.
         """
         name = step_dirname(save[0])
-        assessment = self._cache.assess(name)
+        assessment = self._cache.assess_all(name)
         if assessment.is_rebuildable:
             try:
                 self._cache.repair(name, assessment)
-            except RankFailed as error:
+            except (StorageError, RankFailed) as error:
                 logger.warning("%s could not be rebuilt: %s", name, error)
                 return False
-            assessment = self._cache.assess(name)
+            assessment = self._cache.assess_all(name)
         if not assessment.is_complete or assessment.save_id != save[1]:
             return False
         shares = [
@@ -344,9 +346,9 @@ class DaemonFlusher:
                 node=self._node,
                 nodes=[
                     [
-                        flush_folder.OrderedFile(name=file.name, size_bytes=file.size_bytes)
+                        flush_folder.OrderedFile(name=name, size_bytes=size_bytes)
                         for rank in ranks
-                        for file in cached.shares[rank].files
+                        for name, size_bytes in cached.files[rank].items()
                     ]
                     for ranks in self._nodes
                 ],
@@ -360,10 +362,12 @@ class DaemonFlusher:
         )
 
     def _free_cores(self) -> list[int]:
-        cores_of_ranks = self._members.comm.gather(
-            sorted(os.sched_getaffinity(0)), awaiting="all ranks to list their cores"
+        comm, ranks = self._members.comm, self._nodes[self._node]
+        own = json.dumps(sorted(os.sched_getaffinity(0))).encode()
+        cores_of_ranks = comm.carry(
+            rounds.exchange(comm.rank, ranks, own), awaiting="all ranks of a node to list their cores"
         )
-        return free_cores([cores_of_ranks[rank] for rank in self._nodes[self._node]], os.cpu_count() or 1)
+        return free_cores([json.loads(cores) for cores in cores_of_ranks.values()], os.cpu_count() or 1)
 
 
 class DaemonWatchdog:

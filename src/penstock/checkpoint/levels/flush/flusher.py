@@ -20,7 +20,7 @@ from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.levels.flush.file_copy import BURST_S, FileCopy, RateLimiter, copy_files
 from penstock.checkpoint.manager.step_store import DurableStore, start_lasting_worker
-from penstock.cluster.comm import Comm, all_gather_results, format_cause
+from penstock.cluster.comm import Comm, format_cause, run_on_all_ranks
 from penstock.errors import StorageError, WaitTimeout
 from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
@@ -115,7 +115,7 @@ class TrainerFlusher:
     def hand_over(self, step: int, cached: CachedSave) -> None:
         """Queue the step."""
         self._reported.discard(step)
-        self._sizes[step] = sum(file.size_bytes for file in cached.shares[self._members.comm.rank].files)
+        self._sizes[step] = sum(cached.files[self._members.comm.rank].values())
         self._flushes[step] = self._worker.submit(self._flush, step, cached)
 
     def states(self) -> Mapping[int, FlushState]:
@@ -168,31 +168,39 @@ class TrainerFlusher:
             apply_retention(self._durable.catalog, step, self._durable.keep)
 
     def _copy_share(self, cached: CachedSave, transaction: SaveTransaction) -> None:
-        names = [file.name for file in cached.shares[self._members.comm.rank].files]
+        names = list(cached.files[self._members.comm.rank])
         share = self._cache.node.find(cached.name)
         copy_share(share, names, transaction, threads=self._settings.threads, pace=self._pace)
 
 
 def flush_step(
     name: str,
-    seal: Seal,
+    seal: Seal | None,
     durable: Storage,
     comm: Comm,
     copy: Callable[[SaveTransaction], None],
     *,
     timeout_s: float | None = None,
 ) -> None:
-    """Let each rank `copy` its files of a step to the durable level, and commit it there. Collective."""
+    """Let each rank `copy` its files of a step to the durable level, and commit it there. Collective.
+
+    Rank 0 has the seal.
+    """
+
+    def sealed() -> Seal:
+        assert seal is not None, "rank 0 commits"
+        return seal
+
     with ExitStack() as undo:
         transaction = begin_save(durable, name, comm)
         undo.callback(transaction.abandon)
-        all_gather_results(
+        run_on_all_ranks(
             comm,
             lambda: copy(transaction),
             awaiting=f"all ranks to copy their files of {name}",
             timeout_s=timeout_s,
         )
-        transaction.commit(lambda: seal)
+        transaction.commit(sealed)
         undo.pop_all()
 
 

@@ -52,7 +52,7 @@ from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.protocol import Draft
-    from penstock.checkpoint.engine import RankSaveStats, StagedSave, WrittenShare
+    from penstock.checkpoint.engine import StagedSave, WrittenShare
     from penstock.checkpoint.levels.redundancy.parity_layout import FittedScheme
     from penstock.progress import Progress
 
@@ -101,19 +101,28 @@ class ProtectedShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedShare:
-    """What all ranks learn of one rank's share; it does not grow with the number of tensors."""
+    """What a group's nodes learn of one member's share; it does not grow with the number of tensors."""
 
     files: tuple[RecordedFile, ...]
     kept: RecordedFile | None
     order: Order
-    stats: RankSaveStats
+    chunk_bytes: int
+    """Of the group's layout; 0 for copies, and if nothing is kept."""
+    block_bytes: int
 
     @classmethod
-    def of(cls, protected: ProtectedShare) -> Self:
+    def of(cls, protected: ProtectedShare, plan: GroupPlan | None) -> Self:
         """The part of it that is not about single tensors."""
-        share = protected.share
-        files = (RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="") for file in share.files)
-        return cls(files=tuple(files), kept=protected.kept, order=protected.order, stats=share.stats)
+        files = (
+            RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="") for file in protected.share.files
+        )
+        return cls(
+            files=tuple(files),
+            kept=protected.kept,
+            order=protected.order,
+            chunk_bytes=plan.layout.chunk_bytes if plan and not plan.is_copy else 0,
+            block_bytes=plan.block_bytes if plan else BLOCK_BYTES,
+        )
 
 
 class Protector:
@@ -336,14 +345,13 @@ def parity_file_name(rank: int) -> str:
 def build_records(
     draft: Draft,
     fitted: FittedScheme,
-    plans: Sequence[GroupPlan],
-    written: Sequence[ReportedShare],
+    reported: Mapping[int, ReportedShare],
     domains: tuple[str, ...],
 ) -> dict[int, GroupRecord]:
-    """The records of all groups, by their numbers; without `plans`, nothing is kept for others."""
+    """The records of the groups whose members reported, by their numbers."""
 
     def describe(rank: int) -> GroupMember:
-        report = written[rank]
+        report = reported[rank]
         return GroupMember(rank=rank, domain=domains[rank], files=report.files, order=report.order)
 
     return {
@@ -353,10 +361,11 @@ def build_records(
             domains=domains,
             scheme=fitted.scheme.name,
             losses=fitted.scheme.losses,
-            chunk_bytes=plans[number].layout.chunk_bytes if plans and not plans[number].is_copy else 0,
-            block_bytes=plans[number].block_bytes if plans else BLOCK_BYTES,
+            chunk_bytes=reported[group[0]].chunk_bytes,
+            block_bytes=reported[group[0]].block_bytes,
             members=tuple(describe(rank) for rank in group),
-            kept=tuple(kept for rank in group if (kept := written[rank].kept) is not None),
+            kept=tuple(kept for rank in group if (kept := reported[rank].kept) is not None),
         )
         for number, group in enumerate(fitted.groups)
+        if reported.keys() >= set(group)
     }

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import numpy as np
@@ -268,6 +268,18 @@ class NodeShares:
         """Which save of the step this is; empty if there is none."""
         return next((record.save_id for record in self.records.values()), "")
 
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Those of all ranks of the job that saved the step."""
+        return next((record.domains for record in self.records.values()), ())
+
+    def with_domains(self, domains: tuple[str, ...]) -> Self:
+        """The same with other ones in all records."""
+        records = {
+            number: record.model_copy(update={"domains": domains}) for number, record in self.records.items()
+        }
+        return replace(self, records=records)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
@@ -363,13 +375,12 @@ def _assess_save(save_id: str, nodes: Sequence[NodeShares], damaged: Collection[
     num_present = sum(len(node.ranks) for node in nodes)
     homes = {rank: choose_home_rank(rank, len(saved), num_present) for rank in saved}
     holders = dict(homes)
-    lost = []
-    for rank in saved:
-        present = [node.ranks for node in having if rank in shares[node.ranks[0]]]
-        if present:
-            holders[rank] = _choose_holder(rank, present)
-        else:
-            lost.append(rank)
+    present: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in saved}
+    for node in having:
+        for rank in shares[node.ranks[0]]:
+            present[rank].append(node.ranks)
+    holders |= {rank: _choose_holder(rank, ranks) for rank, ranks in present.items() if ranks}
+    lost = [rank for rank, ranks in present.items() if not ranks]
     return Assessment(
         records=records,
         save_id=save_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.file_names import pack_names, unpack_names
+from penstock.checkpoint.loading.shared_opening import pack_names, unpack_names
 
 NUMBERED = st.from_regex(r"\A_{0,2}[0-9]{1,25}(_|-|\.)[0-9]{0,4}[^0-9]?\Z")
 
