@@ -55,30 +55,48 @@ def for_each_file(
     num_ranks: int,
     threads: int,
 ) -> Iterator[Outcome]:
-    """The results of `work` on this rank's files, in their order, `threads` of them at a time.
+    """The results of `work` on this rank's files, in their order, `threads` of them at a time."""
 
-    A thread takes several files in a row where they are done sooner than it is woken up for the next one.
+    def work_on(plans: Iterator[FilePlan]) -> list[Outcome]:
+        return [work(plan) for plan in plans]
+
+    return for_each_group(files, work_on, rank=rank, num_ranks=num_ranks, threads=threads)
+
+
+def for_each_group(
+    files: DataFiles,
+    work: Callable[[Iterator[FilePlan]], list[Outcome]],
+    *,
+    rank: int,
+    num_ranks: int,
+    threads: int,
+    in_a_row: int | None = None,
+) -> Iterator[Outcome]:
+    """The results of `work` on groups of this rank's files, in their order, `threads` groups at a time.
+
+    Without `in_a_row`, a thread takes several files where they are done sooner than it is woken up for the
+    next one.
     """
     in_progress: deque[Future[tuple[list[Outcome], float]]] = deque()
     stopped = threading.Event()
 
     def work_on(indices: range) -> tuple[list[Outcome], float]:
         began_s = time.monotonic()
-        return [
-            work(files.plan(index)) for index in indices if not stopped.is_set()
-        ], time.monotonic() - began_s
+        plans = (files.plan(index) for index in indices if not stopped.is_set())
+        return work(plans), time.monotonic() - began_s
 
-    indices, start, in_a_row = range(rank, len(files), num_ranks), 0, 1
+    indices, start, step = range(rank, len(files), num_ranks), 0, in_a_row or 1
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-files") as pool:
         try:
             while in_progress or start < len(indices):
                 if start < len(indices):
-                    in_progress.append(pool.submit(work_on, indices[start : start + in_a_row]))
-                    start += in_a_row
+                    in_progress.append(pool.submit(work_on, indices[start : start + step]))
+                    start += step
                 # Results come in order: twice as many tasks as threads keep those busy behind a slow one.
                 if len(in_progress) > 2 * threads or start >= len(indices):
                     outcomes, elapsed_s = in_progress.popleft().result()
-                    in_a_row = min(_MOST_IN_A_ROW, max(1, int(len(outcomes) * _TASK_S / elapsed_s)))
+                    if in_a_row is None:
+                        step = min(_MOST_IN_A_ROW, max(1, int(len(outcomes) * _TASK_S / elapsed_s)))
                     yield from outcomes
         finally:
             stopped.set()

@@ -1,25 +1,37 @@
-"""Generates a data set, or resumes one that was interrupted: claim the folder, write what is missing.
+"""Generates a data set, or resumes one that was interrupted; compares one with what generated it.
 
 A file appears under its name only when it is complete, so existing files are kept. The bytes of every file
-follow from the recipe alone, whichever rank writes them, in any order.
+follow from the recipe alone, whichever rank writes them, in any order; nothing else is stored to compare them
+with. A file that is missing or truncated counts as wrong and does not end the verification; failing storage
+does.
 """
 
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
+from typing import Final
 
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
-from penstock.dataset.data_files import DataFiles, evaluation_files, for_each_file, training_files
+from penstock.dataset.data_files import (
+    DataFiles,
+    evaluation_files,
+    for_each_file,
+    for_each_group,
+    training_files,
+)
 from penstock.dataset.dataset_manifest import DatasetRecipe, is_claimed, write_manifest
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file_io import buffer_pool, write_file
+from penstock.dataset.formats.data_file_io import buffer_pool, verify_file, write_files
 from penstock.dataset.formats.format_protocol import FilePlan
-from penstock.errors import AlreadyThere, ObjectNotFound
+from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer
 from penstock.progress import Progress
 from penstock.storage import Storage, capabilities, volumes
 from penstock.storage.aligned import BufferPool
+from penstock.storage.protocol import SupportsWritesAtOnce
 from penstock.workload.spec import Dataset
 
 
@@ -83,8 +95,13 @@ def generate(
     progress.begin("generating", size_bytes / comm.size)
     began_s = time.monotonic()
     written_files = written_bytes = 0
-    for plan, new_bytes in for_each_file(
-        files, writer.write, rank=comm.rank, num_ranks=comm.size, threads=threads
+    for plan, new_bytes in for_each_group(
+        files,
+        writer.write_all,
+        rank=comm.rank,
+        num_ranks=comm.size,
+        threads=threads,
+        in_a_row=writer.group_files(comm.size * threads),
     ):
         written_files += new_bytes is not None
         written_bytes += new_bytes or 0
@@ -139,6 +156,12 @@ def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:
     return False
 
 
+_GROUP_FILES: Final = 64
+_GROUP_BYTES: Final = 16 << 20
+"""What is written before the first file of a group is synced, in each thread."""
+_TASKS_A_THREAD: Final = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Writer:
     """Writes files, on any thread."""
@@ -149,13 +172,26 @@ class _Writer:
     pool: BufferPool
     keeps: bool
 
-    def write(self, plan: FilePlan) -> tuple[FilePlan, int | None]:
-        """Write the file; its plan, and the bytes written, None if the file was there."""
-        if self.keeps and self._is_whole(plan):
-            return plan, None
-        content = Content(self.recipe.seed, plan.index, self.recipe.reduction)
-        stored = write_file(self.files.kind, plan, self.storage, content, self.pool)
-        return plan, sum(part.size_bytes for part in stored)
+    def group_files(self, num_threads: int) -> int | None:
+        """How many files become durable together; None where each does so alone."""
+        file_bytes = expected_bytes(self.recipe.dataset) // max(1, len(self.files))
+        if not isinstance(self.storage, SupportsWritesAtOnce) or file_bytes > _GROUP_BYTES // _GROUP_FILES:
+            return None
+        return max(1, min(_GROUP_FILES, len(self.files) // (num_threads * _TASKS_A_THREAD)))
+
+    def write_all(self, plans: Iterator[FilePlan]) -> list[tuple[FilePlan, int | None]]:
+        """Write these files; their plans, and the bytes written, None for a file that was there."""
+        outcomes: list[tuple[FilePlan, int | None]] = []
+
+        def missing() -> Iterator[tuple[FilePlan, Content]]:
+            for plan in plans:
+                if self.keeps and self._is_whole(plan):
+                    outcomes.append((plan, None))
+                else:
+                    yield plan, Content(self.recipe.seed, plan.index, self.recipe.reduction)
+
+        outcomes += write_files(self.files.kind, missing(), self.storage, self.pool)
+        return outcomes
 
     def _is_whole(self, plan: FilePlan) -> bool:
         try:
@@ -165,3 +201,64 @@ class _Writer:
             )
         except ObjectNotFound:
             return False
+
+
+MAX_REPORTED: Final = 100
+"""Wrong files that are reported one by one; all are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongFile:
+    """A file that differs from its recipe, and how."""
+
+    name: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationResult:
+    """The result over all ranks; `wrong` has the first `MAX_REPORTED` of `num_wrong` files."""
+
+    num_files: int
+    num_wrong: int
+    wrong: tuple[WrongFile, ...]
+    read_bytes: int
+    elapsed_s: float
+
+
+def verify(
+    recipe: DatasetRecipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress
+) -> VerificationResult:
+    """Compare every file with the recipe; collective, with the same result on every rank."""
+    files = data_files(recipe)
+    Content(recipe.seed, 0).prepare_verification()
+    progress.begin("verifying files", -(-len(files) // comm.size))
+    began_s = time.monotonic()
+    read_before = storage.counters.snapshot().read_bytes
+
+    def check(plan: FilePlan) -> WrongFile | None:
+        content = Content(recipe.seed, plan.index, recipe.reduction)
+        try:
+            mismatch = verify_file(files.kind, plan, storage, content)
+        except (ObjectNotFound, ShortTransfer) as error:
+            return WrongFile(plan.name, str(error))
+        if mismatch is None:
+            return None
+        return WrongFile(mismatch.name, f"byte {mismatch.offset}: {mismatch.what}")
+
+    wrong: list[WrongFile] = []
+    num_wrong = 0
+    for wrong_file in for_each_file(files, check, rank=comm.rank, num_ranks=comm.size, threads=threads):
+        progress.advance(1)
+        if wrong_file is not None:
+            num_wrong += 1
+            wrong = [*wrong, wrong_file][:MAX_REPORTED]
+    read_bytes = storage.counters.snapshot().read_bytes - read_before
+    reports = comm.gather(wrong, awaiting="all ranks to verify their files")
+    return VerificationResult(
+        num_files=len(files),
+        num_wrong=comm.reduce(num_wrong, "sum", awaiting="the count of wrong files"),
+        wrong=tuple(sorted(chain(*reports), key=lambda wrong_file: wrong_file.name)[:MAX_REPORTED]),
+        read_bytes=comm.reduce(read_bytes, "sum", awaiting="the bytes that all ranks read"),
+        elapsed_s=comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time"),
+    )

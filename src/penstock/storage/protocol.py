@@ -284,6 +284,18 @@ class SupportsReadsAtOnce(Protocol):
         """Read all of the object into the beginning of `buffer` if it fits; its size in any case."""
 
 
+@runtime_checkable
+class SupportsWritesAtOnce(Protocol):
+    """A storage that makes many small objects durable together, cheaper than by a `Sink` each."""
+
+    def write_at_once(self, objects: Iterable[tuple[str, memoryview]]) -> None:
+        """Write each of these whole objects, by its key; all are durable and visible once this returns.
+
+        A buffer may change as soon as the next object is asked for. After an error, what is visible is whole
+        and durable, and nothing is left of the rest. Files stay open until the end: a hundred at a time.
+        """
+
+
 def read_described(storage: Storage, key: str) -> tuple[ObjectInfo, bytearray]:
     """A small object and what describes it; `ObjectNotFound` if there is none."""
     if isinstance(storage, SupportsWholeReads):

@@ -14,7 +14,8 @@ from isal import isal_zlib
 
 from penstock.dataset.formats.format_protocol import Checksum, ContentSource, FilePlan
 from penstock.errors import ShortTransfer
-from penstock.storage import Sink, Source, aligned
+from penstock.storage import Source, aligned
+from penstock.storage.protocol import Release
 
 BUFFER_BYTES: Final = 4 << 20
 _SHORT_BYTES: Final = 4096
@@ -48,12 +49,17 @@ class _Sum:
 
 
 class DataFileWriter:
-    """Fills buffers of `pool` and submits them to `sink` as they get full; the last one at `flush`."""
+    """Fills buffers of `pool` and submits them, as to a `Sink`, as they get full; the last one at `flush`."""
 
-    def __init__(self, content: ContentSource, sink: Sink, pool: aligned.BufferPool) -> None:
+    def __init__(
+        self,
+        content: ContentSource,
+        submit: Callable[[memoryview, Release], None],
+        pool: aligned.BufferPool,
+    ) -> None:
         self.content = content
         self.offset = 0
-        self._sink = sink
+        self._submit_buffer = submit
         self._pool = pool
         self._buffer = pool.take()
         self._used = 0
@@ -110,7 +116,7 @@ class DataFileWriter:
         self.offset += room.nbytes
 
     def _submit(self) -> None:
-        self._sink.submit(self._buffer[: self._used], partial(self._pool.give_back, self._buffer))
+        self._submit_buffer(self._buffer[: self._used], partial(self._pool.give_back, self._buffer))
 
 
 class FirstDifference(Exception):

@@ -201,6 +201,12 @@ class BufferedAccess:
         """Begin appending to an empty file."""
         return BufferedWriter(open_write_queue(file, num_in_flight, step_bytes=1))
 
+    def write(self, file: OpenFile, content: memoryview) -> int:
+        """Write all of an empty file; by how many bytes it has become too long."""
+        write_whole(file, content, 0)
+        file.counters.add(written_bytes=len(content))
+        return 0
+
     def read_into(self, file: OpenFile, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`; the caller has checked that the file is long enough."""
         read_whole(file, buffer, offset, needed_bytes=len(buffer))
@@ -248,6 +254,16 @@ class DirectAccess:
         """Begin appending to an empty file."""
         writes = open_write_queue(file, num_in_flight, self._alignment_bytes)
         return DirectWriter(writes, self._bounces, self._alignment_bytes, file.counters)
+
+    def write(self, file: OpenFile, content: memoryview) -> int:
+        """Write all of an empty file; by how many bytes it has become too long."""
+        writer = self.start_writer(file, 1)
+        try:
+            writer.append(content, None)
+            writer.complete()
+        finally:
+            writer.give_up()
+        return writer.padding_bytes
 
     def read_into(self, file: OpenFile, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`; the caller has checked that the file is long enough."""

@@ -12,8 +12,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
@@ -22,21 +22,14 @@ from penstock.environment import Environment
 from penstock.errors import (
     AccessRefused,
     ObjectNotFound,
-    ShortTransfer,
     StorageError,
     Unavailable,
     UsageError,
 )
 from penstock.storage.capabilities import Deferred
-from penstock.storage.files.file_io import (
-    BufferedAccess,
-    DirectAccess,
-    FileAccess,
-    FileSource,
-    FileWriter,
-    OpenFile,
-)
+from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess, FileSource, OpenFile
 from penstock.storage.files.folders import FileFolderTree, VerifiedFolders
+from penstock.storage.files.new_files import FileGroup, FileSink, NewFile
 from penstock.storage.files.system_calls import (
     REAL_CALLS,
     FileCalls,
@@ -44,7 +37,7 @@ from penstock.storage.files.system_calls import (
     map_os_error,
     translate_os_errors,
 )
-from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, Release
+from penstock.storage.protocol import Counters, ObjectInfo, OptionValue
 from penstock.storage.uri import Location, check_key, check_prefix, parse_options
 
 logger = logging.getLogger(__name__)
@@ -64,126 +57,6 @@ def unfinished_name() -> str:
 def is_unfinished(name: str) -> bool:
     """Whether `name` is one that only an unfinished object has."""
     return name.startswith(".penstock-") and _UNFINISHED.fullmatch(name) is not None
-
-
-@dataclass(slots=True, kw_only=True)
-class NewFile:
-    """A file that is being written at `written_path`, to become the object `key` at `final_path`."""
-
-    key: str
-    file: OpenFile
-    written_path: str
-    final_path: str
-    declared_bytes: int | None
-    fsync: bool
-    keep_name: bool
-
-
-class FileSink:
-    """A `Sink` into a file.
-
-    `finish` writes out, compares sizes, cuts padding, fsyncs the file, closes, renames, fsyncs the folder:
-    the final name appears in one step, after all bytes are safe, and a crash before it leaves a file that is
-    never listed. If only the folder's fsync fails, the whole object stays visible.
-    """
-
-    def __init__(self, new: NewFile, writer: FileWriter, folders: VerifiedFolders) -> None:
-        self._new = new
-        self._file = new.file
-        self._writer = writer
-        self._folders = folders
-        self._is_ended = False
-        self._is_open = True
-        self._is_unpublished = True
-
-    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
-        """Append `buffer`; `release` is called exactly once, also where this raises."""
-        if self._is_ended:
-            if release is not None:
-                release()
-            raise self._ended()
-        self._writer.append(buffer, release)
-
-    def finish(self) -> ObjectInfo:
-        """Complete, check, make durable and publish, in the order that the class names."""
-        if self._is_ended:
-            raise self._ended()
-        # Set first: after a failure below only `abort` is left.
-        self._is_ended = True
-        self._writer.complete()
-        self._check_size("declared", self._new.declared_bytes)
-        with translate_os_errors("Finishing", self._file.uri):
-            facts = self._finish_content()
-        self._publish()
-        return ObjectInfo(key=self._new.key, size_bytes=facts.st_size, modified_s=facts.st_mtime)
-
-    def abort(self) -> None:
-        """Remove what was written. What cannot be removed stays hidden, and the log names it."""
-        self._is_ended = True
-        self._writer.give_up()
-        with self._logged_failures("close"):
-            self._close()
-        if self._is_unpublished:
-            self._is_unpublished = False
-            with self._logged_failures("remove"):
-                self._file.calls.unlink(self._new.written_path)
-
-    def _finish_content(self) -> os.stat_result:
-        calls, descriptor = self._file.calls, self._file.descriptor
-        if self._writer.padding_bytes:
-            calls.ftruncate(descriptor, self._writer.size_bytes)
-        facts = calls.fstat(descriptor)
-        self._check_size("stored", facts.st_size)
-        if self._new.fsync:
-            calls.fsync(descriptor)
-        # Network file systems report late write errors here.
-        self._close()
-        return facts
-
-    def _publish(self) -> None:
-        if self._new.written_path != self._new.final_path:
-            try:
-                self._file.calls.rename(self._new.written_path, self._new.final_path)
-            except OSError as error:
-                raise map_name_clash(error, self._file.uri) from error
-        self._is_unpublished = False
-        if self._new.keep_name:
-            self._folders.sync_folder(os.path.dirname(self._new.final_path))
-
-    @contextmanager
-    def _logged_failures(self, doing: str) -> Iterator[None]:
-        # Raised, a failure to clean up would hide why the object was given up.
-        try:
-            yield
-        except FileNotFoundError:
-            logger.debug("%s was already gone", self._new.written_path)
-        except OSError as error:
-            logger.warning("Could not %s an unfinished object: %s (%s)", doing, self._new.written_path, error)
-
-    def _ended(self) -> StorageError:
-        return StorageError(
-            "The object is already finished or aborted", uri=self._file.uri, fix="Create it again."
-        )
-
-    def _close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._file.calls.close(self._file.descriptor)
-
-    def _check_size(self, which: str, size_bytes: int | None) -> None:
-        submitted_bytes = self._writer.size_bytes
-        if size_bytes is None or size_bytes == submitted_bytes:
-            return
-        expected, actual = (
-            (size_bytes, submitted_bytes) if which == "declared" else (submitted_bytes, size_bytes)
-        )
-        raise ShortTransfer(
-            f"{submitted_bytes} bytes were submitted, but {size_bytes} {which}",
-            uri=self._file.uri,
-            expected_bytes=expected,
-            actual_bytes=actual,
-            fix="Submit exactly the size given to create(), and let no other process write this file.",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,13 +146,19 @@ class FileStorage:
 
     def create(self, key: str, size_bytes: int | None = None) -> FileSink:
         """Begin a file, under a hidden name unless publish=in_place; missing folders are made."""
-        folder, name = self._split(key)
+        new = self._begin(key, size_bytes)
+        writer = self._access.start_writer(new.file, self._options.writes_in_flight)
+        return FileSink(new, writer, self._folders)
+
+    def write_at_once(self, objects: Iterable[tuple[str, memoryview]]) -> None:
+        """Write small files, which become durable together and then visible one after the other."""
+        group = FileGroup(self._folders)
         try:
-            return self._begin(key, self._ready(folder), name, size_bytes)
-        except ObjectNotFound:
-            # A remembered folder has been removed meanwhile: check and make it again, once.
-            self._folders.forget()
-            return self._begin(key, self._ready(folder), name, size_bytes)
+            for key, content in objects:
+                group.add(self._begin(key, len(content)), self._access, content)
+            group.finish()
+        finally:
+            group.discard()
 
     def open(self, key: str) -> FileSource:
         """Open a file as it is now: an overwrite does not touch it, only writing in place does."""
@@ -439,44 +318,34 @@ class FileStorage:
             )
         return folder, name
 
-    def _begin(self, key: str, folder_path: str, name: str, size_bytes: int | None) -> FileSink:
-        final_path = os.path.join(folder_path, name)
-        flags = os.O_WRONLY | os.O_CREAT
+    def _begin(self, key: str, size_bytes: int | None) -> NewFile:
+        folder, name = self._split(key)
+        try:
+            return self._begin_in(self._ready(folder), key, name, size_bytes)
+        except ObjectNotFound:
+            # A remembered folder has been removed meanwhile: check and make it again, once.
+            self._folders.forget()
+            return self._begin_in(self._ready(folder), key, name, size_bytes)
+
+    def _begin_in(self, folder_path: str, key: str, name: str, size_bytes: int | None) -> NewFile:
+        written_path = final_path = os.path.join(folder_path, name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         if self._options.publish == "rename":
             written_path = os.path.join(folder_path, unfinished_name())
-            flags |= os.O_EXCL
-        else:
-            written_path = final_path
-            flags |= os.O_TRUNC | os.O_NOFOLLOW
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        descriptor = self._open_path(written_path, flags)
         new = NewFile(
             key=key,
-            file=OpenFile(
-                self._open_new(written_path, flags),
-                self._folders.uri_of(final_path),
-                self._calls,
-                self.counters,
-            ),
+            file=OpenFile(descriptor, self._folders.uri_of(final_path), self._calls, self.counters),
             written_path=written_path,
             final_path=final_path,
             declared_bytes=size_bytes,
             fsync=self._options.fsync,
             keep_name=self._keep_names,
         )
-        sink = FileSink(
-            new, self._access.start_writer(new.file, self._options.writes_in_flight), self._folders
-        )
         if size_bytes and self._options.preallocate:
-            _preallocate(new.file, size_bytes, sink)
-        return sink
-
-    def _open_new(self, path: str, flags: int) -> int:
-        try:
-            return self._open_path(path, flags)
-        except Unavailable:
-            # Some kernels create the file before they find that they cannot open it with O_DIRECT.
-            if flags & os.O_EXCL and os.path.exists(path):
-                self._calls.unlink(path)
-            raise
+            _preallocate(new, size_bytes)
+        return new
 
     def _open_path(self, path: str, flags: int) -> int:
         try:
@@ -486,7 +355,11 @@ class FileStorage:
         except OSError as error:
             uri = self._folders.uri_of(path)
             if error.errno == errno.EINVAL and self._access.open_flags:
-                raise _no_direct_access(path, uri) from error
+                refusal = _no_direct_access(path, uri)
+                if flags & os.O_EXCL and os.path.exists(path):
+                    # Some kernels create the file before they find that they cannot open it with O_DIRECT.
+                    self._calls.unlink(path)
+                raise refusal from error
             raise (
                 map_name_clash(error, uri) if flags & os.O_CREAT else map_os_error(error, "Opening", uri)
             ) from error
@@ -550,13 +423,14 @@ def _describe(key: str, facts: os.stat_result) -> ObjectInfo:
     return ObjectInfo(key=key, size_bytes=facts.st_size, modified_s=facts.st_mtime)
 
 
-def _preallocate(file: OpenFile, size_bytes: int, sink: FileSink) -> None:
+def _preallocate(new: NewFile, size_bytes: int) -> None:
+    file = new.file
     try:
         file.calls.fallocate(file.descriptor, size_bytes)
     except OSError as error:
         if error.errno in _NOT_SUPPORTED:
             return
-        sink.abort()
+        new.discard()
         raise map_os_error(error, f"Allocating {size_bytes} bytes", file.uri) from error
 
 

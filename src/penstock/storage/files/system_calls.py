@@ -39,6 +39,24 @@ def _fallocate(descriptor: int, size_bytes: int) -> None:
     raise_on_failure(libc().fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)))
 
 
+def _start_writeback(descriptor: int) -> None:
+    """Let the bytes of a whole file be written out, without waiting."""
+    _sync_range(descriptor, 2)
+
+
+def _await_writeback(descriptor: int) -> None:
+    """Wait until the bytes of a whole file are written out; errors told here are not told by fsync again."""
+    _sync_range(descriptor, 4)
+
+
+def _sync_range(descriptor: int, flags: int) -> None:
+    """sync_file_range(2), by which bytes move sooner; what makes them durable is fsync."""
+    everything = ctypes.c_int64(0)
+    result = libc().sync_file_range(descriptor, everything, everything, flags)
+    if result and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
+        raise_on_failure(result)
+
+
 def _rename_exchange(one: str, other: str) -> None:
     """renameat2(2) with RENAME_EXCHANGE: both names change in one step. ENOSYS where libc lacks it."""
     if not hasattr(libc(), "renameat2"):
@@ -63,6 +81,8 @@ class FileCalls:
     close: Callable[[int], None] = os.close
     pwrite: Callable[[int, memoryview, int], int] = os.pwrite
     pread_into: Callable[[int, memoryview, int], int] = _pread_into
+    start_writeback: Callable[[int], None] = _start_writeback
+    await_writeback: Callable[[int], None] = _await_writeback
     fsync: Callable[[int], None] = os.fsync
     ftruncate: Callable[[int, int], None] = os.ftruncate
     fallocate: Callable[[int, int], None] = _fallocate

@@ -270,7 +270,7 @@ def test_an_image_of_another_shape_is_damage() -> None:
 def test_a_sum_is_the_same_for_who_writes_and_who_checks() -> None:
     storage = MemoryStorage()
     sink = storage.create("sums")
-    writing = DataFileWriter(CONTENT, sink, BufferPool(4096, 2))
+    writing = DataFileWriter(CONTENT, sink.submit, BufferPool(4096, 2))
     assert _sums(writing) == CHECK_VALUES
     writing.flush()
     sink.finish()
