@@ -253,7 +253,8 @@ class _Listing:
         for line in lines:
             tid, ts_us, text = _split_line(line, self._task)
             process = self._process_of(tid)
-            if text.startswith(("+++", "---")):
+            if text.startswith(("+++", "---")) or "???" in text[:8]:
+                # Exits, signals, and calls of a thread that ended before strace could read them.
                 continue
             if text.endswith("<unfinished ...>"):
                 self._begun[tid] = ts_us, text.removesuffix("<unfinished ...>").rstrip()

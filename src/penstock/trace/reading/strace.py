@@ -20,23 +20,27 @@ from penstock.trace.event_schema import canonical
 from penstock.trace.reading.event_batch import LineFate, ParsedLine, parse_int64, transfer_size
 from penstock.trace.reading.strace_threads import UNKNOWN_TASK, Task, find_host, find_task
 
-FIRST_LINE: Final = re.compile(
-    rb"\s*(?:\[pid\s+\d+\]\s+|\d+\s+)?\d{9,11}\.\d{6}\s+(?:[a-z_]\w*\(|<\.\.\.|\+\+\+|---)"
-)
+# Whose line it is (-f, with the name of its program by -Y), and when (-ttt, or in milli- or nanoseconds).
+_BEGIN: Final = r"\s*(?:\[pid\s+(\d+)(?:<[^>]*>)?\]\s+|(\d+)(?:<[^>]*>)?\s+)?(\d{%s})\.(\d{1,9})\s+"
+# The time since the last line (-r), the number of the call (-n), and where it was made (-i).
+_BESIDE: Final = r"(?:\(\+\s*[\d.]+\)\s+)?(?:\[[\da-f\s?]+\]\s+)*"
+FIRST_LINE: Final = re.compile((_BEGIN % "9,11" + _BESIDE + r"(?:[a-z_]\w*\(|<\.\.\.|\+\+\+|---)").encode())
 """How a line of this dialect begins."""
 OTHER_CLOCK: Final = re.compile(rb"\s*(?:\d+\s+)?(?:\d\d:\d\d:\d\d(?:\.\d{6})?|\d{1,8}\.\d{6})\s+[a-z_]\w*\(")
 """How a line of `strace -t`, `-tt` or `-r` begins: the day is not in it."""
 
-_LINE: Final = re.compile(r"\s*(?:\[pid\s+(\d+)\]\s+|(\d+)\s+)?(\d{1,11})\.(\d{6})\s+(.*?)\s*", re.DOTALL)
+_LINE: Final = re.compile(_BEGIN % "1,11" + _BESIDE + r"(.*?)\s*", re.DOTALL)
 # Strace escapes < and > in names of files. Sockets (`-yy`) have an arrow, devices a pair of their own.
 _SHOWN: Final = r"<([A-Za-z0-9-]+:\[[^<>]*(?:->[^<>]*)?\]|[^<>]*(?:<[^<>]*>)?)>(?:\(deleted\))?"
 _CALL: Final = re.compile(
-    rf"(\w+)\((.*)\)\s*= (-?\w+|\?)(?:{_SHOWN})?(?:\s+([A-Z]\w+))?.*?(?:\s<(\d+)\.(\d{{6}})>)?", re.DOTALL
+    rf"(\w+)\((.*)\)\s*= (-?\w+|\?)(?:{_SHOWN})?(?:\s+([A-Z]\w+))?.*?(?:\s<(\d+)\.(\d{{1,9}})>)?", re.DOTALL
 )
 _RESUMED: Final = re.compile(r"<\.\.\. (\w+) resumed>\s?(.*)", re.DOTALL)
 _UNFINISHED: Final = "<unfinished ...>"
-_REMARK: Final = re.compile(r"strace: Process \d+ .*|\[ Process PID=\d+ .*")
-"""What strace says about itself, where its listing goes to the terminal."""
+_REMARK: Final = re.compile(r"strace: Process \d+ .*|\[ Process PID=\d+ .*| > .*")
+"""What strace says about itself, where its listing goes to the terminal, and lines of a stack (-k)."""
+_SUMMARY: Final = "% time     seconds  usecs/call"
+"""How the table begins that stands behind all calls (-C)."""
 _UNREAD: Final = ("???(", "<... ??? resumed>")
 """How strace lists a call whose number it could not read, because the thread was ended as it made it."""
 _STRING: Final = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\.\.\.)?')
@@ -150,20 +154,22 @@ class Strace:
         self._num_lines = 0
         self._early: dict[int, _EarlyTask] = {}
         self._num_timeless = 0
+        self._is_summary = False
 
     def parse(self, line: str) -> ParsedLine:
         """Parse a line: a call, a part of one, a signal or an exit, or damage."""
         self._num_lines += 1
         if not line.strip():
             return ParsedLine(LineFate.BLANK)
+        self._is_summary |= line.startswith(_SUMMARY)
+        if self._is_summary or _REMARK.match(line):
+            return ParsedLine(LineFate.METADATA)
         match = _LINE.fullmatch(line)
         if match is None:
-            if _REMARK.match(line):
-                return ParsedLine(LineFate.METADATA)
             return ParsedLine(LineFate.DROPPED, reason="not a line of strace")
         bracketed, plain, seconds, fraction, rest = match.groups()
         tid = int(bracketed or plain or self._task.tid)
-        ts_us = int(seconds) * 1_000_000 + int(fraction)
+        ts_ns = _nanoseconds(seconds, fraction)
         if rest.startswith(("+++", "---", *_UNREAD)):
             if rest.startswith("+++") and tid != self._task.tid:
                 # The system may use its number again.
@@ -171,17 +177,17 @@ class Strace:
             return ParsedLine(LineFate.METADATA)
         if rest.endswith(_UNFINISHED):
             self._process_of(tid)
-            self._unfinished[tid] = (ts_us, rest.removesuffix(_UNFINISHED).rstrip())
+            self._unfinished[tid] = (ts_ns, rest.removesuffix(_UNFINISHED).rstrip())
             self._begun[tid] = (self._num_lines, line)
             return ParsedLine(LineFate.METADATA)
-        return self._finished(tid, ts_us, rest)
+        return self._finished(tid, ts_ns, rest)
 
     def finish(self) -> Iterable[ParsedLine]:
         """Calls that never returned."""
-        for tid, (ts_us, text) in self._unfinished.items():
+        for tid, (ts_ns, text) in self._unfinished.items():
             name = text.partition("(")[0]
             if name.isidentifier():
-                row = self._row(tid, ts_us, _examine(name, text.partition("(")[2], None))
+                row = self._row(tid, ts_ns, _examine(name, text.partition("(")[2], None))
                 yield ParsedLine(LineFate.SALVAGED, row=row, reason="never returned", begun=self._begun[tid])
             else:
                 yield ParsedLine(LineFate.DROPPED, reason="cut short", begun=self._begun[tid])
@@ -191,34 +197,35 @@ class Strace:
         if self._num_timeless:
             yield f"{self._num_timeless} calls have no duration: run strace with -T"
 
-    def _finished(self, tid: int, ts_us: int, text: str) -> ParsedLine:
+    def _finished(self, tid: int, ts_ns: int, text: str) -> ParsedLine:
         resumed = _RESUMED.fullmatch(text)
         if resumed is not None:
             if tid not in self._unfinished:
                 return ParsedLine(LineFate.DROPPED, reason="resumes a call that never began")
-            ts_us, head = self._unfinished.pop(tid)
+            ts_ns, head = self._unfinished.pop(tid)
             text = head + resumed[2]
         call = _CALL.fullmatch(text)
         if call is None:
             return ParsedLine(LineFate.DROPPED, reason="cut short" if "(" in text else "not a call")
         name, arguments, ret, opened, error, seconds, fraction = call.groups()
-        row = self._row(tid, ts_us, _examine(name, arguments, _number(ret), opened))
+        row = self._row(tid, ts_ns, _examine(name, arguments, _number(ret), opened))
         if seconds is not None:
-            row["dur_us"] = int(seconds) * 1_000_000 + int(fraction)
+            # Starts and ends are cut to microseconds, so that calls that follow one another still do.
+            row["dur_us"] = (ts_ns + _nanoseconds(seconds, fraction)) // 1000 - row["ts_us"]
         elif ret != "?":
             self._num_timeless += 1
         if error and ret == "-1":
             row["args"] = json.dumps({**json.loads(row["args"]), "errno": error})
         return ParsedLine(LineFate.EVENT, row=row)
 
-    def _row(self, tid: int, ts_us: int, call: _Call) -> dict[str, Any]:
+    def _row(self, tid: int, ts_ns: int, call: _Call) -> dict[str, Any]:
         process = self._process_of(tid)
         path = _find_path(process, call)
         cat = "POSIX" if call.op in _FILE_CALLS or (call.op == "mmap" and path is not None) else "SYSTEM"
         if call.ret is not None and call.ret >= 0:
             process.follow(call, path, call.ret)
         row = {
-            "ts_us": ts_us,
+            "ts_us": ts_ns // 1000,
             "dur_us": 0,
             "op": call.op,
             "name": call.name,
@@ -309,6 +316,10 @@ def _find_path(process: _Process, call: _Call) -> str | None:
     if named and call.arguments.lstrip().startswith('"') and call.op in _NAME_CALLS:
         return _join(process.folder, named)
     return None
+
+
+def _nanoseconds(seconds: str, fraction: str) -> int:
+    return int(seconds + fraction.ljust(9, "0"))
 
 
 def _number(text: str) -> int | None:

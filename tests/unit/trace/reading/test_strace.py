@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.trace.reading.event_batch import LineFate
-from penstock.trace.reading.strace import Strace
+from penstock.trace.reading.strace import FIRST_LINE, Strace
 from penstock.trace.reading.strace_threads import Task
 
 
@@ -271,6 +271,36 @@ def test_lines_without_a_number_belong_to_the_files_thread() -> None:
 
 def test_what_strace_says_about_itself_is_no_damage() -> None:
     assert Strace().parse("strace: Process 4102 attached").fate is LineFate.METADATA
+
+
+@pytest.mark.parametrize(
+    ("line", "ts_us", "dur_us"),
+    [
+        ("41 1795439412.725 read(3, ..., 9) = 9 <0.000185>", 1795439412_725000, 185),
+        ("41 1795439412.725000900 read(3, ..., 9) = 9 <0.000000200>", 1795439412_725000, 1),
+        ("41 1795439412.725000 [00007f578e3a0ad7] read(3, ..., 9) = 9 <0.000185>", 1795439412_725000, 185),
+        ("41 1795439412.725000 [   0] read(3, ..., 9) = 9 <0.000185>", 1795439412_725000, 185),
+        ("41 1795439412.725000 (+     0.000012) read(3, ..., 9) = 9 <0.000185>", 1795439412_725000, 185),
+        ("41<python3> 1795439412.725000 read(3, ..., 9) = 9 <0.000185>", 1795439412_725000, 185),
+        ("[pid    41<python3>] 1795439412.725000 read(3, ..., 9) = 9 <0.000185>", 1795439412_725000, 185),
+    ],
+)
+def test_lines_of_any_option_beside_the_time_are_calls(line: str, ts_us: int, dur_us: int) -> None:
+    assert FIRST_LINE.match(line.encode())
+    row = Strace().parse(line).row
+    assert row is not None
+    assert (row["tid"], row["ts_us"], row["dur_us"], row["size_bytes"]) == (41, ts_us, dur_us, 9)
+
+
+def test_stacks_and_the_summary_behind_all_calls_are_no_damage() -> None:
+    parser = Strace()
+    for line in (
+        " > /usr/lib/x86_64-linux-gnu/libc.so.6(read+0x13) [0x10e7d3]",
+        "% time     seconds  usecs/call     calls    errors syscall",
+        "------ ----------- ----------- --------- --------- ----------------",
+        " 26.09    0.000012           0        83           mmap",
+    ):
+        assert parser.parse(line).fate is LineFate.METADATA
 
 
 def test_a_call_that_strace_could_not_read_is_no_damage() -> None:
