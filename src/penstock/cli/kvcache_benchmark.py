@@ -326,6 +326,8 @@ def _build_request(cache: KvCacheOptions, engine: EngineOptions, plan: IoPlan) -
 
 def view_cache_run(document: dict[str, Any]) -> View:
     """A run for people."""
+    from penstock.kvcache.cache_figures import has_small_objects
+
     plan, saved = document["plan"], document["time_to_first_token"]
     ranks = "1 rank" if document["ranks"] == 1 else f"{document['ranks']} ranks"
     yield (
@@ -357,10 +359,16 @@ def view_cache_run(document: dict[str, Any]) -> View:
     if (lag := document["lag_ms"]) and lag["count"]:
         yield f"Lag behind the workload's times: p50 {lag['p50']:.1f} ms, p99 {lag['p99']:.1f} ms"
     if saved["hits_worth_it"] is not None:
+        # What loading a part of an object takes says nothing of a whole one.
+        told = (
+            "move whole objects, without --scale, to see what loading saves"
+            if has_small_objects(document)
+            else f"{format_seconds(saved['saved_s'])} saved in all; loading was faster than computing for "
+            f"{saved['hits_worth_it']:.1%} of requests with hits"
+        )
         yield (
-            f"Time to first token: {format_seconds(saved['saved_s'])} saved in all; loading was faster than "
-            f"computing for {saved['hits_worth_it']:.1%} of requests with hits; break-even at "
-            f"{saved['break_even_gib_per_s']:.2f} GiB/s for {saved['prefill_tokens_per_s']:,.0f} tokens/s"
+            f"Time to first token: {told}; break-even at {saved['break_even_gib_per_s']:.2f} GiB/s for "
+            f"{saved['prefill_tokens_per_s']:,.0f} tokens/s"
         )
     if sustained := document.get("sustained"):
         rows = [
