@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness import Ratio, interleave
+from harness import Ratio, interleave, ratio_of
 from penstock.bench.probe.block_targets import FileTarget, find_local_files
 from penstock.bench.probe.load_loops import LoadRun, Operations, RingLoop, ThreadLoop, blocks_ahead
 from penstock.bench.probe.load_plan import NS, LoadShape
@@ -56,6 +56,7 @@ SECONDS = 1.0
 """Of one side of a job: short, so that many rounds see the same disk."""
 LOAD_SECONDS = 2.0
 NUM_HUGE_PAGES = 16
+EXPORT_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -333,14 +334,27 @@ def print_loops() -> None:
 
 
 def print_export() -> None:
-    """Every job that a probe writes for fio, run by fio: our figure over its."""
+    """Every job that a probe writes for fio, run by fio, in turn: our figure over its."""
+    for pages in _kinds_of_pages():
+        pairs: dict[str, list[tuple[float, float]]] = {}
+        for _ in range(EXPORT_ROUNDS):
+            with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+                ours, theirs = _probe_and_repeat(folder, pages)
+            for name, peer in theirs.items():
+                pairs.setdefault(name, []).append((ours[name], peer))
+        for name, seen in pairs.items():
+            print(ratio_of(f"{name}, {pages}", seen, "ops/s").line(None), flush=True)
+
+
+def _probe_and_repeat(folder: str, pages: Pages) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Operations a second of each job by its name: the probe's, and those of fio with the same pages."""
     options = ("--size", "256MiB", "--streams", "1,4", "--blocks", "1MiB", "--exact", "--seconds", "2")
     load = ("--measure", "best,knee", "--request", "16KiB", "--mix", "70", "--rates", "500,2000")
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-        jobs = Path(folder) / "probe.fio"
-        probe = (sys.executable, "-m", "penstock", "storage", "probe", folder, *options, *load)
+    jobs = Path(folder) / "probe.fio"
+    probe = (sys.executable, "-m", "penstock", "storage", "probe", folder, *options, *load)
+    with pages.ours():
         ours = json.loads(_output(*probe, "--fio", str(jobs), "--json"))
-        theirs = json.loads(_output("fio", "--output-format=json", str(jobs)))
+    jobs.write_text(jobs.read_text().replace("[global]", f"[global]\n{pages.fio_option.removeprefix('--')}"))
     rates = {
         f"{seen['op']}-{seen['mode']}-{seen['streams']}x{seen['block_bytes']}": seen["operations_per_s"]
         for seen in ours["measurements"]
@@ -350,9 +364,8 @@ def print_export() -> None:
         rates |= {
             f"load-{seen['mode']}-{at['offered_per_s']:.0f}": at["achieved_per_s"] for at in seen["points"]
         }
-    for job in theirs["jobs"]:
-        name, peer = job["jobname"], job["read"]["iops"] + job["write"]["iops"]
-        print(f"{name:<40} {rates[name] / peer:5.2f}   ours {rates[name]:,.0f}, fio {peer:,.0f} operations/s")
+    theirs = json.loads(_output("fio", "--output-format=json", str(jobs)))["jobs"]
+    return rates, {job["jobname"]: job["read"]["iops"] + job["write"]["iops"] for job in theirs}
 
 
 def _output(*command: str) -> bytes:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -114,6 +115,17 @@ def test_a_buffered_read_says_how_much_of_it_memory_held(tmp_path: Path) -> None
     ]
     assert all(seen.resident_before is not None and seen.resident_before <= 1 for seen in reads)
     assert min(seen.resident_before or 0 for seen in reads) < 0.1
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a folder in memory")
+def test_a_file_system_in_memory_is_named_as_such() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        assert any("memory" in note for note in _probe(replace(SMALL, uri=f"file://{folder}")).notes)
+
+
+def test_calls_on_files_need_no_room_for_a_size(tmp_path: Path) -> None:
+    request = replace(SMALL, uri=f"file://{tmp_path}", size_bytes=1 << 60, parts=("metadata",), streams=(1,))
+    assert [rate.op for rate in _probe(request).metadata] == ["create", "stat", "list", "delete"]
 
 
 def test_slow_storage_shrinks_the_measurements_and_says_so() -> None:

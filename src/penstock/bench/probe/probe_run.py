@@ -150,8 +150,10 @@ class _LocationResult:
 def _probe_location(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
 ) -> _LocationResult:
-    place.check_free_space(request.size_bytes)
-    affordable_bytes = _affordable_bytes(request, place, comm=comm, progress=progress)
+    affordable_bytes, is_memory = request.size_bytes, False
+    if set(request.parts) != {"metadata"}:  # its files are empty
+        place.check_free_space(request.size_bytes)
+        affordable_bytes, is_memory = _calibrate(request, place, comm=comm, progress=progress)
     sized = replace(request, size_bytes=min(request.size_bytes, affordable_bytes))
     measurements: list[ProbeMeasurement] = []
     loads: list[LoadResult] = []
@@ -165,6 +167,10 @@ def _probe_location(
     mine = place.storage.counters.snapshot()
     counters = sum(comm.gather(mine, awaiting="what the storages of all ranks counted"), Counters())
     notes = [*notes_on_rates(measurements), *(note for load in loads for note in load.notes)]
+    if is_memory:
+        notes.append(
+            f"{place.mode}: files there cannot leave this host's memory, so these are its figures (tmpfs?)."
+        )
     if affordable_bytes < request.size_bytes:
         notes.append(_note_smaller_size(request, place, affordable_bytes))
     if counters.retries or counters.errors:
@@ -228,8 +234,13 @@ def _all_groups(
         yield group
 
 
-def _affordable_bytes(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress) -> int:
-    """What one stream of each rank moves in `max_seconds`, by a short first write, which also warms up."""
+def _calibrate(
+    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
+) -> tuple[int, bool]:
+    """What one stream of each rank moves in `max_seconds`, by a short first write, which also warms up.
+
+    And whether what it wrote is kept in memory, whatever is asked for.
+    """
     block_bytes = min(_CALIBRATION_BLOCK_BYTES, request.size_bytes)
     step = ProbeStep(
         op="write",
@@ -239,8 +250,11 @@ def _affordable_bytes(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, 
         blocks_per_stream=_CALIBRATION_BLOCKS,
     )
     measured = measure(step, place, comm=comm, progress=progress)
+    resident_bytes, file_bytes = _evict(place)
+    kept = comm.reduce(float(resident_bytes >= file_bytes > 0), "sum", awaiting="evicting the first write")
     place.remove_objects()
-    return max(_SMALLEST_SIZE_BYTES, int(measured.moved_bytes / measured.elapsed_s * request.max_seconds))
+    affordable_bytes = int(measured.moved_bytes / measured.elapsed_s * request.max_seconds)
+    return max(_SMALLEST_SIZE_BYTES, affordable_bytes), kept > 0
 
 
 _NOTED_SHARE: Final = 0.1
@@ -475,15 +489,16 @@ def _keys_written(step: ProbeStep, rank: int) -> Iterator[str]:
 
 
 def _evict_files(step: ProbeStep, place: ProbeFolder) -> tuple[int, int]:
-    """Before a buffered read, evict this rank's files from the page cache; bytes that stayed, of how many."""
-    if place.folder is None or place.mode != "buffered" or "read" not in step.op:
+    """Before a buffered read, evict this rank's files from the page cache."""
+    return _evict(place) if place.mode == "buffered" and "read" in step.op else (0, 0)
+
+
+def _evict(place: ProbeFolder) -> tuple[int, int]:
+    """Evict this rank's files from the page cache; bytes that stayed, of how many."""
+    if place.folder is None:
         return 0, 0
-    resident_bytes = file_bytes = 0
-    for key in place.keys:
-        left = residency.evict_file(str(place.folder / key)).after
-        resident_bytes += left.resident_bytes
-        file_bytes += left.total_bytes
-    return resident_bytes, file_bytes
+    left = [residency.evict_file(str(place.folder / key)).after for key in place.keys]
+    return sum(one.resident_bytes for one in left), sum(one.total_bytes for one in left)
 
 
 def measurement_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str, str]]:
