@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import zlib
 from contextlib import ExitStack, closing
@@ -498,6 +499,14 @@ class Sampler:
 
 def own_tensors(rank: int, root: Path) -> bool:
     order = torch.randperm(40_000 + rank, generator=torch.Generator().manual_seed(rank))
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock.checkpoint.saving").addHandler(handler)
+    save({"sampler": Sampler(order)}, root / "other")
+    assert not heard
+    save({"sampler": Sampler(order if rank else None)}, root / "other")
+    assert any("Not all ranks have the same entries in" in text for text in heard) == (rank == 0)
     save({"sampler": Sampler(order)}, root / "step")
     for before in (None, torch.zeros(40_000 + rank, dtype=torch.int64)):
         found = Sampler(before)

@@ -514,6 +514,31 @@ def test_place_whose_elements_share_memory_is_refused(tmp_path: Path, place: tor
         load({"w": place}, tmp_path / "saved")
 
 
+def test_tied_places_get_one_value_or_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = {"a": torch.full((3, 4), torch.nan), "b": torch.full((3, 4), torch.nan), "c": torch.ones(3, 4)}
+    save(saved, tmp_path / "ours")
+    stock_save(saved, checkpoint_id=tmp_path / "stock", no_dist=True)
+    for path in (tmp_path / "ours", tmp_path / "stock"):
+        tied = torch.zeros(3, 4)
+        load({"a": tied, "b": tied}, path)
+        assert tied.isnan().all()
+        with pytest.raises(UsageError, match="'a' and 'c' are one tensor in the state, and two different"):
+            load({"a": tied, "c": tied}, path)
+        load({"a": tied, "c": tied}, path, strict=False)
+        assert tied.isnan().all()
+        assert "it has the values of 'a'" in caplog.text
+
+
+def test_places_that_share_a_part_of_their_memory_are_refused(tmp_path: Path) -> None:
+    save({"a": torch.ones(3, 4), "b": torch.zeros(3, 4)}, tmp_path / "saved")
+    rows = torch.zeros(5, 4)
+    with pytest.raises(UsageError, match="'a' and 'b' share a part of their memory"):
+        load({"a": rows[:3], "b": rows[2:]}, tmp_path / "saved")
+    columns = torch.full((3, 8), 2.0)
+    load({"a": columns[:, :4], "b": columns[:, 4:]}, tmp_path / "saved")
+    assert columns.sum() == 12
+
+
 @pytest.mark.parametrize(
     "place",
     [torch.zeros(4, 3).t(), torch.zeros(6, 8)[::2, ::2], torch.zeros(20).as_strided((3, 4), (2, 5))],

@@ -41,7 +41,7 @@ from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
 from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute_plan
 from penstock.checkpoint.loading.host_links import HostLinks, connect_host, name_host
-from penstock.checkpoint.loading.placement import Target, cut_region
+from penstock.checkpoint.loading.placement import Target, cut_region, find_tied, have_same_bytes
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settings_for_cached
 from penstock.checkpoint.loading.shared_opening import SharedCheckpoint, open_shared
 from penstock.checkpoint.loading.stateful_parts import LoadedParts, StoredNames, loading_into
@@ -129,6 +129,9 @@ class CheckpointLoader:
         stored = StoredNames(source.index, source.paths, source.key_types, group.comm.rank)
         prefixes = {key: load_requests.apply_rename(f"{key}.", choice.rename or {}) for key in state}
         with loading_into(state, stored, prefixes) as parts:
+            if group.comm.rank == 0 and (lost := parts.of_other_ranks(group.comm.size)):
+                told = "Saved by more ranks: not loaded, as they were of ranks that this job lacks: %s"
+                logger.warning(told, name_some(lost, 10))
             return self._load(parts, opened, group, choice, progress=progress or Silent(), readable=readable)
 
     def close(self) -> None:
@@ -181,7 +184,7 @@ class CheckpointLoader:
             totals = execute_plan(plan, requests.regions, targets, context)
         values = run_on_all_ranks(
             comm,
-            lambda: _finish(checkpoint, item_index, requests, targets, comm.rank, trust=choice.trust),
+            lambda: _finish(checkpoint, item_index, matched, targets, choice, rank=comm.rank),
             awaiting="all ranks to unpack what they have loaded",
         )
         # Objects are replaced last, when no rank can fail any more: a failed load replaces none of them.
@@ -423,6 +426,8 @@ class _MatchedState:
     selection: load_requests.LeafSelection
     requests: load_requests.LoadRequests
     targets: Sequence[Target]
+    tied: Sequence[tuple[int, int]] = ()
+    """Rows of targets that are one memory in the state: the second is loaded beside it, to be compared."""
 
 
 def _match_state(
@@ -449,23 +454,55 @@ def _match_state(
     )
     load_requests.require_lengths(checkpoint, item_index, requests.items)
     targets = [_target(local_state, requests, item_index, row) for row in range(len(requests.names))]
-    return _MatchedState(local_state.leaves, selection, requests, targets)
+    tied = [pair for pair in find_tied(targets) if not _is_stored_alike(checkpoint, requests, *pair)]
+    for _, row in tied:
+        memory = torch.empty(targets[row].memory.shape, dtype=targets[row].memory.dtype)
+        targets[row] = replace(targets[row], memory=memory)
+    return _MatchedState(local_state.leaves, selection, requests, targets, tied)
+
+
+def _is_stored_alike(
+    checkpoint: CheckpointSource, requests: load_requests.LoadRequests, first: int, second: int
+) -> bool:
+    """Whether the checkpoint's own checksums say that two regions have the same elements."""
+    wanted = requests.regions
+    places = [wanted.offsets[row].tolist() + wanted.sizes[row].tolist() for row in (first, second)]
+    if checkpoint.summed is None or places[0] != places[1]:
+        return False
+    stored, contents = checkpoint.index.stored.regions, []
+    for number in wanted.tensor[[first, second]].tolist():
+        rows = np.flatnonzero(stored.tensor == number)
+        columns = (stored.offsets[rows], stored.sizes[rows], checkpoint.summed.sums[rows])
+        contents.append(sorted(np.concatenate(columns, axis=1).tolist()))
+    return bool(contents[0]) and contents[0] == contents[1]
 
 
 def _finish(
     checkpoint: CheckpointSource,
     item_index: load_requests.ByteItemIndex,
-    requests: load_requests.LoadRequests,
+    matched: _MatchedState,
     targets: Sequence[Target],
-    rank: int,
+    choice: LoadChoice,
     *,
-    trust: bool,
+    rank: int,
 ) -> dict[str, Any]:
     """The objects by leaf name, when all bytes have arrived and are known to be of one save."""
     if rank == 0:
         # Not all bytes can be verified: those of a region that nobody wants whole have no checksum.
         checkpoint.require_unmixed()
-    return unpack(checkpoint, item_index, requests, targets, trust=trust)
+    values = unpack(checkpoint, item_index, matched.requests, targets, trust=choice.trust)
+    for first, second in matched.tied:
+        if not have_same_bytes(targets[first].memory, targets[second].memory):
+            one, other = (matched.requests.names[row][0] for row in (first, second))
+            told = (
+                f"{one!r} and {other!r} are one tensor in the state, and two different ones in the checkpoint"
+            )
+            if choice.strict:
+                raise UsageError(
+                    told, where=checkpoint.uri, fix="Untie them before the load, or skip one with exclude=."
+                )
+            logger.warning("%s: it has the values of %r", told, one)
+    return values
 
 
 def _target(

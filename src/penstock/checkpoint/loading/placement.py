@@ -47,6 +47,12 @@ class Target:
                 fix="Load into a tensor with memory of its own, for example expanded.clone().",
             )
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What two targets that are the same memory have alike."""
+        memory = self.memory
+        return memory.data_ptr(), memory.device, memory.dtype, memory.shape, memory.stride(), memory.is_conj()
+
     def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The memory of a region inside."""
         return narrow_region(self.memory, self.offsets, offsets, sizes)
@@ -96,6 +102,57 @@ class Target:
 @cache
 def _name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def find_tied(targets: Sequence[Target]) -> list[tuple[int, int]]:
+    """Pairs of targets that are the same memory and are loaded from different places, as tied weights are.
+
+    Raises `UsageError` for memory of which two targets share only a part. Views with gaps, such as columns
+    of one matrix, are taken to share none.
+    """
+    spans = [_span(target.memory) for target in targets]
+    begins, ends = np.array(spans, dtype=np.uint64).reshape(-1, 2).T
+    order = np.flatnonzero(begins < ends)
+    order = order[np.argsort(begins[order], kind="stable")]
+    so_far = np.maximum.accumulate(ends[order])
+    tied = []
+    # Nearly always there is none: a state of many tensors has no time for more than this.
+    for place in 1 + np.flatnonzero(begins[order[1:]] < so_far[:-1]):
+        before = int(order[int(np.searchsorted(so_far, so_far[place - 1]))])
+        number = int(order[place])
+        own, other = targets[number], targets[before]
+        if own.layout == other.layout:
+            if (own.facts, own.offsets) != (other.facts, other.offsets):
+                tied.append((before, number))
+        elif own.memory.device == other.memory.device and _are_contiguous(own, other):
+            raise UsageError(
+                f"{other.facts.name!r} and {own.facts.name!r} share a part of their memory in the state",
+                fix="Load into tensors with memory of their own.",
+            )
+    return tied
+
+
+def _span(memory: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first element and after its last one."""
+    begin = memory.data_ptr()
+    if memory.is_contiguous():
+        return begin, begin + memory.nbytes
+    steps = zip(memory.shape, memory.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return begin, begin + (last + 1) * memory.itemsize if memory.numel() else begin
+
+
+def _are_contiguous(*targets: Target) -> bool:
+    return all(target.memory.is_contiguous() for target in targets)
+
+
+def have_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal bit for bit, on any devices."""
+    first, second = (
+        tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for tensor in (one, other)
+    )
+    return torch.equal(first, second)
 
 
 def _overlaps_itself(memory: torch.Tensor) -> bool:

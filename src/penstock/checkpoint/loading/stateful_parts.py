@@ -173,7 +173,18 @@ class _OptimizerState:
             groups.append({**group, "params": list(own)})
         state = {self.numbers.get(entry, entry): slots for entry, slots in loaded["state"].items()}
         self.part.load_state_dict({**loaded, "state": state, "param_groups": groups})
+        if converted := list(self._converted(state)):
+            logger.warning("%r has converted what it was given: %s", self.key, name_some(converted))
         return self.part
+
+    def _converted(self, given: Mapping[int | str, Any]) -> Iterator[str]:
+        """What has another dtype since it was taken: torch's optimizers give states that of parameters."""
+        parameters = chain.from_iterable(group["params"] for group in self.part.param_groups)
+        for number, parameter in zip(chain.from_iterable(self.groups), parameters, strict=True):
+            for slot, value in given.get(number, {}).items() if parameter.dtype != torch.float32 else ():
+                taken = self.part.state[parameter].get(slot)
+                if isinstance(taken, torch.Tensor) and taken.dtype != getattr(value, "dtype", taken.dtype):
+                    yield f"state.{number}.{slot} from {value.dtype} to {taken.dtype}"
 
 
 @dataclass(slots=True)
@@ -232,6 +243,15 @@ class LoadedParts:
         matching = (key for key, prefix in self.prefixes.items() if stored_name.startswith(prefix))
         return next(matching, None)
 
+    def of_other_ranks(self, num_ranks: int) -> list[str]:
+        """The names of values that only ranks beyond those of this job had."""
+        marked = [name.rpartition(RANK_MARK) for name in self.stored.names if RANK_MARK in name]
+        return [
+            f"{name}{mark}{rank}"
+            for name, mark, rank in marked
+            if rank.isdecimal() and int(rank) >= num_ranks and (self._owner(name) or name in self.parts)
+        ]
+
     def add(self, names: Collection[str]) -> set[str]:
         """Make places for stored names that no rank took; returns those that found one."""
         added = set()
@@ -257,10 +277,16 @@ def loading_into(
     containers = (Mapping, list)
     asked = {key: prefixes[key] for key, part in parts.items() if isinstance(part.inner, containers)}
     loading = LoadedParts(parts, {key: prefix for key, prefix in asked.items() if prefix}, stored)
+    fixed = [key for key, part in parts.items() if not isinstance(part.inner, (*containers, torch.Tensor))]
+    if fixed and not isinstance(state, MutableMapping):
+        raise UsageError(
+            f"The state is a {type(state).__name__}, in which {name_some(fixed)} cannot be replaced",
+            fix="Load into a dict.",
+        )
     yield loading
     for key, part in parts.items():
         taken = part.take(loading.state[key])
-        if taken is not state[key] and isinstance(state, dict):
+        if taken is not state[key] and isinstance(state, MutableMapping):
             state[key] = taken
 
 
@@ -322,7 +348,8 @@ def _begin_optimizer(
             _Places(parameter=parameter).fit(state[entry], entries[str(entry)])
         elif parameter.requires_grad:
             without.append(entry)
-    if entries and without:
+    # It keeps all of its state with its first parameter.
+    if entries and without and not isinstance(part, torch.optim.LBFGS):
         logger.warning("The checkpoint has no state of the parameters %s of %r", name_some(without), key)
     inner = {**raw, "state": state}
     inner["param_groups"] = [

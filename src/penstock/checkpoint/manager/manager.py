@@ -348,7 +348,7 @@ class Manager:
         self._in_flight = _InFlightSaves(self._front.comm, timeout_s)
         self._num_saves = 0
         self._worker = step_store.start_lasting_worker("penstock-save")
-        self._is_open = True
+        self._owner: int | None = os.getpid()
         self.skipped_steps: tuple[step_store.SkippedStep, ...] = ()
         """Those that the last `restore` could not load, newest first."""
 
@@ -469,8 +469,7 @@ class Manager:
         `only`, `exclude`, `rename`, `strict`, `convert_dtypes`, `trust` and `progress`: as of `pc.load`.
         """
         self.skipped_steps = ()
-        self._in_flight.wait()
-        self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}")
+        self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}", waits=True)
         choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
         search = step_store.RestoreSearch(self._store, step, self._rank)
         while copy := search.next_copy():
@@ -521,8 +520,7 @@ class Manager:
         """
         from penstock.checkpoint.manager.user_files import find_restart  # noqa: PLC0415 - loads `verify`
 
-        self._in_flight.wait()
-        self._sync(f"restarting from {'the newest step' if step is None else step_dirname(step)}")
+        self._sync(f"restarting from {'the newest step' if step is None else step_dirname(step)}", waits=True)
         search = step_store.RestoreSearch(self._store, step, self._rank)
         if self._restart and not self._restart.is_valid:
             search = self._restart.search
@@ -532,7 +530,8 @@ class Manager:
 
     def close(self) -> None:
         """Wait for all saves and release everything; raises a failure not yet reported. Collective."""
-        if not self._is_open:
+        # A fork has the manager, but neither its threads nor its lease.
+        if self._owner != os.getpid():
             return
         try:
             self._in_flight.wait()
@@ -547,25 +546,25 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close. After an error in the block, pending saves are finished, but their errors are not raised.
-
-        An interrupt (Ctrl-C) cancels them.
-        """
-        if kind is None:
+        """Close. After an error in the block, pending saves are finished in silence; Ctrl-C cancels them."""
+        if kind is None or self._owner != os.getpid():
             self.close()
             return
         if not issubclass(kind, Exception):
             self._in_flight.cancel()
         self._close_resources()
 
-    def _sync(self, activity: str) -> None:
+    def _sync(self, activity: str, *, waits: bool = False) -> None:
         """Wait until all ranks make the same call; raise on all what failed on any and was not reported."""
-        if not self._is_open:
-            raise UsageError(f"This manager was closed before {activity}", fix="Make a new Manager.")
+        if self._owner != os.getpid():
+            is_of = "was closed" if self._owner is None else f"is of process {self._owner}, not of its fork,"
+            raise UsageError(f"This manager {is_of} before {activity}", fix="Make a new Manager.")
+        if waits:
+            self._in_flight.wait()
         self._in_flight.sync_and_raise(activity, self._store.unreported_failures())
 
     def _close_resources(self) -> None:
-        self._is_open = False
+        self._owner = None
         self._worker.shutdown()
         for part in (self._stop, self._store, self._engine, self._front, self._back):
             part.close()

@@ -17,6 +17,7 @@ anything is written.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -79,12 +80,13 @@ from penstock.checkpoint.state.tensors import (
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.cluster.rounds import Round, Rounds
-from penstock.errors import UsageError
+from penstock.errors import UsageError, name_some
 from penstock.storage.aligned import round_up
 
 if TYPE_CHECKING:
     from penstock.checkpoint.state.process_group import RankGroup
 
+logger = logging.getLogger(__name__)
 
 NUM_KEPT_PLANS = 4
 """Enough for the few kinds of state of a trainer, as its model with and without the optimizer."""
@@ -248,7 +250,10 @@ class Saver:
         compare_s = compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
         planner = self._planners.setdefault(comm, SavePlanCache(comm))
         paths = {leaf.name: leaf.path for leaf in local_state.leaves}
+        num_planned = planner.num_planned
         agreed = planner.agree(local_state.holdings, self._options, paths)
+        if planner.num_planned > num_planned:
+            _warn_of_other_structures(state, local_state, comm)
         share = run_on_all_ranks(
             comm, lambda: self._share(agreed, paths, local_state, choice), awaiting=AWAITED
         )
@@ -384,6 +389,20 @@ class TensorSave:
             manifest=manifest_bytes(manifest),
             metadata=metadata,
             sizes={file.name: file.size_bytes for share in shares for file in share.files},
+        )
+
+
+def _warn_of_other_structures(state: State, local_state: LocalState, comm: Comm) -> None:
+    """Say that ranks have different entries, of which a fresh rank will not know its own. Collective."""
+    is_free = free_places(state)
+    names = [leaf.name for leaf in local_state.leaves if is_free(leaf.path[:1])]
+    digest = xxhash.xxh3_128_digest("\0".join(sorted(names)).encode())
+    is_alike = comm.carry(rounds.all_equal(comm.rank, comm.size, digest), awaiting=AWAITED)
+    if not is_alike and comm.rank == 0:
+        logger.warning(
+            "Not all ranks have the same entries in %s: a part that has none yet when it is loaded gets those"
+            " of all ranks",
+            name_some(sorted({repr(name.partition(".")[0]) for name in names})) or "their own parts",
         )
 
 

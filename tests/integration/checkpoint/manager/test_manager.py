@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import signal
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -188,6 +190,24 @@ def test_an_interrupt_cancels_what_is_under_way(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train()
     assert StepCatalog(open_here(tmp_path)).committed() == []
+
+
+def test_a_fork_cannot_use_the_manager_and_leaves_its_saves_alone(tmp_path: Path) -> None:
+    with held_manager(tmp_path) as (manager, go_on):
+        handle = manager.save_async(1, state_of(1))
+        if not (child := os.fork()):
+            signal.alarm(20)
+            with suppress(BaseException), manager:
+                for call in (lambda: manager.save(2, state_of(2)), lambda: manager.restore(state_of(0))):
+                    with pytest.raises(UsageError, match=r"is of process \d+, not of its fork, before"):
+                        call()
+                manager.close()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        go_on.set()
+        assert handle.result().step == 1
+        assert manager.save(2, state_of(2)).step == 2
 
 
 def test_a_damaged_newest_step_is_skipped_with_a_reason(

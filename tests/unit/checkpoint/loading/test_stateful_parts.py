@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap, UserDict
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from penstock.checkpoint.state.tensors import is_tensor
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, MutableMapping
 
 
 class Part:
@@ -118,6 +120,29 @@ def test_part_gets_the_structure_that_was_saved(fresh: dict[str, Any], saved: di
     assert in_order(part.state) == in_order(saved)
 
 
+def test_values_of_ranks_that_are_gone_are_known_by_name() -> None:
+    names = stored(
+        {"part": {"x": 1}, "part.x@rank1": 2, "part.x@rank3": 4, "other.x@rank3": 4, "seed@rank3": 1}
+    )
+    with loading_into({"part": Part({}), "seed": 0}, names, {"part": "part.", "seed": "seed."}) as parts:
+        assert parts.of_other_ranks(2) == ["part.x@rank3", "seed@rank3"]
+        assert parts.of_other_ranks(4) == []
+
+
+@pytest.mark.parametrize("kind", [UserDict, ChainMap])
+def test_values_are_put_into_any_mapping_that_can_change(kind: type[MutableMapping[str, Any]]) -> None:
+    state = kind({"n": None})  # type: ignore[call-arg]
+    load(state, {"n": 3})  # type: ignore[arg-type]
+    assert state["n"] == 3
+
+
+def test_mapping_that_cannot_change_is_refused_before_anything_is_loaded() -> None:
+    part = Part({"x": 1})
+    with pytest.raises(UsageError, match="is a mappingproxy, in which n cannot be replaced"):
+        load(MappingProxyType({"part": part, "n": 0}), {"part": {"x": 2}, "n": 3})  # type: ignore[arg-type]
+    assert part.state == {"x": 1}
+
+
 def in_order(value: Any) -> str:
     """Values without the order of keys, which a checkpoint does not have."""
     if not isinstance(value, dict):
@@ -147,6 +172,18 @@ def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) 
     for number, slots in expected["state"].items():
         assert slots.keys() == found["state"][number].keys()
         assert all(torch.equal(slots[slot], found["state"][number][slot]) for slot in slots)
+
+
+def test_what_an_optimizer_converts_as_it_loads_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    module, other = (torch.nn.Linear(2, 2).bfloat16() for _ in range(2))
+    optimizer, fresh = (torch.optim.AdamW(each.parameters()) for each in (module, other))
+    module(torch.ones(1, 2).bfloat16()).sum().backward()
+    optimizer.step()
+    load({"optim": fresh}, {"optim": optimizer.state_dict()})
+    assert not caplog.records
+    optimizer.state[module.weight]["exp_avg"] = torch.ones(2, 2)
+    load({"optim": fresh}, {"optim": optimizer.state_dict()})
+    assert "'optim' has converted what it was given: state.0.exp_avg from torch.float32 to" in caplog.text
 
 
 def test_optimizer_without_state_gets_all_of_it() -> None:
