@@ -176,7 +176,7 @@ def _print_ceilings() -> None:
         options = NativeOptions(threads=WORKERS)
         found = measure_harness_limit(
             workload, _prepared(workload, storage), storage, options=options, comm=COMM, progress=Silent()
-        )
+        ).limit
         assert found is not None
         print(
             f"  ceiling of {name}: AU {found.au_compat_percent:.2f} %, strictly "

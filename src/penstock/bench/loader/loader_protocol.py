@@ -6,7 +6,7 @@ Batches arrive in the order of their requests, and each says what was really rea
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from penstock.dataset.formats.format_protocol import Extent, FilePlan, FileSurvey
 from penstock.storage import Counters, Storage
@@ -79,6 +79,14 @@ class Loader(Protocol):
 
     def close(self) -> None:
         """End all workers. Safe twice, and in the middle of an epoch."""
+
+
+@runtime_checkable
+class SupportsChangeOfStorage(Protocol):
+    """A loader whose workers can go on with another storage, because it takes long to start them."""
+
+    def change_storage(self, reopen: OpenStorage) -> None:
+        """Between two epochs: let all workers open this one, and read from it from now on."""
 
 
 class LoaderOptions(Protocol):

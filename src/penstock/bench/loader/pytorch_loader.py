@@ -39,7 +39,6 @@ from penstock.workload.enums import ProcessStart
 _KILL_S: Final = 5.0
 """How long a worker may take to be gone once its end has begun."""
 _PURE_PYTHON_CLIENT: Final = "minio"
-_NOTHING: Final = BatchRequest((), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +91,23 @@ class PytorchLoader:
         self, open_storage: OpenStorage, options: PytorchOptions, decoder: Decoder | None = None
     ) -> None:
         self._requests = _Requests()
-        self._reads = _Reads(open_storage, options, decoder)
+        self._reads = _Reads(options, decoder)
         with _advice_withheld():
             self._torch = _torch_loader(self._reads, self._requests, options)
         self._workers: list[BaseProcess] = []
         self._arrivals: Any = None
         self._counted: dict[int, Counters] = {}
+        self._num_readers = max(1, options.workers)
+        self._rank_threads = torch.get_num_threads()
         if options.workers:
-            self._start_workers(options.workers)
+            self._start_workers(open_storage)
+        else:
+            # As torch does in workers: threads of ranks that share cores would await each other.
+            torch.set_num_threads(1)
+            with ExitStack() as undo:
+                undo.callback(self.close)
+                self.change_storage(open_storage)
+                undo.pop_all()
 
     @property
     def counters(self) -> Counters:
@@ -108,10 +116,19 @@ class PytorchLoader:
 
     def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """The batches of one epoch, in order; `Unavailable` where a worker has died."""
+        yield from self._serve(requests)
+
+    def _serve(self, requests: Iterable[BatchRequest | _Change]) -> Iterator[Batch]:
         self._requests.of_epoch = requests
         with self._deaths_told():
             self._arrivals = iter(self._torch)
         yield from self._batches(self._arrivals)
+
+    def change_storage(self, reopen: OpenStorage) -> None:
+        """Let all workers open this storage, and wait until they have."""
+        self._counted = {}
+        deque(self._serve([_Change(reopen)] * self._num_readers), maxlen=0)
+        assert len(self._counted) == self._num_readers, "torch deals to its workers in turn"
 
     def close(self) -> None:
         """End all workers, and see that they have ended."""
@@ -124,6 +141,7 @@ class PytorchLoader:
             worker.join(_KILL_S)
         self._workers = []
         self._reads.close()
+        torch.set_num_threads(self._rank_threads)
 
     def _abandon_start(self, others: set[BaseProcess]) -> None:
         """Kill workers that hold nothing yet: those that still import torch would not hear of an end."""
@@ -132,10 +150,10 @@ class PytorchLoader:
             worker.kill()
         self.close()
 
-    def _start_workers(self, num_workers: int) -> None:
+    def _start_workers(self, open_storage: OpenStorage) -> None:
         """Start all of them and wait until each has opened its storage; no sample is read."""
         others = set(multiprocessing.active_children())
-        self._requests.of_epoch = [_NOTHING] * num_workers
+        self._requests.of_epoch = [_Change(open_storage)] * self._num_readers
         with ExitStack() as undo:
             undo.callback(self._abandon_start, others)
             with _deaths_awaited(), _interrupts_blocked(), _advice_withheld():
@@ -174,12 +192,19 @@ class PytorchLoader:
             ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Asks the worker that gets it to read from another storage."""
+
+    open_storage: OpenStorage
+
+
 class _Requests:
     """The sampler of torch's loader, which asks it anew each epoch."""
 
-    of_epoch: Iterable[BatchRequest] = ()
+    of_epoch: Iterable[BatchRequest | _Change] = ()
 
-    def __iter__(self) -> Iterator[BatchRequest]:
+    def __iter__(self) -> Iterator[BatchRequest | _Change]:
         return iter(self.of_epoch)
 
 
@@ -195,23 +220,23 @@ class _Arrival(NamedTuple):
 class _Reads(Dataset[_Arrival]):
     """The data set of torch's loader, whose items are whole batches. It is used where they are read."""
 
-    def __init__(
-        self, open_storage: OpenStorage, options: PytorchOptions, decoder: Decoder | None = None
-    ) -> None:
-        self._open_storage = open_storage
+    def __init__(self, options: PytorchOptions, decoder: Decoder | None = None) -> None:
         self._options = options
         self._decoder = decoder
         self._storage: Storage | None = None
         self._reader: RangeReader | None = None
         self._sample: torch.Tensor | None = None
 
-    def __getitem__(self, request: BatchRequest) -> _Arrival:
+    def __getitem__(self, request: BatchRequest | _Change) -> _Arrival:
         info = get_worker_info()
         outcome: Batch | PenstockError
         samples = None
         try:
-            outcome = self._read(request)
-            samples = self._collate(request.num_samples)
+            if isinstance(request, _Change):
+                outcome = self._change(request)
+            else:
+                outcome = self._read(request)
+                samples = self._collate(request.num_samples)
         except PenstockError as error:
             outcome = error
         counters = self._storage.counters.snapshot() if self._storage else Counters()
@@ -222,12 +247,17 @@ class _Reads(Dataset[_Arrival]):
         if self._reader is not None:
             self._reader.close()
 
+    def _change(self, change: _Change) -> Batch:
+        """Open another storage; what was open of the last one is closed."""
+        self.close()
+        self._storage = change.open_storage()
+        if self._options.context is ProcessStart.FORK and get_worker_info() is not None:
+            _require_forkable(self._storage)
+        self._reader = RangeReader(self._storage, self._options.buffer_bytes, self._decoder)
+        return ReadTotals().of_batch(0)
+
     def _read(self, request: BatchRequest) -> Batch:
-        if self._reader is None:
-            self._storage = self._open_storage()
-            if self._options.context is ProcessStart.FORK and get_worker_info() is not None:
-                _require_forkable(self._storage)
-            self._reader = RangeReader(self._storage, self._options.buffer_bytes, self._decoder)
+        assert self._reader is not None, "a storage comes first"
         served = ReadTotals()
         for one in request.requests:
             self._reader.serve(one, served)

@@ -6,14 +6,23 @@ to it says nothing about storage. Only reading is replaced.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import numpy as np
 
-from penstock.bench.loader.loader_protocol import BatchRequest, LoaderOptions, ReadRequest
+from penstock.bench.loader.loader_protocol import (
+    BatchRequest,
+    Loader,
+    LoaderOptions,
+    OpenStorage,
+    ReadRequest,
+    SupportsChangeOfStorage,
+)
 from penstock.bench.step_recorder import read_clocks
 from penstock.bench.training.sample_sharding import RankEpoch
 from penstock.bench.training.training_loop import PreparedTraining, TrainingLoop, make_phase_works
@@ -49,6 +58,15 @@ def count_limit_steps(compute_s: float, num_steps: int) -> int:
     return min(num_steps, max(FEWEST_STEPS, min(affordable, MOST_STEPS)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLimit:
+    """The limit, None where the steps are too few to count; `loader` is None where its workers have ended."""
+
+    limit: HarnessLimit | None
+    loader: Loader | None = None
+    loader_start_s: float = 0.0
+
+
 def measure_harness_limit(
     workload: Workload,
     prepared: PreparedTraining,
@@ -57,8 +75,12 @@ def measure_harness_limit(
     options: LoaderOptions,
     comm: Comm,
     progress: Progress,
-) -> HarnessLimit | None:
-    """Run the first steps of the first epoch; None where they are too few to count. Collective."""
+    reopen: OpenStorage | None = None,
+) -> MeasuredLimit:
+    """Run the first steps of the first epoch. Collective.
+
+    A loader whose workers can change over is given back, with the storage of `reopen`.
+    """
     plan = prepared.plan
     num_steps = count_limit_steps(workload.train.computation_time.expected_s, plan.epochs[0].num_steps)
     work = make_phase_works(workload, prepared, storage, rank=comm.rank, known_files=_KNOWN_FILES)[
@@ -68,7 +90,11 @@ def measure_harness_limit(
     sizes = object_sizes(work.batches.of_epoch(order, num_steps), storage)
     recorder = EventsInMemory()
     progress.begin("measuring the harness limit, steps", num_steps)
-    with closing(options.start(ZeroCostStorage(storage, sizes), partial(_open_zero_cost, sizes))) as loader:
+    with ExitStack() as undo:
+        began_s = time.monotonic()
+        loader = options.start(ZeroCostStorage(storage, sizes), partial(_open_zero_cost, sizes))
+        start_s = time.monotonic() - began_s
+        undo.callback(loader.close)
         loop = TrainingLoop(
             comm=comm,
             loader=loader,
@@ -78,8 +104,14 @@ def measure_harness_limit(
         )
         comm.barrier(awaiting="all ranks to begin measuring the harness limit")
         loop.train(work, 1, num_steps)
-    mine = recorder.events(rank=comm.rank, host=comm.host)
-    return summarize_limit(comm.gather(mine, awaiting="the harness limit of all ranks"), workload, num_steps)
+        mine = recorder.events(rank=comm.rank, host=comm.host)
+        events = comm.gather(mine, awaiting="the harness limit of all ranks")
+        limit = summarize_limit(events, workload, num_steps)
+        if reopen is None or not isinstance(loader, SupportsChangeOfStorage):
+            return MeasuredLimit(limit=limit)
+        loader.change_storage(reopen)
+        undo.pop_all()
+        return MeasuredLimit(limit=limit, loader=loader, loader_start_s=start_s)
 
 
 def summarize_limit(ranks: Sequence[RankEvents], workload: Workload, num_steps: int) -> HarnessLimit | None:

@@ -128,8 +128,8 @@ class Stages:
         return (
             f"Data set opened in {self.opening_s:.2f} s{found}; {looked_up}",
             f"Order of all epochs planned in {self.planning_s:.2f} s",
-            f"Harness limit measured in {self.ceiling_s:.2f} s",
             f"Loader started in {self.loader_start_s:.2f} s",
+            f"Harness limit measured in {self.ceiling_s:.2f} s",
             *(epoch.sentence() for epoch in self.epochs),
         )
 

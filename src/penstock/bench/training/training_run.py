@@ -6,14 +6,14 @@ else is timed separately. The run's folder records how the run ended in every ca
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.bench.checkpoint.progress_board import PROGRESS_FILE
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.epoch_order import Remainder
-from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
+from penstock.bench.loader.loader_protocol import Decoder, Loader, LoaderOptions, OpenStorage
 from penstock.bench.loader.sample_decoder import ContentCheck, FormatDecoder
 from penstock.bench.page_cache_eviction import CacheEviction, evict_keys
 from penstock.bench.run_settings import RunSettings
@@ -169,6 +169,16 @@ def _write_results(
 
 
 @dataclass(frozen=True, slots=True)
+class _StartedLoader:
+    """A loader that reads the data set, and what was measured before with storage that costs nothing."""
+
+    loader: Loader
+    start_s: float
+    limit: training_result.HarnessLimit | None
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Session:
     """One rank's part of a run between its plan and its figures."""
 
@@ -180,12 +190,14 @@ class _Session:
 
     def run(self, folder: Path, run: ActiveRun | None) -> training_result.Stages:
         """Measure the harness limit, then run all epochs; afterwards the folder's spools have their steps."""
-        workload = self.request.workload
         handling, decoder = choose_handling(self.request, self.prepared.files, uri=self.storage.uri)
-        began_s = time.monotonic()
-        # Storage that costs nothing holds nothing, so there is nothing to decode.
-        ceiling = None if handling.decodes else self._measure_limit()
-        ceiling_s = time.monotonic() - began_s
+        with self._start_loader(decoder, decodes=handling.decodes) as started:
+            return self._run_with(started, handling, folder, run)
+
+    def _run_with(
+        self, started: _StartedLoader, handling: SampleHandling, folder: Path, run: ActiveRun | None
+    ) -> training_result.Stages:
+        workload, loader = self.request.workload, started.loader
         works = training_loop.make_phase_works(
             workload, self.prepared, self.storage, rank=self.comm.rank, handling=handling
         )
@@ -197,21 +209,18 @@ class _Session:
         trace = RunTrace.of(self.storage, folder)
         with observer, StepRecorder(spool, on_flush=heartbeat, trace=trace) as recorder:
             saver = self._start_saver(folder, recorder, heartbeat)
-            began_s = time.monotonic()
-            with closing(self.request.loader.start(self.storage, self.request.reopen, decoder)) as loader:
-                loader_start_s = time.monotonic() - began_s
-                loop = training_loop.TrainingLoop(
-                    comm=self.comm,
-                    loader=loader,
-                    recorder=recorder,
-                    progress=self.progress,
-                    # One more than the loader holds, so that it never waits for a plan.
-                    planned_ahead=self.request.loader.prefetch_batches + 2,
-                    saver=saver,
-                )
-                before_bytes = self.storage.counters.snapshot().read_bytes
-                with observer.during("read"):
-                    epochs = tuple(self._run_epochs(loop, works))
+            loop = training_loop.TrainingLoop(
+                comm=self.comm,
+                loader=loader,
+                recorder=recorder,
+                progress=self.progress,
+                # One more than the loader holds, so that it never waits for a plan.
+                planned_ahead=self.request.loader.prefetch_batches + 2,
+                saver=saver,
+            )
+            before_bytes = self.storage.counters.snapshot().read_bytes
+            with observer.during("read"):
+                epochs = tuple(self._run_epochs(loop, works))
         counted = self.storage.counters.snapshot() + loader.counters
         counters = self.comm.gather(counted, awaiting="what the storages of all ranks counted")
         survey_bytes = sum(work.batches.survey_bytes for work in works.values())
@@ -222,9 +231,9 @@ class _Session:
             validation=self.prepared.validation,
             planning_s=self.prepared.planning_s,
             loader=self.request.loader,
-            loader_start_s=self.comm.reduce(loader_start_s, "max", awaiting="all ranks' loaders"),
-            ceiling=ceiling,
-            ceiling_s=ceiling_s,
+            loader_start_s=self.comm.reduce(started.start_s, "max", awaiting="all ranks' loaders"),
+            ceiling=started.limit,
+            ceiling_s=started.limit_s,
             epochs=epochs,
             checkpoints=saver.taken() if saver else None,
             survey_bytes=self.comm.reduce(survey_bytes, "sum", awaiting="all ranks' surveys"),
@@ -250,7 +259,22 @@ class _Session:
             heartbeat=heartbeat,
         )
 
-    def _measure_limit(self) -> training_result.HarnessLimit | None:
+    @contextmanager
+    def _start_loader(self, decoder: Decoder | None, *, decodes: bool) -> Iterator[_StartedLoader]:
+        """The loader, and the harness limit; workers that can change over measure both."""
+        request, began_s = self.request, time.monotonic()
+        # Storage that costs nothing holds nothing, so there is nothing to decode.
+        measured = harness_limit.MeasuredLimit(limit=None) if decodes else self._measure_limit()
+        loader, start_s = measured.loader, measured.loader_start_s
+        limit_s = time.monotonic() - began_s - start_s
+        if loader is None:
+            began_s = time.monotonic()
+            loader = request.loader.start(self.storage, request.reopen, decoder)
+            start_s = time.monotonic() - began_s
+        with closing(loader):
+            yield _StartedLoader(loader, start_s, measured.limit, limit_s)
+
+    def _measure_limit(self) -> harness_limit.MeasuredLimit:
         return harness_limit.measure_harness_limit(
             self.request.workload,
             self.prepared,
@@ -258,6 +282,7 @@ class _Session:
             options=self.request.loader,
             comm=self.comm,
             progress=self.progress,
+            reopen=self.request.reopen,
         )
 
     def _run_epochs(

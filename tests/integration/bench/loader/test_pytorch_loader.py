@@ -117,6 +117,26 @@ def test_every_epoch_reads_its_own_plan_in_order_and_leaves_no_process(
     _await_end(pids)
 
 
+@pytest.mark.parametrize("workers", [0, 3])
+def test_workers_go_on_with_another_storage_and_count_that_alone(
+    workers: int, files: Path, tmp_path: Path
+) -> None:
+    (other := tmp_path / "other").mkdir()
+    (other / "f1").write_bytes(bytes(77))
+    loader = _loader(files, workers)
+    pids = _pids(loader)
+    assert [batch.read_bytes for batch in loader.epoch([_whole(1), _whole(2)])] == [_size_of(1), _size_of(2)]
+    loader.change_storage(partial(open_storage, f"file://{other}", {}))
+    assert loader.counters.requests == 0
+    assert [batch.read_bytes for batch in loader.epoch([_whole(1)] * 4)] == [77] * 4
+    assert loader.counters.read_bytes == 4 * 77
+    with pytest.raises(ObjectNotFound, match="other/f2"):
+        list(loader.epoch([_whole(2)]))
+    assert _pids(loader) == pids
+    loader.close()
+    _await_end(pids)
+
+
 @pytest.mark.parametrize("start", list(ProcessStart))
 def test_a_second_loader_in_the_same_process_is_like_the_first(files: Path, start: ProcessStart) -> None:
     seen = []

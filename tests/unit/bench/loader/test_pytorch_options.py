@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from penstock.bench.loader.pytorch_loader import PytorchLoader, PytorchOptions, _Arrival, _Reads
+from penstock.bench.loader.pytorch_loader import PytorchLoader, PytorchOptions, _Arrival, _Change, _Reads
 
 
 @pytest.fixture
@@ -73,6 +73,16 @@ def test_without_workers_the_rank_reads_each_epoch_s_own_plan_in_order(storage: 
     assert loader.counters.read_bytes == 2003 + 1003 + 1009 + 1000
 
 
+def test_a_rank_that_reads_itself_stacks_by_one_thread_as_a_worker_does(storage: MemoryStorage) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    loader = PytorchLoader(lambda: storage, PytorchOptions(workers=0, sample_bytes=16))
+    assert torch.get_num_threads() == 1
+    loader.close()
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(before)
+
+
 def test_an_object_read_in_ranges_is_let_go_at_the_end(storage: MemoryStorage) -> None:
     loader = PytorchLoader(lambda: storage, PytorchOptions(workers=0, sample_bytes=16, buffer_bytes=64))
     request = BatchRequest((ReadRequest("f1", 100, 300), ReadRequest("f1", 400, 1)), 3)
@@ -83,7 +93,8 @@ def test_an_object_read_in_ranges_is_let_go_at_the_end(storage: MemoryStorage) -
 
 
 def test_a_batch_arrives_as_a_tensor_of_its_samples_decoded_size(storage: MemoryStorage) -> None:
-    reads = _Reads(lambda: storage, PytorchOptions(workers=0, sample_bytes=48))
+    reads = _Reads(PytorchOptions(workers=0, sample_bytes=48))
+    assert reads[_Change(lambda: storage)].samples is None
     arrival = reads[_whole(1, 2, 3)]
     assert arrival.samples is not None
     assert (tuple(arrival.samples.shape), arrival.samples.dtype) == ((3, 48), torch.uint8)
@@ -91,7 +102,8 @@ def test_a_batch_arrives_as_a_tensor_of_its_samples_decoded_size(storage: Memory
 
 
 def test_an_error_travels_whole_beside_no_samples(storage: MemoryStorage) -> None:
-    reads = _Reads(lambda: storage, PytorchOptions(workers=0, sample_bytes=48))
+    reads = _Reads(PytorchOptions(workers=0, sample_bytes=48))
+    assert reads[_Change(lambda: storage)].samples is None
     arrival: _Arrival = pickle.loads(pickle.dumps(reads[_whole(77)]))
     assert arrival.samples is None
     assert isinstance(arrival.outcome, ObjectNotFound)

@@ -11,6 +11,7 @@ from fractions import Fraction
 import pytest
 
 from penstock.bench.epoch_order import Remainder
+from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.training.harness_limit import EventsInMemory, measure_harness_limit
 from penstock.bench.training.training_loop import PhaseWork, PreparedTraining, TrainingLoop, make_phase_works
@@ -163,11 +164,34 @@ def test_a_ceiling_run_reads_nothing_and_takes_the_same_steps() -> None:
         options=NativeOptions(threads=2),
         comm=scene.comm,
         progress=scene.progress,
-    )
+    ).limit
     assert ceiling is not None
     assert ceiling.num_steps == 4
     assert scene.storage.counters.snapshot().read_bytes == before
     assert scene.comm.awaited[1:] == [f"all ranks to finish step {step}" for step in (1, 2, 3, 4)]
+
+
+def test_workers_that_can_change_over_measure_the_ceiling_and_then_read() -> None:
+    pytest.importorskip("torch")
+    from penstock.bench.loader.pytorch_loader import PytorchOptions
+
+    scene = Scene()
+    before = scene.storage.counters.snapshot().read_bytes
+    measured = measure_harness_limit(
+        WORKLOAD,
+        scene.prepared,
+        scene.storage,
+        options=PytorchOptions(workers=0, sample_bytes=16),
+        comm=scene.comm,
+        progress=scene.progress,
+        reopen=lambda: scene.storage,
+    )
+    assert measured.limit is not None
+    assert measured.loader is not None
+    assert scene.storage.counters.snapshot().read_bytes == before
+    (batch,) = measured.loader.epoch([BatchRequest((ReadRequest("train/img_01_of_12.npy"),), 1)])
+    assert batch.read_bytes == scene.storage.counters.snapshot().read_bytes - before > 0
+    measured.loader.close()
 
 
 def test_two_runs_after_one_another_do_not_disturb_each_other() -> None:
