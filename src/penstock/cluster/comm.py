@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from penstock.cluster import rounds as message_rounds
@@ -265,6 +266,7 @@ LONGEST_SLEEP_S = 2e-3
 SLEEP_SHARE = 0.1
 """A sleep is this part of the wait so far, so that short waits end soon. With doubling sleeps a barrier of 4
 ranks on 2 cores was 250 times slower, because a collective only progresses while its ranks poll."""
+CHECK_EVERY_S = 0.2
 LATE_AFTER_S = 5.0
 """A wait longer than this, or than half its limit, calls `on_late`: the launcher then knows who waits."""
 
@@ -304,6 +306,12 @@ class PollingWait:
             self._check(waited_s)
             self.sleep(min(max(FIRST_SLEEP_S, waited_s * SLEEP_SHARE), LONGEST_SLEEP_S))
 
+    def next_check_s(self) -> float:
+        """How long may be waited by other means before this is asked again; raises `WaitTimeout` in time."""
+        waited_s = self.waited_s
+        self._check(waited_s)
+        return min(CHECK_EVERY_S, self.timeout_s - waited_s)
+
     def _check(self, waited_s: float) -> None:
         if waited_s >= self.timeout_s:
             raise WaitTimeout(self.awaiting, self.timeout_s)
@@ -333,7 +341,7 @@ CARRIED = 20_011
 """The tag of messages of `BaseComm.carry`: other transfers between the same ranks use small numbers."""
 
 
-class _Carrying(Generic[T]):
+class Carrying(Generic[T]):
     """An operation whose messages are being carried."""
 
     def __init__(self, rounds: Rounds[T]) -> None:
@@ -356,11 +364,11 @@ class _Carrying(Generic[T]):
         except PenstockError as error:
             self._refusal = error
 
-    def run(self, transfer: PointToPoint, awaiting: str, timeout_s: float) -> None:
+    def run(self, move: Callable[[Round], list[bytes]]) -> None:
         """Carry all messages; for a thread of its own."""
         try:
             while self.round is not None:
-                self.advance(move_messages(transfer, self.round, awaiting=awaiting, timeout_s=timeout_s))
+                self.advance(move(self.round))
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits for this one
             self.broken = error
         self.is_over.set()
@@ -470,7 +478,7 @@ class BaseComm(ABC):
 
     def carry(self, rounds: Rounds[T], *, awaiting: str, timeout_s: float | None = None) -> T:
         """Carry the messages of an operation; its result on this rank."""
-        carrying = _Carrying(rounds)
+        carrying = Carrying(rounds)
         carrying.advance(None)
         if self.size > 1:
             with self._collective(awaiting, timeout_s) as wait:
@@ -478,11 +486,11 @@ class BaseComm(ABC):
                     self._carry_from(carrying, wait)
         return carrying.result()
 
-    def _carry_from(self, carrying: "_Carrying[T]", wait: PollingWait) -> None:
+    def _carry_from(self, carrying: Carrying[Any], wait: PollingWait) -> None:
         # Waits for single messages of gloo cannot be polled: a thread waits, and this one for it.
-        arguments = (self._message_transfer(), wait.awaiting, wait.timeout_s)
-        threading.Thread(target=carrying.run, args=arguments, daemon=True).start()
-        wait.until(carrying.is_over.is_set)
+        threading.Thread(target=carrying.run, args=(self._mover(wait),), daemon=True).start()
+        while not carrying.is_over.is_set():
+            carrying.is_over.wait(wait.next_check_s())
         if carrying.broken is not None:
             raise carrying.broken
 
@@ -495,8 +503,12 @@ class BaseComm(ABC):
         An error raised within leaves the ranks out of step.
         """
         with self._collective(awaiting, timeout_s) as wait:
-            transfer = self._message_transfer()
-            yield lambda round_: move_messages(transfer, round_, awaiting=awaiting, timeout_s=wait.timeout_s)
+            yield self._mover(wait)
+
+    def _mover(self, wait: PollingWait) -> Callable[[Round], list[bytes]]:
+        """A function that waits for one round of messages."""
+        transfer = self._message_transfer()
+        return partial(move_messages, transfer, awaiting=wait.awaiting, timeout_s=wait.timeout_s)
 
     def _message_transfer(self) -> PointToPoint:
         """The transfer for `carry`, whose messages have the tag `CARRIED`."""

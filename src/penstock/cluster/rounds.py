@@ -26,6 +26,9 @@ Result = TypeVar("Result")
 FAN_IN = 64
 """Two hops of a route then serve 4,096 ranks, three 262,144."""
 
+FEW_RANKS = 16
+"""Up to so many, one rank may hear all others at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -51,17 +54,20 @@ def combine(
 ) -> Rounds[bytes]:
     """What `conclude` makes of all ranks' values, merged in any order, on every rank.
 
-    Through a tree in which each rank has two others below it: 2 values up and 1 down are received at most.
-    `sizes_bytes` are those of a value and of the conclusion, if they are the same everywhere.
+    Through a tree in which each rank has two others below it: 2 values up and 1 down are received at most. Of
+    few ranks all others are right below rank 0, which takes the fewest steps. `sizes_bytes` are those of a
+    value and of the conclusion, if they are the same everywhere.
     """
     size_up, size_down = sizes_bytes
     below = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
+    if size <= FEW_RANKS:
+        below = [] if rank else list(range(1, size))
     total = own
     if below:
         for value in (yield Round((), below, size_up)):
             total = merge(total, value)
     if rank:
-        above = (rank - 1) // 2
+        above = (rank - 1) // 2 if size > FEW_RANKS else 0
         yield Round([(above, total)], (), size_up)
         (answer,) = yield Round((), [above], size_down)
     else:
@@ -84,6 +90,23 @@ def first_of_all(rank: int, size: int, own: bytes) -> Rounds[bytes]:
     """The value of the lowest rank that has one (not b""), on every rank."""
     total = yield from lowest_of_all(rank, size, struct.pack(">Q", rank) + own if own else b"")
     return total[8:]
+
+
+def tell_rank0(rank: int, size: int, own: bytes) -> Rounds[list[bytes]]:
+    """The values of all of a few ranks on rank 0, which hears all at a time; nothing elsewhere."""
+    if rank:
+        yield Round([(0, own)])
+        return []
+    return [own, *(yield Round((), range(1, size)))]
+
+
+def tell_all(rank: int, size: int, own: bytes) -> Rounds[bytes]:
+    """Rank 0's value on every one of a few ranks, for which rank 0 does not wait."""
+    if rank:
+        (own,) = yield Round((), [0])
+    else:
+        yield Round([(other, own) for other in range(1, size)])
+    return own
 
 
 def from_rank0(rank: int, size: int, value: bytes) -> Rounds[bytes]:

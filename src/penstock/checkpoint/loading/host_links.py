@@ -8,28 +8,25 @@ they exchange messages as ranks of different hosts do.
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import mmap
 import os
 import pickle
-import secrets
 import socket
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from penstock.checkpoint.loading.reader import ReadSettings
 from penstock.checkpoint.saving.buffers import HUGE_PAGE_BYTES
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm
+from penstock.cluster.host_messages import Listener
 from penstock.errors import Unavailable
 from penstock.storage.aligned import PAGE_BYTES, address_of
 from penstock.storage.files.system_calls import raise_on_failure
-from penstock.storage.process_id import current_process
 
 logger = logging.getLogger(__name__)
 
@@ -37,24 +34,12 @@ Told = TypeVar("Told")
 
 SHARED_BYTES = 128 << 20
 """Of the windows of all ranks of a host together."""
-MOST_BLOCK_BYTES = 4 << 20
+MOST_BLOCK_BYTES = 2 << 20
 """New shared memory costs as much as a copy of as many bytes, so windows and their blocks are small."""
 LEAST_STREAMS = 2
-CONNECT_S = 10.0
-POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14, which fails where touching the memory would end the process."""
 
 _MAP_FIXED = 0x10
-_HELLO = struct.Struct("<iq")
-_PEER_CREDENTIALS = struct.Struct("<iII")
-
-
-def name_host() -> str:
-    """Equal for processes that can share memory through sockets: of one kernel and one network namespace."""
-    try:
-        return f"{current_process().kernel} {Path('/proc/self/ns/net').readlink()}"
-    except OSError:
-        return ""
+_SIZE = struct.Struct("<q")
 
 
 def count_streams(settings: ReadSettings, num_ranks: int) -> int:
@@ -71,18 +56,14 @@ class Window:
 
     @classmethod
     def make(cls, size_bytes: int) -> Window:
-        """New memory, resident; `OSError` where there is not as much."""
+        """New memory; `OSError` where there is not as much."""
         with ExitStack() as undo:
             descriptor = os.memfd_create("penstock-window", os.MFD_CLOEXEC)
             undo.callback(os.close, descriptor)
-            os.ftruncate(descriptor, size_bytes)
+            # Provides the pages, so that no touch of them can end the process. They are cleared when they are
+            # first written, which is while the device reads.
+            os.posix_fallocate(descriptor, 0, size_bytes)
             view = _map_shared(descriptor, size_bytes)
-            try:
-                _advise(view, POPULATE_WRITE)
-            except OSError as error:
-                # Older kernels provide the pages one by one when they are written.
-                if error.errno != errno.EINVAL:
-                    raise
             undo.pop_all()
         return cls(descriptor, view)
 
@@ -181,11 +162,11 @@ def connect_host(
         links, refusal, own = None, "", None
         try:
             if len(ranks) > 1:
-                own = _Listener.open(len(ranks), settings, read_bytes)
-                undo.callback(own.listener.close)
+                own = _Seating.open(len(ranks), settings, read_bytes)
+                undo.callback(own.listener.listening.close)
         except (OSError, Unavailable) as error:
             refusal = str(error)
-        seat = _Seat(own.address if own else "", refusal)
+        seat = _Seat(own.listener.address if own else "", refusal)
         seats = _tell_host(comm, ranks, seat, "the addresses of ranks of one host")
         refusal = next((seats[rank].refusal for rank in ranks if seats[rank].refusal), "")
         if own is not None and not refusal:
@@ -218,74 +199,35 @@ def _tell_host(comm: Comm, ranks: Sequence[int], own: Told, awaiting: str) -> di
 
 
 @dataclass(frozen=True, slots=True)
-class _Listener:
-    address: str
-    listener: socket.socket
+class _Seating:
+    """Where a rank listens, and its window, which has no links yet."""
+
+    listener: Listener
     links: HostLinks
 
     @classmethod
-    def open(cls, num_ranks: int, settings: ReadSettings, read_bytes: int) -> _Listener:
+    def open(cls, num_ranks: int, settings: ReadSettings, read_bytes: int) -> _Seating:
         room = SHARED_BYTES // num_ranks
         block_bytes = min(settings.block_bytes, MOST_BLOCK_BYTES, room // 2) // PAGE_BYTES * PAGE_BYTES
         most = min(count_streams(settings, num_ranks), room // block_bytes)
         num_blocks = max(1, min(most, -(-read_bytes // block_bytes)))
-        address = f"penstock-{secrets.token_hex(16)}"
         with ExitStack() as undo:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            undo.callback(listener.close)
-            listener.settimeout(CONNECT_S)
-            # An address in the abstract namespace leaves no file behind.
-            listener.bind(f"\0{address}")
-            listener.listen(num_ranks)
+            listener = Listener.open(num_ranks, socket.SOCK_SEQPACKET)
+            undo.callback(listener.listening.close)
             window = Window.make(num_blocks * block_bytes)
             undo.pop_all()
-        links = HostLinks(window=window, block_bytes=block_bytes, num_blocks=num_blocks, links={})
-        return cls(address, listener, links)
+        return cls(
+            listener, HostLinks(window=window, block_bytes=block_bytes, num_blocks=num_blocks, links={})
+        )
 
     def connect(self, rank: int, addresses: Mapping[int, str]) -> HostLinks:
-        """Connect to the ranks below this one, and wait for those above."""
-        found: dict[int, HostLink] = {}
-        with ExitStack() as undo:
-            calling = []
-            for other in (number for number in addresses if number < rank):
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                undo.callback(connection.close)
-                connection.settimeout(CONNECT_S)
-                connection.connect(f"\0{addresses[other]}")
-                self._say_hello(connection, rank)
-                calling.append(connection)
-            for _ in (number for number in addresses if number > rank):
-                connection, _ = self.listener.accept()
-                undo.callback(connection.close)
-                connection.settimeout(CONNECT_S)
-                _require_same_user(connection)
-                self._say_hello(connection, rank)
-                calling.append(connection)
-            for connection in calling:
-                other, window = _hear_hello(connection)
-                found[other] = HostLink(connection, window)
-            if found.keys() != addresses.keys() - {rank}:
-                raise Unavailable("Other processes than the ranks of this host have connected")
-            undo.pop_all()
-        for link in found.values():
-            link.connection.settimeout(None)
-        return replace(self.links, links=found)
-
-    def _say_hello(self, connection: socket.socket, rank: int) -> None:
+        """Connect to the other ranks, and get their windows for this one's."""
         window = self.links.window
-        socket.send_fds(connection, [_HELLO.pack(rank, len(window.view))], [window.descriptor])
-
-
-def _hear_hello(connection: socket.socket) -> tuple[int, Window]:
-    hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-    if len(hello) != _HELLO.size or len(descriptors) != 1:
-        raise Unavailable("A rank of this host ended while the others connected to it")
-    rank, size_bytes = _HELLO.unpack(hello)
-    return rank, Window.open(descriptors[0], size_bytes)
-
-
-def _require_same_user(connection: socket.socket) -> None:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    user = _PEER_CREDENTIALS.unpack(credentials)[1]
-    if user != os.geteuid():
-        raise Unavailable(f"A process of user {user} has connected in a rank's place")
+        greetings = self.listener.connect(rank, addresses, _SIZE.pack(len(window.view)), [window.descriptor])
+        return replace(
+            self.links,
+            links={
+                other: HostLink(said.connection, Window.open(said.descriptors[0], *_SIZE.unpack(said.text)))
+                for other, said in greetings.items()
+            },
+        )

@@ -40,7 +40,7 @@ from penstock.checkpoint.formats.dcp_item import load_object
 from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
 from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute_plan
-from penstock.checkpoint.loading.host_links import HostLinks, connect_host, name_host
+from penstock.checkpoint.loading.host_links import HostLinks, connect_host
 from penstock.checkpoint.loading.placement import Target, cut_region, find_tied, have_same_bytes
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settings_for_cached
 from penstock.checkpoint.loading.shared_opening import SharedCheckpoint, open_shared
@@ -54,6 +54,7 @@ from penstock.checkpoint.state.regions import Bools, CheckpointIndex, Ints, Regi
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
+from penstock.cluster.host_messages import name_host
 from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage

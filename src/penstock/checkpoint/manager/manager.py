@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -27,11 +26,12 @@ from penstock.checkpoint.engine import (
     Engine,
     LoadChoice,
     NamePatterns,
-    PreparedSave,
+    ProgressState,
     RankSaveStats,
     Replicas,
     SaveCancelled,
     SaveChoice,
+    SaveProgress,
     StagedSave,
     State,
     Urgency,
@@ -44,7 +44,7 @@ from penstock.checkpoint.state.process_group import make_own_group
 from penstock.cluster.comm import Comm, format_cause, gather_unusual
 from penstock.errors import PenstockError, RankError, RankFailed, UsageError, WaitTimeout
 from penstock.optional_libraries import explained_imports
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.uri import open_here
 
@@ -76,36 +76,6 @@ class SaveReport:
     def format_line(self, rank: int) -> str:
         """The statistics of one `rank` as a line of the log."""
         return f"step {self.step}, rank {rank}: {self.ranks[rank].describe()}"
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressState:
-    """The progress of a save on this rank."""
-
-    phase: str
-    done: float
-    total: float
-
-
-class SaveProgress:
-    """The `Progress` of one save: remembers the latest `state`, and forwards to another `Progress`."""
-
-    def __init__(self, forward_to: Progress | None) -> None:
-        self.state = ProgressState("waiting", 0.0, 0.0)
-        self._forward_to = forward_to or Silent()
-        self._lock = threading.Lock()
-
-    def begin(self, phase: str, total: float) -> None:
-        """Begin a phase."""
-        with self._lock:
-            self.state = ProgressState(phase, 0.0, total)
-        self._forward_to.begin(phase, total)
-
-    def advance(self, amount: float) -> None:
-        """Advance within the phase."""
-        with self._lock:
-            self.state = replace(self.state, done=self.state.done + amount)
-        self._forward_to.advance(amount)
 
 
 class SaveHandle:
@@ -423,10 +393,15 @@ class Manager:
         """The part of a save that the caller waits for: agree who writes what, and begin to copy."""
         self._sync(f"saving {step_dirname(step)}")
         prepared = self._engine.prepare(state, self._front, choice)
-        staged = stage_on_all_ranks(prepared, urgent, self._front.comm)
-        meter = SaveProgress(progress)
-        complete = partial(self._complete, step, prepared, staged, meter, is_last=bool(self.stop_reason))
-        future = self._worker.submit(self._stop.time_save, complete)
+        meter, staging = SaveProgress(progress), step_store.Staging(prepared)
+        complete = partial(self._complete, step, staging, meter, is_last=bool(self.stop_reason))
+        with ExitStack() as undo:
+            undo.callback(staging.staged.cancel)
+            future = self._worker.submit(self._stop.time_save, complete)
+            if urgent == "commit":
+                staging.has_slot.wait()
+            staged = stage_on_all_ranks(prepared, urgent, self._front.comm)
+            staging.staged.set_result(staged)
         future.add_done_callback(partial(_log_failure, step))
         self._num_saves += 1
         handle = SaveHandle(step, self._num_saves, staged, future, meter=meter, timeout_s=self._timeout_s)
@@ -434,16 +409,16 @@ class Manager:
         return handle
 
     def _complete(
-        self, step: int, prepared: PreparedSave, staged: StagedSave, meter: SaveProgress, *, is_last: bool
+        self, step: int, staging: step_store.Staging, meter: SaveProgress, *, is_last: bool
     ) -> SaveReport:
         """The rest of a save: write, commit, retention.
 
         Runs on the worker's one thread, so that saves follow each other in the same order on all ranks.
         """
         with ExitStack() as undo:
-            undo.callback(staged.cancel)
-            slot = self._store.open(step_dirname(step), is_last=is_last)
-            uri, stats = slot.complete(prepared, staged, meter)
+            undo.callback(staging.cancel)
+            slot = staging.open_slot(self._store, step_dirname(step), is_last=is_last)
+            uri, stats = slot.complete(staging.prepared, staging.staged_for(slot), meter)
             undo.pop_all()
         report = SaveReport(step=step, uri=uri, ranks=stats)
         logger.info("Committed %s", report.format_line(self._rank))

@@ -84,12 +84,12 @@ class Regions:
 
     def widened(self, num_dims: int) -> Regions:
         """The same regions with columns for `num_dims` dimensions, not fewer than now."""
-        extra = num_dims - self.num_dims
-        if extra == 0:
+        known = self.num_dims
+        if num_dims == known:
             return self
-        room = ((0, 0), (0, extra))
-        offsets = np.pad(self.offsets, room)
-        return Regions(self.tensor, offsets, np.pad(self.sizes, room, constant_values=1))
+        offsets, sizes = np.zeros((len(self), num_dims), np.int64), np.ones((len(self), num_dims), np.int64)
+        offsets[:, :known], sizes[:, :known] = self.offsets, self.sizes
+        return Regions(self.tensor, offsets, sizes)
 
     def region(self, row: int, num_dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Offsets and sizes of one region of a tensor of `num_dims` dimensions."""

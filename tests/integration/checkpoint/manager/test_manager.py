@@ -8,15 +8,16 @@ import os
 import signal
 import threading
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.bytes_engine import BytesEngine
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit.catalog import StepCatalog, find_surplus, step_dirname
-from penstock.checkpoint.engine import SaveCancelled
-from penstock.checkpoint.manager.manager import Manager, ProgressState, SaveProgress
+from penstock.checkpoint.engine import ProgressState, SaveCancelled, SaveProgress
+from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import (
     AccessRefused,
     OutOfSpace,
@@ -72,6 +73,22 @@ def test_a_run_is_saved_kept_and_resumed(tmp_path: Path) -> None:
         assert resumed.restore(state, step=2) == 2
         assert state == state_of(2)
     assert engine.is_closed
+
+
+def test_a_state_that_cannot_be_copied_leaves_no_draft(tmp_path: Path) -> None:
+    class FailingEngine(BytesEngine):
+        def prepare(self, *arguments: Any) -> Any:
+            prepared = super().prepare(*arguments)
+            return SimpleNamespace(stage=lambda _: full(), seal=prepared.seal) if fails else prepared
+
+    with Manager(tmp_path / "run", engine=FailingEngine()) as manager:
+        fails = True
+        with pytest.raises(OutOfSpace):
+            manager.save(1, state_of(1))
+        fails = False
+        manager.save(2, state_of(2))
+        assert manager.steps() == [2]
+        assert not list((tmp_path / "run").glob(".penstock-save-*"))
 
 
 @pytest.mark.parametrize("storage", ["memory", "direct", "file"])

@@ -1,0 +1,111 @@
+"""Ranks of one host: messages arrive whole and in order, whatever their size, and who is gone is named."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.cluster import host_messages, rounds
+from penstock.cluster.comm import BaseComm, all_gather_results
+from penstock.cluster.host_messages import HostComm, Listener, connect_within_host
+from penstock.errors import RankError, RankFailed, WaitTimeout
+from penstock.testing.comm_contract import check_comm
+from penstock.testing.rank_threads import ThreadComm, on_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUM_RANKS = 3
+LARGE = 3 << 20
+"""More than a socket holds, in both directions at a time."""
+
+
+def on_host(program: Callable[[BaseComm], object], size: int = NUM_RANKS) -> list[object]:
+    def connected(comm: ThreadComm) -> object:
+        own = connect_within_host(comm)
+        assert isinstance(own, HostComm)
+        try:
+            return program(own)
+        finally:
+            own.close()
+
+    return on_ranks(size, connected)
+
+
+def test_all_calls_of_a_communicator_give_what_they_promise() -> None:
+    def program(comm: BaseComm) -> object:
+        check_comm(comm)
+        large = bytes([comm.rank]) * LARGE
+        gathered = comm.gather((comm.rank, large), awaiting="gather")
+        assert gathered == [(rank, bytes([rank]) * LARGE) for rank in range(NUM_RANKS)]
+        comm.barrier(awaiting="barrier")
+        assert comm.broadcast(f"of {comm.rank}", awaiting="broadcast") == "of 0"
+        on_rank0 = comm.gather_on_rank0(comm.rank, awaiting="gather on rank 0")
+        assert on_rank0 == ([0, 1, 2] if comm.rank == 0 else [])
+        told = rounds.exchange(comm.rank, range(NUM_RANKS), large)
+        assert {
+            rank: len(text) for rank, text in comm.carry(told, awaiting="large").items()
+        } == dict.fromkeys(range(NUM_RANKS), LARGE)
+        return comm.reduce(comm.rank, "sum", awaiting="sum")
+
+    assert on_host(program) == [3] * NUM_RANKS
+
+
+def test_a_failure_of_one_rank_is_raised_on_all_and_the_next_call_works() -> None:
+    def program(comm: BaseComm) -> object:
+        def work() -> int:
+            return 1 // (comm.rank - 1)
+
+        with pytest.raises(RankFailed, match="ZeroDivisionError") as failed:
+            all_gather_results(comm, work, awaiting="division")
+        return failed.value.rank, comm.gather(comm.rank, awaiting="next")
+
+    assert on_host(program) == [(1, [0, 1, 2])] * NUM_RANKS
+
+
+def test_a_rank_that_leaves_is_named_at_once() -> None:
+    def program(comm: BaseComm) -> object:
+        if comm.rank == 1:
+            return ""
+        with pytest.raises(RankError, match="waiting for the others: rank") as broken:
+            comm.gather("here", awaiting="the others", timeout_s=60)
+        return str(broken.value)
+
+    started_s = time.monotonic()
+    assert "rank 1: it has ended" in str(on_host(program)[0])
+    assert time.monotonic() - started_s < 30
+
+
+def test_a_rank_that_never_comes_ends_the_wait_at_its_limit() -> None:
+    def program(comm: BaseComm) -> object:
+        if comm.rank == 0:
+            with pytest.raises(WaitTimeout, match="the late one"):
+                comm.gather("here", awaiting="the late one", timeout_s=0.05)
+        else:
+            time.sleep(0.2)
+        return None
+
+    on_host(program, size=2)
+
+
+def test_ranks_of_several_hosts_keep_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(comm: ThreadComm) -> bool:
+        return connect_within_host(comm) is comm
+
+    monkeypatch.setattr(host_messages, "name_host", lambda: pickle.dumps(time.perf_counter_ns()))
+    assert on_ranks(NUM_RANKS, program) == [True] * NUM_RANKS
+    assert on_ranks(1, program) == [True]
+
+
+def test_ranks_without_sockets_keep_their_library_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    def program(comm: ThreadComm) -> bool:
+        return connect_within_host(comm) is comm
+
+    monkeypatch.setattr(Listener, "connect", refused)
+    assert on_ranks(NUM_RANKS, program) == [True] * NUM_RANKS
