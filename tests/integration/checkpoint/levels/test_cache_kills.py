@@ -7,11 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from tests.support.gloo_ranks import as_rank, on_gloo_ranks
 from tests.support.known_states import blank_state, known_state, same_state
 from tests.support.known_steps import files_below
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from penstock.checkpoint.levels.options import Xor
+from penstock.checkpoint.levels.options import DoubleParity, Xor
 from penstock.checkpoint.manager.manager import Manager
 from penstock.testing.child_processes import FunctionRef
 from penstock.testing.crash import Program, sweep
@@ -126,3 +130,84 @@ def test_a_rank_killed_while_it_saves_or_encodes_costs_no_saved_step(tmp_path: P
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_killed_at_any_call_no_rank_costs_a_saved_step(victim: int, tmp_path: Path) -> None:
     assert run_sweep(tmp_path, 4, range(1, 241, 2), victim=victim) > 60
+
+
+FEWER, MORE = [0, 3], [0, 3, 1, 2]
+"""The hosts of a job's ranks when it starts again."""
+
+
+def divided(step: int) -> dict[str, Any]:
+    """The state of any number of ranks; zeros for step 0."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    values = (
+        torch.randn(96, 33, generator=torch.Generator().manual_seed(step)) if step else torch.zeros(96, 33)
+    )
+    return {"sharded": distribute_tensor(values, mesh, [Shard(0)]), "common": torch.full((500,), step)}
+
+
+def elastic(rank: int, root: Path, hosts: Sequence[int], calls: FileCalls | None = None) -> Manager:
+    folder = root / f"host-{hosts[rank]}"
+    return Manager(
+        root / "durable",
+        cache=folder if calls is None else files_below(folder, calls),
+        redundancy=DoubleParity(group=4),
+        failure_domain=folder.name,
+        flush=None,
+        timeout_s=60,
+    )
+
+
+def save_first(rank: int, root: Path, hosts: Sequence[int]) -> None:
+    with elastic(rank, root, hosts) as manager:
+        manager.save(1, divided(1))
+
+
+def start_again(rank: int, calls: FileCalls, root: Path, hosts: Sequence[int]) -> None:
+    with elastic(rank, root, hosts, calls) as manager:
+        manager.restore(divided(0))
+        manager.save(2, divided(2))
+
+
+def start_again_as_rank(calls: FileCalls, *, root: Path, rank: int, hosts: Sequence[int]) -> None:
+    as_rank(rank, len(hosts), f"{root}.meeting", FunctionRef.of(start_again), (calls, root, hosts))
+
+
+def starters_below(
+    folder: Path, before: Sequence[int], hosts: Sequence[int], number: int
+) -> Sequence[Program]:
+    """Ranks on other hosts than those that saved; what the hosts that are gone had is gone, too."""
+    root = folder / str(number)
+    if not (folder / "saved").exists():
+        on_gloo_ranks(len(before), save_first, folder / "saved", before)
+        for host in set(before) - set(hosts):
+            shutil.rmtree(folder / f"saved/host-{host}")
+    shutil.copytree(folder / "saved", root, ignore=shutil.ignore_patterns(".penstock-run"))
+    return [partial(start_again_as_rank, root=root, rank=rank, hosts=hosts) for rank in range(len(hosts))]
+
+
+def restore_elastic(rank: int, root: Path, hosts: Sequence[int]) -> int | None:
+    state = divided(0)
+    with elastic(rank, root, hosts) as manager:
+        step = manager.restore(state)
+    expected = divided(step or 0)
+    assert torch.equal(state["sharded"].to_local(), expected["sharded"].to_local()), f"step {step} is another"
+    assert torch.equal(state["common"], expected["common"]), f"step {step} is another"
+    return step
+
+
+def check_elastic(folder: Path, hosts: Sequence[int], number: int) -> None:
+    (step,) = set(on_gloo_ranks(len(hosts), restore_elastic, folder / str(number), hosts))
+    assert step in (1, 2), f"killed at call {number}: step {step}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("before", "hosts"), [([0, 1, 2, 3], FEWER), (FEWER, MORE)], ids=["fewer nodes", "more nodes"]
+)
+def test_killed_at_any_call_while_a_job_starts_on_other_nodes_nothing_is_lost(
+    before: Sequence[int], hosts: Sequence[int], victim: int, tmp_path: Path
+) -> None:
+    begin, check = partial(starters_below, tmp_path, before, hosts), partial(check_elastic, tmp_path, hosts)
+    assert sweep(begin, check, range(1, 400, 9), victim=victim) > 10

@@ -16,11 +16,12 @@ from tests.support.flush_orders import order, serve
 from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
+from penstock.checkpoint.levels.flush import daemon_client
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, parse_entries
 from penstock.checkpoint.levels.options import Flush, Xor
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
-from penstock.errors import RankFailed, StorageError
+from penstock.errors import RankFailed, StorageError, Unavailable
 from penstock.storage.uri import open_here
 from penstock.testing.child_processes import exit_code_of
 
@@ -99,6 +100,24 @@ def test_a_daemon_that_was_killed_is_started_again_by_the_trainer_that_waits_for
         assert first is not None
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: folder.daemon_pid() is None, "it is gone")
+    assert durable_steps(tmp_path) == [1]
+
+
+def test_a_step_whose_daemon_cannot_start_is_saved_and_the_next_call_tells_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: FlushFolder) -> None:
+        raise Unavailable("The flush daemon could not be started")
+
+    manager = manager_of(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(daemon_client, "start_daemon", refuse)
+        assert manager.save(1, state_of(1)).uri.endswith("cache/step-1")
+        with pytest.raises(
+            RankFailed, match="making durable step 1 in the background: The flush daemon could"
+        ):
+            manager.save(2, state_of(2))
+    manager.close()
     assert durable_steps(tmp_path) == [1]
 
 

@@ -26,7 +26,7 @@ from penstock.checkpoint.levels.flush.flush_task import retry_delay
 from penstock.checkpoint.levels.flush.flusher import FlushPhase, FlushState
 from penstock.checkpoint.manager.step_store import DurableStore
 from penstock.cluster import rounds
-from penstock.cluster.comm import Comm, all_gather_results
+from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks
 from penstock.errors import (
     DataDamaged,
     ObjectNotFound,
@@ -249,16 +249,17 @@ class DaemonFlusher:
             if self._order_repair is not None:
                 repair, self._order_repair = self._order_repair, None
                 repair.repair()
-            all_gather_results(
+            run_on_all_ranks(
                 self._members.comm,
                 lambda: self._order(step, cached) if self._is_lead else None,
                 awaiting=f"all nodes to hand over step {step}",
             )
-        except PenstockError as error:
-            # The step stays cached; the failure is reported with others of the background.
+            if self._is_lead:
+                self._watchdog.ensure_running()
+        except (OSError, PenstockError) as error:
+            # The step stays cached; the failure is reported with others of the background. Raised here, on
+            # one rank alone, it would say that the step was not saved.
             self._failed[step] = error
-        if self._is_lead:
-            self._watchdog.ensure_running()
 
     def states(self) -> Mapping[int, FlushState]:
         """The states of this node's share, from orders and journal."""
