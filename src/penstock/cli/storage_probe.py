@@ -114,10 +114,10 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
     report = _measure(options, comm, terminal)
     options.page.write(lambda: _draw(report), terminal)
     terminal.notes(report.notes)
+    terminal.result(asdict(report), _tell(report))
     if options.fio is not None and terminal.speaks:
         options.fio.write_text(fio_job_file(report), encoding="utf-8")
         terminal.note(f"wrote {options.fio}")
-    terminal.result(asdict(report), _tell(report))
 
 
 def _request(options: _ProbeOptions) -> ProbeRequest:
@@ -145,9 +145,12 @@ def _request(options: _ProbeOptions) -> ProbeRequest:
 
 def _measure(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> ProbeResult:
     from penstock.bench.probe import probe, probe_in_folder
+    from penstock.bench.probe.fio_jobs import check_fio_repeats
     from penstock.bench.run_settings import RunSettings
 
     request, environment = _request(options), process_environment()
+    if options.fio is not None:
+        check_fio_repeats(request, environment=environment, options=options.storage.values)
     measure = partial(probe, request, environment=environment)
     if options.results is not None:
         settings = RunSettings(results=options.results, command=command_line(), environment=environment)

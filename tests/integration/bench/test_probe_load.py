@@ -20,7 +20,7 @@ from tests.support.slow_storages import Stalling, Throttled
 
 from penstock.bench.probe import ProbeRequest, ProbeResult, metadata_rates, probe
 from penstock.bench.probe.block_targets import FileTarget, find_local_files
-from penstock.bench.probe.fio_jobs import fio_job_file
+from penstock.bench.probe.fio_jobs import check_fio_repeats, fio_job_file
 from penstock.bench.probe.io_uring import RequestRing
 from penstock.bench.probe.load_loops import LoadRun, Operations, RingLoop
 from penstock.bench.probe.load_plan import LoadShape, arrivals
@@ -294,9 +294,12 @@ def test_fio_accepts_the_job_file_of_everything_that_was_measured(tmp_path: Path
     assert len(sections) == len(set(sections))
 
 
-def test_a_job_file_of_objects_is_refused() -> None:
-    with pytest.raises(UsageError, match="on files"):
-        fio_job_file(_probe("mem://x", "knee"))
+@pytest.mark.parametrize(("uri", "part"), [("mem://x", "best"), ("file:///tmp", "metadata")])
+def test_a_job_file_of_what_fio_cannot_repeat_is_refused_before_anything_is_measured(
+    uri: str, part: Part
+) -> None:
+    with pytest.raises(UsageError, match="reads and writes of files"):
+        check_fio_repeats(ProbeRequest(uri=uri, parts=(part,)), environment={}, options={})
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,16 @@ what the probe found, so that the two can be compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
+from penstock.bench.probe.block_targets import find_local_files
 from penstock.bench.probe.load_run import LoadResult
-from penstock.bench.probe.probe_plan import SMALL_OBJECT_BYTES
+from penstock.bench.probe.probe_plan import SMALL_OBJECT_BYTES, ProbeRequest
 from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult
+from penstock.environment import Environment
 from penstock.errors import UsageError
+from penstock.storage import open_storage
 from penstock.storage.uri import parse_uri
 from penstock.units import format_rate
 
@@ -27,18 +30,23 @@ _PATTERNS: Final = {
 }
 
 
+def check_fio_repeats(request: ProbeRequest, *, environment: Environment, options: Mapping[str, str]) -> None:
+    """Raise `UsageError` before anything is measured that fio cannot repeat."""
+    storage = open_storage(request.uri, environment, options=options)
+    if find_local_files(storage) is None or set(request.parts) == {"metadata"}:
+        raise UsageError(
+            "fio can only repeat reads and writes of files",
+            where=request.uri,
+            fix="Leave --fio out, or probe /path, file:///path or direct:///path for best rates or a knee.",
+        )
+
+
 def fio_job_file(result: ProbeResult) -> str:
-    """The text of the job file; `UsageError` where the storage is not made of files."""
+    """The text of the job file."""
     sections = [
         *(lines for seen in result.measurements if seen.mode in _MODES for lines in [_step(seen)]),
         *(lines for load in result.loads if load.mode in _MODES for lines in _load(load)),
     ]
-    if not sections:
-        raise UsageError(
-            "fio can only repeat what was measured on files",
-            where=result.uri,
-            fix="Leave --fio out, or probe /path, file:///path or direct:///path.",
-        )
     head = [
         f"; What `penstock storage probe {result.uri}` measured on {_ranks(result)}, for fio 3.0 or later.",
         "; fio leaves its files behind: remove penstock-fio.* afterwards.",

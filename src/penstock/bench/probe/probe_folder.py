@@ -87,6 +87,8 @@ class ProbeFolder:
             for stored in self.storage.list():
                 with suppress(ObjectNotFound):
                     self.storage.delete(stored.key)
+        except ObjectNotFound as error:
+            logger.debug("Nothing to remove: %s", error)  # not even the bucket is there
         except StorageError as error:
             logger.warning("What the probe wrote may still be at %s: %s", self.storage.uri, error)
 
