@@ -175,8 +175,11 @@ def _write_together(folder: Path) -> None:
             group.append((descriptor, hidden, f"{folder}/{number}"))
         for descriptor, _, _ in group:
             calls.sync_file_range(descriptor, nothing, nothing, written)
-        for descriptor, hidden, name in group:
-            _end_bare(descriptor, hidden, name)
+        for descriptor, _, _ in group:
+            os.fsync(descriptor)
+            os.close(descriptor)
+        for _, hidden, name in group:
+            os.rename(hidden, name)  # noqa: PTH104 - the leanest way
     sync_folder(folder)
 
 
@@ -185,7 +188,10 @@ def _write_in_turn(folder: Path) -> None:
     calls = ctypes.CDLL(None)
     folder.mkdir()
     for number in range(NUM_FILES):
-        _end_bare(*_begin_bare(folder, calls), f"{folder}/{number}")
+        descriptor, hidden = _begin_bare(folder, calls)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        os.rename(hidden, f"{folder}/{number}")  # noqa: PTH104 - the leanest way
     sync_folder(folder)
 
 
@@ -195,12 +201,6 @@ def _begin_bare(folder: Path, calls: ctypes.CDLL) -> tuple[int, str]:
     calls.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(len(CONTENT)))
     os.pwrite(descriptor, CONTENT, 0)
     return descriptor, hidden
-
-
-def _end_bare(descriptor: int, hidden: str, name: str) -> None:
-    os.fsync(descriptor)
-    os.close(descriptor)
-    os.rename(hidden, name)  # noqa: PTH104 - the leanest way
 
 
 def _read(storage: Storage) -> None:

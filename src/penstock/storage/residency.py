@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,24 +85,27 @@ class _Cachestat(ctypes.Structure):
 
 
 class _Cachestats:
-    """Calls cachestat(2) again and again with the same memory; for one thread."""
+    """Calls cachestat(2) again and again with the same memory, for the same part of a file; for one thread.
 
-    def __init__(self) -> None:
-        self._wanted, self._answer = _CachestatRange(), _Cachestat()
-        self._places = ctypes.byref(self._wanted), ctypes.byref(self._answer)
+    A size of 0 means up to the end.
+    """
+
+    def __init__(self, offset: int = 0, size_bytes: int = 0) -> None:
+        self._answer = _Cachestat()
+        self._places = ctypes.byref(_CachestatRange(offset, size_bytes)), ctypes.byref(self._answer)
         self._call = libc().syscall
 
-    def count(self, descriptor: int, size_bytes: int, offset: int = 0) -> PageCounts:
-        wanted, answer = self._wanted, self._answer
-        wanted.offset, wanted.length = offset, size_bytes
+    def count(self, descriptor: int) -> tuple[int, int]:
+        """Resident pages, and unwritten ones of them."""
+        answer = self._answer
         if result := self._call(CACHESTAT, descriptor, *self._places, 0):
             raise_on_failure(result)
-        return PageCounts(answer.cached, answer.dirty + answer.writeback)
+        return answer.cached, answer.dirty + answer.writeback
 
 
 def count_by_cachestat(descriptor: int, size_bytes: int, offset: int = 0) -> PageCounts:
     """Pages by cachestat(2): one call whatever the size, no mapping."""
-    return _Cachestats().count(descriptor, size_bytes, offset)
+    return PageCounts(*_Cachestats(offset, size_bytes).count(descriptor))
 
 
 def count_by_mincore(descriptor: int, size_bytes: int) -> PageCounts:
@@ -178,11 +182,14 @@ def evict_files(paths: Iterable[str], advance: Callable[[int], None] = lambda _f
     """
     left, total = iter(paths), _Sums()
     while chunk := tuple(islice(left, _CHUNK)):
-        began_s, began_cpu_s = time.monotonic(), time.thread_time()
+        began_s, began = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
         total.add(_evict_in_turn(chunk))
         advance(len(chunk))
-        elapsed_s, cpu_s = time.monotonic() - began_s, time.thread_time() - began_cpu_s
-        if elapsed_s > _WAITING_SHARE * cpu_s:
+        elapsed_s, ended = time.monotonic() - began_s, resource.getrusage(resource.RUSAGE_THREAD)
+        cpu_s = ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
+        # On a busy machine calls take long that wait for nothing but a processor.
+        has_waited = ended.ru_nvcsw - began.ru_nvcsw > _WAITING_FILES * len(chunk)
+        if has_waited and elapsed_s > _WAITING_SHARE * cpu_s:
             _evict_on_threads(left, total, advance)
     return total.eviction()
 
@@ -197,6 +204,8 @@ _CHUNK: Final = 256
 _THREADS: Final = 16
 _WAITING_SHARE: Final = 3.0
 """Calls that take so many times their CPU time wait for something else."""
+_WAITING_FILES: Final = 0.5
+"""So many times a file does the thread give up its processor then."""
 
 
 @dataclass(slots=True)
@@ -242,10 +251,10 @@ def _evict_on_threads(paths: Iterable[str], total: _Sums, advance: Callable[[int
 
 
 def _evict_in_turn(paths: Iterable[str]) -> _Sums:
-    sums, counters = _Sums(), {**COUNTERS, "cachestat": _Cachestats().count}
+    sums, cachestats = _Sums(), _Cachestats()
     for path in paths:
         try:
-            _evict_into(sums, path, counters)
+            _evict_into(sums, path, cachestats)
         except StorageError:
             raise
         except OSError as error:
@@ -253,26 +262,37 @@ def _evict_in_turn(paths: Iterable[str]) -> _Sums:
     return sums
 
 
-def _evict_into(sums: _Sums, path: str, counters: Mapping[Method, PageCounter]) -> None:
+def _evict_into(sums: _Sums, path: str, cachestats: _Cachestats) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        size_bytes = os.fstat(descriptor).st_size
+        # Cheaper than fstat: this is what dropping many small files consists of.
+        size_bytes = os.lseek(descriptor, 0, os.SEEK_END)
         if size_bytes == 0:
             return
-        pages, method = _count_pages(descriptor, size_bytes, counters)
+        resident, unwritten = _count_quickly(sums, cachestats, descriptor, size_bytes)
         sums.total += size_bytes
-        sums.method = method
-        if pages.resident:
+        if resident:
             # The kernel drops clean pages only.
-            if pages.unwritten:
+            if unwritten:
                 os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            left, _ = _count_pages(descriptor, size_bytes, counters)
-            sums.before += min(size_bytes, pages.resident * mmap.PAGESIZE)
-            if left.resident:
-                sums.after += min(size_bytes, left.resident * mmap.PAGESIZE)
+            left, _ = _count_quickly(sums, cachestats, descriptor, size_bytes)
+            sums.before += min(size_bytes, resident * mmap.PAGESIZE)
+            if left:
+                sums.after += min(size_bytes, left * mmap.PAGESIZE)
     finally:
         os.close(descriptor)
+
+
+def _count_quickly(sums: _Sums, cachestats: _Cachestats, descriptor: int, size_bytes: int) -> tuple[int, int]:
+    if sums.method == "cachestat":
+        try:
+            return cachestats.count(descriptor)
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                raise
+    pages, sums.method = _count_pages(descriptor, size_bytes, COUNTERS)
+    return pages
 
 
 def drop_page_cache(control: Path = Path("/proc/sys/vm/drop_caches")) -> None:

@@ -182,6 +182,7 @@ class FileGroup:
                 if new.fsync:
                     new.file.calls.fsync(new.file.descriptor)
                 new.close()
+            for new in self._files:
                 new.publish()
         except StorageError:
             raise
