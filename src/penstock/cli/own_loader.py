@@ -107,6 +107,7 @@ def run_users_loader(options: RunOptions, *, comm: Comm, terminal: Terminal) -> 
     request = _plan(options, comm=comm, terminal=terminal)
     with terminal.progress() as progress:
         result = run_own_loader(request, comm=comm, progress=progress)
+    terminal.notes(result.stages.remarks)
     terminal.result(result.document(), view_own_loader(result))
     return result
 

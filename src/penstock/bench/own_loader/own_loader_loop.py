@@ -37,8 +37,10 @@ _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int) -> PenstockError:
     """What to tell the user of an error of his loader."""
     text = "".join(traceback.format_exception(error))
+    # Torch's message has the traceback of a worker, where a file of the user's may lie in /dev/shm.
+    said = _PLACE.sub("", text if isinstance(error, OSError) else _last_line(str(error)))
     when = f"at step {step} of epoch {epoch}"
-    if _SHARED.search(str(error)) or (isinstance(error, OSError) and _SHARED.search(text)):
+    if _SHARED.search(said):
         return OutOfSpace(
             f"Shared memory is full: the loader {loader} failed {when} ({_last_line(str(error))})",
             where=_describe_shared_memory(),

@@ -127,6 +127,7 @@ class _Measured:
 
     waits: RankWaits
     epochs: list[EpochOutcome] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     stages: list[EpochStage] = field(default_factory=list)
 
     @property
@@ -168,6 +169,7 @@ class _Session:
         waits = self._merge(measured, factory_s)
         workload = self._describe(measured)
         return Stages(
+            remarks=tuple(measured.remarks),
             opening_s=0.0,
             validation=Validation(num_files=0, elapsed_s=0.0),
             planning_s=0.0,
@@ -215,9 +217,8 @@ class _Session:
                 cache = self._evict()
                 announce_epoch(loader, epoch - 1)
                 comm.barrier(awaiting=f"all ranks to begin epoch {epoch}")
-                self.progress.begin(
-                    f"epoch {epoch} of {request.workload.train.epochs}, steps", self._total(loader)
-                )
+                total = self._total(loader)
+                self.progress.begin(f"epoch {epoch} of {request.workload.train.epochs}, steps", total)
                 change_s = time.monotonic() - ended_s - (cache.elapsed_s if cache else 0.0)
                 outcome = loop.run_epoch(loader, epoch)
                 waited_ns = outcome.waited_ns
@@ -225,6 +226,11 @@ class _Session:
                     outcome.steps, consumed_ns=outcome.elapsed_ns - waited_ns, samples=outcome.samples
                 )
                 measured.epochs.append(outcome)
+                if total > len(outcome.steps) and comm.size == 1:
+                    measured.remarks.append(
+                        f"Epoch {epoch} ended after {len(outcome.steps)} of the {total} batches that the "
+                        "loader's length promises"
+                    )
                 measured.stages.append(EpochStage(epoch=epoch, cache=cache, change_s=change_s))
                 ended_s = time.monotonic()
         if not any(outcome.steps for outcome in measured.epochs):

@@ -97,7 +97,8 @@ class LoaderWaits:
         if self.bottleneck == CONSUMER:
             return f"{begin}: {PHRASES[CONSUMER]} is the limit, the loader is ahead of it"
         share = self.stages_s[self.largest] / self.wait_s if self.wait_s else 0.0
-        where = f" on {self.workers} worker{'s' * (self.workers != 1)}" if self.workers else ""
+        is_shared_out = self.workers and self.largest is not WaitStage.STARTUP
+        where = f" on {self.workers} worker{'s' * (self.workers != 1)}" if is_shared_out else ""
         text = f"{begin}; {share:.0%} of that is {self._describe(self.largest)}{where}"
         if (advice := self.advice) is None:
             return text

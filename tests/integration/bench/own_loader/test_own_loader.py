@@ -238,6 +238,15 @@ def test_advised_workers_are_tried() -> None:
     assert tried[0]["change"].startswith("workers=")
 
 
+def test_fewer_batches_than_the_length_promises_are_told(here: Path) -> None:
+    (here / "my_lengths.py").write_text(
+        "class Short(list):\n    def __len__(self):\n        return 9\n\n"
+        "def make():\n    return Short([[1], [2]])\n"
+    )
+    result = run("--loader", "my_lengths:make")
+    assert "Epoch 1 ended after 2 of the 9 batches that the loader's length promises" in result.stderr
+
+
 def test_computation_comes_from_a_trace(here: Path) -> None:
     spans = [
         {"name": "compute", "cat": "compute", "ph": "X", "ts": at, "dur": 30_000 + at, "pid": 1, "tid": 1}

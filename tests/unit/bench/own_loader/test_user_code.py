@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.bench.own_loader.own_loader_loop import explain_failure
 from penstock.bench.own_loader.user_code import (
     SampleCounter,
     announce_epoch,
@@ -123,3 +124,14 @@ def test_sampler_and_data_set_hear_of_each_epoch() -> None:
     announce_epoch(Loader, 3)
     announce_epoch([], 3)
     assert (Loader.sampler.epochs, Loader.dataset.epochs) == ([3], [3])
+
+
+def test_a_traceback_through_files_in_shared_memory_is_no_full_shared_memory() -> None:
+    said = """Caught ValueError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/dev/shm/mine/data.py", line 9, in __getitem__
+ValueError: corrupt sample 020"""
+    found = explain_failure(ValueError(said), loader="mine:bad", epoch=1, step=3)
+    assert "failed at step 3 of epoch 1: ValueError: corrupt sample 020" in str(found)
+    full = "unable to open shared memory object </torch_1_2> in read-write mode: No space left on device (28)"
+    assert str(explain_failure(RuntimeError(full), loader="x:y", epoch=1, step=1)).startswith("Shared memory")
