@@ -42,7 +42,8 @@ class StoredNames:
         self._rank = rank
         self._tensors = {facts.name: facts for facts in index.tensors}
         names = (*self._tensors, *(stored.name for stored in index.objects))
-        self.names = tuple(dict.fromkeys(names))
+        self._known = dict.fromkeys(names)
+        self.names = tuple(self._known)
 
     def below(self, prefix: str) -> dict[Path, TensorFacts | None]:
         """What the checkpoint has below a name that ends with a dot: the rest of each place; None: an object.
@@ -54,8 +55,8 @@ class StoredNames:
             if name.startswith(prefix) and RANK_MARK not in name:
                 rest = _rest_of(self._paths.get(name, ()), prefix)
                 if rest:
-                    own = self._tensors.get(rank_object_name(name, self._rank))
-                    found[rest] = own or self._tensors.get(name)
+                    own = rank_object_name(name, self._rank)
+                    found[rest] = self._tensors.get(own if own in self._known else name)
         return found
 
 

@@ -114,8 +114,11 @@ class _Answers:
 def _compare(place: Place, listed: Sequence[tuple[int, HeldObject]]) -> Rounds[_Answers]:
     table = np.zeros((len(listed), 12), dtype=np.int64)
     for row, (kind, each) in enumerate(listed):
-        name = xxhash.xxh3_128_digest(f"{kind}{each.name}".encode(errors="surrogatepass"))
-        table[row, :8] = struct.unpack("<8i", name + xxhash.xxh3_128_digest(each.digest))
+        # What is an object on one rank and a small tensor on another has one name, and differs.
+        space = _NUMBERING if kind == _NUMBERING else _OBJECT
+        name = xxhash.xxh3_128_digest(f"{space}{each.name}".encode(errors="surrogatepass"))
+        digest = each.digest if kind == _OBJECT else bytes([kind]) + each.digest
+        table[row, :8] = struct.unpack("<8i", name + xxhash.xxh3_128_digest(digest))
         table[row, 8:] = each.size_bytes, kind, place.rank, row
     seen = yield from rounds.route(*place, table[:, 0] % place.size, table)
     seen = seen[np.lexsort((seen[:, 11], seen[:, 10]))]
