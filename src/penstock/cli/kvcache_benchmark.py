@@ -359,17 +359,7 @@ def view_cache_run(document: dict[str, Any]) -> View:
     if (lag := document["lag_ms"]) and lag["count"]:
         yield f"Lag behind the workload's times: p50 {lag['p50']:.1f} ms, p99 {lag['p99']:.1f} ms"
     if saved["hits_worth_it"] is not None:
-        # What loading a part of an object takes says nothing of a whole one.
-        told = (
-            "move whole objects, without --scale, to see what loading saves"
-            if has_small_objects(document)
-            else f"{format_seconds(saved['saved_s'])} saved in all; loading was faster than computing for "
-            f"{saved['hits_worth_it']:.1%} of requests with hits"
-        )
-        yield (
-            f"Time to first token: {told}; break-even at {saved['break_even_gib_per_s']:.2f} GiB/s for "
-            f"{saved['prefill_tokens_per_s']:,.0f} tokens/s"
-        )
+        yield _say_what_loading_saves(saved, of_whole_objects=not has_small_objects(document))
     if sustained := document.get("sustained"):
         rows = [
             {
@@ -386,6 +376,20 @@ def view_cache_run(document: dict[str, Any]) -> View:
     misses = {name: count for name, count in document["misses"].items() if count}
     if misses:
         yield [("Misses: " + ", ".join(f"{count:,} {name}" for name, count in misses.items()), "red")]
+
+
+def _say_what_loading_saves(saved: dict[str, Any], *, of_whole_objects: bool) -> str:
+    """Loading a part of an object tells nothing of a whole one."""
+    told = (
+        f"{format_seconds(saved['saved_s'])} saved in all; loading was faster than computing for "
+        f"{saved['hits_worth_it']:.1%} of requests with hits"
+        if of_whole_objects
+        else "move whole objects, without --scale, to see what loading saves"
+    )
+    return (
+        f"Time to first token: {told}; break-even at {saved['break_even_gib_per_s']:.2f} GiB/s for "
+        f"{saved['prefill_tokens_per_s']:,.0f} tokens/s"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
