@@ -4,8 +4,8 @@
 
 Both take turns in each round. The stall is from the planning of a save until the trainer may go on, most of
 which is the kernel's fork; its CPU seconds are those of the trainer's thread, and vary less. A first step
-after it is one write to each page of the state, which costs more while a forked process shares them. Goals: a
-stall of at most Megatron's own (1.0), and a shorter save.
+after it is one write to each page of the state, which costs more while a forked process shares them. Above 1,
+ours takes less. Goals: a stall of at most Megatron's own (1.0), and a shorter save.
 """
 
 from __future__ import annotations
