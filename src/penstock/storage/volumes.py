@@ -29,8 +29,8 @@ def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: st
 
 
 def find_room(folder: Path) -> int:
-    """How many bytes can be written below a folder: what is free, less the reserve."""
-    return shutil.disk_usage(folder).free * _RESERVE // (_RESERVE + 1)
+    """How many bytes can be written below a folder, there or not: what is free, less the reserve."""
+    return shutil.disk_usage(nearest_folder(folder)).free * _RESERVE // (_RESERVE + 1)
 
 
 def nearest_folder(path: Path) -> Path:
