@@ -40,7 +40,6 @@ from penstock.kvcache.compare_runs import compare_cache_runs
 from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, ObjectLayout, Op, TierSizes, plan_blocks
-from penstock.kvcache.leftovers import reclaim_unfinished
 from penstock.kvcache.lru_simulation import find_reuse
 from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
 from penstock.kvcache.models import MODELS
@@ -49,6 +48,7 @@ from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
 from penstock.storage.capabilities import defer_sync
+from penstock.storage.files.file_storage import reclaim_unfinished
 from penstock.storage.rate_limit import RateLimitedStorage
 from penstock.storage.uri import parse_uri
 from penstock.testing.rank_threads import on_ranks

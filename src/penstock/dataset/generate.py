@@ -31,6 +31,7 @@ from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer
 from penstock.progress import Progress
 from penstock.storage import Storage, capabilities, volumes
 from penstock.storage.aligned import BufferPool
+from penstock.storage.files import file_storage
 from penstock.storage.protocol import SupportsWritesAtOnce
 from penstock.workload.spec import Dataset
 
@@ -144,6 +145,8 @@ def _make_folders(storage: Storage) -> None:
 def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:
     # A resumed data set occupies part of its space already; how much is not known yet.
     if is_claimed(storage, recipe):
+        # A killed process leaves up to a group of files a thread that it had begun.
+        file_storage.reclaim_unfinished(storage)
         return True
     # Before the claim: a refused data set must not keep another one from this place.
     volumes.require_free_space(

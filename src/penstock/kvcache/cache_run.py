@@ -24,17 +24,12 @@ from penstock.kvcache.cache_figures import Times
 from penstock.kvcache.entries import MISSES, EntryLayout
 from penstock.kvcache.io_engine import EngineSettings, IoEngine, count_requests
 from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
-from penstock.kvcache.leftovers import (
-    STALE_S,
-    reclaim_unfinished,
-    remove_entries,
-    remove_leftovers,
-    sync_entry_names,
-)
+from penstock.kvcache.leftovers import remove_entries, remove_leftovers, sync_entry_names
 from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
 from penstock.progress import Progress, RunProgress
 from penstock.results import counter_files, published_files
 from penstock.storage import Counters, Storage, capabilities, volumes
+from penstock.storage.files.file_storage import STALE_S, reclaim_unfinished
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import write_object
 from penstock.workload.spec import Workload

@@ -31,10 +31,10 @@ from penstock.kvcache.entry_names import (
     parse_entry_name,
     vllm_folder,
 )
-from penstock.kvcache.leftovers import unfinished_objects
 from penstock.kvcache.models import MODELS, KvModel
 from penstock.progress import Progress
 from penstock.storage import Storage
+from penstock.storage.files.file_storage import unfinished_objects
 from penstock.storage.protocol import ObjectInfo, Source, read_object
 
 _CHUNK_BYTES: Final = 8 << 20

@@ -6,8 +6,7 @@ entries, is removed before; the entries of others stay, and are counted.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,11 +22,6 @@ from penstock.kvcache.entries import EntryLayout, EntryOutcome
 from penstock.kvcache.io_plan import Op, Operations
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage, capabilities
-from penstock.storage.capabilities import FolderEntry
-from penstock.storage.files.file_storage import is_unfinished
-
-STALE_S: Final = 600.0
-"""An unfinished object that nobody wrote to for this long belongs to a dead writer."""
 
 _REMOVERS: Final = 16
 
@@ -57,34 +51,6 @@ def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayo
                 other_bytes += info.size_bytes
     _remove(storage, left, Silent())
     return Leftovers(left_entries=len(left), other_objects=other_objects, other_bytes=other_bytes)
-
-
-def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> int:
-    """Remove objects that were begun and not touched for this long; how many there were.
-
-    Object services keep unfinished uploads out of sight, and drop them by a rule of the bucket.
-    """
-    now_s = time.time()
-    old = [name for name, entry in unfinished_objects(storage) if now_s - entry.modified_s >= older_than_s]
-    tree = capabilities.find_folder_tree(storage)
-    for name in old:
-        assert tree is not None, "what has unfinished objects has folders"
-        tree.remove(name)
-    return len(old)
-
-
-def unfinished_objects(storage: Storage) -> Iterator[tuple[str, FolderEntry]]:
-    """Objects that were begun and not finished, of live and of dead writers, with their names."""
-    tree = capabilities.find_folder_tree(storage)
-    pending = [""] if tree is not None else []
-    while tree is not None and pending:
-        folder = pending.pop()
-        for entry in tree.entries(folder):
-            name = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.is_folder:
-                pending.append(name)
-            elif is_unfinished(entry.name):
-                yield name, entry
 
 
 def remove_entries(

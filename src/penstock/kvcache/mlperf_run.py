@@ -21,13 +21,14 @@ from penstock.kvcache import mlperf_files
 from penstock.kvcache.cache_run import LONGEST_RUN_S, require_room
 from penstock.kvcache.entries import EntryLayout
 from penstock.kvcache.io_engine import EngineSettings, IoEngine, count_requests
-from penstock.kvcache.leftovers import reclaim_unfinished, remove_entries, remove_leftovers
+from penstock.kvcache.leftovers import remove_entries, remove_leftovers
 from penstock.kvcache.mlperf_files import RankTrial, TrialResult
 from penstock.kvcache.mlperf_plan import VIRTUAL_BYTES_PER_S, OptionPlan, OptionSettings, plan_option
 from penstock.kvcache.models import find_model
 from penstock.progress import RunProgress
 from penstock.results import counter_files, published_files
 from penstock.storage import Storage
+from penstock.storage.files.file_storage import reclaim_unfinished
 from penstock.submission.edition import KvCacheLimits, load_edition
 from penstock.workload.spec import Workload
 

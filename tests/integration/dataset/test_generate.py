@@ -226,6 +226,17 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(tmp_path: 
     assert _sums(tmp_path / "killed") == _sums(tmp_path / "whole")
 
 
+def test_what_a_killed_attempt_had_begun_is_removed_by_the_next(tmp_path: Path) -> None:
+    _generate(_at(tmp_path))
+    old, new = (tmp_path / "train" / f".penstock-{digit * 16}.unfinished" for digit in "12")
+    for path in (old, new):
+        path.write_bytes(b"begun")
+    os.utime(old, (0, 0))
+    assert _generate(_at(tmp_path)).kept_files == 15
+    # What was written to a moment ago may be another process's.
+    assert (old.exists(), new.exists()) == (False, True)
+
+
 def test_ranks_share_the_work_and_verify_together(tmp_path: Path) -> None:
     assert _penstock("generate", *WORDS, "--data", str(tmp_path / "one")).returncode == 0
     shared = _penstock("generate", *WORDS, "--data", str(tmp_path / "two"), "--ranks", "2")

@@ -24,14 +24,14 @@ from penstock.kvcache.cache_run import CacheRequest, CacheResult, run_plan
 from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome, LayoutName, make_footer
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, ObjectLayout, Op, Operations, TierSizes, plan_blocks
-from penstock.kvcache.leftovers import reclaim_unfinished, sync_entry_names
+from penstock.kvcache.leftovers import sync_entry_names
 from penstock.kvcache.models import MODELS, change_model
 from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
 from penstock.progress import Silent
 from penstock.reports.answer_page import render_answer_page
 from penstock.storage import Storage, open_storage
 from penstock.storage.files.file_io import BufferedAccess
-from penstock.storage.files.file_storage import FileOptions, FileStorage
+from penstock.storage.files.file_storage import FileOptions, FileStorage, reclaim_unfinished
 from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage

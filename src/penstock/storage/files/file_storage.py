@@ -12,11 +12,12 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Final, Literal
 
 from penstock.environment import Environment
 from penstock.errors import (
@@ -26,7 +27,8 @@ from penstock.errors import (
     Unavailable,
     UsageError,
 )
-from penstock.storage.capabilities import Deferred
+from penstock.storage import Storage, capabilities
+from penstock.storage.capabilities import Deferred, FolderEntry
 from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess, FileSource, OpenFile
 from penstock.storage.files.folders import FileFolderTree, VerifiedFolders
 from penstock.storage.files.new_files import FileGroup, FileSink, NewFile
@@ -461,3 +463,35 @@ def _no_direct_access(path: str, uri: str) -> Unavailable:
         where=uri,
         fix="Use file:// instead of direct://, or a folder on a local disk.",
     )
+
+
+STALE_S: Final = 600.0
+"""An unfinished object that nobody wrote to for this long belongs to a dead writer."""
+
+
+def reclaim_unfinished(storage: Storage, *, older_than_s: float = STALE_S) -> int:
+    """Remove objects that were begun and not touched for this long; how many there were.
+
+    Object services keep unfinished uploads out of sight, and drop them by a rule of the bucket.
+    """
+    now_s = time.time()
+    old = [name for name, entry in unfinished_objects(storage) if now_s - entry.modified_s >= older_than_s]
+    tree = capabilities.find_folder_tree(storage)
+    for name in old:
+        assert tree is not None, "what has unfinished objects has folders"
+        tree.remove(name)
+    return len(old)
+
+
+def unfinished_objects(storage: Storage) -> Iterator[tuple[str, FolderEntry]]:
+    """Objects that were begun and not finished, of live and of dead writers, with their names."""
+    tree = capabilities.find_folder_tree(storage)
+    pending = [""] if tree is not None else []
+    while tree is not None and pending:
+        folder = pending.pop()
+        for entry in tree.entries(folder):
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_folder:
+                pending.append(name)
+            elif is_unfinished(entry.name):
+                yield name, entry
