@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from penstock.checkpoint.adapters.async_writer import AsyncWriter
-from penstock.checkpoint.api import TorchEngine
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.saving.buffers import WarmMemory
+from penstock.checkpoint.saving.saver import TorchEngine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

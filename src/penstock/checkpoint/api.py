@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, open_parent
+from penstock.checkpoint.commit.catalog import AnyPath, open_parent
 from penstock.checkpoint.commit.transaction import write_and_commit
 from penstock.checkpoint.engine import LoadChoice, NamePatterns, RankSaveStats, Replicas, SaveChoice, State
 from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced
@@ -21,13 +21,11 @@ from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport, ope
 from penstock.checkpoint.plan import save_plan
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
 from penstock.checkpoint.saving.saver import (
-    DEFAULT_STAGING_BYTES,
     WAITING_BUFFER_BYTES,
     Saver,
-    TensorSave,
 )
 from penstock.checkpoint.state.leaves import expand_stateful
-from penstock.checkpoint.state.process_group import RankGroup, borrowed_group
+from penstock.checkpoint.state.process_group import borrowed_group
 from penstock.checkpoint.state.regions import Ints, Regions, StoredRegions, element_sizes
 from penstock.cluster.comm import run_on_rank0
 from penstock.errors import DataDamaged, UsageError
@@ -143,43 +141,6 @@ def save(  # noqa: PLR0913 - each option is independent of the others
             progress=progress,
         )
     return stats
-
-
-class TorchEngine:
-    """An `Engine` for nested states of tensors and other values.
-
-    `staging_bytes` limits the memory of a rank's copies.
-    """
-
-    def __init__(
-        self,
-        options: save_plan.SaveOptions | None = None,
-        *,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
-        replicas: Replicas = "share",
-    ) -> None:
-        self._saver = Saver(options, staging_bytes=staging_bytes, replicas=replicas)
-        self._loader = CheckpointLoader()
-
-    def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> TensorSave:
-        """Let all ranks agree who writes what; collective."""
-        return self._saver.prepare(state, group, choice)
-
-    def load(
-        self,
-        state: State,
-        stored: CheckpointRef,
-        group: RankGroup,
-        choice: LoadChoice,
-        progress: Progress | None,
-    ) -> LoadReport:
-        """Fill `state` in place; collective."""
-        return self._loader.load(state, stored, group, choice, progress)
-
-    def close(self) -> None:
-        """Free the memory of both directions. May be called twice."""
-        self._saver.close()
-        self._loader.close()
 
 
 NUM_TENSORS_SHOWN = 12

@@ -23,7 +23,7 @@ _DASK_TEXT = "Read with the workers of Dask: local, or a scheduler's address."
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CompareOptions(trace_options.RunOptions):
+class _CompareOptions(trace_options.TracedRunOptions):
     runs: tuple[str, ...] = arguments(
         "RUN...",
         URI,

@@ -251,7 +251,7 @@ RUN_TEXT = "A run: a directory, a quoted glob, a table, or NAME=any of them. Fil
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(TierOptions, ClassOptions, PhaseOptions, DimensionOptions):
+class TracedRunOptions(TierOptions, ClassOptions, PhaseOptions, DimensionOptions):
     """Runs beside each other, and how they are seen."""
 
     runs: tuple[str, ...]

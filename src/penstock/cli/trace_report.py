@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.options import arguments, option, verb
 from penstock.cli.parsers import FILE, URI
 from penstock.cli.terminal import Terminal, View, bold
-from penstock.cli.trace_options import RUN_TEXT, RunOptions, check_output, report_losses
+from penstock.cli.trace_options import RUN_TEXT, TracedRunOptions, check_output, report_losses
 
 if TYPE_CHECKING:
     from penstock.trace.compare.run_report import RunReport
@@ -19,7 +19,7 @@ _PAGE = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ReportOptions(RunOptions):
+class _ReportOptions(TracedRunOptions):
     runs: tuple[str, ...] = arguments("RUN...", URI, RUN_TEXT)
     out: Path | None = option(
         "--out", FILE, f"Write this page (default: {_PAGE}, or none with --json).", short="-o"

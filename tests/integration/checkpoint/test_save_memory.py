@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.checkpoint.api import TorchEngine
 from penstock.checkpoint.manager.manager import Manager
+from penstock.checkpoint.saving.saver import TorchEngine
 from penstock.testing.child_processes import run_children
 
 MIB = 1 << 20

@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
-from penstock.checkpoint.api import TorchEngine, save
+from penstock.checkpoint.api import save
 from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.checkpoint.manager.manager import Manager
+from penstock.checkpoint.saving.saver import TorchEngine
 from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
 from penstock.errors import UsageError

@@ -555,9 +555,11 @@ def _open_torch_engine(
     writers: int, separation_hint: str | None, staging_bytes: int | None, replicas: Replicas
 ) -> Engine:
     with explained_imports():
-        from penstock.checkpoint.api import TorchEngine  # noqa: PLC0415 - loads torch
         from penstock.checkpoint.plan.save_plan import SaveOptions  # noqa: PLC0415 - loads numpy
-        from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch
+        from penstock.checkpoint.saving.saver import (  # noqa: PLC0415 - loads torch
+            DEFAULT_STAGING_BYTES,
+            TorchEngine,
+        )
 
     options = SaveOptions(writers=writers, separation_hint=separation_hint)
     return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES, replicas=replicas)

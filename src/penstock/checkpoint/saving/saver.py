@@ -10,8 +10,8 @@ The steps of a save, in order:
 5. `commit.transaction.write_and_commit` writes both, `.metadata` last because readers take its presence for a
    complete checkpoint, and makes all of it visible at once.
 
-Invariant: an error on any rank, for example an object that cannot be pickled, is raised on all ranks before
-anything is written.
+`TorchEngine` gives a manager this and the loader. Invariant: an error on any rank, for example an object that
+cannot be pickled, is raised on all ranks before anything is written.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ import torch
 import xxhash
 
 from penstock import __version__
+from penstock.checkpoint.commit.catalog import CheckpointRef
 from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.engine import (
+    LoadChoice,
     NamePatterns,
     Replicas,
     SaveChoice,
@@ -44,6 +46,7 @@ from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, paused_garbage_collection
 from penstock.checkpoint.formats.manifest import Fact, Manifest, build_manifest, manifest_bytes
 from penstock.checkpoint.formats.metadata_writing import metadata_bytes
+from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport
 from penstock.checkpoint.plan import save_plan
 from penstock.checkpoint.plan.shared_objects import SharedObjects, names_of_objects, share_objects
 from penstock.checkpoint.plan.shared_plan import Numbers, Path, Place, RankShare, digest_tensors, plan_share
@@ -60,6 +63,7 @@ from penstock.checkpoint.state.leaves import (
     key_types,
     matches_pattern,
 )
+from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import (
     CheckpointIndex,
     Regions,
@@ -81,6 +85,7 @@ from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.cluster.rounds import Round, Rounds
 from penstock.errors import UsageError, name_some
+from penstock.progress import Progress
 from penstock.storage.aligned import round_up
 
 if TYPE_CHECKING:
@@ -512,3 +517,40 @@ def _describe_contents(agreed: AgreedSave, paths: Mapping[str, Path]) -> ShareCo
             for bucket in agreed.plan.buckets
         ),
     )
+
+
+class TorchEngine:
+    """An `Engine` for nested states of tensors and other values.
+
+    `staging_bytes` limits the memory of a rank's copies.
+    """
+
+    def __init__(
+        self,
+        options: save_plan.SaveOptions | None = None,
+        *,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        replicas: Replicas = "share",
+    ) -> None:
+        self._saver = Saver(options, staging_bytes=staging_bytes, replicas=replicas)
+        self._loader = CheckpointLoader()
+
+    def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> TensorSave:
+        """Let all ranks agree who writes what; collective."""
+        return self._saver.prepare(state, group, choice)
+
+    def load(
+        self,
+        state: State,
+        stored: CheckpointRef,
+        group: RankGroup,
+        choice: LoadChoice,
+        progress: Progress | None,
+    ) -> LoadReport:
+        """Fill `state` in place; collective."""
+        return self._loader.load(state, stored, group, choice, progress)
+
+    def close(self) -> None:
+        """Free the memory of both directions. May be called twice."""
+        self._saver.close()
+        self._loader.close()

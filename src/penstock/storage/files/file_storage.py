@@ -31,7 +31,7 @@ from penstock.storage import Storage, capabilities
 from penstock.storage.capabilities import Deferred, FolderEntry
 from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess, FileSource, OpenFile
 from penstock.storage.files.folders import FileFolderTree, VerifiedFolders
-from penstock.storage.files.new_files import FileGroup, FileSink, NewFile
+from penstock.storage.files.new_files import FileSink, NewFile, NewFileGroup
 from penstock.storage.files.system_calls import (
     REAL_CALLS,
     FileCalls,
@@ -154,7 +154,7 @@ class FileStorage:
 
     def write_at_once(self, objects: Iterable[tuple[str, memoryview]]) -> None:
         """Write small files, which become durable together and then visible one after the other."""
-        group = FileGroup(self._folders)
+        group = NewFileGroup(self._folders)
         try:
             for key, content in objects:
                 group.add(self._begin(key, len(content)), self._access, content)

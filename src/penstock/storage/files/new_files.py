@@ -1,7 +1,7 @@
 """Files that do not exist yet: written under a hidden name, made durable, and then given their own.
 
-One by one (`FileSink`), or many small ones together (`FileGroup`). Invariant: a name appears in one step and
-after all bytes of its file are durable, so that a crash leaves whole files and hidden ones.
+One by one (`FileSink`), or many small ones together (`NewFileGroup`). Invariant: a name appears in one step,
+and after all bytes of its file are durable, so that a crash leaves whole files and hidden ones.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class FileSink:
         )
 
 
-class FileGroup:
+class NewFileGroup:
     """Small files that are written in turn and then made durable together, for a fraction of the cost.
 
     An fsync commits the journal for what is new in it. All bytes of a group, and what they change in the
