@@ -18,7 +18,7 @@ from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from struct import Struct
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
@@ -301,7 +301,8 @@ class FetchProbe:
     def _time_collation(self, fetcher: Any) -> None:
         """Let the fetcher's collation say when it begins; only the fetcher that calls it sees that."""
         collate = fetcher.collate_fn
-        if collate not in self._all_timed:
+        # A user's own object may have no hash.
+        if not (isinstance(collate, FunctionType) and collate in self._all_timed):
             collate = self._timed_collation(collate)
             self._all_timed.add(collate)
             fetcher.collate_fn = collate

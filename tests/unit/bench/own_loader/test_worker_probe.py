@@ -77,6 +77,27 @@ def test_slow_fetch_among_fast_ones_slept(tmp_path: Path) -> None:
     assert sleep_ns(rows[21]) > 0.8 * 0.05e9
 
 
+class WithoutHash:
+    """A user's collation that is compared by value, as a dataclass is."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WithoutHash)
+
+    def __call__(self, samples: object) -> object:
+        return samples
+
+
+def test_a_collation_needs_no_hash(tmp_path: Path) -> None:
+    probe = FetchProbe(tmp_path, 0, reads=OwnReads(), samples=False)
+    fetcher = Fetcher()
+    fetcher.collate_fn = WithoutHash()
+    assert [probe.time(Fetcher.load)(fetcher, number) for number in range(3)] == [[1]] * 3
+    probe.finish()
+    assert len(read_fetches(fetches_path(tmp_path, 0).read_bytes())) == 3
+
+
 @pytest.mark.parametrize("clocks_every_ns", [0, 20_000, MS], ids=["always", "at-times", "seldom"])
 def test_records_grow_beyond_their_first_room_and_failed_fetches_are_no_batches(
     clocks_every_ns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
