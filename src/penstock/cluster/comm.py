@@ -26,6 +26,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 from penstock.cluster import rounds as message_rounds
 from penstock.cluster.rounds import Round, Rounds
 from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, UsageError, WaitTimeout
+from penstock.optional_libraries import missing_library
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
@@ -254,6 +255,9 @@ def _try_to_pack(comm: Comm, value: object) -> "bytes | _Unsendable":
 
 def format_cause(error: BaseException) -> str:
     """`error` as one clause: Penstock's own errors are one already, others need the name of their type."""
+    if isinstance(error, ModuleNotFoundError):
+        # A library of an extra that this host lacks is the user's to install.
+        error = missing_library(error) or error
     text = str(error).strip()
     if isinstance(error, PenstockError):
         return text

@@ -172,6 +172,11 @@ def test_a_foreign_error_takes_its_traceback_along_as_a_note() -> None:
     assert "in read_bytes" in notes[0]
 
 
+def test_a_library_that_one_host_lacks_is_named_with_its_extra() -> None:
+    error = ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
+    assert "Run: pip install 'penstock[bench]'" in describe_failure(error, 1, "here").cause
+
+
 def test_a_cause_of_any_length_stays_a_line_that_is_accepted() -> None:
     failure = describe_failure(ValueError("x" * 10**6), 0, "here")
     assert len(failure.cause) + len(failure.detail) < 30_000
