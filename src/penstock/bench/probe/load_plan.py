@@ -226,6 +226,20 @@ def find_knee(points: Sequence[OfferedLoad]) -> OfferedLoad | None:
     return max(below, key=lambda point: point.offered_per_s, default=None)
 
 
+def find_limit(points: Sequence[OfferedLoad], knee: OfferedLoad) -> str:
+    """What the lowest load above the knee that did not hold ran into (see `Knee`); "" if all held."""
+    light = points[0]
+    failed = [point for point in points if not holds(point, light)]
+    above = [point for point in failed if point.offered_per_s > knee.offered_per_s]
+    if not above:
+        return ""
+    first = min(above, key=lambda point: point.offered_per_s)
+    if first.lag_p99_ms > first.p99_ms / 2:
+        return "host"
+    is_slower = first.service_p50_ms > 2 * light.service_p50_ms
+    return "depth" if first.slots_busy > 0.5 and not is_slower else "storage"
+
+
 def _split(points: Sequence[OfferedLoad]) -> tuple[list[OfferedLoad], float]:
     """The points that held, and the lowest rate that did not; a rate that held once holds."""
     light = points[0]

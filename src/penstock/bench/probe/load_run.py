@@ -29,8 +29,8 @@ from penstock.bench.probe.load_plan import (
     arrivals,
     describe_load,
     find_knee,
+    find_limit,
     find_steady_state,
-    holds,
     intervals,
     next_rate,
 )
@@ -361,23 +361,9 @@ def _describe_knee(points: Sequence[OfferedLoad], block_bytes: int) -> Knee | No
         p50_ms=point.p50_ms,
         p99_ms=point.p99_ms,
         p999_ms=point.p999_ms,
-        limited_by=_limit(points, point),
+        limited_by=find_limit(points, point),
         rule=RULE,
     )
-
-
-def _limit(points: Sequence[OfferedLoad], knee: OfferedLoad) -> str:
-    """What the lowest load above the knee that did not hold ran into."""
-    light = points[0]
-    failed = [point for point in points if not holds(point, light)]
-    above = [point for point in failed if point.offered_per_s > knee.offered_per_s]
-    if not above:
-        return ""
-    first = min(above, key=lambda point: point.offered_per_s)
-    if first.lag_p99_ms > first.p99_ms / 2:
-        return "host"
-    is_slower = first.service_p50_ms > 2 * light.service_p50_ms
-    return "depth" if first.slots_busy > 0.5 and not is_slower else "storage"
 
 
 def load_rows(load: LoadResult) -> list[dict[str, str]]:

@@ -232,8 +232,10 @@ def test_short_transfers_are_completed(tmp_path: Path, options: FileOptions, mos
 
 def test_short_transfers_below_a_block_end_direct_access_with_an_error(tmp_path: Path) -> None:
     storage = files(tmp_path, ShortTransfers(512), options=DirectOptions())
-    with pytest.raises(ShortTransfer, match="512 of 20480 bytes moved"):
+    with pytest.raises(ShortTransfer) as caught:
         write_object(storage, "key", [CONTENT])
+    # How much is written at once depends on where in memory the content begins.
+    assert caught.value.actual_bytes == 512
     assert names_below(tmp_path) == []
 
 

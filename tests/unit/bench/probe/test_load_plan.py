@@ -19,6 +19,7 @@ from penstock.bench.probe.load_plan import (
     arrivals,
     describe_load,
     find_knee,
+    find_limit,
     find_steady_state,
     next_rate,
 )
@@ -76,6 +77,35 @@ def test_a_storage_that_fails_light_load_is_asked_for_less_and_then_given_up() -
         points.append(_serve(rate, capacity_per_s=1, latency_s=0))
     assert find_knee(points) is None
     assert len(points) < MOST_POINTS
+
+
+def _serve_in_slots(rate_per_s: float, *, depth: int, latency_s: float, late: float = 0) -> OfferedLoad:
+    """What a storage would show that answers each operation after a latency, however many are in flight."""
+    due = arrivals(rate_per_s, SECONDS, rank=0, num_ranks=1)
+    free, begun, ended = ([0] * len(due) for _ in range(3))
+    for number, moment in enumerate(due):
+        free[number] = ended[number - depth] if number >= depth else 0
+        begun[number] = max(round(moment * (1 + late)), free[number])
+        ended[number] = begun[number] + round(latency_s * NS)
+    times = OperationTimes(
+        due=np.array(due),
+        free=np.array(free),
+        begun=np.array(begun),
+        ended=np.array(ended),
+        is_write=np.zeros(len(due), dtype=bool),
+    )
+    return describe_load(times, rate_per_s=rate_per_s, seconds=SECONDS)
+
+
+def test_what_a_load_ran_into_is_storage_or_too_few_in_flight_or_the_host() -> None:
+    light = _serve_in_slots(100, depth=4, latency_s=0.02)
+    knee = _serve_in_slots(190, depth=4, latency_s=0.02)
+    assert find_limit([light, knee], knee) == ""
+    assert find_limit([light, knee, _serve_in_slots(400, depth=4, latency_s=0.02)], knee) == "depth"
+    assert find_limit([light, knee, _serve_in_slots(400, depth=4, latency_s=0.06)], knee) == "storage"
+    assert (
+        find_limit([light, knee, _serve_in_slots(400, depth=400, latency_s=0.02, late=0.5)], knee) == "host"
+    )
 
 
 def test_a_load_that_was_given_up_did_not_hold_even_if_it_is_the_only_one() -> None:
