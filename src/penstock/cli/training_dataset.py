@@ -19,7 +19,7 @@ from penstock.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
     from penstock.dataset.dataset_manifest import DatasetRecipe
-    from penstock.dataset.generate import VerificationResult
+    from penstock.dataset.verify import VerificationResult
     from penstock.workload.accelerator_forecast import AcceleratorForecast
     from penstock.workload.dataset_size import DatasetSizing, SizeCheck
     from penstock.workload.load_workload import LoadedWorkload
@@ -99,7 +99,7 @@ def verify(options: DatasetOptions, comm: Comm, terminal: Terminal) -> int:
       penstock training verify retinanet_b200 --data s3://bucket/retinanet --ranks 8 --json
     """
     from penstock.dataset.dataset_manifest import require_same
-    from penstock.dataset.generate import verify as verify_files
+    from penstock.dataset.verify import verify as verify_files
 
     recipe, storage, uri = options.recipe(terminal), options.data.opener(rank=comm.rank)(), options.data.uri
     require_same(storage, recipe)

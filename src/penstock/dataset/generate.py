@@ -1,16 +1,13 @@
-"""Generates a data set, or resumes one that was interrupted; compares one with what generated it.
+"""Generates a data set, or resumes one that was interrupted.
 
 A file appears under its name only when it is complete, so existing files are kept. The bytes of every file
-follow from the recipe alone, whichever rank writes them, in any order; nothing else is stored to compare them
-with. A file that is missing or truncated counts as wrong and does not end the verification; failing storage
-does.
+follow from the recipe alone, whichever rank writes them, in any order.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from math import ceil
 from typing import Final
 
@@ -19,15 +16,14 @@ from penstock.dataset.content import Content
 from penstock.dataset.data_files import (
     DataFiles,
     evaluation_files,
-    for_each_file,
     for_each_group,
     training_files,
 )
 from penstock.dataset.dataset_manifest import DatasetRecipe, is_claimed, write_manifest
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.data_file_io import buffer_pool, verify_file, write_files
+from penstock.dataset.formats.data_file_io import buffer_pool, write_files
 from penstock.dataset.formats.format_protocol import FilePlan
-from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer
+from penstock.errors import AlreadyThere, ObjectNotFound
 from penstock.progress import Progress
 from penstock.storage import Storage, capabilities, volumes
 from penstock.storage.aligned import BufferPool
@@ -204,64 +200,3 @@ class _Writer:
             )
         except ObjectNotFound:
             return False
-
-
-MAX_REPORTED: Final = 100
-"""Wrong files that are reported one by one; all are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class WrongFile:
-    """A file that differs from its recipe, and how."""
-
-    name: str
-    what: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerificationResult:
-    """The result over all ranks; `wrong` has the first `MAX_REPORTED` of `num_wrong` files."""
-
-    num_files: int
-    num_wrong: int
-    wrong: tuple[WrongFile, ...]
-    read_bytes: int
-    elapsed_s: float
-
-
-def verify(
-    recipe: DatasetRecipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress
-) -> VerificationResult:
-    """Compare every file with the recipe; collective, with the same result on every rank."""
-    files = data_files(recipe)
-    Content(recipe.seed, 0).prepare_verification()
-    progress.begin("verifying files", -(-len(files) // comm.size))
-    began_s = time.monotonic()
-    read_before = storage.counters.snapshot().read_bytes
-
-    def check(plan: FilePlan) -> WrongFile | None:
-        content = Content(recipe.seed, plan.index, recipe.reduction)
-        try:
-            mismatch = verify_file(files.kind, plan, storage, content)
-        except (ObjectNotFound, ShortTransfer) as error:
-            return WrongFile(plan.name, str(error))
-        if mismatch is None:
-            return None
-        return WrongFile(mismatch.name, f"byte {mismatch.offset}: {mismatch.what}")
-
-    wrong: list[WrongFile] = []
-    num_wrong = 0
-    for wrong_file in for_each_file(files, check, rank=comm.rank, num_ranks=comm.size, threads=threads):
-        progress.advance(1)
-        if wrong_file is not None:
-            num_wrong += 1
-            wrong = [*wrong, wrong_file][:MAX_REPORTED]
-    read_bytes = storage.counters.snapshot().read_bytes - read_before
-    reports = comm.gather(wrong, awaiting="all ranks to verify their files")
-    return VerificationResult(
-        num_files=len(files),
-        num_wrong=comm.reduce(num_wrong, "sum", awaiting="the count of wrong files"),
-        wrong=tuple(sorted(chain(*reports), key=lambda wrong_file: wrong_file.name)[:MAX_REPORTED]),
-        read_bytes=comm.reduce(read_bytes, "sum", awaiting="the bytes that all ranks read"),
-        elapsed_s=comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time"),
-    )

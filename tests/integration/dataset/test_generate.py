@@ -21,7 +21,8 @@ from tests.support.s3.server import BUCKET
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe, read_manifest, require_same
-from penstock.dataset.generate import GenerationResult, VerificationResult, generate, verify
+from penstock.dataset.generate import GenerationResult, generate
+from penstock.dataset.verify import VerificationResult, verify
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
