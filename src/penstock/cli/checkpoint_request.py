@@ -29,7 +29,7 @@ from penstock.cluster.gates.gate_model import PreflightRequest
 from penstock.environment import process_environment, untraced
 from penstock.storage import open_storage
 from penstock.storage.uri import has_option
-from penstock.submission.authoring.checkpoint_preflight import CheckpointPreflight, require_allowed
+from penstock.submission.authoring import preflight
 from penstock.submission.authoring.data_location import locate_checkpoints
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.mlperf_divisions import SubmissionDivision
@@ -173,22 +173,20 @@ def _require_allowed(
         *parse_changes(options.model.settings),
         *(key for key, value in by_option.items() if value is not None),
     ]
-    require_allowed(
-        load_edition("v3.0"),
-        division,
-        CheckpointPreflight(
-            model=request.model.name,
-            accelerator=options.accelerator,
-            num_processes=layout.num_processes,
-            num_writes=checkpoint.num_checkpoints_write,
-            num_reads=checkpoint.num_checkpoints_read,
-            is_subset=layout.is_subset,
-            # A rehearsal does everything but sizes as in earnest.
-            scale=Fraction(1) if options.results.rehearsed_at else request.scale,
-            changed=changed,
-            size_gib=layout.total_bytes / float(request.scale) / 2**30,
-        ),
+    asked = preflight.CheckpointPreflight(
+        model=request.model.name,
+        accelerator=options.accelerator,
+        num_processes=layout.num_processes,
+        num_writes=checkpoint.num_checkpoints_write,
+        num_reads=checkpoint.num_checkpoints_read,
+        is_subset=layout.is_subset,
+        # A rehearsal does everything but sizes as in earnest.
+        scale=Fraction(1) if options.results.rehearsed_at else request.scale,
+        changed=changed,
+        size_gib=layout.total_bytes / float(request.scale) / 2**30,
     )
+    breaches = preflight.checkpoint_breaches(load_edition("v3.0"), division, asked)
+    preflight.require_none(breaches, f"--{division.value}")
 
 
 def _inspect(
@@ -221,8 +219,7 @@ def _run_submitted(
     terminal: Terminal,
 ) -> CheckpointResult:
     from penstock.submission.edition import load_edition
-    from penstock.workflows.submission.draft_checkpoint_result import add_checkpoints
-    from penstock.workflows.submission.result_draft import RunObserver
+    from penstock.workflows.submission.result_draft import RunObserver, add_checkpoints
 
     request = replace(request, model=replace(request.model, workload=submitted.located.workload))
     with terminal.progress() as progress:

@@ -20,7 +20,7 @@ from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.cli.training_request import PlannedTraining, TrainingRunOptions, plan_training
 from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
-from penstock.submission.authoring import training_preflight
+from penstock.submission.authoring import preflight
 from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
@@ -189,16 +189,15 @@ def make_training_result(options: TrainingOptions, *, comm: Comm, terminal: Term
     assert series is not None
     # Data may be generated on any number of ranks.
     num_accelerators = comm.size if options.only != "datagen" else len(hosts)
-    training_preflight.require_allowed(
-        load_edition("v3.0"),
-        training_preflight.TrainingPreflight(
-            series=series,
-            accelerator=requested.accelerator,
-            num_accelerators=num_accelerators,
-            num_hosts=len(hosts),
-            data=options.data.uri,
-        ),
+    asked = preflight.TrainingPreflight(
+        series=series,
+        accelerator=requested.accelerator,
+        num_accelerators=num_accelerators,
+        num_hosts=len(hosts),
+        data=options.data.uri,
     )
+    edition = load_edition("v3.0")
+    preflight.require_none(preflight.training_breaches(edition, asked), f"edition {edition.edition}")
     required_size = _size_dataset(requested, hosts, num_accelerators=comm.size)
     sized = options.workload
     if options.only != "datagen":

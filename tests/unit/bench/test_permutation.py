@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.permutation import MAX_SIZE, Permutation
+from penstock.bench.epoch_order import MAX_SIZE, Permutation
 from penstock.errors import UsageError
 
 

@@ -15,7 +15,6 @@ from penstock.trace.dimensions import NO_IO, sql_literal
 from penstock.trace.event_cells import EACH_SIZE, add_up, prefer_cells
 from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.interval_union import NO_TIME, UnionTimes, measure_groups, overlap_times, union_times
-from penstock.trace.questions import size_statistics as sizes_of
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import GROUPINGS, IS_IO, IS_READ, IS_WRITE, EventsView, check_keys
 
@@ -81,12 +80,60 @@ _OVER_ALL = {
 }
 
 
+_NUM_EVENTS = "sum(num)::BIGINT"
+_SUM_US = "sum(busy_us)::BIGINT"
+_TOTAL = "sum(bytes)::BIGINT"
+_MEAN = "any_value(mean)"
+_DEVIATION = "sqrt(sum(num * (size - mean) ** 2) / nullif(any_value(total) - 1, 0))"
+_SMALLEST, _LARGEST = "min(size)", "max(size)"
+
+
+def _quantile_sql(share: float) -> str:
+    """A quantile, interpolated as in pandas."""
+    place = f"((any_value(total) - 1) * {share}::DOUBLE)"
+    below, above = (
+        f"min(size) FILTER (WHERE until > {rounded}((total - 1) * {share}::DOUBLE))"
+        for rounded in ("floor", "ceil")
+    )
+    return f"({below} + ({above} - {below}) * ({place} - floor({place})))"
+
+
+def _count_sizes(events: EventsView, by: Sequence[str], *, where: str) -> tuple[EventsView, str]:
+    """A query for how often each size occurs, and the events that it is about.
+
+    It gives `by`, `size`, `num` and `busy_us`; events without a size have one row for all of them.
+    """
+    keys = ", ".join(by)
+    return (
+        add_up(events, (*by, where, EACH_SIZE)),
+        f"""
+        SELECT {keys}, {EACH_SIZE} AS size, sum(num_events)::BIGINT AS num, sum(sum_us) AS busy_us
+        FROM {{events}} WHERE {where} GROUP BY {keys}, {EACH_SIZE}""",
+    )
+
+
+def _measure_sizes(
+    events: EventsView, by: Sequence[str], measures: Sequence[str], *, where: str, order: str
+) -> list[tuple[Any, ...]]:
+    """Rows of `by` and of `measures`: the SQL above, exact, because calls have few different sizes."""
+    keys = ", ".join(by)
+    cells, histogram = _count_sizes(events, by, where=where)
+    return cells.ask(f"""
+        WITH placed AS (
+            SELECT *, size::HUGEINT * num AS bytes,
+                   sum(num) OVER (PARTITION BY {keys} ORDER BY size NULLS LAST) AS until,
+                   sum(num) FILTER (WHERE size IS NOT NULL) OVER (PARTITION BY {keys}) AS total,
+                   sum(size::HUGEINT * num) OVER (PARTITION BY {keys})::DOUBLE / total AS mean
+            FROM ({histogram}))
+        SELECT {", ".join([*by, *measures])} FROM placed GROUP BY {keys} ORDER BY {order}""")
+
+
 def _functions(events: EventsView) -> Answer:
     measures = (
-        sizes_of.NUM_EVENTS, sizes_of.SUM_US, sizes_of.TOTAL, sizes_of.SMALLEST, sizes_of.quantile_sql(0.25),
-        sizes_of.MEAN, sizes_of.quantile_sql(0.5), sizes_of.quantile_sql(0.75), sizes_of.LARGEST,
+        _NUM_EVENTS, _SUM_US, _TOTAL, _SMALLEST, _quantile_sql(0.25),
+        _MEAN, _quantile_sql(0.5), _quantile_sql(0.75), _LARGEST,
     )  # fmt: skip
-    rows = sizes_of.measure_sizes(events, ("cat", "op"), measures, where="true", order="4 DESC, 1, 2")
+    rows = _measure_sizes(events, ("cat", "op"), measures, where="true", order="4 DESC, 1, 2")
     columns = make_columns(
         "cat", "op", "num_events", "sum_us", "total_bytes", "min_bytes", "p25_bytes", "mean_bytes",
         "median_bytes", "p75_bytes", "max_bytes",
@@ -149,12 +196,12 @@ def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> 
 def describe(events: EventsView, by: Sequence[str]) -> Answer:
     """Count, mean, sample deviation and exact quantiles, interpolated as in pandas."""
     keys = ", ".join(by)
-    quantiles = map(sizes_of.quantile_sql, (0.25, 0.5, 0.75, 0.99))
+    quantiles = map(_quantile_sql, (0.25, 0.5, 0.75, 0.99))
     measures = (
-        sizes_of.NUM_EVENTS, sizes_of.TOTAL, sizes_of.MEAN, sizes_of.DEVIATION, sizes_of.SMALLEST, *quantiles,
-        sizes_of.LARGEST,
+        _NUM_EVENTS, _TOTAL, _MEAN, _DEVIATION, _SMALLEST, *quantiles,
+        _LARGEST,
     )  # fmt: skip
-    rows = sizes_of.measure_sizes(events, by, measures, where=_MOVES, order=keys)
+    rows = _measure_sizes(events, by, measures, where=_MOVES, order=keys)
     names = ("total", "mean", "std", "min", "p25", "median", "p75", "p99", "max")
     columns = make_columns(
         *map(Column, by), "num_events", *(Column(f"{name}_bytes", Unit.BYTES) for name in names),
@@ -165,7 +212,7 @@ def describe(events: EventsView, by: Sequence[str]) -> Answer:
 def value_counts(events: EventsView, by: Sequence[str], *, top: int) -> Answer:
     """How often each size occurs."""
     keys = ", ".join(by)
-    cells, histogram = sizes_of.count_sizes(events, by, where=_MOVES)
+    cells, histogram = _count_sizes(events, by, where=_MOVES)
     rows = cells.ask(f"""
         SELECT {keys}, size, num FROM ({histogram})
         QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY num DESC, size) <= {top}

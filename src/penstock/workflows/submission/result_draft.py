@@ -1,9 +1,9 @@
-"""What all result directories of one command share: reserving one, and publishing a run's outcome in it.
+"""Reserve a result directory and publish a run's outcome in it; for checkpoints, that is the whole result.
 
-The command line makes a `ResultWriter`; `draft_training_result` and `draft_checkpoint_result` use it. A run
-writes into the draft below `.mlps/under-way`, which becomes the result directory only once everything in it
-is written, so a failed run leaves nothing in the tree. Methods that take a `comm` are collective; rank 0
-alone writes.
+The command line makes a `ResultWriter`; `draft_training_result` and `add_checkpoints` use it. A run writes
+into the draft below `.mlps/under-way`, which becomes the result directory only once everything in it is
+written, so a failed run leaves nothing in the tree. Methods that take a `comm` are collective; rank 0 alone
+writes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +17,12 @@ from typing import Any, Generic, TypeVar
 from penstock import __file__ as package_file
 from penstock import __version__
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
-from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
+from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, run_checkpoints
+from penstock.bench.loader.loader_protocol import OpenStorage
 from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import TrainingRequest
 from penstock.cluster.comm import Comm
+from penstock.errors import DataDamaged
 from penstock.progress import RunProgress
 from penstock.results import provenance, run_record
 from penstock.submission.authoring import result_dir, write_result_dir
@@ -168,3 +170,41 @@ def capture_image(tree: OwnedTree, *, comm: Comm, clock: Clock) -> ProgramImage:
     pooled = comm.broadcast(image, awaiting="rank 0 to capture the image of the program")
     assert pooled is not None
     return pooled
+
+
+def add_checkpoints(
+    writer: ResultWriter,
+    request: CheckpointRequest,
+    reopen: OpenStorage,
+    *,
+    accelerator: str,
+    edition: Edition,
+    comm: Comm,
+    observer: RunObserver[CheckpointResult],
+) -> CheckpointResult:
+    """Run once, and publish the run as a result directory; `DataDamaged` if wrong bytes were read back.
+
+    Collective. A run that fails leaves nothing in the tree.
+    """
+    with writer.attempt(SubmissionPhase.RUN, comm) as address:
+        separation = writer.probe_separation(reopen().uri, comm)
+        drafted = writer.redirect(request, address)
+        result = run_checkpoints(drafted, reopen, comm=comm, progress=observer.progress, tell=observer.note)
+        if not result.is_right:
+            raise DataDamaged(
+                "The checkpoints read back differ from those written, so no result directory is made",
+                where=result.target,
+                fix=f"{address.draft}/checkpoints.json lists where.",
+            )
+        published = writer.publish_run(
+            address,
+            request.model.workload,
+            result,
+            observer.format_logs,
+            comm=comm,
+            separation=separation,
+            accelerator=accelerator,
+        )
+    if comm.rank == 0:
+        writer.complete(edition)
+    return published

@@ -29,8 +29,7 @@ from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
 from penstock.submission.tree_layout import Benchmark
 from penstock.testing.rank_threads import on_ranks
-from penstock.workflows.submission.draft_checkpoint_result import add_checkpoints
-from penstock.workflows.submission.result_draft import ResultWriter, RunObserver
+from penstock.workflows.submission.result_draft import ResultWriter, RunObserver, add_checkpoints
 from penstock.workload.load_workload import load_model
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
