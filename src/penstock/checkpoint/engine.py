@@ -156,7 +156,8 @@ Urgency = Literal["copy", "commit"]
 
 "copy": until tensors may change. All of the staging memory is used, and if it holds everything, nothing is
 written before everything is copied, because a busy disk slows memory down. "commit": until the checkpoint is
-durable. A few buffers are written while others are filled, so they stay in the processor's caches.
+durable. A few buffers are written while others are filled, so they stay in the processor's caches; nothing is
+copied before the files are begun, because copies keep the processor busy, and the disk would wait.
 """
 
 
@@ -168,7 +169,10 @@ class SaveCancelled(PenstockError):
 
 
 class StagedSave(Protocol):
-    """One rank's share of a save. Copying begins with the object; none of its methods is collective."""
+    """One rank's share of a save. None of its methods is collective.
+
+    Copying begins with the object, or with `write_to` if only the commit is urgent.
+    """
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
         """Return when the tensors may change; raises `WaitTimeout`, or what made staging fail.
@@ -211,7 +215,7 @@ class PreparedSave(Protocol):
     """A save that all ranks have planned together; nothing is copied yet."""
 
     def stage(self, urgent: Urgency = "copy") -> StagedSave:
-        """Begin to copy this rank's share, waiting for the memory of earlier saves. Not collective."""
+        """Take memory for this rank's share, waiting for that of earlier saves. Not collective."""
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: describe the whole checkpoint from the shares of all ranks, in rank order.

@@ -282,7 +282,7 @@ def _write_files(task: WriteTask) -> WrittenShare:
     ).transformed(task.transforms)
     settings = choose_pipeline_settings(share.layouts, task.writers, task.staging_bytes)
     memory = StagingMemory(task.staging_bytes)
-    staged = StagedFiles(share, memory, settings, copies_first=False, timeout_s=TIMEOUT_S)
+    staged = StagedFiles(share, memory, settings, copies="with the writes", timeout_s=TIMEOUT_S)
     storage = open_here(task.folder, rank=task.rank)
     written = staged.write_to(prefer_direct_access(storage), lambda name: name)
     sync_names(storage, "")

@@ -26,6 +26,7 @@ from penstock.checkpoint.engine import (
     Engine,
     LoadChoice,
     NamePatterns,
+    PreparedSave,
     ProgressState,
     RankSaveStats,
     Replicas,
@@ -393,15 +394,13 @@ class Manager:
         """The part of a save that the caller waits for: agree who writes what, and begin to copy."""
         self._sync(f"saving {step_dirname(step)}")
         prepared = self._engine.prepare(state, self._front, choice)
-        meter, staging = SaveProgress(progress), step_store.Staging(prepared)
-        complete = partial(self._complete, step, staging, meter, is_last=bool(self.stop_reason))
+        meter = SaveProgress(progress)
+        staged = stage_on_all_ranks(prepared, urgent, self._front.comm)
+        complete = partial(self._complete, step, prepared, staged, meter, is_last=bool(self.stop_reason))
         with ExitStack() as undo:
-            undo.callback(staging.staged.cancel)
+            undo.callback(staged.cancel)
             future = self._worker.submit(self._stop.time_save, complete)
-            if urgent == "commit":
-                staging.has_slot.wait()
-            staged = stage_on_all_ranks(prepared, urgent, self._front.comm)
-            staging.staged.set_result(staged)
+            undo.pop_all()
         future.add_done_callback(partial(_log_failure, step))
         self._num_saves += 1
         handle = SaveHandle(step, self._num_saves, staged, future, meter=meter, timeout_s=self._timeout_s)
@@ -409,16 +408,16 @@ class Manager:
         return handle
 
     def _complete(
-        self, step: int, staging: step_store.Staging, meter: SaveProgress, *, is_last: bool
+        self, step: int, prepared: PreparedSave, staged: StagedSave, meter: SaveProgress, *, is_last: bool
     ) -> SaveReport:
         """The rest of a save: write, commit, retention.
 
         Runs on the worker's one thread, so that saves follow each other in the same order on all ranks.
         """
         with ExitStack() as undo:
-            undo.callback(staging.cancel)
-            slot = staging.open_slot(self._store, step_dirname(step), is_last=is_last)
-            uri, stats = slot.complete(staging.prepared, staging.staged_for(slot), meter)
+            undo.callback(staged.cancel)
+            slot = self._store.open(step_dirname(step), is_last=is_last)
+            uri, stats = slot.complete(prepared, staged, meter)
             undo.pop_all()
         report = SaveReport(step=step, uri=uri, ranks=stats)
         logger.info("Committed %s", report.format_line(self._rank))

@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -104,40 +103,6 @@ class StepStore(Protocol):
 
     def close(self) -> None:
         """Finish pending work and release everything."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Staging:
-    """A save whose copies begin while its slot is opened, or after that; else `staged` is cancelled."""
-
-    prepared: PreparedSave
-    staged: Future[StagedSave] = field(default_factory=Future)
-    has_slot: threading.Event = field(default_factory=threading.Event)
-    """Set when the slot is open, or could not be. A save that its caller waits for copies after that: copies
-    keep all cores busy, and the storage would wait."""
-
-    def open_slot(self, store: StepStore, name: str, *, is_last: bool) -> StepSlot:
-        """Open the slot of this save. Collective."""
-        with ExitStack() as always:
-            always.callback(self.has_slot.set)
-            return store.open(name, is_last=is_last)
-
-    def staged_for(self, slot: StepSlot) -> StagedSave:
-        """What is written to `slot`, which is abandoned if nothing will be."""
-        with ExitStack() as undo:
-            undo.callback(slot.abandon)
-            staged = self.staged.result()
-            undo.pop_all()
-        return staged
-
-    def cancel(self) -> None:
-        """End the copies, also those that have not begun yet."""
-
-        def end(staged: Future[StagedSave]) -> None:
-            if not staged.cancelled():
-                staged.result().cancel()
-
-        self.staged.add_done_callback(end)
 
 
 class DurableStore:

@@ -5,6 +5,7 @@ storage works. Invariant: an object is durable with exactly its planned bytes, o
 and the object is aborted.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -184,6 +185,9 @@ class StreamWorker:
                 producer.settle(job.planned, buffer.offset, buffer.filled)
             buffer.hand_on(Ownership.FILLING, Ownership.READY)
             self._ready.put(buffer)
+            # The storage comes first. Where fillers have all cores, its thread would else get one at the next
+            # tick of the kernel's clock, up to 4 ms later.
+            os.sched_yield()
 
     def _fill_chunk(self, job: measurement.ObjectJob, number: int) -> Buffer:
         shared, stamps, chunk = self._shared, self._shared.stamps, job.first_chunk + number
@@ -273,9 +277,10 @@ def write_objects(
 
 
 class WritePipeline:
-    """One phase of writing. Buffers are filled from the beginning, and written once `write_to` is called.
+    """One phase of writing. Buffers are filled and written once `write_to` is called.
 
-    Use it as a context manager: leaving it early stops the threads and aborts unfinished objects.
+    They are filled before that if `start_filling` is called. Use it as a context manager: leaving it early
+    stops the threads and aborts unfinished objects.
     """
 
     def __init__(
@@ -308,7 +313,8 @@ class WritePipeline:
         )
         self._stream_workers = tuple(StreamWorker(number, shared) for number in range(settings.streams))
         self._workers = WorkerGroup(2 * settings.streams, self.stop)
-        self._fillers = [self._workers.start(stream.fill) for stream in self._stream_workers]
+        self._fillers: list[Future[None]] = []
+        self._starting = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -325,6 +331,14 @@ class WritePipeline:
         self._buffers.stop()
         for stream in self._stream_workers:
             stream.stop()
+        # What has not begun ends at once, and with it whoever waits for it.
+        self.start_filling()
+
+    def start_filling(self) -> None:
+        """Begin to fill buffers, unless that has begun; any thread may call."""
+        with self._starting:
+            if not self._fillers:
+                self._fillers = [self._workers.start(stream.fill) for stream in self._stream_workers]
 
     def wait_filled(self, timeout_s: float | None = None) -> None:
         """Return when the producer is no longer needed; raises what a thread raised."""
@@ -353,6 +367,8 @@ class WritePipeline:
             self._workers.start(stream.write, storages[number % len(storages)], progress)
             for number, stream in enumerate(self._stream_workers)
         ]
+        # After the writers, which open their files and then wait: filling keeps all cores busy.
+        self.start_filling()
         self._workers.wait([*self._fillers, *writers], "all bytes to be durable")
         phase = measurement.PhaseFacts(
             direction="write",

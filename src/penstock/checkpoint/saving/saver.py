@@ -53,7 +53,13 @@ from penstock.checkpoint.plan.shared_plan import Numbers, Path, Place, RankShare
 from penstock.checkpoint.saving import file_layout
 from penstock.checkpoint.saving.replicas import compare_replicas
 from penstock.checkpoint.saving.shared_description import RankDescription, SpanReader, describe
-from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
+from penstock.checkpoint.saving.staging import (
+    CopyOrder,
+    SaveShare,
+    StagedFiles,
+    StagingMemory,
+    choose_pipeline_settings,
+)
 from penstock.checkpoint.state.leaves import (
     KEY_TYPES,
     Leaf,
@@ -313,20 +319,17 @@ class TensorSave:
     """What rank 0 adds to the facts of the commit."""
 
     def stage(self, urgent: Urgency = "copy") -> StagedFiles:
-        """Begin to copy this rank's share."""
+        """Begin to copy this rank's share, unless only the commit is urgent."""
         budget_bytes = self.memory.budget_bytes
         if urgent == "commit":
             budget_bytes = min(budget_bytes, WAITING_BUFFER_BYTES)
         layouts = self.share.layouts
         settings = choose_pipeline_settings(layouts, self.writers, budget_bytes)
-        needed_bytes = sum(round_up(layout.size_bytes, settings.chunk_bytes) for layout in layouts)
-        return StagedFiles(
-            self.share,
-            self.memory,
-            settings,
-            copies_first=urgent == "copy" and needed_bytes <= settings.buffer_memory_bytes,
-            timeout_s=self.timeout_s,
-        )
+        copies: CopyOrder = "with the writes"
+        if urgent == "copy":
+            needed_bytes = sum(round_up(layout.size_bytes, settings.chunk_bytes) for layout in layouts)
+            copies = "before all else" if needed_bytes <= settings.buffer_memory_bytes else "at once"
+        return StagedFiles(self.share, self.memory, settings, copies=copies, timeout_s=self.timeout_s)
 
     def describe(self, place: Place, share: WrittenShare) -> Rounds[RankDescription]:
         """Make this rank's spans of the files that describe the checkpoint."""

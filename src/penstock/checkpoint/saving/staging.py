@@ -1,7 +1,7 @@
 """One rank's share of a save, from the first copied byte to durable files.
 
-Copying begins when `StagedFiles` is made. Staging memory is kept warm between saves and never exceeds its
-budget. Invariant: memory is returned exactly once, when no thread uses it any more.
+Copying begins when `StagedFiles` is made, or with the writes. Staging memory is kept warm between saves and
+never exceeds its budget. Invariant: memory is returned exactly once, when no thread uses it any more.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, ShareContents, WrittenFile, WrittenShare
 from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM, PipelineStopped, WarmMemory
@@ -101,13 +102,16 @@ def copy_to_host(
     return views
 
 
-class StagedFiles:
-    """A `StagedSave` whose files are filled from payloads according to their layouts.
+CopyOrder = Literal["with the writes", "at once", "before all else"]
+"""When tensors are copied. "before all else", which needs memory for the whole share: no checksum is computed
+and nothing is written before everything is copied, because checksums and a busy disk take memory bandwidth
+from the copies, and training waits for these alone. "with the writes" leaves processor and memory alone until
+`write_to` has opened the files: a disk then waits for the first buffer and not for the last one. See
+docs/decisions/010-copy-or-write-first.md."""
 
-    With `copies_first`, which needs memory for the whole share, no checksum is computed and nothing is
-    written before everything is copied: checksums and a busy disk take memory bandwidth from the copies, and
-    training waits for these alone (docs/decisions/010-copy-or-write-first.md).
-    """
+
+class StagedFiles:
+    """A `StagedSave` whose files are filled from payloads according to their layouts."""
 
     def __init__(
         self,
@@ -115,11 +119,11 @@ class StagedFiles:
         memory: StagingMemory,
         settings: PipelineSettings,
         *,
-        copies_first: bool,
+        copies: CopyOrder,
         timeout_s: float,
     ) -> None:
         self._share = share
-        self._copies_first = copies_first
+        self._copies = copies
         self._settings = settings
         self._lock = threading.Lock()
         self._is_claimed = False
@@ -134,7 +138,7 @@ class StagedFiles:
                 share.layouts,
                 share.payloads,
                 device_streams=device_streams,
-                summing="afterwards" if copies_first else "while copying",
+                summing="afterwards" if copies == "before all else" else "while copying",
             )
             planned = [PlannedObject(layout.name, layout.size_bytes) for layout in share.layouts]
             self._pipe = undo.enter_context(
@@ -144,9 +148,11 @@ class StagedFiles:
                     settings,
                     memory=borrowed,
                     entered_ns=self._start_ns,
-                    order="all first" if copies_first else "chunk by chunk",
+                    order="all first" if copies == "before all else" else "chunk by chunk",
                 )
             )
+            if copies != "with the writes":
+                self._pipe.start_filling()
             self._undo = undo.pop_all()
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
@@ -168,7 +174,7 @@ class StagedFiles:
             raise SaveCancelled
         with self._undo:
             try:
-                if self._copies_first:
+                if self._copies == "before all else":
                     self._pipe.wait_filled()
                 measurement = self._pipe.write_to(
                     [_Keyed(storage, key_of)], rank=self._share.rank, progress=progress

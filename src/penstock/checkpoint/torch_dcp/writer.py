@@ -332,7 +332,9 @@ class Writer(BlockingAsyncStager, StorageWriter):
         ).transformed(self._transforms)
         settings = choose_pipeline_settings(share.layouts, self._options.writers, self._memory.budget_bytes)
         # The memory is this writer's own, and its earlier saves have returned it.
-        staged = StagedFiles(share, self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
+        staged = StagedFiles(
+            share, self._memory, settings, copies="with the writes", timeout_s=MEMORY_TIMEOUT_S
+        )
         written = staged.write_to(prefer_direct_access(storage), assigned.draft.key)
         if self._transaction is None:
             sync_names(storage, assigned.draft.folder)

@@ -312,6 +312,7 @@ def test_buffers_are_filled_before_a_storage_is_given() -> None:
     storage = MemoryStorage()
     memory = WarmMemory(SMALL.buffer_memory_bytes)
     with WritePipeline(planned, Keyed(), SMALL, memory=memory) as pipe:
+        pipe.start_filling()
         pipe.wait_filled(60)
         assert list(storage.list()) == []
         pipe.write_to([storage])
@@ -349,6 +350,7 @@ def test_filled_all_first_the_source_is_free_before_anything_is_settled() -> Non
     planned, storage, producer = _objects(2 * CHUNK, CHUNK, 0), MemoryStorage(), Settling()
     memory = WarmMemory(SMALL.buffer_memory_bytes)
     with WritePipeline(planned, producer, SMALL, memory=memory, order="all first") as pipe:
+        pipe.start_filling()
         pipe.wait_filled(60)
         assert pipe.filled_ns > 0
         assert producer.settled == []

@@ -10,7 +10,13 @@ import torch
 from penstock.checkpoint.engine import SaveCancelled
 from penstock.checkpoint.plan.save_plan import Bucket
 from penstock.checkpoint.saving.file_layout import FileItem, FileLayout, lay_out_file, payload_of_tensor
-from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
+from penstock.checkpoint.saving.staging import (
+    CopyOrder,
+    SaveShare,
+    StagedFiles,
+    StagingMemory,
+    choose_pipeline_settings,
+)
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.errors import StorageError, UsageError, WaitTimeout
 from penstock.storage.in_memory import MemoryStorage
@@ -41,9 +47,9 @@ def _share(*tensors: torch.Tensor) -> SaveShare:
     )
 
 
-def _staged(share: SaveShare, memory: StagingMemory, *, copies_first: bool = False) -> StagedFiles:
+def _staged(share: SaveShare, memory: StagingMemory, *, copies: CopyOrder = "at once") -> StagedFiles:
     settings = choose_pipeline_settings(share.layouts, 2, memory.budget_bytes)
-    return StagedFiles(share, memory, settings, copies_first=copies_first, timeout_s=60)
+    return StagedFiles(share, memory, settings, copies=copies, timeout_s=60)
 
 
 def _payload(storage: MemoryStorage, share: SaveShare, number: int) -> torch.Tensor:
@@ -53,12 +59,12 @@ def _payload(storage: MemoryStorage, share: SaveShare, number: int) -> torch.Ten
     return torch.frombuffer(content[item.payload_offset : item.payload_end], dtype=torch.float32)
 
 
-@pytest.mark.parametrize("copies_first", [False, True])
-def test_tensors_may_change_once_they_are_staged(*, copies_first: bool) -> None:
+@pytest.mark.parametrize("copies", ["at once", "before all else"])
+def test_tensors_may_change_once_they_are_staged(copies: CopyOrder) -> None:
     tensors = [torch.randn(MIB // 4), torch.randn(MIB // 2)]
     before = [one.clone() for one in tensors]
     storage, share = MemoryStorage(), _share(*tensors)
-    staged = _staged(share, StagingMemory(16 * MIB), copies_first=copies_first)
+    staged = _staged(share, StagingMemory(16 * MIB), copies=copies)
     staged.wait_staged(60)
     for one in tensors:
         one.fill_(7)
@@ -67,6 +73,18 @@ def test_tensors_may_change_once_they_are_staged(*, copies_first: bool) -> None:
     assert report.stats.payload_bytes == 3 * MIB
     assert report.stats.file_bytes == sum(file.size_bytes for file in report.files)
     assert report.stats.memory_bytes <= 16 * MIB
+
+
+def test_copies_with_the_writes_do_not_begin_before_them() -> None:
+    tensor = torch.zeros(MIB // 4)
+    storage, share = MemoryStorage(), _share(tensor)
+    staged = _staged(share, StagingMemory(16 * MIB), copies="with the writes")
+    with pytest.raises(WaitTimeout):
+        staged.wait_staged(0.01)
+    tensor.fill_(7)
+    staged.write_to(storage, lambda name: f"step/{name}")
+    assert _payload(storage, share, 0).equal(tensor)
+    staged.wait_staged(60)
 
 
 def test_a_share_larger_than_the_memory_is_staged_once_the_rest_is_written() -> None:
@@ -93,9 +111,10 @@ def test_memory_is_returned_when_the_files_are_written() -> None:
     assert len(memory._idle) == 1
 
 
-def test_a_cancelled_save_raises_in_waiting_threads_and_returns_its_memory() -> None:
+@pytest.mark.parametrize("copies", ["at once", "with the writes"])
+def test_a_cancelled_save_raises_in_waiting_threads_and_returns_its_memory(copies: CopyOrder) -> None:
     memory, share = StagingMemory(MIB), _share(torch.randn(2 * MIB))
-    staged = _staged(share, memory)
+    staged = _staged(share, memory, copies=copies)
     staged.cancel()
     staged.cancel()
     with pytest.raises(SaveCancelled):
