@@ -10,7 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 
@@ -87,6 +88,7 @@ class AsyncPenstockIO(PenstockIO):
         super().__init__(writers=writers, staging_bytes=staging_bytes)
         self._worker: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
+        _BACKGROUND.add(self)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any | None = None
@@ -106,17 +108,21 @@ class AsyncPenstockIO(PenstockIO):
         weights_only: bool | None = None,  # noqa: FBT001 - as Lightning has it
     ) -> Any:
         """Any rank: wait for this process's saves, then load."""
-        self._raise_failure()
+        self.wait()
         return super().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: AnyPath) -> None:
         """Rank 0: remove a checkpoint once all earlier saves are committed."""
         self._run_after_saves(lambda: super(AsyncPenstockIO, self).remove_checkpoint(path))
 
-    def teardown(self) -> None:
+    def wait(self) -> None:
         """Wait for all saves; raises a failure that was not raised before."""
+        self._raise_failure()
+
+    def teardown(self) -> None:
+        """Wait for all saves, as `wait` does, and free the staging memory."""
         try:
-            self._raise_failure()
+            self.wait()
         finally:
             if self._worker is not None:
                 self._worker.shutdown()
@@ -149,11 +155,17 @@ class AsyncPenstockIO(PenstockIO):
             raise failures[0]
 
 
+_BACKGROUND: Final[WeakSet[AsyncPenstockIO]] = WeakSet()
+"""The plugins of this process: a module that is loaded does not know which of them saves it."""
+
+
 def _let_modules_load_folders() -> None:
     """Have `LightningModule.load_from_checkpoint` load folders of `PenstockIO`, and files as before."""
     load_file = saving.pl_load
 
     def load(path_or_file: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:  # noqa: FBT001 - as Lightning has it
+        for plugin in _BACKGROUND:
+            plugin.wait()
         if isinstance(path_or_file, str | os.PathLike) and _is_checkpoint_folder(path_or_file):
             # A function would place each tensor by the device that it was saved from, which is not stored.
             device = None if callable(map_location) else map_location

@@ -28,6 +28,11 @@ def test_load_from_checkpoint_loads_folders_and_files(seen: Any, plugin: str) ->
 
 
 @pytest.mark.parametrize("plugin", ["blocking", "background"])
+def test_what_a_trainer_saves_after_its_fit_can_be_loaded_at_once(seen: Any, plugin: str) -> None:
+    assert seen[f"{plugin}_by_hand_same"]
+
+
+@pytest.mark.parametrize("plugin", ["blocking", "background"])
 def test_lightning_keeps_as_many_checkpoints_as_it_was_told(seen: Any, plugin: str) -> None:
     assert seen[f"{plugin}_kept"] == [seen[f"{plugin}_saved"]]
 

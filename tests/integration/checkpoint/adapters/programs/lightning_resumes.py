@@ -120,6 +120,9 @@ def main(root: Path) -> None:
         seen[f"{name}_kept"] = sorted(path.name for path in folder.iterdir() if path.suffix == ".ckpt")
         seen[f"{name}_saved"] = Path(saved).name
         seen[f"{name}_module_same"] = is_loaded_by_the_module(first[1], saved)
+        by_hand = str(folder / "by hand.ckpt")
+        first[0].save_checkpoint(by_hand)
+        seen[f"{name}_by_hand_same"] = is_loaded_by_the_module(first[1], by_hand)
         resumed = trained(folder, 4, plugin, saved)
         seen[f"{name}_epochs"] = resumed[0].current_epoch
         seen[f"{name}_same"] = same(straight, resumed)
