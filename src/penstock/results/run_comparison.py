@@ -25,11 +25,16 @@ VARIABLE_SETTINGS: Final = (
 )  # fmt: skip
 """Settings that users vary to see their effect. Any other difference changes what is asked of storage."""
 _FREE_SECTIONS: Final = ("storage", "output", "profiling")
+_LOADER: Final = "loader"
+"""The name of the user's own loader, which is what such runs vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """One run; None for unknown figures. `settings` are the workload's values by dotted key."""
+    """One run; None for unknown figures. `settings` are the workload's values by dotted key.
+
+    Of a run of the user's own loader, `workload` is the loader's name.
+    """
 
     id: str
     folder: str
@@ -51,6 +56,7 @@ class RunSummary:
     read_gib_per_s: float | None = None
     settings: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    is_own_loader: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +117,15 @@ def compare_runs(runs: Sequence[RunSummary]) -> RunComparison:
 
 def may_vary(key: str) -> bool:
     """Whether runs that differ in this setting remain comparable."""
-    return key in VARIABLE_SETTINGS or key.partition(".")[0] in _FREE_SECTIONS
+    return key in (*VARIABLE_SETTINGS, _LOADER) or key.partition(".")[0] in _FREE_SECTIONS
 
 
 def _find_differences(runs: Sequence[RunSummary]) -> Iterator[SettingDifference]:
     for key in ("workload", "ranks", "outcome"):
         values = tuple(getattr(run, key) for run in runs)
         if len(set(values)) > 1 or (key == "outcome" and values[0] != "finished"):
-            yield SettingDifference(key=key, values=values)
+            is_loader = key == "workload" and all(run.is_own_loader for run in runs)
+            yield SettingDifference(key=_LOADER if is_loader else key, values=values)
     # DLIO's files hold only keys that were set explicitly: a key that one run does not state cannot differ.
     for key in sorted(set.intersection(*(set(run.settings) for run in runs))):
         values = tuple(run.settings[key] for run in runs)
@@ -156,6 +163,7 @@ def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
         read_gib_per_s=checkpoints.read.gib_per_s if checkpoints and checkpoints.read else None,
         settings=_settings(record.workload),
         notes=record.remarks,
+        is_own_loader=_LOADER in record.plan,
     )
 
 

@@ -219,6 +219,14 @@ def test_negative_time_is_salvaged_as_none() -> None:
         assert account.salvaged_reasons == {"negative time": 1}
 
 
+def test_log_of_a_job_without_io_says_so() -> None:
+    with _parsing([]) as (rows, account):
+        assert (rows, account.faults) == (
+            [],
+            ["it has no I/O: Darshan recorded no file that the job read or wrote"],
+        )
+
+
 def test_calls_that_were_counted_and_not_traced_are_missing() -> None:
     segments = {"write": [], "read": [[0, 100, 1.0, 1.5], [100, 100, 2.5, 2.0]]}
     records = [

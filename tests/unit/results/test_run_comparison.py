@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.run_events import RankScript, even_run
@@ -27,10 +26,8 @@ from penstock.results.run_record import RunRequest, read_record
 from penstock.workload.layered_settings import dotted
 from penstock.workload.load_workload import load
 from penstock.workload.overrides import parse_settings
+from penstock.workload.spec import Workload
 from penstock.workload.workload_schema import known_paths
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Workload
 
 HOST = HostFacts(
     host="node1", kernel="Linux 6.1", machine="x86_64", num_cores=4, memory_bytes=2**30,
@@ -155,6 +152,18 @@ def test_other_ranks_workloads_and_endings_are_obstacles(tmp_path: Path) -> None
     other = replace(view, ranks=3, workload="bert", outcome="failed")
     assert [each.key for each in compare_runs([view, other]).obstacles] == ["workload", "ranks", "outcome"]
     assert [each.key for each in compare_runs([other, other]).obstacles] == ["outcome"]
+
+
+def test_own_loaders_are_what_one_varies(tmp_path: Path) -> None:
+    def watched(name: str) -> RunSummary:
+        request = replace(a_request(Workload(name=name), 1), plan={"loader": {"name": name}})
+        with ActiveRun.start(tmp_path, request) as run:
+            run.finish()
+        return summarize_run(run.folder)
+
+    found = compare_runs([watched("before"), watched("after")])
+    assert found.is_comparable
+    assert [(each.key, each.values) for each in found.varied] == [("loader", ("before", "after"))]
 
 
 def test_settings_that_a_run_does_not_state_are_no_differences(tmp_path: Path) -> None:

@@ -24,7 +24,14 @@ def draw_run(folder: Path) -> AnswerPage:
     from penstock.results.run_record import read_record  # noqa: PLC0415
 
     record = read_record(folder)
-    is_checkpoints = record.plan.get("kind") == "checkpoint" or (folder / CHECKPOINTS_FILE).is_file()
+    kind = record.plan.get("kind", "training")
+    if command := _DRAWN_WHILE_MEASURED.get(kind):
+        raise ObjectNotFound(
+            f"The page of a {kind} run is not drawn from its files",
+            uri=str(folder),
+            fix=f"Ask for it with --page when you run `{command}`; the JSON files here have its figures.",
+        )
+    is_checkpoints = kind == "checkpoint" or (folder / CHECKPOINTS_FILE).is_file()
     return (make_checkpoint_page if is_checkpoints else make_training_page)(folder, record)
 
 
@@ -41,4 +48,5 @@ def leave_run_page(folder: Path) -> None:
         logger.debug("The page of %s", folder, exc_info=error)
 
 
+_DRAWN_WHILE_MEASURED: Final = {"probe": "penstock storage probe", "kvcache": "penstock kvcache run"}
 _LATER: Final = "`penstock results page {folder}` makes it."

@@ -7,7 +7,7 @@ sums hide (threads side by side) is in the measures table.
 from collections.abc import Sequence
 from typing import Final
 
-from penstock.trace.compare.trace_study import PROCESS, Study, longest_process_sql, pivot
+from penstock.trace.compare.trace_study import PROCESS, Study, longest_process_sql, of_processes, pivot
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.interval_union import union_sql
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
@@ -104,12 +104,12 @@ def _measure_rows(study: Study, where: str, *, tier: str = "tier") -> list[Seque
         study.events.ask(f"""
         WITH process AS ({union_sql(source, ("run", "tier", "host", "pid"))}),
              thread AS (
-                SELECT run, tier, sum(dur_us) AS total FROM {source} GROUP BY run, tier, {PROCESS}, tid),
+                SELECT run, tier, pid, sum(dur_us) AS total FROM {source} GROUP BY run, tier, {PROCESS}, tid),
              whole AS ({union_sql(source, ("run", "tier"), extra=", sum(size_bytes)::BIGINT AS moved")})
-        SELECT p.run, p.tier, max(p.sum_us), max(p.union_us),
-               (SELECT max(total)::BIGINT FROM thread t
+        SELECT p.run, p.tier, {of_processes("max(p.sum_us)")}, {of_processes("max(p.union_us)")},
+               (SELECT {of_processes("max(total)")}::BIGINT FROM thread t
                 WHERE t.run = p.run AND t.tier IS NOT DISTINCT FROM p.tier),
-               arg_max(p.concurrency, p.sum_us), any_value(w.union_us), any_value(w.moved),
+               {of_processes("arg_max(p.concurrency, p.sum_us)")}, any_value(w.union_us), any_value(w.moved),
                any_value(w.moved * 1e6 / nullif(w.union_us, 0))
         FROM process p JOIN whole w ON w.run = p.run AND w.tier IS NOT DISTINCT FROM p.tier
         GROUP BY p.run, p.tier""")

@@ -23,7 +23,7 @@ from penstock.trace.dimensions import (
     parse_phase,
     sql_literal,
 )
-from penstock.trace.event_schema import FileAccount
+from penstock.trace.event_schema import ALL_RANKS, FileAccount
 from penstock.trace.event_table import read_facts
 from penstock.trace.interval_union import union_sql
 from penstock.trace.questions.answer import Answer, Column, Unit, Value
@@ -91,9 +91,14 @@ def longest_process_sql(by: Sequence[str], *, where: str = IS_IO) -> str:
     """SELECT `by` and the sum of durations of the process where it is largest."""
     keys = ", ".join(by)
     return f"""
-        SELECT {keys}, max(total)::BIGINT FROM (
-            SELECT {keys}, sum(dur_us) AS total FROM {{events}} WHERE {where} GROUP BY {keys}, {PROCESS}
+        SELECT {keys}, {of_processes("max(total)")}::BIGINT FROM (
+            SELECT {keys}, pid, sum(dur_us) AS total FROM {{events}} WHERE {where} GROUP BY {keys}, {PROCESS}
         ) GROUP BY {keys}"""
+
+
+def of_processes(aggregate: str) -> str:
+    """SQL of an aggregate over processes without the sums of all ranks, unless there is nothing else."""
+    return f"coalesce({aggregate} FILTER (pid <> {ALL_RANKS}), {aggregate})"
 
 
 def spread_over_ranks(study: Study, run: str, *, where: str, sum_us: float) -> int:

@@ -220,6 +220,8 @@ class DarshanLog:
             account.faults.append("Darshan's library cannot open it")
         if returncode < 0:
             account.faults.append(f"it is damaged: reading it was ended by signal {-returncode}")
+        if returncode == 0 and not (self._num_sums or any(self._traced.values())):
+            account.faults.append("it has no I/O: Darshan recorded no file that the job read or wrote")
         for cat, num_traced in self._traced.items():
             if num_traced < self._counted[cat]:
                 account.missing += self._counted[cat] - num_traced

@@ -21,7 +21,10 @@ from tests.support.recorded_runs import (
 )
 
 from penstock.errors import ObjectNotFound
+from penstock.results.active_run import ActiveRun
 from penstock.results.pages.run_page import draw_run, leave_run_page
+from penstock.results.run_record import RunRequest
+from penstock.workload.spec import Workload
 
 TRAINING = {
     "good": (
@@ -198,3 +201,13 @@ def test_a_run_without_a_step_has_no_page_and_the_error_says_so(tmp_path: Path) 
         (folder / name).unlink()
     with pytest.raises(ObjectNotFound, match="no step events"):
         draw_run(folder)
+
+
+def test_page_that_is_drawn_while_measuring_is_asked_for_there(tmp_path: Path) -> None:
+    request = RunRequest(
+        workload=Workload(name="storage-probe"), ranks=1, hosts=[], command=["x"], plan={"kind": "probe"}
+    )
+    with ActiveRun.start(tmp_path, request) as run:
+        run.finish()
+    with pytest.raises(ObjectNotFound, match="Ask for it with --page when you run `penstock storage probe`"):
+        draw_run(run.folder)

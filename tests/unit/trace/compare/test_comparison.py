@@ -8,7 +8,7 @@ from tests.support.trace_studies import small_study
 
 from penstock.trace.compare.comparison import compare_runs, find_mismatches, rank_findings
 from penstock.trace.compare.trace_study import TraceFinding, Weight, format_ranges
-from penstock.trace.event_schema import FileAccount
+from penstock.trace.event_schema import ALL_RANKS, FileAccount
 from penstock.trace.questions.answer import Answer
 
 
@@ -76,6 +76,17 @@ def test_a_change_of_times_is_one_of_unions_and_not_of_sums() -> None:
         compared = compare_runs(study)
     assert list(compared.table("t1").rows[1]) == ["fast I/O", 100, 1000]
     assert list(compared.table("t1_change").rows[1]) == ["fast I/O", 0.0, 0.0]
+
+
+def test_sums_of_all_ranks_are_no_process_with_the_largest_sum() -> None:
+    shared = [write(run, ALL_RANKS, dur_us=900) for run in ("base", "new")]
+    with small_study([write("base", 0, dur_us=100), *shared]) as study:
+        compared = compare_runs(study)
+    # Of the run that has nothing but such sums, they are all that is known.
+    assert list(compared.table("t1").rows[1]) == ["fast I/O", 100, 900]
+    measures = compared.table("t1_measures").records()
+    longest = [(row["max_sum_us"], row["max_union_us"], row["max_thread_us"]) for row in measures]
+    assert longest == [(100, 100, 100), (900, 900, 900)]
 
 
 def test_a_run_that_lost_lines_is_a_mismatch() -> None:
