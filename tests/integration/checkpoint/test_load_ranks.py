@@ -37,6 +37,7 @@ from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.cluster import rounds
 from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.storage.capabilities import prefer_direct_access, uses_page_cache
+from penstock.storage.residency import evict_file
 from penstock.testing.comm_contract import check_comm
 
 if TYPE_CHECKING:
@@ -379,6 +380,43 @@ def test_files_that_only_one_rank_can_open_are_sent_and_lost_ones_are_named(told
     assert first.startswith("None of the 2 ranks can open __0_")
 
 
+def cold_restores(rank: int, root: Path) -> list[float]:
+    """Read bytes of all ranks beside those of the files: own parts, what all have, and a half of that."""
+    own = {f"rank{rank}.w": values(f"own {rank}", (6, 1024, 1024), torch.float32, 1)}
+    common = {f"w{number}": values(f"w{number}", (1024, 1024), torch.float32, 1) for number in range(12)}
+    seen: list[float] = []
+    for name, state, chosen in (("own", own, None), ("common", common, None), ("half", common, "w[0-5]")):
+        with pc.Manager(root / name) as manager:
+            manager.save(1, state)
+            dist.barrier()
+            for path in (root / name / "step-1").glob(f"__{rank}_*"):
+                evict_file(str(path))
+            found = {key: torch.zeros_like(each) for key, each in state.items()}
+            dist.barrier()
+            before = _device_bytes()
+            manager.restore(found, only=chosen)
+            seen.append(_device_bytes() - before)
+            dist.barrier()
+            size = sum(path.stat().st_size for path in (root / name / "step-1").glob("*.distcp"))
+            seen[-1] /= size
+            assert all(
+                found[key].equal(each) for key, each in state.items() if not chosen or key[1:] in "012345"
+            )
+    return seen
+
+
+def _device_bytes() -> int:
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+def test_cold_restores_read_each_wanted_byte_once(told: Told) -> None:
+    own, common, half = (sum(shares) for shares in zip(*told["cold_restores"], strict=True))
+    assert own == pytest.approx(1, abs=0.02)
+    assert common == pytest.approx(1, abs=0.02)
+    assert half == pytest.approx(0.5, abs=0.02)
+
+
 def one_large_item(rank: int, root: Path) -> list[Any]:
     expected = values("w", (2048, 1024), torch.float32, 1)
     if rank == 0:
@@ -536,6 +574,7 @@ def all_programs(rank: int, root: Path) -> dict[str, Any]:
         groups_again_and_again,
         explained,
         node_local_files,
+        cold_restores,
         one_large_item,
         sharded_tensors,
         partial_sums,

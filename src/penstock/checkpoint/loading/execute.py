@@ -37,6 +37,7 @@ from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES
 from penstock.storage.capabilities import find_local_paths
+from penstock.storage.files.files_in_memory import ReadAhead
 from penstock.storage.protocol import Source
 
 Result = TypeVar("Result")
@@ -215,6 +216,8 @@ class LoadContext:
     progress: Progress
     storage: Storage
     """The checkpoint's, or faster access to the same files."""
+    ahead: ReadAhead | None = None
+    """What began to be read before there was a plan."""
     links: HostLinks | None = None
     """To the ranks of this host whose reads the plan has as seen ones; None if it has none."""
 
@@ -225,7 +228,13 @@ class LoadContext:
 
     def open_file(self, number: int) -> Source:
         """One of the checkpoint's files."""
-        return self.storage.open(self.checkpoint.key(self.checkpoint.index.files[number]))
+        key = self.key(number)
+        begun = None if self.ahead is None else self.ahead.open(key)
+        return self.storage.open(key) if begun is None else begun
+
+    def key(self, number: int) -> str:
+        """The key of one of the checkpoint's files."""
+        return self.checkpoint.key(self.checkpoint.index.files[number])
 
     def checksummed_items(self, rows: Ints) -> dict[int, reader.ChecksummedItem]:
         """The items of rows of `item_index` with their checksums; empty if these are not known."""
@@ -290,6 +299,8 @@ def _move(
         # Services are asked for few and large ranges, whatever the size of a load.
         block_bytes = settings.fit(sum(span.end - span.begin for span in own_spans))
     blocks = reader.plan_blocks(own_spans, block_bytes=block_bytes, alignment_bytes=PAGE_BYTES)
+    if context.ahead is not None:
+        context.ahead.settle({context.key(block.file) for block in blocks})
     destinations, outbox = _open_destinations(plan, begin, targets, context)
     sharing = None
     if context.links is not None:

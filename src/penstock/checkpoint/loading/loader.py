@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,12 +41,19 @@ from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
 from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute_plan
 from penstock.checkpoint.loading.host_links import HostLinks, connect_host
-from penstock.checkpoint.loading.placement import Target, cut_region, find_tied, have_same_bytes
+from penstock.checkpoint.loading.placement import (
+    Target,
+    cut_region,
+    find_tied,
+    have_same_bytes,
+    item_contents,
+    item_targets,
+)
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settings_for_cached
 from penstock.checkpoint.loading.shared_opening import SharedCheckpoint, open_shared
-from penstock.checkpoint.loading.stateful_parts import LoadedParts, StoredNames, loading_into
+from penstock.checkpoint.loading.stateful_parts import LoadedParts, StoredNames, loading_into, untaken_error
 from penstock.checkpoint.plan import load_plan, shared_load
-from penstock.checkpoint.plan.save_plan import RANK_MARK
+from penstock.checkpoint.plan.save_plan import RANK_MARK, SaveOptions, file_name
 from penstock.checkpoint.plan.shared_plan import Place
 from penstock.checkpoint.state.leaves import Leaf, require_dict
 from penstock.checkpoint.state.process_group import RankGroup
@@ -58,7 +65,9 @@ from penstock.cluster.host_messages import name_host
 from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
-from penstock.storage.files.mapped_files import MappedStorage
+from penstock.storage.capabilities import find_local_paths
+from penstock.storage.files.files_in_memory import MappedStorage, ReadAhead
+from penstock.storage.protocol import exists
 from penstock.storage.residency import are_resident
 
 logger = logging.getLogger(__name__)
@@ -104,8 +113,25 @@ class CheckpointLoader:
         progress: Progress | None = None,
     ) -> LoadReport:
         """Fill `state` from a committed checkpoint. Collective."""
-        checkpoint = open_on_all_ranks(stored, group.comm)
-        return self.load_from(state, checkpoint, group, choice, progress, readable=stored.readable)
+        ahead = self._read_ahead(stored, group.comm, choice)
+        with nullcontext() if ahead is None else closing(ahead):
+            opened = open_on_all_ranks(stored, group.comm)
+            return self.load_from(
+                state, opened, group, choice, progress, readable=stored.readable, ahead=ahead
+            )
+
+    def _read_ahead(self, stored: CheckpointRef, comm: Comm, choice: LoadChoice) -> ReadAhead | None:
+        """Begin with what this rank wrote: as many ranks as before, who load everything, mostly want that."""
+        storage, paths = stored.storage, find_local_paths(stored.storage)
+        if paths is None or choice.only is not None or choice.exclude is not None:
+            return None
+
+        def is_of_as_many() -> bool:
+            last, none = (stored.key(file_name(rank, 0)) for rank in (comm.size - 1, comm.size))
+            return exists(storage, last) and not exists(storage, none)
+
+        keys = [stored.key(file_name(comm.rank, number)) for number in range(SaveOptions().writers)]
+        return ReadAhead(storage, paths, keys, self._buffers.ahead(), is_of_as_many)
 
     @paused_garbage_collection()
     def load_from(
@@ -117,6 +143,7 @@ class CheckpointLoader:
         progress: Progress | None = None,
         *,
         readable: Sequence[str] | None = None,
+        ahead: ReadAhead | None = None,
     ) -> LoadReport:
         """Fill `state` from a checkpoint that all ranks have opened. Collective.
 
@@ -133,7 +160,9 @@ class CheckpointLoader:
             if group.comm.rank == 0 and (lost := parts.of_other_ranks(group.comm.size)):
                 told = "Saved by more ranks: not loaded, as they were of ranks that this job lacks: %s"
                 logger.warning(told, name_some(lost, 10))
-            return self._load(parts, opened, group, choice, progress=progress or Silent(), readable=readable)
+            return self._load(
+                parts, opened, group, choice, progress=progress or Silent(), readable=readable, ahead=ahead
+            )
 
     def close(self) -> None:
         """Free the buffers. May be called twice."""
@@ -148,6 +177,7 @@ class CheckpointLoader:
         *,
         progress: Progress,
         readable: Sequence[str] | None,
+        ahead: ReadAhead | None,
     ) -> LoadReport:
         start_s, comm = time.perf_counter(), group.comm
         if isinstance(opened, SharedCheckpoint):
@@ -177,6 +207,7 @@ class CheckpointLoader:
             storage=MappedStorage(checkpoint.storage)
             if is_cached
             else _storage_past_cache(checkpoint, item_index, plan),
+            ahead=ahead,
             links=links,
         )
         with ExitStack() as closing_links:
@@ -373,6 +404,8 @@ def _match_on_all_ranks(
     matched = run_on_all_ranks(comm, match, awaiting=awaiting)
     own = find_untaken(parts, matched.selection, choice)
     # Nearly always all ranks take everything, so this is one small message.
+    if comm.size == 1 and not own:
+        return matched
     if not comm.carry(rounds.any_of_all(comm.rank, comm.size, own=bool(own)), awaiting=awaiting):
         return matched
     names = np.array(parts.stored.names, dtype=np.object_)
@@ -408,15 +441,6 @@ def find_untaken(parts: LoadedParts, selection: load_requests.LeafSelection, cho
     """The names that the checkpoint has below this rank's parts, and that are chosen but not taken here."""
     owned = ((name, parts.own_name(name)) for name in selection.unused if RANK_MARK not in name)
     return [name for name, own in owned if own is not None and load_requests.is_chosen(own, choice)]
-
-
-def untaken_error(names: Sequence[str]) -> UsageError:
-    """The error for names of the checkpoint that belong to a part of the state which does not take them."""
-    return UsageError(
-        f"The checkpoint holds {name_some([repr(name) for name in names])}, which no part of the state takes",
-        fix="Build the state as it was saved, and load an optimizer together with its model. Or skip this"
-        " with exclude=, or leave it with a warning: strict=False.",
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -517,14 +541,6 @@ def _target(
     return Target(shard.offsets, shard.memory, item_index.tensors[int(requests.regions.tensor[row])])
 
 
-def item_targets(
-    requests: load_requests.LoadRequests, item_index: load_requests.ByteItemIndex
-) -> list[Target]:
-    """New memory for the whole items that are requested; their targets follow those of the shards."""
-    items = [item_index.tensors[number] for number in requests.items]
-    return [Target((0,), torch.empty(facts.shape, dtype=torch.uint8), facts) for facts in items]
-
-
 def unpack(
     checkpoint: CheckpointSource,
     item_index: load_requests.ByteItemIndex,
@@ -553,14 +569,6 @@ def unpack(
             where=f"{checkpoint.uri}, {stored.name}",
         )
     return values
-
-
-def item_contents(requests: load_requests.LoadRequests, targets: Sequence[Target]) -> dict[int, memoryview]:
-    """The contents of the whole items that were loaded, by their tensor numbers in `ByteItemIndex`."""
-    return {
-        number: memoryview(targets[len(requests.names) + place].memory.numpy().data)
-        for place, number in enumerate(requests.items)
-    }
 
 
 def _put_part(

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.checkpoint.loading.load_requests import ByteItemIndex, LoadRequests
 from penstock.checkpoint.loading.reader import Part
 from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
@@ -97,6 +98,20 @@ class Target:
         dtype = getattr(torch, self.facts.dtype)
         words = torch.from_numpy(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
         view.copy_(words.view(dtype).reshape(tuple(sizes)))
+
+
+def item_targets(requests: LoadRequests, item_index: ByteItemIndex) -> list[Target]:
+    """New memory for the whole items that are requested; their targets follow those of the shards."""
+    items = [item_index.tensors[number] for number in requests.items]
+    return [Target((0,), torch.empty(facts.shape, dtype=torch.uint8), facts) for facts in items]
+
+
+def item_contents(requests: LoadRequests, targets: Sequence[Target]) -> dict[int, memoryview]:
+    """The contents of the whole items that were loaded, by their tensor numbers in `ByteItemIndex`."""
+    return {
+        number: memoryview(targets[len(requests.names) + place].memory.numpy().data)
+        for place, number in enumerate(requests.items)
+    }
 
 
 @cache

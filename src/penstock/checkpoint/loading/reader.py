@@ -31,6 +31,9 @@ LEAST_BLOCK_BYTES = 1 << 20
 MOST_COPYING_THREADS = 4
 """As many saturate memory; ranks of one host share it."""
 
+AHEAD_BYTES = 16 << 20
+"""Read before a load is planned, at most: a fast device gives about as many in those milliseconds."""
+
 STEP_BYTES = 1 << 20
 """Bytes are checksummed and copied in steps that stay in the processor's cache."""
 
@@ -139,7 +142,14 @@ class ReadBuffers:
     def __init__(self, settings: ReadSettings) -> None:
         self.settings = settings
         self._memory: WarmMemory | None = None
+        self._ahead: WarmMemory | None = None
         self._lock = threading.Lock()
+
+    def ahead(self) -> memoryview:
+        """Memory for what is read while a load is planned."""
+        with self._lock:
+            self._ahead = self._ahead or WarmMemory(AHEAD_BYTES)
+            return self._ahead.view
 
     def blocks(
         self, num_blocks: int, prepare: Callable[[WarmMemory], object] | None = None
@@ -151,7 +161,8 @@ class ReadBuffers:
             if self._memory is None or self._memory.size_bytes < num_buffers * size:
                 self._memory = WarmMemory(num_buffers * size)
             if prepare is not None:
-                prepare(self._memory)
+                for memory in filter(None, (self._memory, self._ahead)):
+                    prepare(memory)
             view = self._memory.view
         return [view[start : start + size] for start in range(0, num_buffers * size, size)]
 

@@ -543,3 +543,12 @@ def _has(holder: Any, path: Path) -> bool:
 def _counts(holder: Mapping[Any, Any]) -> bool:
     """Whether keys that look like integers are some; of a new dict this can only be guessed."""
     return all(isinstance(key, int) for key in holder)
+
+
+def untaken_error(names: Sequence[str]) -> UsageError:
+    """The error for names of the checkpoint that belong to a part of the state which does not take them."""
+    return UsageError(
+        f"The checkpoint holds {name_some([repr(name) for name in names])}, which no part of the state takes",
+        fix="Build the state as it was saved, and load an optimizer together with its model. Or skip this"
+        " with exclude=, or leave it with a warning: strict=False.",
+    )

@@ -321,31 +321,33 @@ def plan_files(
     """What one rank writes, divided among its files."""
     hint = options.separation_hint
     if hint is None:
-        names = (f"__{rank}_", options.writers)
+        files = [file_name(rank, number) for number in range(options.writers)]
         return SavePlan(
-            rank=rank, tensors=tensors, buckets=_deal(regions, element_sizes(tensors), objects, names)
+            rank=rank, tensors=tensors, buckets=_deal(regions, element_sizes(tensors), objects, files)
         )
     apart = np.array([facts.name.startswith(hint) for facts in tensors], dtype=np.bool_)
     is_apart = apart[regions.tensor]
     objects_apart = [placed for placed in objects if placed.name.startswith(hint)]
     objects_together = [placed for placed in objects if not placed.name.startswith(hint)]
     buckets: tuple[Bucket, ...] = ()
-    for rows, those, prefix in (
-        (~is_apart, objects_together, f"__{rank}_"),
-        (is_apart, objects_apart, f"{hint}__{rank}_"),
-    ):
-        buckets += _deal(regions.take(rows), element_sizes(tensors), those, (prefix, options.writers))
+    for rows, those, prefix in ((~is_apart, objects_together, ""), (is_apart, objects_apart, hint)):
+        files = [f"{prefix}{file_name(rank, number)}" for number in range(options.writers)]
+        buckets += _deal(regions.take(rows), element_sizes(tensors), those, files)
     return SavePlan(rank=rank, tensors=tensors, buckets=buckets)
 
 
+def file_name(rank: int, number: int) -> str:
+    """The name of a file that this rank writes."""
+    return f"__{rank}_{number}.distcp"
+
+
 def _deal(
-    regions: Regions, element_bytes: Ints, objects: Sequence[PlacedObject], files: tuple[str, int]
+    regions: Regions, element_bytes: Ints, objects: Sequence[PlacedObject], files: Sequence[str]
 ) -> tuple[Bucket, ...]:
     """Longest processing time first: the fullest file has at most 4/3 of the bytes in the best division."""
-    prefix, num_files = files
     num_bytes = regions.num_bytes(element_bytes)
     sizes = num_bytes.tolist() + [placed.size_bytes for placed in objects]
-    loads = [(0, number) for number in range(num_files)]
+    loads = [(0, number) for number in range(len(files))]
     chosen: list[list[int]] = [[] for _ in loads]
     for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
         load, number = heapq.heappop(loads)
@@ -355,11 +357,11 @@ def _deal(
     filled = sorted((sorted(rows) for rows in chosen if rows), key=lambda rows: rows[0])
     return tuple(
         Bucket(
-            file=f"{prefix}{number}.distcp",
+            file=file,
             objects=tuple(objects[row - len(regions)] for row in rows if row >= len(regions)),
             regions=regions.take(np.array([row for row in rows if row < len(regions)], dtype=np.int64)),
         )
-        for number, rows in enumerate(filled)
+        for file, rows in zip(files, filled, strict=False)
     )
 
 
