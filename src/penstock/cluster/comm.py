@@ -354,7 +354,6 @@ class Carrying(Generic[T]):
         self._refusal: PenstockError | None = None
         self.round: Round | None = None
         """The next one; None after the last."""
-        self.is_over = threading.Event()
         self.broken: Exception | None = None
         """What ended it between two ranks, so that they may be out of step."""
 
@@ -375,7 +374,6 @@ class Carrying(Generic[T]):
                 self.advance(move(self.round))
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits for this one
             self.broken = error
-        self.is_over.set()
 
     def result(self) -> T:
         """What the operation returned, or the error that it raised on all ranks."""
@@ -492,9 +490,12 @@ class BaseComm(ABC):
 
     def _carry_from(self, carrying: Carrying[Any], wait: PollingWait) -> None:
         # Waits for single messages of gloo cannot be polled: a thread waits, and this one for it.
-        threading.Thread(target=carrying.run, args=(self._mover(wait),), daemon=True).start()
-        while not carrying.is_over.is_set():
-            carrying.is_over.wait(wait.next_check_s())
+        # For its end, not only for its result: a thread that lets go of gloo's objects while Python finalizes
+        # ends the process by SIGABRT, because torch's destructors wait for the interpreter.
+        thread = threading.Thread(target=carrying.run, args=(self._mover(wait),), daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(wait.next_check_s())
         if carrying.broken is not None:
             raise carrying.broken
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cluster.comm import BaseComm, SoloComm, all_gather_results, format_cause, reduce_values
+from penstock.cluster.rounds import Round, any_of_all
 from penstock.cluster.supervision.control_protocol import Ending
 from penstock.cluster.supervision.rank_process import describe_failure, join_job, join_ranks
 from penstock.errors import (
@@ -22,6 +23,8 @@ from penstock.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.cluster.comm import Comm, PollingWait
 
 
@@ -91,6 +94,26 @@ def test_a_long_wait_is_reported_with_the_number_of_its_call() -> None:
     with pytest.raises(WaitTimeout):
         comm.barrier(awaiting="the second call", timeout_s=1.0)
     assert told == [(2, "the second call")]
+
+
+def test_nothing_of_an_exchange_is_let_go_after_it() -> None:
+    # gloo's objects that a thread lets go of while Python finalizes end the process by SIGABRT.
+    has_returned, seen = threading.Event(), []
+
+    class Mover:
+        def __call__(self, round_: Round) -> list[bytes]:
+            return [b"\0" * (round_.size_bytes or 0) for _ in round_.sources]
+
+        def __del__(self) -> None:
+            seen.append(has_returned.wait(0.1))
+
+    class MovingComm(LonelyComm):
+        def _mover(self, wait: PollingWait) -> Callable[[Round], list[bytes]]:
+            return Mover()
+
+    MovingComm().carry(any_of_all(0, 2, own=False), awaiting="an exchange")
+    has_returned.set()
+    assert seen == [False]
 
 
 def test_on_late_is_optional() -> None:
