@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
 from penstock.cluster import rounds
 from penstock.cluster.comm import BaseComm, Carrying, PointToPoint, PollingWait, open_point_to_point
@@ -186,12 +187,17 @@ class HostComm(BaseComm):
         self._peers = {rank: _Peer(connection) for rank, connection in connections.items()}
         for connection in connections.values():
             connection.settimeout(0)
+        _CONNECTED.add(self)
 
     def close(self) -> None:
         """End the connections, then what is below."""
+        self.disconnect()
+        self._carried.close()
+
+    def disconnect(self) -> None:
+        """Close this process's ends of the connections."""
         for peer in self._peers.values():
             peer.connection.close()
-        self._carried.close()
 
     def transfer(self) -> PointToPoint:
         """Transfers by the library below."""
@@ -250,6 +256,18 @@ class HostComm(BaseComm):
         carrying.advance(None)
         self._carry_from(carrying, wait)
         return carrying.result()
+
+
+_CONNECTED: Final[WeakSet[HostComm]] = WeakSet()
+
+
+def _disconnect_fork() -> None:
+    for comm in list(_CONNECTED):
+        comm.disconnect()
+
+
+# A rank's end is the end of its sockets only if none of its forks, like workers of a DataLoader, has them.
+os.register_at_fork(after_in_child=_disconnect_fork)
 
 
 def connect_within_host(comm: BaseComm) -> BaseComm:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from penstock.cluster.comm import BaseComm, all_gather_results
 from penstock.cluster.host_messages import HostComm, Listener, connect_within_host
 from penstock.errors import RankError, RankFailed, WaitTimeout
 from penstock.testing.comm_contract import check_comm
-from penstock.testing.rank_threads import ThreadComm, on_ranks
+from penstock.testing.rank_threads import ThreadBoard, ThreadComm, on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +79,25 @@ def test_a_rank_that_leaves_is_named_at_once() -> None:
     started_s = time.monotonic()
     assert "rank 1: it has ended" in str(on_host(program)[0])
     assert time.monotonic() - started_s < 30
+
+
+def test_forked_processes_keep_no_connection() -> None:
+    ours, other = socket.socketpair()
+    (ready, has_forked), (ended, may_end) = os.pipe(), os.pipe()
+    comm = HostComm(ThreadComm(ThreadBoard(2), 0), {1: ours})
+    pid = os.fork()
+    if pid == 0:
+        os.close(may_end)
+        os.write(has_forked, b"!")
+        os.read(ended, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    ours.close()
+    other.settimeout(5)
+    assert other.recv(1) == b"", "the end of this rank is the end of its socket"
+    os.close(may_end)
+    os.waitpid(pid, 0)
+    assert comm.rank == 0
 
 
 def test_a_rank_that_never_comes_ends_the_wait_at_its_limit() -> None:
