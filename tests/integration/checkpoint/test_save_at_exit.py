@@ -37,6 +37,19 @@ def test_saves_without_wait_are_committed_before_the_program_ends(tmp_path: Path
     assert StepCatalog(open_here(tmp_path / "run")).committed() == [1, 2]
 
 
+def test_a_failure_that_nobody_asked_for_is_told_wherever_the_log_goes(tmp_path: Path) -> None:
+    (tmp_path / "run/step-1").mkdir(parents=True)
+    (tmp_path / "run/step-1/notes.txt").touch()
+    hidden = "import logging; logging.disable()\n"
+    ended = _run(tmp_path / "run", hidden)
+    told = [line for line in ended.stderr.splitlines() if line.startswith("penstock: ")]
+    assert len(told) == 1, ended.stderr
+    assert "step 1 was not saved" in told[0]
+    assert "notes.txt" in told[0]
+    asked = "from penstock.errors import PenstockError\ntry: manager.close()\nexcept PenstockError: pass\n"
+    assert "penstock: " not in _run(tmp_path / "run", hidden + asked).stderr
+
+
 @pytest.mark.slow
 def test_saves_are_committed_when_the_program_ends_with_an_error(tmp_path: Path) -> None:
     ended = _run(tmp_path / "run", "raise ValueError('of the trainer')")

@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -174,17 +175,17 @@ class _InFlightSaves:
     def __init__(self, comm: Comm, timeout_s: float) -> None:
         self._comm = comm
         self._timeout_s = timeout_s
-        self._handles: list[SaveHandle] = []
+        self.handles: list[SaveHandle] = []
 
     def add(self, handle: SaveHandle) -> None:
-        self._handles.append(handle)
+        self.handles.append(handle)
 
     def wait(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.wait_done(self._timeout_s)
 
     def cancel(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.cancel()
 
     def sync_and_raise(self, activity: str, flush_failures: Mapping[int, BaseException]) -> None:
@@ -195,7 +196,7 @@ class _InFlightSaves:
         """
         own_failures = [
             (handle.number, *self._locate(failure, f"saving step {handle.step}"))
-            for handle in self._handles
+            for handle in self.handles
             if (failure := handle.unreported_error()) is not None
         ]
         # Number 0: handles count from 1, and a flush has none.
@@ -231,11 +232,11 @@ class _InFlightSaves:
 
     def _forget(self, reported: set[int]) -> None:
         """Drop handles with nothing left to report. A save that failed on another rank fails here, too."""
-        for handle in self._handles:
+        for handle in self.handles:
             if handle.number in reported:
                 handle.wait_done(self._timeout_s)
                 handle.mark_reported()
-        self._handles = [handle for handle in self._handles if not handle.done or handle.unreported_error()]
+        self.handles[:] = [handle for handle in self.handles if not handle.done or handle.unreported_error()]
 
 
 def _log_failure(step: int, future: Future[SaveReport]) -> None:
@@ -243,6 +244,15 @@ def _log_failure(step: int, future: Future[SaveReport]) -> None:
     error = None if future.cancelled() else future.exception()
     if error is not None and not isinstance(error, SaveCancelled):
         logger.error("Step %d was not saved: %s", step, format_cause(error))
+
+
+def _tell_of_failures(handles: Sequence[SaveHandle]) -> None:
+    """Say on stderr what nobody has asked for, wherever the log goes; the exit code is the program's own."""
+    for handle in handles:
+        if (error := handle.unreported_error()) is not None:
+            told = f"penstock: step {handle.step} was not saved, and nobody asked: {format_cause(error)}"
+            with suppress(OSError, ValueError):
+                print(told, file=sys.stderr)  # noqa: T201 - whatever becomes of the log
 
 
 class Manager:
@@ -318,7 +328,8 @@ class Manager:
         self._restart: Restart | None = None
         self._in_flight = _InFlightSaves(self._front.comm, timeout_s)
         self._num_saves = 0
-        self._worker = step_store.start_lasting_worker("penstock-save")
+        tell = partial(_tell_of_failures, self._in_flight.handles)
+        self._worker = step_store.start_lasting_worker("penstock-save", tell)
         self._owner: int | None = os.getpid()
         self.skipped_steps: tuple[step_store.SkippedStep, ...] = ()
         """Those that the last `restore` could not load, newest first."""

@@ -326,13 +326,18 @@ def build_restore_error(skipped: Sequence[SkippedStep], uri: str) -> StorageErro
     )
 
 
-def start_lasting_worker(name: str) -> ThreadPoolExecutor:
-    """A pool of one thread whose work is finished before the program ends.
+def start_lasting_worker(name: str, at_end: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:
+    """A pool of one thread whose work is finished before the program ends; `at_end` is called after that.
 
     Python stops all thread pools at the beginning of its exit, after which a pending save could start none of
     its threads and would be lost. Callbacks run in reverse order of registration, and the pools registered
     theirs on import: so this one runs before them, and waits while all other pools still work.
     """
     worker = ThreadPoolExecutor(1, thread_name_prefix=name)
-    threading._register_atexit(worker.shutdown)  # type: ignore[attr-defined]  # noqa: SLF001 - nothing public comes in time
+
+    def finish() -> None:
+        worker.shutdown()
+        at_end()
+
+    threading._register_atexit(finish)  # type: ignore[attr-defined]  # noqa: SLF001 - nothing public comes in time
     return worker
