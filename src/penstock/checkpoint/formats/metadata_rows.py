@@ -127,7 +127,11 @@ class _Cursor:
         kind = np.dtype(_KINDS[self._content[self._at]]) if self._content[self._at] in _KINDS else None
         self._require(kind is not None)
         assert kind is not None, "as required"
-        begin = self._at + (2 if kind.itemsize == 8 else 1)
+        begin = self._at + 1
+        if kind.itemsize == 8:
+            # Of the integers that a pickle writes with their length, only those of eight bytes are ours.
+            self._require(self._content[begin] == 8)
+            begin += 1
         self._at = begin + kind.itemsize
         return int.from_bytes(self._content[begin : self._at], "little", signed=kind.kind == "i")
 

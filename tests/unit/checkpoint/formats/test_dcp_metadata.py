@@ -108,6 +108,20 @@ def test_our_own_metadata_is_the_same_read_as_rows_and_as_a_pickle(
         assert rows is None or all_of(rows) == all_of(read_pickle(damaged, "here"))
 
 
+def test_a_damaged_length_of_a_large_number_is_not_read_over() -> None:
+    name, far = "rng", 1 << 40
+    places = {stock.MetadataIndex(name): _StorageInfo("__0_0.distcp", far, 5)}
+    theirs = stock.Metadata({name: stock.BytesStorageMetadata()}, {name: (name,)}, places)
+    ours = metadata_bytes(read_pickle(pickle.dumps(theirs), "here"))
+    number = b"\x8a\x08" + far.to_bytes(8, "little")
+    assert ours.count(number) == 1
+    assert read_rows(ours, "here") is not None
+    damaged = ours.replace(number, b"\x8a\x0a" + number[2:])
+    assert read_rows(damaged, "here") is None
+    with pytest.raises(DataDamaged):
+        read_metadata(damaged, "here")
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stock_metadata_locates_every_item(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(3, 4), "scalar": torch.tensor(2.5)}, "steps": [7, torch.arange(5)]}
