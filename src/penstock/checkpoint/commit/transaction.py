@@ -246,7 +246,11 @@ def write_into(
             assert share is not None, "writing gave a share or raised"
             begin_s = time.monotonic()
             # Few ranks: rank 0 may hear all of them at a time, which takes fewer messages.
-            shares = comm.gather_on_rank0(share, awaiting="the checksums of all ranks")
+            shares = (
+                [share]
+                if comm.size == 1
+                else comm.gather_on_rank0(share, awaiting="the checksums of all ranks")
+            )
             committed = transaction.commit(lambda: prepared.seal(shares, all_facts))
         undo.pop_all()
     return committed, tuple(replace(rank_stats, commit_s=time.monotonic() - begin_s) for rank_stats in stats)

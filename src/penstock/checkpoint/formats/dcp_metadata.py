@@ -25,6 +25,7 @@ from penstock.checkpoint.state.regions import (
     StoredRegions,
     TensorFacts,
     element_type,
+    pad_rows,
 )
 from penstock.errors import AccessRefused, DataDamaged, UsageError
 from penstock.storage.uri import check_key
@@ -222,9 +223,8 @@ def check_file_names(names: Iterable[str], where: str) -> None:
 
 def check_regions(tensors: Sequence[TensorFacts], regions: Regions, where: str) -> None:
     """Raise `DataDamaged` for a region that is not inside its tensor."""
-    shapes = np.ones((len(tensors), regions.num_dims), dtype=np.int64)
-    for number, facts in enumerate(tensors):
-        shapes[number, : min(len(facts.shape), regions.num_dims)] = facts.shape[: regions.num_dims]
+    shapes = pad_rows([facts.shape for facts in tensors], 1, least_width=regions.num_dims)
+    shapes = shapes[:, : regions.num_dims]
     ends = regions.offsets + regions.sizes
     wrong = ((regions.offsets < 0) | (regions.sizes < 0) | (ends > shapes[regions.tensor])).any(axis=1)
     for row in np.flatnonzero(wrong)[:1].tolist():

@@ -131,7 +131,7 @@ class Manifest:
 def manifest_bytes(manifest: Manifest) -> bytes:
     """The content of the file, with its own checksum."""
     _, between, ending = manifest_frames(manifest, b"")
-    names, files = b",".join(map(name_text, manifest.names)), b",".join(map(file_text, manifest.files))
+    names, files = names_text(manifest.names), b",".join(map(file_text, manifest.files))
     rest = manifest_head(manifest) + names + between + files + ending
     return OPENING + checksum_of(OPENING, rest).hex().encode() + rest
 
@@ -156,9 +156,9 @@ def manifest_frames(manifest: Manifest, own_sum: bytes) -> tuple[bytes, bytes, b
     return OPENING + own_sum + manifest_head(manifest), b'],"files":[', b"]}\n"
 
 
-def name_text(name: str) -> bytes:
-    """One of the names."""
-    return _as_json(name)
+def names_text(names: Sequence[str]) -> bytes:
+    """Names with commas between them."""
+    return _as_json(names)[1:-1]
 
 
 def file_text(file: ManifestFile) -> bytes:

@@ -5,6 +5,7 @@ ranks write every element of every tensor exactly once, or `NotCovered` says whi
 """
 
 import heapq
+import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from penstock.checkpoint.plan.region_arithmetic import (
     group_equal_rows,
     region_table,
 )
-from penstock.checkpoint.state.regions import Ints, Regions, TensorFacts, element_sizes
+from penstock.checkpoint.state.regions import Ints, Regions, TensorFacts, element_sizes, pad_rows
 from penstock.errors import PenstockError, UsageError
 
 
@@ -34,8 +35,7 @@ def check_coverage(tensors: Sequence[TensorFacts], regions: Regions, *, where: s
     `where` describes the regions: "the checkpoint at ...", "what the ranks hold".
     """
     _check_bounds(tensors, regions, where)
-    shapes = [np.prod(facts.shape, dtype=np.int64) for facts in tensors]
-    expected = np.array(shapes, dtype=np.int64)
+    expected = np.array([math.prod(facts.shape) for facts in tensors], dtype=np.int64)
     covered = np.zeros(len(tensors), dtype=np.int64)
     np.add.at(covered, regions.tensor, regions.num_elements)
     _check_apart(tensors, regions, where)
@@ -52,9 +52,8 @@ def check_coverage(tensors: Sequence[TensorFacts], regions: Regions, *, where: s
 
 
 def _check_bounds(tensors: Sequence[TensorFacts], regions: Regions, where: str) -> None:
-    width = max((len(facts.shape) for facts in tensors), default=0)
-    regions = regions.widened(max(width, regions.num_dims))
-    limits = _padded_shapes(tensors, regions.num_dims)
+    limits = pad_rows([facts.shape for facts in tensors], 1, least_width=regions.num_dims)
+    regions = regions.widened(limits.shape[1])
     outside = (
         (regions.offsets < 0)
         | (regions.sizes < 0)
@@ -71,13 +70,6 @@ def _check_bounds(tensors: Sequence[TensorFacts], regions: Regions, where: str) 
             fix="Give the tensor its true global shape on all ranks.",
             tensor=facts.name,
         )
-
-
-def _padded_shapes(tensors: Sequence[TensorFacts], num_dims: int) -> Ints:
-    limits = np.ones((len(tensors), num_dims), dtype=np.int64)
-    for row, facts in enumerate(tensors):
-        limits[row, : len(facts.shape)] = facts.shape
-    return limits
 
 
 def _check_apart(tensors: Sequence[TensorFacts], regions: Regions, where: str) -> None:

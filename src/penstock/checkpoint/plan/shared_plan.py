@@ -99,7 +99,7 @@ def _number_tensors(
     place: Place, tensors: Sequence[TensorFacts], paths: Mapping[str, Path]
 ) -> Rounds[tuple[Numbers, Described]]:
     """The numbers of this rank's tensors, and those that it plans."""
-    if (yield from rounds.all_equal(*place, digest_tensors(tensors))):
+    if place.size == 1 or (yield from rounds.all_equal(*place, digest_tensors(tensors))):
         numbers = Numbers(np.arange(len(tensors)), len(tensors), place.size)
         return numbers, _with_paths((tensors[number] for number in numbers.planned_by(place.rank)), paths)
     own = _with_paths(tensors, paths)

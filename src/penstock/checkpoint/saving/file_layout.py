@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -134,11 +135,12 @@ def payload_of_bytes(content: bytes) -> Payload:
 
 def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) -> Payload:
     """The payload of a region: its elements in row-major order, converted to `dtype` if that is given."""
-    memory = memory.detach()
+    if memory.requires_grad:
+        memory = memory.detach()
     if memory.is_conj() or memory.is_neg():
         memory = memory.resolve_conj().resolve_neg()
     wanted = memory.dtype if dtype is None else dtype
-    if wanted != memory.dtype or memory.device.type != "cpu":
+    if wanted != memory.dtype or not memory.is_cpu:
         return TorchPayload(memory, wanted)
     if memory.is_contiguous():
         return PlainPayload(contiguous_bytes(memory))
@@ -320,9 +322,12 @@ class FileLayout:
 
     def columns(self) -> tuple[Ints, Ints, Ints]:
         """Offset, size and payload's offset of every item."""
-        rows = [(item.offset, item.end - item.offset, item.payload_offset) for item in self.items]
-        table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-        return table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy()
+        # Numbers alone: a tuple for each of a hundred thousand items makes Python collect garbage among them.
+        offset, end, payload = (
+            np.fromiter(map(attrgetter(name), self.items), dtype=np.int64, count=len(self.items))
+            for name in ("offset", "end", "payload_offset")
+        )
+        return offset, end - offset, payload
 
 
 def lay_out_file(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileLayout:

@@ -494,10 +494,11 @@ def _payloads(
     bucket: save_plan.Bucket, plan: save_plan.SavePlan, local_state: LocalState, dtype: torch.dtype | None
 ) -> list[file_layout.Payload]:
     payloads = [file_layout.payload_of_bytes(local_state.objects[placed.name]) for placed in bucket.objects]
-    for row, number in enumerate(bucket.regions.tensor.tolist()):
+    columns = (bucket.regions.tensor, bucket.regions.offsets, bucket.regions.sizes)
+    for number, offsets, sizes in zip(*(column.tolist() for column in columns), strict=True):
         facts = plan.tensors[number]
-        name = save_plan.find_leaf_name(facts.name, local_state.shards)
-        view = local_state.view(name, *bucket.regions.region(row, len(facts.shape)))
+        name, width = save_plan.find_leaf_name(facts.name, local_state.shards), len(facts.shape)
+        view = local_state.view(name, tuple(offsets[:width]), tuple(sizes[:width]))
         payloads.append(file_layout.payload_of_tensor(view, dtype if view.is_floating_point() else None))
     return payloads
 

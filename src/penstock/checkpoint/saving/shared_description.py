@@ -9,7 +9,7 @@ places in `.metadata`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from penstock.checkpoint.formats.manifest import (
     file_text,
     manifest_frames,
     manifest_head,
-    name_text,
+    names_text,
     start_checksum,
 )
 from penstock.checkpoint.formats.metadata_writing import MetadataWriting, SpanNumbers
@@ -218,10 +218,14 @@ def _manifest_spans(share: WrittenShare, contents: ShareContents, first_object: 
         )
         files.append(b"," + file_text(described))
     return (
-        b"".join(b"," + name_text(facts.name) for facts, _ in contents.tensors),
-        b"".join(b"," + name_text(name) for named in contents.objects for name, _ in named),
+        _after_comma([facts.name for facts, _ in contents.tensors]),
+        _after_comma([name for named in contents.objects for name, _ in named]),
         b"".join(files),
     )
+
+
+def _after_comma(names: Sequence[str]) -> bytes:
+    return b"," + names_text(names) if names else b""
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Self
 
@@ -101,13 +102,9 @@ class Regions:
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> Self:
         """From (tensor number, offsets, sizes) of each region."""
-        width = max((len(offsets) for _, offsets, _ in rows), default=0)
-        offsets = np.zeros((len(rows), width), dtype=np.int64)
-        sizes = np.ones((len(rows), width), dtype=np.int64)
-        for row, (_, begin, extent) in enumerate(rows):
-            offsets[row, : len(begin)] = begin
-            sizes[row, : len(extent)] = extent
-        return cls(np.array([tensor for tensor, _, _ in rows], dtype=np.int64), offsets, sizes)
+        tensor = np.array([tensor for tensor, _, _ in rows], dtype=np.int64)
+        offsets, sizes = [begin for _, begin, _ in rows], [extent for _, _, extent in rows]
+        return cls(tensor, pad_rows(offsets, 0), pad_rows(sizes, 1))
 
     @classmethod
     def concatenated(cls, parts: Sequence[Regions]) -> Self:
@@ -121,6 +118,15 @@ class Regions:
             np.concatenate([part.offsets for part in wide]),
             np.concatenate([part.sizes for part in wide]),
         )
+
+
+def pad_rows(rows: Sequence[Sequence[int]], padding: int, *, least_width: int = 0) -> Ints:
+    """A table with each of `rows`, and `padding` to the right of shorter ones."""
+    length = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    width = max(int(length.max(initial=0)), least_width)
+    table = np.full((len(rows), width), padding, dtype=np.int64)
+    table[np.arange(width) < length[:, None]] = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+    return table
 
 
 def _is_all(rows: Ints | Bools) -> bool:

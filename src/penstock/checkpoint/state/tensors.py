@@ -78,7 +78,8 @@ class LocalState:
 
 def contiguous_bytes(memory: torch.Tensor) -> ByteArray:
     """The bytes of contiguous host memory of any dtype."""
-    return memory.reshape(-1).view(torch.uint8).numpy()
+    flat = memory if memory.dim() == 1 else memory.reshape(-1)
+    return flat.view(torch.uint8).numpy()
 
 
 def narrow_region(
