@@ -43,16 +43,6 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """A heading, paragraphs, and perhaps a table. Numbers in the column `bars` are drawn as bars, too."""
-
-    title: str
-    prose: Sequence[str] = ()
-    rows: Sequence[Mapping[str, str]] = ()
-    bars: str = ""
-
-
 def is_page(path: Path) -> bool:
     """Whether a file is a page that Penstock made."""
     try:
@@ -66,12 +56,6 @@ def render_page(template: str, *, title: str, subtitle: str, **values: Any) -> s
     """Render one of the templates with `values`; `Unavailable` where Jinja2 is not installed."""
     text: str = _environment().get_template(template).render(title=title, subtitle=subtitle, **values)
     return text
-
-
-def render_sections(*, title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """Render a page that is made of text and tables alone."""
-    parts = [(section, make_table(section.rows, bars=section.bars)) for section in sections]
-    return render_page("sections.html", title=title, subtitle=subtitle, sections=parts)
 
 
 def make_table(

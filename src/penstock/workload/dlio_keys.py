@@ -243,6 +243,12 @@ def canonical_path(given: KeyPath) -> KeyPath:
     return ALIASES.get(section, section)
 
 
+def canonical_values(tree: object) -> dict[KeyPath, Any]:
+    """The values of a configuration by the keys that we know; none of what is no mapping."""
+    given = flatten(tree) if isinstance(tree, Mapping) else ()
+    return {canonical_path(path): value for path, value in given}
+
+
 def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[Remark], list[SettingProblem]]:
     """Take out of `stack` what means nothing here or asks for nothing; say so, and what is refused.
 

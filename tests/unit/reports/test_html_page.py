@@ -11,23 +11,36 @@ import numpy as np
 import pytest
 from jinja2 import UndefinedError
 
-from penstock.reports.html_page import Cell, Section, make_table, render_page, render_sections
+from penstock.reports.answer_page import (
+    AnswerPage,
+    Banner,
+    Exhibit,
+    Look,
+    folded_table,
+    render_answer_page,
+)
+from penstock.reports.html_page import Cell, make_table, render_page
 
-PAGE = render_sections(
-    title="Limits of <disk> & co",
-    subtitle="here",
-    sections=(
-        Section(
-            title="Figures",
-            prose=("First.", "a < b"),
-            rows=[
-                {"what": "write <x>", "GiB/s": "2.000", "ops": "1,024"},
-                {"what": "read", "GiB/s": "0.500", "ops": "7"},
-            ],
-            bars="GiB/s",
-        ),
-        Section(title="Nothing to show"),
+
+def render(*exhibits: Exhibit) -> str:
+    banner = Banner(
+        verdict="passed", look=Look.GOOD, figure="", limited_by="a < b", since="no change", to_do="Nothing."
+    )
+    title = "Limits of <disk> & co"
+    return render_answer_page(AnswerPage(title=title, subtitle="here", banner=banner, exhibits=exhibits))
+
+
+PAGE = render(
+    folded_table(
+        "figures",
+        "Figures",
+        [
+            {"what": "write <x>", "GiB/s": "2.000", "ops": "1,024"},
+            {"what": "read", "GiB/s": "0.500", "ops": "7"},
+        ],
+        bars="GiB/s",
     ),
+    folded_table("nothing", "Nothing to show", []),
 )
 
 
@@ -74,10 +87,9 @@ def test_columns_of_numbers_stand_to_the_right() -> None:
     assert "<td>read</td>" in PAGE
 
 
-def test_a_section_without_rows_has_no_table_and_zero_bars_none() -> None:
+def test_an_exhibit_without_rows_has_no_table_and_zero_bars_none() -> None:
     assert PAGE.count("<table>") == 1
-    flat = Section(title="x", rows=[{"GiB/s": "0.0"}], bars="GiB/s")
-    assert 'style="--share' not in render_sections(title="t", subtitle="s", sections=[flat])
+    assert 'style="--share' not in render(folded_table("flat", "x", [{"GiB/s": "0.0"}], bars="GiB/s"))
 
 
 def test_a_page_suits_phones_dark_rooms_and_paper() -> None:
@@ -88,7 +100,7 @@ def test_a_page_suits_phones_dark_rooms_and_paper() -> None:
 
 def test_long_texts_break_their_lines() -> None:
     rows = [{"found": "short", "fix": "a remedy that takes more than a few words to tell"}]
-    text = render_sections(title="t", subtitle="s", sections=[Section(title="x", rows=rows)])
+    text = render(folded_table("long", "x", rows))
     assert '<td class="long">a remedy' in text
     assert "<td>short</td>" in text
 
@@ -105,8 +117,8 @@ def test_a_table_needs_rows() -> None:
 
 
 def test_a_missing_template_value_is_an_error() -> None:
-    with pytest.raises(UndefinedError, match="sections"):
-        render_page("sections.html", title="t", subtitle="s")
+    with pytest.raises(UndefinedError, match="page"):
+        render_page("answer.html", title="t", subtitle="s")
 
 
 Colour = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

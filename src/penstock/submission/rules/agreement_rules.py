@@ -15,7 +15,7 @@ from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
 from penstock.submission.recomputed_metrics import num_accelerators, per_run, samples_per_second
 from penstock.submission.result_files import ResultDir
 from penstock.submission.rules import rule
-from penstock.workload.dlio_keys import canonical_path
+from penstock.workload.dlio_keys import canonical_path, canonical_values
 
 _DATASET: Final = ("workload", "dataset")
 _FIX: Final = "Hand in the files of one run, as the benchmark wrote them."
@@ -198,17 +198,7 @@ def _key(text: Any) -> str:
 
 def _values(file: ParsedFile, path: KeyPath) -> dict[KeyPath, Any]:
     """The values of a configuration by our own paths; none where it is not recorded."""
-    if not file.has(*path):
-        return {}
-    return {canonical_path(keys): value for keys, value in _flatten(file.value(*path), ())}
-
-
-def _flatten(tree: Any, above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _flatten(value, (*above, str(key)))
-    elif above:
-        yield above, tree
+    return canonical_values(file.value(*path)) if file.has(*path) else {}
 
 
 def _plain(value: Any) -> Any:

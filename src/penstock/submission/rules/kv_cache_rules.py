@@ -5,6 +5,7 @@ Settings are those of the commands that were executed; the metadata's own are th
 
 import math
 from collections.abc import Iterator
+from typing import Final
 
 from penstock.submission import kv_cache_runs
 from penstock.submission.edition import CacheOption
@@ -14,7 +15,7 @@ from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.rules import rule, system_rules
 from penstock.submission.tree_layout import SUMMARY, Benchmark
 
-KV_CACHE = (Benchmark.KV_CACHE,)
+KV_CACHE: Final[rule.Scope] = {"editions": rule.NEWEST, "benchmarks": (Benchmark.KV_CACHE,)}
 
 
 def _options(case: rule.RunCase) -> list[tuple[int, ParsedFile]]:
@@ -46,8 +47,7 @@ def _is_set(command: CacheCommand, name: str, wanted: str | float) -> bool:
 @rule.run_rule(
     id="kvcache.files",
     title="A run of a key-value cache has its metadata and its summary",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="LEAF-01; tables are made of summary.json, and of runs that their metadata identify",
     formula="one *_metadata.json and summary.json; a summary under the old name is in no table",
     passes="summary.json, kv_cache_20260701_100000_metadata.json",
@@ -75,8 +75,7 @@ def _check_files(case: rule.RunCase) -> Iterator[Finding]:
 @rule.result_rule(
     id="kvcache.runs",
     title="A result of a key-value cache is one run",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="1.3; of several runs the round published the latest without errors",
     formula="one result directory in run/ (else a warning that names the one that counts)",
     passes="run/20260701_100000/",
@@ -100,8 +99,7 @@ def _check_runs(case: rule.ResultCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.complete",
     title="No rank of a key-value cache is missing, and no trial failed",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.4; the round published a run that had lost 45 files of ranks",
     formula="partial_failure is false, missing_files and trial_failures are empty (else a warning)",
     passes="partial_failure false",
@@ -129,8 +127,7 @@ def _check_complete(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.table",
     title="In CLOSED each option ran with the values of the table",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.1.1, table KVCache-1",
     formula="model, duration, memory tiers, allocations and generation of every command == the edition's",
     passes="option 1: --model llama3.1-8b --duration 300 --gpu-mem-gb 0 --cpu-mem-gb 0",
@@ -164,8 +161,7 @@ def _check_table(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.sequence",
     title="In CLOSED the options ran in their order, each in three trials, with the edition's seed and delay",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.2.1",
     formula=(
         "commands are options 1, 2, 3 with trials 0, 1, 2; --seed-base and inter_option_delay are the "
@@ -204,8 +200,7 @@ def _check_sequence(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.autoscaling",
     title="In CLOSED nothing scales the users",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.2.2, by the commands: the metadata have the tool's default, which its options do not use",
     formula="no command has --enable-autoscaling",
     passes="... --generation-mode none",
@@ -229,8 +224,7 @@ def _check_autoscaling(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.ranks",
     title="The ranks are spread evenly over the hosts, and every trial used all of them",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.3.1",
     formula="total_ranks == npernode x host_count == num_processes == -n of every command",
     passes="2 ranks on each of 16 hosts, -n 32",
@@ -258,8 +252,7 @@ def _check_ranks(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.users",
     title="In CLOSED every rank serves all users of its option",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.3.2",
     formula="--num-users of every command == the option's, which are not divided among ranks",
     passes="option 1 on 32 ranks: --num-users 200",
@@ -283,8 +276,7 @@ def _check_users(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.isolation",
     title="Every trial writes to a folder of its own, and every rank to its own cache",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.3.3",
     formula=(
         "--rank-output-base differs in all commands; --rank-cache-base is set and is no --rank-output-base"
@@ -314,8 +306,7 @@ def _check_isolation(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.shared",
     title="All ranks wrote to one results folder",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.3.4",
     formula=(
         "one host, or the files of all ranks of all trials are there, or the tool's probe of the folder ran"
@@ -377,8 +368,7 @@ def _compare_figures(case: rule.RunCase, names: tuple[str, ...]) -> Iterator[Fin
 @rule.run_rule(
     id="kvcache.bandwidth",
     title="The bandwidths of an option are those of its ranks",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.4.1",
     formula="mean over trials of the sum over ranks of tier_storage_{read,write}_bandwidth_gbps == stated",
     passes="two ranks with 1.5 and 2.5 GiB/s in each trial, aggregated 4.0",
@@ -391,8 +381,7 @@ def _check_bandwidth(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.tokens",
     title="The tokens per second of an option are those of its ranks",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.4.2",
     formula="mean over trials of the sum over ranks of both rates of tokens == stated",
     passes="two ranks with 100 and 110 tokens/s, aggregated 210",
@@ -405,8 +394,7 @@ def _check_tokens(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.latency",
     title="The latency of an option is the largest of its ranks",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.4.3",
     formula="max over ranks and trials of storage_io_latency_ms.p95 == stated",
     passes="ranks with 10 and 15 ms, aggregated 15",
@@ -419,8 +407,7 @@ def _check_latency(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.tiers",
     title="Not all ranks of an option were served by memory alone",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.4.4",
     formula="cpu_tier_ranks, or ranks with storage_entries 0, < all ranks of the option; some are a warning",
     passes="storage_entries 4,000 on every rank",
@@ -446,8 +433,7 @@ def _check_tiers(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.headline",
     title="Each option states its bandwidths, tokens, latency and ranks",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.3.4.5",
     formula="the figures of all options of the edition are numbers, and total_ranks is one",
     passes="options 1, 2 and 3 with all figures",
@@ -476,8 +462,7 @@ def _check_headline(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.traffic",
     title="Each option wrote to its storage and read from it",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.6.2: an option that keeps all in memory measures no storage",
     formula="aggregated_read_bandwidth_gbps and aggregated_write_bandwidth_gbps > 0",
     passes="151.7 GiB/s read, 39.1 GiB/s written",
@@ -499,8 +484,7 @@ def _check_traffic(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.gateway",
     title="A key-value cache in objects is reached through files",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.5.1, 6.5.2",
     formula=(
         "cache_dir is a path; an object storage behind it is a warning, because its gateway and mount "
@@ -534,8 +518,7 @@ def _check_gateway(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="kvcache.closed",
     title="In CLOSED only hosts, ranks and paths are the submitter's choice",
-    editions=rule.NEWEST,
-    benchmarks=KV_CACHE,
+    **KV_CACHE,
     source="6.6.1",
     formula=(
         "every command has only flags of the edition's list; args.params and override_parameters are empty"

@@ -7,7 +7,7 @@ from typing import Final
 from penstock.submission.finding import Finding, pass_if
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.rules import rule
-from penstock.workload.dlio_keys import canonical_path
+from penstock.workload.dlio_keys import canonical_path, canonical_values
 from penstock.workload.layered_settings import KeyPath
 from penstock.workload.shipped_catalog import families, shipped_card
 
@@ -80,7 +80,7 @@ def _check_configuration(case: rule.RunCase) -> Iterator[Finding]:
     free = parameters.allowed(case.division)
     family, accelerator = run.workload()
     reference = _require_reference(case, family, accelerator)
-    given = {canonical_path(path): value for path, value in _flatten(run.config.value("workload"), ())}
+    given = canonical_values(run.config.value("workload"))
     # Compared by our own paths, because configurations spell some keys in two ways.
     compared = {
         key: (given.get(path, _ABSENT), reference[path])
@@ -134,15 +134,7 @@ def _workload_values(family: str, accelerator: str) -> Mapping[KeyPath, object] 
 
 def _merge(trees: tuple[Mapping[str, object], ...]) -> Mapping[KeyPath, object]:
     """The values of all trees; what an accelerator sets replaces what all share."""
-    return {canonical_path(path): value for tree in trees for path, value in _flatten(tree, ())}
-
-
-def _flatten(tree: object, above: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _flatten(value, (*above, str(key)))
-    elif above:
-        yield above, tree
+    return {path: value for tree in trees for path, value in canonical_values(tree).items()}
 
 
 def _is_same(given: object, reference: object) -> bool:

@@ -55,13 +55,18 @@ class Rule:
     judge: Callable[[SubmittedResult, Edition], Iterator[Finding]]
 
 
-class Description(TypedDict):
-    """What every rule says about itself; it applies to training unless it names other benchmarks."""
+class Scope(TypedDict):
+    """What a rule applies to: to training unless it names other benchmarks."""
+
+    editions: tuple[str, ...]
+    benchmarks: NotRequired[tuple[Benchmark, ...]]
+
+
+class Description(Scope):
+    """What every rule says about itself."""
 
     id: str
     title: str
-    editions: tuple[str, ...]
-    benchmarks: NotRequired[tuple[Benchmark, ...]]
     source: str
     formula: str
     passes: str

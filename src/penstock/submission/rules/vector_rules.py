@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Final
 
 from penstock.submission import vector_search_runs
 from penstock.submission.finding import Finding, Verdict, not_applicable, pass_if, violation
@@ -10,7 +11,7 @@ from penstock.submission.result_files import ResultDir
 from penstock.submission.rules import rule
 from penstock.submission.tree_layout import Benchmark
 
-VECTORS = (Benchmark.VECTOR_SEARCH,)
+VECTORS: Final[rule.Scope] = {"editions": rule.NEWEST, "benchmarks": (Benchmark.VECTOR_SEARCH,)}
 LATENCIES = ("mean_latency_ms", "p95_latency_ms", "p99_latency_ms", "p999_latency_ms")
 _CLOCK_TOLERANCE = 1e-7
 """A time since 1970 in a double is exact to a quarter of a microsecond."""
@@ -34,8 +35,7 @@ rule.limit_rule(
     rule.ResultCase,
     id="vectors.runs",
     title="An index has exactly as many runs as the edition asks for",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.3.1",
     formula="number of runs == the edition's",
     passes="five result directories in run/",
@@ -52,8 +52,7 @@ rule.limit_rule(
 @rule.run_rule(
     id="vectors.files",
     title="A run of vector search has its metadata and its figures",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="LEAF-01; without summary.json tables are made of the figures over all ranks",
     formula="one *_metadata.json; summary.json (else a warning) or the figures over all ranks (else fail)",
     passes="summary.json, vector_database_20260701_100000_metadata.json",
@@ -80,8 +79,7 @@ def _check_files(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.scale",
     title="A run states how many vectors of which dimension it searched",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.1.1, whose table of scales does not exist: only that both are there",
     formula="num_vectors and dimension of the summary are positive",
     passes="1,000,000 vectors of 1,536 dimensions",
@@ -102,8 +100,7 @@ def _check_scale(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.dimension",
     title="The vectors that are searched have the dimension of those that were loaded",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.1.2",
     formula="dimension of the loading == dimension of the run == args.vector_dim",
     passes="1,536 loaded, 1,536 searched",
@@ -125,8 +122,7 @@ def _check_dimension(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.inserted",
     title="All vectors were inserted",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.2.1, as its text says: equal",
     formula="inserted_vectors == num_vectors, in the loading and in the run",
     passes="1,000,000 of 1,000,000",
@@ -148,8 +144,7 @@ def _check_inserted(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.index",
     title="The index that is searched is the one that was built, and the folder's",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.2.2",
     formula="index_type of the loading == index_type of the run == the folder's name, in any case",
     passes="DISKANN built, DISKANN searched, milvus/DISKANN/",
@@ -171,8 +166,7 @@ def _check_index(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.recall",
     title="A run found some of the nearest vectors",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.3.2, whose table of minimum recalls does not exist",
     formula="0 < recall <= 1, and == the mean over all queries",
     passes="recall 0.95",
@@ -194,8 +188,7 @@ def _check_recall(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.queries",
     title="A run states how many queries it made",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.3.3, whose table of minimum numbers does not exist",
     formula="query_count > 0, and == throughput_qps x total_time_seconds to 1e-6",
     passes="3,607,200 queries in 62.6 s, 57,620 a second",
@@ -218,8 +211,7 @@ def _check_queries(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.figures",
     title="A run states its rate and its latencies",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.3.4",
     formula="throughput_qps and four latencies are positive; p95 <= p99 <= p999",
     passes="6.3 ms on average, 19.6, 107.4 and 160.1 ms",
@@ -243,8 +235,7 @@ def _check_figures(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.truth",
     title="The ground truth covers all vectors",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.3.5; older tools wrote no result_verdict.json, which is a warning",
     formula="result_verdict.json: flat_setup.ok is true and its coverage is 1",
     passes="coverage 1.0",
@@ -274,8 +265,7 @@ def _check_truth(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.backend",
     title="All runs of an index used one storage",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.5.1",
     formula="data_access_protocol and storage_type of the run == those of the first run",
     passes="file and local_fs in all runs",
@@ -303,8 +293,7 @@ rule.limit_rule(
     rule.RunCase,
     id="vectors.engine",
     title="In CLOSED the engine is one of the edition's",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.6.2",
     formula="args.vdb_engine is in the edition's list",
     passes="milvus",
@@ -322,8 +311,7 @@ rule.limit_rule(
     rule.RunCase,
     id="vectors.closed_index",
     title="In CLOSED the index is one of the edition's",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.6.3",
     formula="index_type is in the edition's list",
     passes="DISKANN",
@@ -341,8 +329,7 @@ rule.limit_rule(
 @rule.run_rule(
     id="vectors.parameters",
     title="In CLOSED only keys are set that the division leaves free",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.6.4",
     formula="every key of override_parameters and args.params is in the edition's list",
     passes="index.M=64",
@@ -372,8 +359,7 @@ def _check_parameters(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.open",
     title="In OPEN engine and index are known ones",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="5.6.5, a recommendation",
     formula="the index is in one of the edition's lists (else a warning)",
     passes="IVF_FLAT in OPEN",
@@ -398,8 +384,7 @@ def _check_open(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.means",
     title="The rate of a run is that of its ranks",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="ours: a stated rate is never trusted",
     formula="sum of the ranks' queries / (last end - first start) == throughput_qps, to the clock's 1e-7",
     passes="4 ranks with 900,000 queries each in 62.6 s, 57,500 a second",
@@ -422,8 +407,7 @@ def _check_means(case: rule.RunCase) -> Iterator[Finding]:
 @rule.run_rule(
     id="vectors.traffic",
     title="The storage was read while vectors were searched",
-    editions=rule.NEWEST,
-    benchmarks=VECTORS,
+    **VECTORS,
     source="ours: no rule asks for it, and an index that fits into memory measures none",
     formula="disk_io.total_bytes_read > 0 where it applies to the storage under test (else a warning)",
     passes="total_bytes_read 5,000,000,000",
