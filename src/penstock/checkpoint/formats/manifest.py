@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from penstock import __version__
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Ints
@@ -190,11 +190,22 @@ _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Sum = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
 
 
+def _as_column(numbers: list[int]) -> Ints:
+    try:
+        return np.array(numbers, dtype=np.int64)
+    except OverflowError as error:
+        raise ValueError(str(error)) from error
+
+
+_Column = Annotated[list[int], AfterValidator(_as_column)]
+"""An array from when it is read: lists of all files' numbers take five times as much memory."""
+
+
 class _Items(_Strict):
-    name: list[int]
-    offset: list[int]
-    size_bytes: list[int]
-    payload_offset: list[int]
+    name: _Column
+    offset: _Column
+    size_bytes: _Column
+    payload_offset: _Column
     xxh3_128: str
 
 
@@ -276,9 +287,9 @@ def _file(file: _File, num_names: int, where: str) -> ManifestFile:
     """Check a file's columns: items are in order, do not overlap, and are inside the file."""
     try:
         check_key(file.name, where)
-        columns = [np.array(column, dtype=np.int64) for column in _columns(file.items)]
+        columns = [np.asarray(column) for column in _columns(file.items)]
         sums = bytes.fromhex(file.items.xxh3_128)
-    except (AccessRefused, ValueError, OverflowError) as error:
+    except (AccessRefused, ValueError) as error:
         raise DataDamaged(f"The manifest's file {file.name!r}: {error}", where=where) from error
     name, offset, size, payload = columns
     if len({len(column) for column in columns}) > 1 or len(sums) != SUM_BYTES * len(name):
