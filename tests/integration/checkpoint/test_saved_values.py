@@ -15,6 +15,7 @@ from tests.support.saved_values import as_text, data_values, refused_values, tru
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+from torch.masked import masked_tensor
 
 import penstock.checkpoint as pc
 from penstock.errors import DataDamaged, UsageError
@@ -112,6 +113,29 @@ def test_value_that_cannot_be_saved_is_named_before_anything_is_written(tmp_path
     with pytest.raises(UsageError):
         pc.save({"step": 1, name: refused_values()[name]}, tmp_path / "run" / "saved")
     assert not list((tmp_path / "run").iterdir())
+
+
+class Scaled(torch.Tensor):
+    """A tensor that may have something beside its elements."""
+
+    scale: int
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_what_a_tensor_has_beside_its_elements_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scaled = torch.ones(3).as_subclass(Scaled)
+    scaled.scale = 2
+    with pc.Manager(tmp_path) as manager:
+        manager.save(1, {"w": scaled, "v": torch.ones(2).as_subclass(Scaled)})
+        manager.save(2, {"w": scaled, "v": torch.ones(2).as_subclass(Scaled)})
+    assert caplog.messages == [
+        "Attributes of tensors are not saved: 'w' (Scaled: scale). Put them into the state"
+    ]
+    masked = masked_tensor(torch.ones(3), torch.tensor([True, False, True]))
+    with pytest.raises(UsageError, match=r"'m' is a MaskedTensor, which has no memory of its own"):
+        pc.save({"m": masked}, tmp_path / "masked")
 
 
 @pytest.mark.parametrize("state", [[1], torch.nn.Linear(1, 1), "step"], ids=["list", "module", "text"])

@@ -84,6 +84,7 @@ from penstock.checkpoint.state.tensors import (
     free_places,
     is_tensor,
     number_parameters,
+    warn_of_attributes,
     warn_of_keys,
     warn_of_trust,
 )
@@ -264,6 +265,7 @@ class Saver:
         num_planned = planner.num_planned
         agreed = planner.agree(local_state.holdings, self._options, paths)
         if planner.num_planned > num_planned:
+            warn_of_attributes(local_state, comm.rank, self._told)
             _warn_of_other_structures(state, local_state, comm)
         share = run_on_all_ranks(
             comm, lambda: self._share(agreed, paths, local_state, choice), awaiting=AWAITED
@@ -403,14 +405,21 @@ class TensorSave:
 def _warn_of_other_structures(state: State, local_state: LocalState, comm: Comm) -> None:
     """Say that ranks have different entries, of which a fresh rank will not know its own. Collective."""
     is_free = free_places(state)
-    names = [leaf.name for leaf in local_state.leaves if is_free(leaf.path[:1])]
+    names = {leaf.name for leaf in local_state.leaves if is_free(leaf.path[:1])}
     digest = xxhash.xxh3_128_digest("\0".join(sorted(names)).encode())
-    is_alike = comm.carry(rounds.all_equal(comm.rank, comm.size, digest), awaiting=AWAITED)
-    if not is_alike and comm.rank == 0:
+    if comm.carry(rounds.all_equal(comm.rank, comm.size, digest), awaiting=AWAITED):
+        return
+    names0 = comm.broadcast(names, awaiting=AWAITED)
+    # No more than a line from each rank, however many entries differ.
+    more, less = (name_some(sorted(map(repr, some))) for some in (names - names0, names0 - names))
+    own = " and ".join([f"also has {more}"] * bool(more) + [f"lacks {less}"] * bool(less))
+    found = comm.gather_on_rank0(own, awaiting=AWAITED)
+    if comm.rank == 0:
         logger.warning(
-            "Not all ranks have the same entries in %s: a part that has none yet when it is loaded gets those"
-            " of all ranks",
+            "Not all ranks have the same entries in %s (all are saved; compared with rank 0, %s): a part that"
+            " has none yet when it is loaded gets those of all ranks",
             name_some(sorted({repr(name.partition(".")[0]) for name in names})) or "their own parts",
+            name_some([f"rank {rank} {own}" for rank, own in enumerate(found) if own], separator="; "),
         )
 
 

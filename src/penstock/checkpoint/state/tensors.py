@@ -304,7 +304,18 @@ def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
             f"{name!r} is a {type(value).__name__}, whose elements are those of tensors inside it",
             fix="Put those into the state: value.__tensor_flatten__() names them.",
         )
+    if _computes_its_elements(value):
+        raise UsageError(
+            f"{name!r} is a {type(value).__name__}, which has no memory of its own",
+            fix="Put the tensors that it is made of into the state.",
+        )
     return value.detach()
+
+
+def _computes_its_elements(value: torch.Tensor) -> bool:
+    """Whether it only looks like a tensor of its dtype, as a MaskedTensor does."""
+    answers_itself = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return answers_itself and value.numel() > 0 and not value.data_ptr()
 
 
 class UnpicklableValue(UsageError, TypeError):
@@ -342,6 +353,25 @@ def warn_of_keys(local_state: LocalState, rank: int, told: set[str]) -> None:
             "Keys of %s are saved as text: a part that has none yet when it is loaded gets text",
             name_some([repr(name) for name in unknown]),
         )
+
+
+def warn_of_attributes(local_state: LocalState, rank: int, told: set[str]) -> None:
+    """Say of each tensor of a class of its own once that what it has beside its elements is not saved.
+
+    Attributes of plain tensors and parameters, which trainers set by the thousand, go without saying.
+    """
+    known = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor, AsyncCollectiveTensor)
+    found = [
+        f"{leaf.name!r} ({type(leaf.value).__name__}: {name_some(sorted(names))})"
+        for leaf in local_state.leaves
+        if type(leaf.value) not in known
+        and isinstance(leaf.value, torch.Tensor)
+        and is_tensor(leaf.value)
+        and (names := vars(leaf.value).keys() - {"_is_param"})
+    ]
+    if set(found) - told and rank == 0:
+        logger.warning("Attributes of tensors are not saved: %s. Put them into the state", name_some(found))
+    told.update(found)
 
 
 def _packed(value: object, known: dict[tuple[type, str], bytes]) -> bytes:
