@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from penstock.checkpoint.formats.metadata_rows import read_metadata
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
 from penstock.checkpoint.state.leaves import KEY_TYPES
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, StoredObject
-from penstock.cluster.comm import Comm, run_on_all_ranks, run_on_rank0
+from penstock.cluster.comm import Comm, run_on_rank0
 from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
@@ -437,23 +437,17 @@ class DescribedStorage(WrappedStorage):
 
 
 def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> CheckpointSource:
-    """Open the checkpoint in a folder. Collective. Rank 0 reads `.metadata` and manifest for all ranks."""
+    """Open the checkpoint in a folder. Collective. Rank 0 parses what describes it for all ranks."""
     if comm.size == 1:
         return open_folder(storage, folder, uri)
-    known = run_on_rank0(
-        comm,
-        lambda: _read_description(storage, folder),
-        awaiting="rank 0 to read what describes the checkpoint",
-    )
-    return run_on_all_ranks(
-        comm,
-        lambda: open_folder(_described(storage, folder, known), folder, uri),
-        awaiting="all ranks to parse the checkpoint's description",
-    )
 
+    def open_for_all() -> dict[str, Any]:
+        opened = open_folder(storage, folder, uri)
+        return {each.name: getattr(opened, each.name) for each in fields(opened) if each.name != "storage"}
 
-def _described(storage: Storage, folder: str, known: Mapping[str, bytes | None]) -> DescribedStorage:
-    return DescribedStorage(storage, {_key(folder, name): content for name, content in known.items()})
+    found = run_on_rank0(comm, open_for_all, awaiting="rank 0 to read what describes the checkpoint")
+    # Each rank has its own way to the files, which may lie in a cache of its node.
+    return CheckpointSource(**{**found, "storage": storage, "folder": folder, "uri": uri})
 
 
 _NUM_READINGS = 5
