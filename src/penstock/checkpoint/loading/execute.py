@@ -294,11 +294,10 @@ def _move(
     settings, own_spans = context.buffers.settings, spans[: plan.num_own]
     if context.links is not None:
         settings = settings_for_sharing(context.links, settings)
-    block_bytes = settings.block_bytes
     if find_local_paths(context.storage) is not None:
         # Services are asked for few and large ranges, whatever the size of a load.
-        block_bytes = settings.fit(sum(span.end - span.begin for span in own_spans))
-    blocks = reader.plan_blocks(own_spans, block_bytes=block_bytes, alignment_bytes=PAGE_BYTES)
+        settings = settings.fit(sum(span.end - span.begin for span in own_spans))
+    blocks = reader.plan_blocks(own_spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
     if context.ahead is not None:
         context.ahead.settle({context.key(block.file) for block in blocks})
     destinations, outbox = _open_destinations(plan, begin, targets, context)

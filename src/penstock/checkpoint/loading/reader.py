@@ -26,7 +26,7 @@ from penstock.storage.protocol import Source
 
 LEAST_BLOCKS = 3
 """For each stream, unless blocks would be smaller than `LEAST_BLOCK_BYTES`."""
-LEAST_BLOCK_BYTES = 1 << 20
+LEAST_BLOCK_BYTES = 2 << 20
 
 MOST_COPYING_THREADS = 4
 """As many saturate memory; ranks of one host share it."""
@@ -50,10 +50,11 @@ class ReadSettings:
     block_bytes: int = 8 << 20
     """At most. Small loads have smaller blocks: what the last ones take after the device is done is short."""
 
-    def fit(self, num_bytes: int) -> int:
-        """The size of blocks for a load of so many bytes."""
-        fitting = round_up(max(num_bytes // (LEAST_BLOCKS * self.streams), LEAST_BLOCK_BYTES), PAGE_BYTES)
-        return min(self.block_bytes, fitting)
+    def fit(self, num_bytes: int) -> ReadSettings:
+        """For a load of so many bytes: fewer streams and smaller blocks if they are few."""
+        streams = min(self.streams, max(num_bytes // (2 * LEAST_BLOCK_BYTES), 1))
+        fitting = round_up(max(num_bytes // (LEAST_BLOCKS * streams), LEAST_BLOCK_BYTES), PAGE_BYTES)
+        return replace(self, streams=streams, block_bytes=min(self.block_bytes, fitting))
 
 
 def settings_for_cached(settings: ReadSettings, num_ranks: int) -> ReadSettings:
