@@ -201,12 +201,15 @@ def find_surplus(catalog: StepCatalog, committed: Sequence[int], keep: int | Non
 
 
 def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> None:
-    """Point to the newest step and remove the surplus. Never raises `StorageError`: `step` is committed."""
+    """Point to the newest step and remove the surplus. Never raises `StorageError`: `step` is committed.
+
+    Steps beyond `step` do not count: a job that begins anew, or from an older step, keeps what it saves.
+    """
     try:
         committed = catalog.committed()
         if step == max(committed, default=None):
             catalog.set_latest(step)
-        for removed in find_surplus(catalog, committed, keep):
+        for removed in find_surplus(catalog, [each for each in committed if each <= step], keep):
             logger.info("Removing step %d: the newest %s are kept", removed, keep)
             catalog.remove(removed)
     except StorageError as error:

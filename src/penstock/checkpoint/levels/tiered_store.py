@@ -184,7 +184,7 @@ class TieredStore:
             if not self._flush.background:
                 self._flusher.wait(self._durable.timeout_s)
                 require_durable(self._flusher, step)
-        self._apply_cache_retention()
+        self._apply_cache_retention(step)
         return cached
 
     def candidates(self, wanted: int | None) -> list[int]:
@@ -228,13 +228,16 @@ class TieredStore:
             self._lease.release()
             self._durable.close()
 
-    def _apply_cache_retention(self) -> None:
-        """Remove the oldest steps of this node's cache, except those still to be flushed."""
+    def _apply_cache_retention(self, saved: int) -> None:
+        """Remove the oldest steps of this node's cache, except those still to be flushed.
+
+        As on the durable level, steps beyond the one just saved do not count.
+        """
         if self._keep_cached is None or not self._cache.is_lead:
             return
         states = self._flusher.states() if self._flusher else {}
         flushing = {step for step, state in states.items() if not state.is_over}
-        for step in self._local_steps()[: -self._keep_cached]:
+        for step in [step for step in self._local_steps() if step <= saved][: -self._keep_cached]:
             if step not in flushing:
                 self._cache.remove(step_dirname(step))
 

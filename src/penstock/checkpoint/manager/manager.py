@@ -408,6 +408,8 @@ class Manager:
         meter = SaveProgress(progress)
         staged = stage_on_all_ranks(prepared, urgent, self._front.comm)
         complete = partial(self._complete, step, prepared, staged, meter, is_last=bool(self.stop_reason))
+        if self._rank == 0 and not self._num_saves:
+            self._worker.submit(step_store.warn_of_newer_steps, self._store, step)
         with ExitStack() as undo:
             undo.callback(staged.cancel)
             future = self._worker.submit(self._stop.time_save, complete)

@@ -35,7 +35,7 @@ from penstock.cluster.comm import (
     run_on_rank0,
 )
 from penstock.cluster.rounds import FAN_IN
-from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError
+from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError, name_some
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
@@ -194,6 +194,23 @@ class DurableSlot:
 def warn_once_per_job(own_logger: logging.Logger, rank: int, message: str, *values: object) -> None:
     """Log a warning on rank 0; the other ranks' logs have it as information."""
     own_logger.log(logging.WARNING if rank == 0 else logging.INFO, message, *values)
+
+
+def warn_of_newer_steps(store: StepStore, step: int) -> None:
+    """Say at a job's first save that the folder has steps beyond it, of a run that was left."""
+    try:
+        newer = [str(each) for each in store.steps() if each > step]
+    except StorageError as error:
+        logger.warning("The steps of %s could not be listed: %s", store.uri, error)
+        return
+    if newer:
+        logger.warning(
+            "Step %d is saved to %s, which has newer steps: %s. A restart restores the newest, not this one:"
+            " remove them (`penstock checkpoint rm`), or use another folder",
+            step,
+            store.uri,
+            name_some(newer),
+        )
 
 
 @dataclass(frozen=True, slots=True)

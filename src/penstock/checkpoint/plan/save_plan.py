@@ -220,12 +220,17 @@ def merge_holdings(holdings: Sequence[Holdings]) -> MergedHoldings:
     return MergedHoldings(tuple(tensors), Regions.concatenated(parts), ranks)
 
 
-def disagreement(one: TensorFacts, one_rank: int, other: TensorFacts, other_rank: int) -> UsageError:
-    """The error of two ranks that give one name different dtypes or shapes."""
+def disagreement(
+    one: TensorFacts | HeldObject, one_rank: int, other: TensorFacts | HeldObject, other_rank: int
+) -> UsageError:
+    """The error of two ranks that give one name different dtypes or shapes, or a tensor and an object."""
+    kinds = [
+        f"{held.dtype} {list(held.shape)}" if isinstance(held, TensorFacts) else "not a tensor"
+        for held in (one, other)
+    ]
     return UsageError(
-        f"Ranks disagree on {one.name!r}: {one.dtype} {list(one.shape)} on rank {one_rank},"
-        f" {other.dtype} {list(other.shape)} on rank {other_rank}",
-        fix="Give the tensors different names, or shard one tensor over the ranks as a DTensor.",
+        f"Ranks disagree on {one.name!r}: {kinds[0]} on rank {one_rank}, {kinds[1]} on rank {other_rank}",
+        fix="Give them different names, or shard one tensor over the ranks as a DTensor.",
     )
 
 
@@ -402,6 +407,12 @@ def rename_own_tensors(holdings: Holdings, own: Container[str], rank: int) -> Ho
         for facts in holdings.tensors
     )
     return replace(holdings, tensors=renamed)
+
+
+def without_own_objects(holdings: Holdings, placed: Iterable[PlacedObject]) -> Holdings:
+    """Leave out the objects that differ on this rank: they are stored under names of their own."""
+    own = {each.name for each in placed if each.stored_name != each.name}
+    return replace(holdings, objects=tuple(each for each in holdings.objects if each.name not in own))
 
 
 def find_leaf_name(stored_name: str, held: Container[str]) -> str:

@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from penstock.checkpoint.plan import region_arithmetic as arithmetic
 from penstock.checkpoint.plan import save_plan
+from penstock.checkpoint.plan.save_plan import HeldObject
 from penstock.checkpoint.state.regions import Ints, Regions, TensorFacts, element_sizes
 from penstock.cluster import rounds
 from penstock.cluster.rounds import Rounds
@@ -77,7 +79,7 @@ def plan_share(
     options: save_plan.SaveOptions,
 ) -> Rounds[RankShare]:
     """What one rank writes; `paths` are the places of its tensors in the state."""
-    numbers, described = yield from _number_tensors(place, holdings.tensors, paths)
+    numbers, described = yield from _number_tensors(place, holdings, paths)
     (width,) = yield from rounds.largest_of_all(*place, [holdings.regions.num_dims])
     own = holdings.regions.widened(width)
     planned = yield from _let_plan(place, numbers, own, [facts for facts, _ in described])
@@ -96,24 +98,25 @@ def digest_tensors(tensors: Sequence[TensorFacts]) -> bytes:
 
 
 def _number_tensors(
-    place: Place, tensors: Sequence[TensorFacts], paths: Mapping[str, Path]
+    place: Place, holdings: save_plan.Holdings, paths: Mapping[str, Path]
 ) -> Rounds[tuple[Numbers, Described]]:
     """The numbers of this rank's tensors, and those that it plans."""
+    tensors = holdings.tensors
     if place.size == 1 or (yield from rounds.all_equal(*place, digest_tensors(tensors))):
         numbers = Numbers(np.arange(len(tensors)), len(tensors), place.size)
         return numbers, _with_paths((tensors[number] for number in numbers.planned_by(place.rank)), paths)
     own = _with_paths(tensors, paths)
+    listed: list[TensorFacts | HeldObject] = [*tensors, *holdings.objects]
     words = [
         struct.unpack("<6i", xxhash.xxh3_128_digest(name) + xxhash.xxh3_64_digest(kind))
-        for name, kind in (_identify(facts) for facts in tensors)
+        for name, kind in map(_identify, listed)
     ]
-    rows = np.zeros((len(own), 8), dtype=np.int64)
+    rows = np.zeros((len(listed), 8), dtype=np.int64)
     rows[:, :6] = np.array(words, dtype=np.int64).reshape(-1, 6)
-    rows[:, 6], rows[:, 7] = place.rank, np.arange(len(own))
-    seen = yield from rounds.route(*place, rows[:, 0] % place.size, rows)
-    seen = seen[np.lexsort((seen[:, 7], seen[:, 6]))]
+    rows[:, 6], rows[:, 7] = place.rank, np.arange(len(listed))
+    is_object = np.arange(len(listed)) >= len(tensors)
+    seen = yield from _require_one_kind(place, listed, is_object, rows)
     names = arithmetic.group_equal_rows(seen[:, :4])
-    yield from _require_one_kind(place, tensors, seen, seen[names.first][names.number])
     # Who lists a name first gives it a number; the rank of the name hands it on to all who have it.
     first = seen[names.first]
     asked = np.stack([first[:, 7], np.full(len(first), place.rank), np.arange(len(first))], axis=1)
@@ -136,8 +139,9 @@ def _with_paths(tensors: Iterable[TensorFacts], paths: Mapping[str, Path]) -> De
     return tuple((facts, paths.get(facts.name, (facts.name,))) for facts in tensors)
 
 
-def _identify(facts: TensorFacts) -> tuple[bytes, bytes]:
-    return facts.name.encode(errors="surrogatepass"), repr((facts.dtype, facts.shape)).encode()
+def _identify(held: TensorFacts | HeldObject) -> tuple[bytes, bytes]:
+    kind = repr((held.dtype, held.shape)) if isinstance(held, TensorFacts) else "object"
+    return held.name.encode(errors="surrogatepass"), kind.encode()
 
 
 def _hand_descriptions(
@@ -159,8 +163,18 @@ def _unpickled(text: bytes) -> Any:
     return pickle.loads(text)  # noqa: S301 - as said
 
 
-def _require_one_kind(place: Place, tensors: Sequence[TensorFacts], seen: Ints, first: Ints) -> Rounds[None]:
-    """Raise if two ranks give one name different dtypes or shapes; `first` has the first row of each name."""
+def _require_one_kind(
+    place: Place, listed: Sequence[TensorFacts | HeldObject], is_object: NDArray[np.bool_], rows: Ints
+) -> Rounds[Ints]:
+    """The rows of tensors whose names this rank sees to, by rank.
+
+    Raises if two ranks give one name different dtypes or shapes, or if it is an object on one of them.
+    """
+    rows = np.column_stack([rows, is_object])
+    seen = yield from rounds.route(*place, rows[:, 0] % place.size, rows)
+    seen = seen[np.lexsort((seen[:, 7], seen[:, 6]))]
+    names = arithmetic.group_equal_rows(seen[:, :4])
+    first = seen[names.first][names.number]
     wrong = np.flatnonzero((seen[:, 4:6] != first[:, 4:6]).any(axis=1))
     pairs = [struct.pack(">4Q", *seen[row, 6:8].tolist(), *first[row, 6:8].tolist()) for row in wrong]
     lowest = yield from rounds.lowest_of_all(*place, min(pairs, default=b""))
@@ -168,9 +182,10 @@ def _require_one_kind(place: Place, tensors: Sequence[TensorFacts], seen: Ints, 
         other_rank, other, one_rank, one = struct.unpack(">4Q", lowest)
         sides = []
         for rank, row in ((one_rank, one), (other_rank, other)):
-            text = pickle.dumps(tensors[row]) if rank == place.rank else b""
+            text = pickle.dumps(listed[row]) if rank == place.rank else b""
             sides.append(_unpickled((yield from rounds.first_of_all(*place, text))))
         raise save_plan.disagreement(sides[0], one_rank, sides[1], other_rank)
+    return seen[seen[:, 8] == 0, :8]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -192,6 +192,7 @@ class SavePlanCache:
         objects: SharedObjects,
     ) -> Rounds[_KeptPlan]:
         holdings = save_plan.rename_own_tensors(holdings, objects.own_tensors, place.rank)
+        holdings = save_plan.without_own_objects(holdings, objects.placed)
         share = yield from plan_share(place, holdings, paths, options)
         # A rank that joined later, or lost its plans, counts on with the others.
         (last,) = yield from rounds.largest_of_all(*place, [self._last_number])

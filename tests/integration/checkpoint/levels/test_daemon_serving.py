@@ -164,6 +164,17 @@ def test_the_newest_comes_first_and_what_retention_would_remove_at_once_is_dropp
     assert "3, 2 are durable" in state(folder, 1).reason
 
 
+def test_a_run_that_begins_anew_is_flushed_beside_the_newer_steps_of_another(tmp_path: Path) -> None:
+    save_cached(tmp_path, 1, 8, 9)
+    for step in (8, 9):
+        folder = order(tmp_path, step, keep=2)
+    serve(folder)
+    folder = order(tmp_path, 1, keep=2)
+    serve(folder)
+    assert outcome(folder, 1) == "durable"
+    assert durable(tmp_path) == ["latest", "step-1", "step-8", "step-9"]
+
+
 def test_a_newer_step_that_comes_meanwhile_is_copied_before_the_rest_of_an_older_one(tmp_path: Path) -> None:
     save_cached(tmp_path, 1, 2)
     folder = order(tmp_path, 1)

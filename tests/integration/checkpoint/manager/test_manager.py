@@ -261,6 +261,21 @@ def test_retention_keeps_the_last_whole_step_if_the_newest_are_not(
     assert find_surplus(steps, steps.committed(), 2) == []
 
 
+def test_a_job_that_begins_anew_keeps_its_steps_and_is_told_of_newer_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Manager(tmp_path, keep=2, engine=BytesEngine()) as manager:
+        for step in (900, 1000):
+            manager.save(step, state_of(9))
+    with caplog.at_level(logging.WARNING), Manager(tmp_path, keep=2, engine=BytesEngine()) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+            assert step in manager.steps()
+        assert manager.steps() == [2, 3, 900, 1000]
+    assert caplog.text.count("Step 1 is saved to") == 1
+    assert caplog.text.count("newer steps: 900, 1000") == 1
+
+
 def test_a_step_is_committed_even_if_old_ones_cannot_be_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.simulated_ranks import simulate
 from tests.unit.checkpoint.plan.states import jobs
 
-from penstock.checkpoint.plan.save_plan import Holdings, NotCovered, SaveOptions, plan_save
+from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, NotCovered, SaveOptions, plan_save
 from penstock.checkpoint.plan.shared_plan import Place, RankShare, plan_share
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.errors import UsageError
@@ -125,3 +126,14 @@ def test_a_gap_and_a_disagreement_are_raised_as_by_one_planner() -> None:
         with pytest.raises(type(expected.value)) as caught:
             shares_of(wrong, SaveOptions())
         assert str(caught.value) == str(expected.value)
+
+
+def test_a_name_that_is_a_tensor_on_one_rank_and_an_object_on_another_is_refused() -> None:
+    job = meshes(5, 3, np.random.default_rng(1))
+    name = job[0].tensors[1].name
+    without = job[3].regions.take(np.flatnonzero(job[3].regions.tensor == 0))
+    none = HeldObject(name=name, size_bytes=4, digest=bytes(16))
+    job[3] = replace(job[3], tensors=job[3].tensors[:1], regions=without, objects=(none,))
+    sides = ".* on rank 0, not a tensor on rank 3"
+    with pytest.raises(UsageError, match=f"Ranks disagree on '{re.escape(name)}': {sides}"):
+        shares_of(job, SaveOptions())

@@ -32,7 +32,7 @@ LONGEST_PAUSE_S = 60.0
 def superseded_by(step: int, durable: Collection[int], keep: int | None) -> list[int]:
     """The durable steps that supersede this one, newest first; empty if it must be flushed.
 
-    A step is superseded if retention would remove it as soon as it were durable.
+    A step is superseded if retention would remove it with the next step that becomes durable.
     """
     newer = sorted((other for other in durable if other > step), reverse=True)
     return newer[:keep] if keep is not None and len(newer) >= keep else []
@@ -99,12 +99,18 @@ class FlushTask:
             # Published by another node, or by this one before it was killed.
             self._draft.clear_up()
             return self._end("durable")
-        if newer := superseded_by(self.order.step, self._steps.committed(), self.order.keep):
+        if newer := superseded_by(self.order.step, self._flushed_since(), self.order.keep):
             self._draft.clear_up()
             return self._end("superseded", f"{', '.join(map(str, newer))} are durable and no more are kept")
         if not self.state.is_marked:
             self._copy(take, yields)
         return self.state.is_marked and self._publish_if_all_are_done()
+
+    def _flushed_since(self) -> set[int]:
+        """The durable steps of later orders. What was there before may belong to a run that was left."""
+        ended = [state.outcome for state in self._journal.states.values() if state.outcome is not None]
+        later = {end.step for end in ended if end.what == "durable" and end.at_s >= self.order.given_s}
+        return later.intersection(self._steps.committed()) if later else set()
 
     def renew(self) -> None:
         """Renew the lease of the draft, while it is copied and while it waits for other nodes."""
