@@ -4,8 +4,6 @@ Ratios are a client's rates over obstore's. The server is moto's, in Python, so 
 beside a slow service, not what it could reach; every byte is verified.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from fractions import Fraction

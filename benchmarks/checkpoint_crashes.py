@@ -7,8 +7,6 @@ and die by SIGKILL instead of making their n-th operation. Then the newest step 
 for bit with what was ever saved. Nothing here is timed.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -10,8 +10,6 @@ checksum verified, stock checkpoints, which have none, too; an eighth of the row
 (0.91).
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -11,8 +11,6 @@ a third larger, in groups of 4. Beside it stand CPU seconds, of which sending al
 These rows alone: PYTHONPATH=. PENSTOCK_BENCH_DIR=/mnt/disk python benchmarks/checkpoint_levels.py parity
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Ours beside what torch's own planner and pickle need for the same pieces, in one
 second. Run as a program, it also plans for 1,024 ranks, which torch's planner takes minutes for.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections.abc import Callable, Mapping

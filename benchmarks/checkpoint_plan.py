@@ -23,8 +23,6 @@ What rank 0 needs to write `.metadata` and the manifest of so many parts from th
 one of them needs to make its spans, which stand for those of all.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

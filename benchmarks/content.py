@@ -4,8 +4,6 @@ The same warm buffers of 32 MiB, each figure the best of several passes. The goa
 for filling and for verifying; odd addresses, pieces and content that storage may reduce stand beside them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

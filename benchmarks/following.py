@@ -6,8 +6,6 @@ The run does nothing but count 100 steps a second, so that all CPU is that of be
 followers is subtracted. The limit: a thousandth of a core.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

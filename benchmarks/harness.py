@@ -4,8 +4,6 @@ A benchmark compares us with a peer or a raw limit in the same run: a noisy mach
 is ours over theirs: above 1 we are faster. Records hold the last accepted ratios.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -5,8 +5,6 @@
 FOLDER is on the disk to measure; 4 GiB of it are used for a while.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -10,8 +10,6 @@ file system. Sizes are chosen so that sleeping dominates, for machines with two 
 of its own: `python benchmarks/own_loader.py run '{...}'` prints what it found as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

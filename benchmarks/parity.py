@@ -4,8 +4,6 @@ Figures count the bytes of the piece that is added. Goals: adding 0.8 of numpy's
 parity and the scaled sums of a rebuild 0.4 of it. What a save with parity costs: checkpoint_levels.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

@@ -8,8 +8,6 @@ machine of the record, our own figure did too: a peer that got faster is said, a
     python benchmarks/run.py --record              and make the new ratios the records
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

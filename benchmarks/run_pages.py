@@ -6,8 +6,6 @@ Each folder is drawn in a process of its own that has read the run's events alre
 A limit: 1 CPU second, and 1.5 MB.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

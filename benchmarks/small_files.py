@@ -7,8 +7,6 @@ those of files that are synced one by one. Deleting files makes creating others 
 five minutes, so nothing is deleted before the end.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

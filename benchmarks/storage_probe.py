@@ -15,8 +15,6 @@ ordinary pages, then with huge ones if there are any.
                                                   export
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

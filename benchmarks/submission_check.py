@@ -5,8 +5,6 @@ long as time grows linearly. Of v1.0 and of v3.0, whose runs have more files and
 small round takes is printed, and must not grow with the round.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 import tracemalloc

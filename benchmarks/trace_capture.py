@@ -7,8 +7,6 @@ writes the trace, dftracer's without its ending. How much of ours the reading th
 it costs to record alone, is printed besides.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess

@@ -7,8 +7,6 @@ PENSTOCK_BENCH_ROWS says (default 10,000,000), in seconds of wall time, of CPU a
 takes for the same groups and unions of the same table by window functions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

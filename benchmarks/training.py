@@ -6,8 +6,6 @@ the loader alone, and what the harness reaches on storage that costs nothing, fo
 Where storage is the limit, a run without computation stands beside bare preads of the same files.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource

@@ -6,8 +6,6 @@
 It takes Chromium, which must not reach the network: the page loads nothing.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

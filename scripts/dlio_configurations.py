@@ -6,8 +6,6 @@ Nothing is run: each YAML file of its configurations, and the overrides that its
 read as `penstock-dlio` reads them.
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 from pathlib import Path

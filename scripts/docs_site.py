@@ -4,8 +4,6 @@ Exits with 1 if mkdocs warns of anything, a link or an anchor leads nowhere, or 
 elsewhere.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

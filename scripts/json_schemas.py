@@ -4,8 +4,6 @@ A key that every document has is required, one that some have is optional, other
 only a key that goes away, or changes its meaning, makes a new version (`SCHEMA_VERSIONS` of cli/terminal.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The limits are alarms: what rings wants a better cut, not shorter lines. Run by `make check`.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

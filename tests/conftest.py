@@ -1,7 +1,5 @@
 """What the whole test suite shares."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import logging

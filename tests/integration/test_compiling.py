@@ -1,7 +1,5 @@
 """Machine code from the cache: found again, safe when processes start at once, dispensable when it fails."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -5,8 +5,6 @@ hashes that only another file explains, calls that others interrupt, threads and
 call that made them has returned.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

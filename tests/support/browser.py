@@ -4,8 +4,6 @@ Place in the flow: the fixture `browser` is one Chromium for a whole run of the 
 loopback alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -4,8 +4,6 @@ An interpreter and its imports take most of a short command's time, so only test
 processes (signals, ranks, start-up, other directories) start one.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

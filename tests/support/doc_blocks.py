@@ -1,7 +1,5 @@
 """The blocks of the README and of the pages in docs, and how each is run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

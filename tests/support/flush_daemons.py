@@ -3,8 +3,6 @@
 Invariant: when the block of `ending_daemons` is left, no daemon of a cache below its root lives.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@ Place in the flow: above `clean_processes`. Invariant: ranks meet through a file
 tests that run side by side never meet each other.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta

@@ -3,8 +3,6 @@
 A process begins with the memory of the one that forked it as its peak, and that of the tests is large.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ A training run here is four ranks on two hosts, two epochs, and steps that compu
 wrote and read two checkpoints, in a second each where nothing else is said.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Written apart from the package, with the standard library alone, so that both do
 every event in memory, and knows whole files only: damage is tested elsewhere.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import posixpath

@@ -4,8 +4,6 @@ What other programs do comes and goes; what is wrong with the measured program i
 holds if one of a few measurements keeps it, and need not be wide enough for a busy machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

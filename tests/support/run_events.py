@@ -4,8 +4,6 @@ A script has a clock of its own, which each call moves on. Invariant: what it yi
 run with these times would have kept.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from penstock.results.run_status import RunStatus

@@ -1,7 +1,5 @@
 """Values of every kind that programs keep in their states: what loads as it was, and what cannot."""
 
-from __future__ import annotations
-
 import enum
 import io
 import random

@@ -4,8 +4,6 @@ Each rank runs its real code; only the carrying of messages is simulated. Invari
 messages of its round, and what two ranks send each other arrives in order.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Storages of known slowness: so many operations a second, or silent for a while again and again."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -4,8 +4,6 @@ The mixture is that of a training run: each file is opened, read or written in s
 between spans of the application. Invariant: a file's lines are a pure function of its `Writing`.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """The error tree: messages that say what, where and what to do; fields that travel between processes."""
 
-from __future__ import annotations
-
 import errno
 import inspect
 import pickle

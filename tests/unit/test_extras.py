@@ -1,7 +1,5 @@
 """Every library belongs to the base install or to an extra, and the error for a missing one names it."""
 
-from __future__ import annotations
-
 import ast
 import re
 import signal

@@ -1,7 +1,5 @@
 """What stands in several files of the project agrees: the version, its date, and links of its pages."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from penstock.did_you_mean import did_you_mean, nearest

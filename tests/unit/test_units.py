@@ -1,7 +1,5 @@
 """Units: GiB is GiB, GB is GB, and what cannot be exact is refused."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

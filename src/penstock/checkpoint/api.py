@@ -4,8 +4,6 @@
 each call returns on all ranks with its work done and durable, or raises on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass

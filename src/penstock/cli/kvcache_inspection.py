@@ -1,7 +1,5 @@
 """`penstock kvcache inspect`: what a store of cache entries holds, and what is wrong with it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`penstock results ls`, `rm`, `restore` and `rerun`: the runs of a directory, its trash and its history."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -7,8 +7,6 @@
 Every value is checked; an error names the file, the line, the field and the fix.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

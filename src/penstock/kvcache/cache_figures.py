@@ -4,8 +4,6 @@ Pure. Histograms of ranks are added up, so that a percentile is one of all opera
 request is that of its slowest rank, from its first read to its last.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Pure: documents of `penstock kvcache` in, pages out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 

@@ -4,8 +4,6 @@ Collective: every rank calls `run_plan` and gets the same result. Entries are re
 are to be kept, also after an interruption. What a killed run left unfinished the next one removes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace

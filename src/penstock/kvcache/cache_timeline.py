@@ -4,8 +4,6 @@ The plan's times are the workload's own; the run's are those of the clock. Both 
 Latencies are counted in buckets of a ninth of their value, so that ranks can be added up. Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final
 

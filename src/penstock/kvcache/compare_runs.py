@@ -5,8 +5,6 @@ as many operations in flight: more of them wait longer for each on the same stor
 published metrics stand beside ours, with the order of the storages that each of them gives.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ and its bytes, and a checksum of itself. It is written last, so that an entry wi
 The layouts of vLLM's and LMCache's file tiers have no checksum; their entries are verified by content.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ Names that none of them gives are of no layout; a file that lies in another fold
 entry for its engine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -5,8 +5,6 @@ Entries of one configuration are a series. Sizes and headers tell what is torn w
 searched for pages that never arrived. Nothing is changed.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import time

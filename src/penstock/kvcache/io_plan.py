@@ -5,8 +5,6 @@ digest proves that two runs did the same. Ranks divide it by entry, so that all 
 order on one rank. Pure.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A plan begins with an empty cache. What an earlier run of it left, because it wa
 entries, is removed before; the entries of others stay, and are counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

@@ -4,8 +4,6 @@ A block is in an LRU cache of C blocks exactly if fewer than C different blocks 
 A hit serves a request only while all blocks before it hit, too. Pure numpy: O(n log n) for n blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final

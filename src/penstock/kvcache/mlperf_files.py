@@ -10,8 +10,6 @@ Names and units are those of the tool whose results these are compared with: its
 are counts. Pure, but for `write_files`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Every rank has users and a cache of its own, seeded by its number, as in the too
 first. Collective: every rank calls `run_mlperf` and gets the same document.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime

@@ -4,8 +4,6 @@ Attention with heads (MHA, GQA, MQA) keeps a key and a value per head; multi-hea
 one latent vector and one rotary key for all heads, without the factor 2. Pure.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Files may be gzipped. Every value is checked; an error names the file, the line,
 numbers of the formats become those of `BlockTrace`, which stand for a block with everything before it.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -3,8 +3,6 @@
 Pure. Sizes follow from tokens and the model's layout alone; the proof is the multiplication itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

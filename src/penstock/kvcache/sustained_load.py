@@ -4,8 +4,6 @@ Load is a factor on the workload's own pace. It is sustained if the 95th percent
 objective, and so does the lag: a storage that falls behind has not sustained anything. Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final

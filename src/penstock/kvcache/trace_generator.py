@@ -6,8 +6,6 @@ gamma-distributed time. Its mean there is 850 requests or 250 s: at its rate, wh
 send one each 30 s, 8.5 requests of each user. Same seed, same trace, whatever the machine.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -4,8 +4,6 @@ Every page about a run, a probe or a state begins with the same five answers, so
 without reading: did it pass, how much was reached, what limits it, since when, and what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

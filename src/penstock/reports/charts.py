@@ -4,8 +4,6 @@ An axis of values begins at zero and leaves room above the largest for texts of 
 long as what is drawn. Texts are numbers with their unit, so that a chart can be read without its page.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

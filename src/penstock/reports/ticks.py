@@ -1,7 +1,5 @@
 """Ticks of axes: round values of time, bytes and counts, and the names of lanes, as texts at their places."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Invariant: what is made here has no missing values; a column of another writer t
 reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

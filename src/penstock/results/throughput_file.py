@@ -4,8 +4,6 @@ A row is a rank's bytes in one bucket of time; a bucket without bytes has none. 
 rank began the round, so that clocks of hosts do not matter.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

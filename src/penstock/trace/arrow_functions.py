@@ -4,8 +4,6 @@ Methods of arrays, as `take`, import `pyarrow.compute`, which makes a wrapper of
 that takes as long as reading a small trace, and all of them can be called without, as long as Arrow lets us.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pages of checkpoint levels: where the steps of a run are, and what strategies leave of training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.checkpoint.levels.cache_tools import LevelsOverview

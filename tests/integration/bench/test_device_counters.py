@@ -1,7 +1,5 @@
 """Runs beside their devices: past the page cache devices move every byte, out of it they move none."""
 
-from __future__ import annotations
-
 import json
 import mmap
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Replicas of HSDP that have drifted apart: two replicas of a model in two shards, on four gloo ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

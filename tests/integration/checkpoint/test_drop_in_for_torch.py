@@ -1,7 +1,5 @@
 """`pc.Writer`, `pc.Reader` and our planners where torch's own calls expect theirs."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from pathlib import Path

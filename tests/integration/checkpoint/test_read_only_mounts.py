@@ -1,7 +1,5 @@
 """Loads, and verbs that only read, work on a file system that is mounted read-only, and write nothing."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

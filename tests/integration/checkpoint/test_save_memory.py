@@ -1,7 +1,5 @@
 """The memory of a background save: its staging memory and little else, whatever the state's size."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

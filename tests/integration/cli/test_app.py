@@ -1,7 +1,5 @@
 """The command line's surface: help, version, exit codes, errors, JSON, completion, start-up time."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`penstock checkpoint status`, `flush`, `drop`, `rebuild`, `scavenge`, `halt`: what a dead job left."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`penstock checkpoint plan` as its users call it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`penstock checkpoint study` as it is typed: on one rank, on several, refused, and interrupted."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`penstock checkpoint ls`, `show`, `diff`, `verify`, `convert` and `rm`: output and exit codes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

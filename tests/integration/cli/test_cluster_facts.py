@@ -1,7 +1,5 @@
 """Cluster facts through the command line: this machine, hosts under a launcher, and hosts that are broken."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`penstock doctor` for people: areas, states, and a fix below whatever is limited or missing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

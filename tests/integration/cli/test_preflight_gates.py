@@ -1,7 +1,5 @@
 """Gates through the command line: alone, before runs that they warn, and before runs that they stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Verbs on several ranks: launched by us, joined under somebody else's launcher, killed, interrupted."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """`penstock results ls`, `rm`, `restore` and `rerun` as people use them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

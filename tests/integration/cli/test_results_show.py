@@ -1,7 +1,5 @@
 """`penstock results` as people use it: ls, show, compare, on whole, half and foreign folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`penstock results watch` beside real runs: what they do, what they wait for, and how they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

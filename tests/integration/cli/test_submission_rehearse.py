@@ -1,7 +1,5 @@
 """A rehearsal as a person types it: to its verdict, killed on the way, and never taken for real."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

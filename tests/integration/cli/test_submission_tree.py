@@ -1,7 +1,5 @@
 """`penstock submission init`, `status`, `run`, and runs that are handed in, as a person types them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The commands that only compute: workloads, training size, whatif and plan."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

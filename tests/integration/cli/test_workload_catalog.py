@@ -1,7 +1,5 @@
 """`penstock workloads` for people: families, and the values of one workload."""
 
-from __future__ import annotations
-
 from tests.support.command_line import run_command
 
 

@@ -1,7 +1,5 @@
 """Jobs of real ranks, started as a user would, with a hard time limit and a search for leftover processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Cluster facts by ssh: a fake ssh for four hosts, three of them broken, and a real server."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

@@ -1,7 +1,5 @@
 """A data set deleted again: all of its files, its manifest, and nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

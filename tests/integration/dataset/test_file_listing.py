@@ -1,7 +1,5 @@
 """Listings: equal for equal sets, bounded in memory, whole or an error that says so."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

@@ -1,7 +1,5 @@
 """docs/checkpoint.md runs as it stands, and tells the limits of the code."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

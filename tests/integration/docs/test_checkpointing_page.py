@@ -1,7 +1,5 @@
 """docs/checkpointing.md: its numbers are those of the code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/cluster.md tells every field and every check."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What commands print with `--json` fits the schemas of docs/schemas."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

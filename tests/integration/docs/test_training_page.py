@@ -1,7 +1,5 @@
 """docs/training.md: its names and limits are those of the code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

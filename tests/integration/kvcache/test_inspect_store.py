@@ -1,7 +1,5 @@
 """Stores of vLLM's, LMCache's and our own file tiers, laid out by hand as published, are read and judged."""
 
-from __future__ import annotations
-
 import json
 import struct
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Planned operations on real storages: order, damage, memory, ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """MLPerf Storage v3.0's key-value cache benchmark: its plan, its files, and what our edition says to them."""
 
-from __future__ import annotations
-
 import json
 import os
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """A recorder killed at random moments leaves a prefix of its steps, and a record that readers see through."""
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

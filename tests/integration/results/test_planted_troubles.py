@@ -3,8 +3,6 @@
 `tests/unit/results/pages` has the same troubles in runs that are told, not run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import re

@@ -1,7 +1,5 @@
 """A whole run from its first record to its last file, recorded by real processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

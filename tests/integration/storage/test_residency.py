@@ -1,7 +1,5 @@
 """Page cache residency by two system calls, before and after eviction."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

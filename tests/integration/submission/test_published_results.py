@@ -1,7 +1,5 @@
 """Published results of v1.0 and v3.0, with the figures that were published."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

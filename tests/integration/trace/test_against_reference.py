@@ -3,8 +3,6 @@
 Traces are made here with what is awkward in each dialect; real ones, kept beside the project, are read too.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

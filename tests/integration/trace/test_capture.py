@@ -1,7 +1,5 @@
 """Capture: every event is in the trace, or the count beside it says how many are not."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """DFTracer's own tools open our traces and count the same events."""
 
-from __future__ import annotations
-
 import subprocess
 import sysconfig
 from pathlib import Path

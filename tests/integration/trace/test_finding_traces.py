@@ -1,7 +1,5 @@
 """Folders with traces and other files, files that are none, clocks that do not agree: on the command line."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

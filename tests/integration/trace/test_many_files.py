@@ -1,7 +1,5 @@
 """Folders of thousands of small traces: few files are open at once, progress is told, output stays short."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`penstock trace record`: traces of any program."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

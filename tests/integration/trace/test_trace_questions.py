@@ -1,7 +1,5 @@
 """The trace commands on real files: formats, dimensions, losses, errors and exit codes."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

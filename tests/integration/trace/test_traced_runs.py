@@ -1,7 +1,5 @@
 """Traces of our own runs: every byte that a run counts is in them, under its rank."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

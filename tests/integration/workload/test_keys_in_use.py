@@ -1,7 +1,5 @@
 """No key is accepted and used nowhere: each is read by some code, or its being without effect is said."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from dataclasses import fields, is_dataclass

@@ -4,8 +4,6 @@ No HTTP here: `fake_server` translates. Invariant: an object appears only by a w
 completion.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import itertools

@@ -3,8 +3,6 @@
 Invariant: a fault fires on exactly the requests that its fields describe, counted in the order they arrive.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from dataclasses import dataclass

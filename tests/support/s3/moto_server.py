@@ -4,8 +4,6 @@ Run as a module it is the server: it writes its port to standard output and ends
 that no server outlives the process that started it.
 """
 
-from __future__ import annotations
-
 import http.client
 import subprocess
 import sys

@@ -4,8 +4,6 @@ It takes about 15 s to start and 700 MB of memory. Invariant: every process and 
 when the context ends, whatever happened in between.
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import shutil

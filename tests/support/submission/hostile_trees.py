@@ -4,8 +4,6 @@ Place in the flow: a valid tree on disk -> one change -> the file that findings 
 folder that its own tree does not have; nothing outside of `tmp_path` is written to.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

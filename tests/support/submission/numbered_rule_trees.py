@@ -1,7 +1,5 @@
 """For each rule of v1.0 changes of a valid submission: some that keep the rule, some that break it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final

@@ -1,7 +1,5 @@
 """Small trees of v3.0: a valid key-value cache and a valid vector search, as values that tests change."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any, Final
 

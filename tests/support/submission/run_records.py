@@ -1,7 +1,5 @@
 """What `run.json` says of the order of samples, for generated trees: computed by the rule's own words."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, Final
 

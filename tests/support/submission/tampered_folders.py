@@ -4,8 +4,6 @@ Place in the flow: a valid tree's folder -> a copy -> one way -> the finding. In
 files that every valid tree with a closed training has.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

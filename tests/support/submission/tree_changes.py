@@ -1,7 +1,5 @@
 """Changes of valid trees of v2.0 and v3.0, to put together what `tampered` and `boundaries` try."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from datetime import datetime, timedelta

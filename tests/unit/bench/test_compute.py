@@ -1,7 +1,5 @@
 """Emulated computation ends when it should, and is the same in every run."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

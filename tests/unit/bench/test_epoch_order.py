@@ -1,7 +1,5 @@
 """The order of epochs: nothing twice, nothing lost for long, the same from anywhere, all ranks alike."""
 
-from __future__ import annotations
-
 import tracemalloc
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """Layouts: totals typed a second time, and properties over all kinds of parallelism."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache

@@ -1,7 +1,5 @@
 """The recorder keeps every step and span in its spool, whatever ends the run."""
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What users import, and what importing it costs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

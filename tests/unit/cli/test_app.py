@@ -1,7 +1,5 @@
 """The edge of the command line: exit codes, errors as one paragraph, and words that it takes for itself."""
 
-from __future__ import annotations
-
 import sys
 
 import click

@@ -1,7 +1,5 @@
 """`penstock checkpoint size` and `models`: figures, proof, JSON, and what is said to mistakes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

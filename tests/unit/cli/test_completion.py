@@ -1,7 +1,5 @@
 """Shell completion: scripts for three shells, and their installation in a home directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """mlpstorage's command lines, and the commands of penstock that they are translated to."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Parsers of option values: what they accept, and what they refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path

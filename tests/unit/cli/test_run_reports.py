@@ -1,7 +1,5 @@
 """What a person reads of a benchmark run, letter by letter: figures, what is left out, what is flagged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The way out of a command: one JSON document, tables for people, progress on terminals, one voice a job."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

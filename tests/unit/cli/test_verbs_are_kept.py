@@ -3,8 +3,6 @@
 `renamed_options.json` maps an option to its new name: `{"penstock training run": {"--old": "--new"}}`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Counters from made-up `/proc` and `/sys`, and a sampler that neither grows nor fails its run."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

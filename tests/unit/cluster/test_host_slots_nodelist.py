@@ -1,7 +1,5 @@
 """Slurm's host lists are expanded completely, or refused."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

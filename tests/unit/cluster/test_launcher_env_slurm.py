@@ -1,7 +1,5 @@
 """The end of a job, from Slurm's variables."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.cluster.launcher_env import read_slurm_end_s

@@ -1,7 +1,5 @@
 """What MPI leaves in shared memory is found by what a process has mapped."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from pathlib import Path

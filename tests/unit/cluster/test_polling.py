@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from penstock.cluster.comm import EAGER_POLLS, LATE_AFTER_S, LONGEST_SLEEP_S, PollingWait

@@ -1,7 +1,5 @@
 """The part of a communicator that does not depend on its library, tested on ranks that are threads."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

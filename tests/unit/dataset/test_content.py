@@ -1,7 +1,5 @@
 """Content: the same everywhere and for ever, unique, incompressible, and verified as fast as it is made."""
 
-from __future__ import annotations
-
 import pickle
 import zlib
 from collections.abc import Iterator

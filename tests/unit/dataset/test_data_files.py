@@ -1,7 +1,5 @@
 """Names by formula: DLIO's to the letter, and back again."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

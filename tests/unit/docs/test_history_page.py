@@ -1,7 +1,5 @@
 """The page's sections on history and on what a check and a report write name things as they are."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

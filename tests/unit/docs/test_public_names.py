@@ -1,7 +1,5 @@
 """Every public name has a docstring, and every parameter of it is named there or has one of its own."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

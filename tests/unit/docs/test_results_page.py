@@ -1,7 +1,5 @@
 """docs/results.md names every file, column, share and limit by its true name and value."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/storage.md names every option with its true default, and every copy that is counted."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

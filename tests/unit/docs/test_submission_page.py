@@ -1,7 +1,5 @@
 """The commands on the page of submissions are ones that there are."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans: what is read, written and evicted, in which order, and how ranks divide it."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Histograms add up over ranks, and their percentiles are those of all values."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

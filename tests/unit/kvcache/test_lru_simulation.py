@@ -1,7 +1,5 @@
 """Hits of all capacities from stack distances, against a plain LRU cache and against published figures."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from pathlib import Path

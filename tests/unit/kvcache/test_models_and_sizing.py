@@ -1,7 +1,5 @@
 """Bytes of a token to the byte, and sizes of workloads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

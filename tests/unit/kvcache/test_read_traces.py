@@ -1,7 +1,5 @@
 """Each format becomes the same columns, and what is wrong in a file is named with its place."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

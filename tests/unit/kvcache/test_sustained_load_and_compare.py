@@ -1,7 +1,5 @@
 """The search for the load at an objective, and runs beside each other."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plots as text: every dot is at its place on the axis, and texts are escaped."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree as ET
 

@@ -1,7 +1,5 @@
 """Columns made of numpy's arrays: what Arrow makes of the same values, and without pandas."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Where the time went, and what is to blame: from tables of steps small enough to check by eye."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

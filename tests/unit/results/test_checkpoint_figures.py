@@ -1,7 +1,5 @@
 """`checkpoints.json` read back, and what lists of runs show of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Counters over time: spools while a run lasts, one table after it, and nothing lost between them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

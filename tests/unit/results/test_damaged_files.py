@@ -1,7 +1,5 @@
 """Whatever lies in a folder: it is read, or refused by its path with an error of ours. Nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DLIO's files: every key, its odd units, right values; and the files of others, read."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

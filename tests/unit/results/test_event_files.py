@@ -1,7 +1,5 @@
 """Events keep their meaning on the way through spools and tables."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Counters are cut at the edges of phases, evenly between samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

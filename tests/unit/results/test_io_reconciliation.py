@@ -1,7 +1,5 @@
 """The application's bytes beside those of devices: what is missing came from memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

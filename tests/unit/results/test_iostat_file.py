@@ -1,7 +1,5 @@
 """`iostat.json` from counters of a made-up host: what sysstat says of the same numbers."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs in folders that users name: an earlier run is replaced unless it is active."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path

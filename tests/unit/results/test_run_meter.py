@@ -1,7 +1,5 @@
 """A run followed from within: rates, waits and the time left, and followers that fail or hang."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

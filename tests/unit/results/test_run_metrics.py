@@ -1,7 +1,5 @@
 """Figures for Prometheus, read by its own parser: text, the file of the collector, the server, their cost."""
 
-from __future__ import annotations
-
 import os
 import time
 import urllib.error

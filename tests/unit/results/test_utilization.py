@@ -1,7 +1,5 @@
 """Accelerator utilization by DLIO's formula and by ours, recomputed by hand from small tables of steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """DLIO's formulas against a second, naive implementation that works on lists of floats, as DLIO does."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -3,8 +3,6 @@
 A back end that another package registers could otherwise never work like a built-in one.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

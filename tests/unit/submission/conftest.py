@@ -1,7 +1,5 @@
 """Trees of the whole folder share one store of files, in memory where the machine has such a file system."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The schema of a description: what published ones have, and what is wrong in others."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The strict fake refuses what S3 refuses, and its plan fires when it says."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Comparing bytes: equal ones pass, otherwise the first difference is reported at once."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.testing.storage_contract import assert_same_bytes

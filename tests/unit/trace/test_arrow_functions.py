@@ -1,7 +1,5 @@
 """Arrow's functions are found without the wrappers that take long to import, and with them otherwise."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tiers, classes and phases, as SQL that no text of a user can break."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Interval unions against counting every microsecond: the batch-wise sums, and the same in SQL."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A user's query is planned before anything is read: which columns it needs, and that it only reads."""
 
-from __future__ import annotations
-
 import duckdb
 import pytest
 

@@ -1,7 +1,5 @@
 """Exports are valid JSON of complete events, for any path."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sums that a table stores are those that a query of its events gives."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

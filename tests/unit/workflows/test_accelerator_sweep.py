@@ -1,7 +1,5 @@
 """The search for the largest number that passes: right, and sparing with what it asks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The rows of a study, and what is refused before any of them is played."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sizing: exactly minimal, monotone, and its proof can be checked by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from fractions import Fraction

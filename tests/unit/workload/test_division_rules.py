@@ -1,7 +1,5 @@
 """What the closed and the open division let a run change, and how a refusal reads."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.errors import UsageError

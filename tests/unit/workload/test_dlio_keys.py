@@ -1,7 +1,5 @@
 """DLIO's files as they are: every key of its table is accepted, and lands in the spec or is explained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Other people's loaders and readers: found by the names of their packages' entry points."""
 
-from __future__ import annotations
-
 from importlib import invalidate_caches
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Layers of settings: the later one wins, and every value knows where it was asked for."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.errors import UsageError

@@ -1,7 +1,5 @@
 """Models by name: cards, DLIO's names for them, training workloads, and files of one's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

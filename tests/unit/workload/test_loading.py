@@ -1,7 +1,5 @@
 """One way in: shipped names, files, overrides; every mistake is named with its place and the way out."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Values from a command line: the same grammar for --set and for DLIO's words, and a round trip."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

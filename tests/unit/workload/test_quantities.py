@@ -1,7 +1,5 @@
 """Quantities: read as written or refused with advice, and what draws of a duration come to."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How large a sample is: by columns, else by dimensions, else by its length."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The catalog's numbers, typed here a second time."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

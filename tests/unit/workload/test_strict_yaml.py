@@ -1,7 +1,5 @@
 """YAML text: plain values, and a clear word about what is none."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.errors import UsageError

@@ -1,7 +1,5 @@
 """docs/workloads.md: every key that needs a word has one, and its program runs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

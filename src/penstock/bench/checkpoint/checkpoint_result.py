@@ -4,8 +4,6 @@ Pure. A read that may have come from the page cache has a rate under its own nam
 throughput; a wrong byte fails the run whatever its speed.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

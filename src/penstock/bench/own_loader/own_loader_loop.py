@@ -4,8 +4,6 @@ Nothing happens between a step's moments but what their names say; a step keeps 
 are recorded together. The wait of an epoch's first step begins before the iterator is made, as for a trainer.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -4,8 +4,6 @@ Collective, as every training run: all ranks call it and get the same result, in
 JSON. Steps have the same four moments. All ranks take as many steps as the one with the fewest batches.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Reads the kernel's figures of processes, and leaves out of them what measuring itself has read."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

@@ -4,8 +4,6 @@ For loaders of any kind: threads, processes of their own, native code. A thread 
 this process and its descendants now and then, and spends at most a thousandth of the time on it.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

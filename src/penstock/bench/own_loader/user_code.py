@@ -4,8 +4,6 @@ The module is looked for in the current folder first, as `python -m` does. Names
 called, and when, is the run's business.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

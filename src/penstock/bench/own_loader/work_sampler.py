@@ -4,8 +4,6 @@ It looks a hundred times a second at first, then in short bursts, so seldom that
 time. No function of the user's is wrapped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

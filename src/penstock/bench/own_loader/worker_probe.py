@@ -6,8 +6,6 @@ the kernel's clocks, which are read so seldom that fast loaders stay fast. Invar
 samples and the functions of the user stay what they are.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import sys

@@ -1,7 +1,5 @@
 """What the loops of a probe read and write by block: a file by system calls, or objects of any storage."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

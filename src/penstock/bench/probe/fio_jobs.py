@@ -4,8 +4,6 @@ Only files can be repeated so. Sizes, blocks, threads and rates are those measur
 what the probe found, so that the two can be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Final
 

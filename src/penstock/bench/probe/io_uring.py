@@ -8,8 +8,6 @@ all the ordering it needs. What has begun and ended is counted by the kernel, in
 fewer than 2**32 operations, and more are an error.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

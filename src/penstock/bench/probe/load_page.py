@@ -1,7 +1,5 @@
 """The charts of loads on a probe's page: latency against load with the knee, and what happened over time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from penstock.bench.probe.load_plan import MOST_SLOWDOWN, LoadInterval, OfferedLoad

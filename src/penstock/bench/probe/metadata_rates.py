@@ -5,8 +5,6 @@ not made durable, and each thread has a folder of its own. Any other storage is 
 Collective: every rank does the same; a rate is the files of all ranks by the time of the slowest.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The page of a probe: what this storage can do at best, how many streams that takes, and whom it feeds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -4,8 +4,6 @@ Measured for a few seconds before the real run. It is the most that this client 
 to it says nothing about storage. Only reading is replaced.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack

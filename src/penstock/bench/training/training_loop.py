@@ -4,8 +4,6 @@ The real run and the measurement of the harness limit run this same loop. Nothin
 four timestamps but what their names say.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing

@@ -4,8 +4,6 @@ A source with checksums is verified first. Invariant: nothing is overwritten, an
 leaves nothing that could be mistaken for a complete checkpoint: commits and indexes come last.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress

@@ -4,8 +4,6 @@ If both have the same regions and checksums, equal checksums mean equal bytes an
 memory is two slabs, and what is reported as the same was compared to the last byte.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass

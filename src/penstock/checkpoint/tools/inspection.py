@@ -4,8 +4,6 @@ Completeness is judged by metadata, manifest and file sizes; only `verify` reads
 nothing is changed, and one unreadable checkpoint does not hide the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum

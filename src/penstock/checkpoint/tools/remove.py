@@ -4,8 +4,6 @@ Invariant: another checkpoint was verified before anything changes; then the che
 step and durably, before the first of its files is removed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

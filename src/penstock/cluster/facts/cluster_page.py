@@ -1,7 +1,5 @@
 """The page of a cluster's facts: whether its hosts are alike, and what each of them is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 

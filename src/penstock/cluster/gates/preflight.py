@@ -4,8 +4,6 @@ Invariant: collective, with the same findings on every rank; a gate for which so
 checked and never passes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -4,8 +4,6 @@ Contents are compared, because device numbers may differ between hosts of one fi
 hosts of several. Invariant: the probe is removed, and missing folders are not created.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import time

@@ -5,8 +5,6 @@ content, too: its element's bytes as an unsigned integer, without the sign's bit
 the digits after "0.", as many as the type holds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ block is 1 + 7 values of 11 bits: 11 bytes. Six blocks are a unit of 16 x 16 pix
 Invariant: no coded byte is 0xFF, so nothing is stuffed and sizes are exact; bytes depend on no library.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 run.json, checkpoints.json, throughput.parquet -> rounds on one axis of time -> banner and charts
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The page of a comparison of runs: which is faster, by how much, and what was different about it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final

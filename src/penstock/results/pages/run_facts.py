@@ -1,7 +1,5 @@
 """What all pages of runs say alike: when and where a run was made, how it ended, and with which settings."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 Runs that are active or were interrupted have the page of what they completed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

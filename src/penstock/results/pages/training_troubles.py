@@ -3,8 +3,6 @@
 Pure. The gravest comes first: a figure that is not the storage's, then what costs the most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final

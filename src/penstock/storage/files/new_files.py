@@ -4,8 +4,6 @@ One by one (`FileSink`), or many small ones together (`NewFileGroup`). Invariant
 and after all bytes of its file are durable, so that a crash leaves whole files and hidden ones.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

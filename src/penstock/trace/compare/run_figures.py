@@ -3,8 +3,6 @@
 A figure is drawn from its answer's rows alone, so page and `--json` cannot disagree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final

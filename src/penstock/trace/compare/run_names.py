@@ -4,8 +4,6 @@ Raw trace files of one folder are one run, because tracers write a file for each
 an event table are a run each, and so is what has a name of its own, as in `base=traces/monday`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path

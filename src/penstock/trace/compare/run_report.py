@@ -5,8 +5,6 @@
 A figure without rows is a sentence that says why.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Panels of single calls, from the rows of `calls`: lanes of threads, and offsets in files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Panels of histograms, from the rows of `histograms`, and of the busy time of ranks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Panels of what happens over time, from the rows of `over_time`: a panel a run, one axis for all of them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final

@@ -3,8 +3,6 @@
 A bin begins where its row says and ends where the next one begins; a bin without calls has no row.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from penstock.trace.figures.time_axis import KIND

@@ -4,8 +4,6 @@ An event that spans several buckets is divided by the time that it spent in each
 began. Sums over all buckets are those of the events.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from penstock.trace.figures.placed_calls import CALLS, THREADS, PlacedCalls

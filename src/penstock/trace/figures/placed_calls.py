@@ -4,8 +4,6 @@ Texts of ten million rows are looked at once here; figures then group by numbers
 the part that no earlier event of its process covers, so that sums of these parts are unions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

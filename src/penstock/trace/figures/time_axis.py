@@ -5,8 +5,6 @@
 Invariant: buckets of a figure are as many as a drawing can show, however long the runs are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

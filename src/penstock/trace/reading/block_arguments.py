@@ -7,8 +7,6 @@ that still have more go through the json module. Invariant: the texts are those 
 `lenient_json.format_arguments`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

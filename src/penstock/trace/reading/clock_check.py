@@ -4,8 +4,6 @@ Every length of time that is asked of a set is wrong if one file counts nanoseco
 expected, or if a host's clock is years off. Nothing is corrected; it is said.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Final

@@ -1,7 +1,5 @@
 """What a file without a single event seems to be, for the sentence that says that it is no trace."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

@@ -3,8 +3,6 @@
 JSON and text may be anything, so such a file counts only if its first bytes are those of a trace.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

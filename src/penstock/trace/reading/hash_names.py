@@ -5,8 +5,6 @@ A forked worker writes a file of its own and does not repeat what its parent's f
 Shorter hashes, as early versions wrote them, are numbers of one process and mean nothing elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ The call that made a thread is in its maker's file, so the files beside it are s
 for all of them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loaders of other libraries run unmodified; each test is skipped where its library is not installed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whole training runs on the pytorch loader, by the command line that people type."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

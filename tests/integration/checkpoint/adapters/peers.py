@@ -1,7 +1,5 @@
 """Runs programs against frameworks that are installed, or says which one is not."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

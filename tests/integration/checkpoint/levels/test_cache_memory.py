@@ -1,7 +1,5 @@
 """What a process holds beside its own state while a step is protected and rebuilt: blocks, no states."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What caches cost in system calls, as strace counts them on each data file."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The control server with real connections, of supervisors and of other programs."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

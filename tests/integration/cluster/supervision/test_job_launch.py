@@ -1,7 +1,5 @@
 """The launching process against launchers that misbehave, each a real program."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

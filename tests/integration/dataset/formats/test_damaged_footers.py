@@ -1,7 +1,5 @@
 """Damage in a Parquet file's schema is an error of that file, never the end of the process that reads it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

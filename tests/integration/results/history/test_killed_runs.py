@@ -1,7 +1,5 @@
 """Runs that are killed at any moment, and runs that begin at once, all have their entries."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Small files that are written one by one and made durable together."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 from collections.abc import Iterator

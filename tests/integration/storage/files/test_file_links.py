@@ -1,7 +1,5 @@
 """Symbolic links below a root: followed inside it, refused out of it, and never looped through."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

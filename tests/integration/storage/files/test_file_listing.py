@@ -1,7 +1,5 @@
 """Listings of large, deep and changing trees: a stream in bounded memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

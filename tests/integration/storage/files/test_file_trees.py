@@ -1,7 +1,5 @@
 """Whole folders: created, listed, renamed, exchanged and removed, never outside the root."""
 
-from __future__ import annotations
-
 import errno
 import math
 from pathlib import Path

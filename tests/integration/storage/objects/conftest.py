@@ -1,7 +1,5 @@
 """Fresh buckets and prefixes on S3 servers, and the clients as test parameters."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable

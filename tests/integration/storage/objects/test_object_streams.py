@@ -1,7 +1,5 @@
 """How bytes move: few buffers for long streams, no copies where none are needed, endpoints in turns."""
 
-from __future__ import annotations
-
 import queue
 import subprocess
 import sys

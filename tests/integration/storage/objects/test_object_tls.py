@@ -1,7 +1,5 @@
 """Encrypted endpoints: trusted by a bundle, refused without one, unverified only on request."""
 
-from __future__ import annotations
-
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """s3dlio has one endpoint per process, so the contract suite runs in a process for each server."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

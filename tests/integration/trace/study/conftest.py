@@ -1,7 +1,5 @@
 """The study of seven runs, synthesized, read and compared once for all tests of this folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """examples/seven_runs.ipynb: runs from top to bottom, and its answers are the study's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every number that the study printed is computed from its traces, to the last digit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One whole result of our own runs, which all tests of it share and none changes."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

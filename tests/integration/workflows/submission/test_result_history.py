@@ -1,7 +1,5 @@
 """Runs of a submission in the history of their tree: known by their last names, and no stray to a judge."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.integration.workflows.submission.small_result import SmallResult

@@ -1,7 +1,5 @@
 """Leaves that our own runs leave in a submission's tree."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

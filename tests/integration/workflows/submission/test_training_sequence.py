@@ -1,7 +1,5 @@
 """A whole training result of our own: judged by our rules; how making it goes on after a break."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What rounds come to: sums, means, streams, warm reads left out, and the bottleneck by time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

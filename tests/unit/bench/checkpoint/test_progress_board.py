@@ -1,7 +1,5 @@
 """Watching a round: progress, signs of life and remarks while it lasts, and nothing afterwards."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rounds, shifts, markers, and what a look at the progress says: all pure."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 

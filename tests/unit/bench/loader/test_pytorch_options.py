@@ -1,7 +1,5 @@
 """The pytorch loader in the rank itself, without workers: options, arithmetic and what a worker would do."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

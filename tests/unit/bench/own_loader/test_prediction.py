@@ -1,7 +1,5 @@
 """The model of queues: what it must say of loaders whose pace is known."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.bench.own_loader.prediction import BatchWork, LoaderModel, predict

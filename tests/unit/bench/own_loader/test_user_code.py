@@ -1,7 +1,5 @@
 """A user's code by name: what is called with what, and how errors name the way out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Waits are divided by the work of the worker that was awaited, and the stages add up to the waits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What a sampler tells of threads: all that they computed, though it looks but now and then."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """What a fetch leaves, and what is made of it: sleep told from computing by clocks that are seldom read."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The probe's plan: what is read was written, nothing exceeds the size asked for, small sizes still work."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

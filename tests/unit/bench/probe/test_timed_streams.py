@@ -1,7 +1,5 @@
 """Blocks of the probe: aligned, warm, incompressible, and never the same 4 KiB twice."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

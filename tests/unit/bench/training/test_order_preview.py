@@ -1,7 +1,5 @@
 """The preview of a plan: the order of the run itself, at once, for any size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 

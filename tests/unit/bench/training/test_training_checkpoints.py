@@ -1,7 +1,5 @@
 """When checkpoints of a training run are due."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

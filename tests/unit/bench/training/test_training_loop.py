@@ -1,7 +1,5 @@
 """The timed loop alone, on memory: what it records, when ranks meet, and that failures come out."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Who gets which samples in which epoch, and that nobody gets none of them unsaid."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """From a user's words to a place: paths and URIs, and what lies there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

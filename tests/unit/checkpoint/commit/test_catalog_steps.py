@@ -1,7 +1,5 @@
 """Which steps there are, what they are called, and which are removed."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

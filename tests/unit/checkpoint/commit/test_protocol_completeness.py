@@ -1,7 +1,5 @@
 """What lies there against what ranks wrote."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """When an unfinished save counts as dead."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

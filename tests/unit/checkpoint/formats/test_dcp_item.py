@@ -1,7 +1,5 @@
 """Tensors in stock items are located or decoded, and packed items are exchanged with torch."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The manifest round-trips, detects every flipped bit, and must agree with the metadata."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """safetensors files are read as their own library reads them, and invalid ones are refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Archives of torch.save: each tensor's range and each value are read, and no code runs."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

@@ -1,7 +1,5 @@
 """What a way of checkpointing leaves for training."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

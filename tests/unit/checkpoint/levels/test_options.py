@@ -1,7 +1,5 @@
 """Which scheme protects which checkpoint."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.checkpoint.levels.options import (

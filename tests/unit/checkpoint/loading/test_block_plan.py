@@ -1,7 +1,5 @@
 """Blocks cover every span once, in order, and few of them are needed."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Names of files travel as few bytes and come back as they were."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

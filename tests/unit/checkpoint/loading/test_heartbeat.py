@@ -1,7 +1,5 @@
 """Ranks as threads that work in parallel: all end when one fails, and none before its own work has ended."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

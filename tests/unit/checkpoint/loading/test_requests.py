@@ -1,7 +1,5 @@
 """Which leaves are loaded, and under which names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Random states of jobs for tests of planners: tensors cut into grids, regions assigned to sets of ranks."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Shared bytes are divided so that the highest load is as low as possible, and cut at the nearest row."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

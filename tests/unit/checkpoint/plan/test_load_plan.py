@@ -1,7 +1,5 @@
 """Load plans: every wanted element arrives once, shared bytes are read once, loads are equal."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Equal rows, sets of ranks, disjoint regions and limited parts, against plain ways to find them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Save plans: every byte is written once, by a rank that holds it, with equal loads."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

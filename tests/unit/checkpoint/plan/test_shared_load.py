@@ -1,7 +1,5 @@
 """Ranks that plan a load together: all that is wanted arrives once, by messages that both ends expect."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import numpy as np

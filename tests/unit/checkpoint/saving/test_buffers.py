@@ -1,7 +1,5 @@
 """Buffers change owners in one order, and no stream can starve another."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

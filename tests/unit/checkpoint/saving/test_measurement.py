@@ -1,7 +1,5 @@
 """Figures from timestamps: busy times are unions, durations end with durability, ledgers add up or raise."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from typing import Any

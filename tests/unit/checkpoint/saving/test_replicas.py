@@ -1,7 +1,5 @@
 """What several ranks hold is compared before any of it is written; ranks are threads here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Nested states as flat lists of leaves, and back into their places."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Differences are counted by bits and measured as numbers, for every element type that has numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which checkpoint must be whole before another one may go: the newest first, and no more than needed."""
 
-from __future__ import annotations
-
 from penstock.checkpoint.tools.inspection import CheckpointListing, CheckpointState
 from penstock.checkpoint.tools.remove import find_other_whole
 

@@ -1,7 +1,5 @@
 """Made-up hosts for tests: a complete report, a folder like `/`, and a query that answers for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Differences between hosts are found, and unknown facts never count as equal."""
 
-from __future__ import annotations
-
 import pytest
 from tests.unit.cluster.facts.known_hosts import LUSTRE, cluster, present
 

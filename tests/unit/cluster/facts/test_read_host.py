@@ -1,7 +1,5 @@
 """The facts of a machine, from made-up files, without secrets."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From reports of ranks to findings: each gate passes good values and names bad ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

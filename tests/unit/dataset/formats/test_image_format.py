@@ -1,7 +1,5 @@
 """Images byte by byte, read by decoders that are written here from the formats' own descriptions."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a data set may ask of a format, and what it is told when it asks for too much."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 

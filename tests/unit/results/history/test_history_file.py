@@ -1,7 +1,5 @@
 """The file of a history: entries come back, damage is named and read past, nobody's line is lost."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """A run once more: the same words in the same folder, or a refusal that says what to do."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Catalogs of runs: folders, entries, damage and removals; nothing is dropped silently."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from datetime import UTC, datetime

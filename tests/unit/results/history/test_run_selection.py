@@ -1,7 +1,5 @@
 """Runs selected by outcome, workload, age and number; a removal never takes an active one."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 

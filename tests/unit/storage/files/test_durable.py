@@ -1,7 +1,5 @@
 """Durable changes of local files, and that nothing else in the package calls fsync."""
 
-from __future__ import annotations
-
 import ast
 import os
 from pathlib import Path

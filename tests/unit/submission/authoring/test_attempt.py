@@ -1,7 +1,5 @@
 """What is told of attempts that left no result directory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The description of a system from what its machines tell."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which runs of a result count, and what is left to do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Findings as CSV: fixed columns, a row each, and texts that come back as they went in."""
 
-from __future__ import annotations
-
 import csv
 import io
 

@@ -1,7 +1,5 @@
 """Means, deviations, intervals and outliers of few values, against tables and by their definitions."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

@@ -1,7 +1,5 @@
 """Reports: figures run by run, fixed columns, files beside runs or in a folder of their own."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of verdicts as text: everything is in it, and nothing can break out of it."""
 
-from __future__ import annotations
-
 import re
 
 from penstock.submission.check import CheckedResult

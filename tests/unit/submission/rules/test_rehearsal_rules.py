@@ -1,7 +1,5 @@
 """What is left of a rehearsal's findings once its scale is taken into account."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.submission.finding import Finding, Verdict

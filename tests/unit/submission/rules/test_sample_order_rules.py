@@ -1,7 +1,5 @@
 """The rule that holds epochs against all samples counts as the plan of a training run does."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st

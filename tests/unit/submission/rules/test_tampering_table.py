@@ -1,7 +1,5 @@
 """The trees that break rules are the table of ways to tamper: enough of them, and none of a valid tree."""
 
-from __future__ import annotations
-
 from tests.support.submission.cross_check_trees import NUMBERED_CROSS_CHECKS, TIMED_CROSS_CHECKS
 from tests.support.submission.numbered_rule_trees import NUMBERED_TREES
 from tests.support.submission.tampered_folders import WAYS

@@ -1,7 +1,5 @@
 """Recorded events as lines of a trace."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks pass or fail with the figures that they used, and invalid ones are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

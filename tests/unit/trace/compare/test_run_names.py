@@ -1,7 +1,5 @@
 """Names of runs from what was typed: short, and never twice the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The first sentences of a report: exact numbers, and none that a finding calls misleading."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

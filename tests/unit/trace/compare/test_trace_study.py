@@ -1,7 +1,5 @@
 """runs.yaml: what it may contain, and the errors for anything else."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.errors import UsageError

@@ -1,7 +1,5 @@
 """The rows of every figure are what a loop over all events counts, microsecond by microsecond."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Drawings: bars where values are, gaps where there are none, ticks inside of the axis."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import pairwise

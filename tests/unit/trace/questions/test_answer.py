@@ -1,7 +1,5 @@
 """Answers as text: exact for programs, readable for people."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.trace.questions.answer import Answer, Column, Unit, as_csv, as_markdown, as_records, document

@@ -1,7 +1,5 @@
 """Files whose clocks or units cannot belong together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a file without events seems to be."""
 
-from __future__ import annotations
-
 import gzip
 
 import pytest

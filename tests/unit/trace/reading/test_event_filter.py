@@ -1,7 +1,5 @@
 """Expressions over events are checked before anything is read."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.errors import UsageError

@@ -1,7 +1,5 @@
 """Names of hashes from the files beside one that does not explain them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Single lines of JSON traces: fates, units, arguments as they stand, and what is salvaged of damage."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

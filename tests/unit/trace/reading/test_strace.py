@@ -1,7 +1,5 @@
 """Lines of strace alone: descriptors, processes, interrupted calls, escapes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which process a file of `strace -ff` belongs to."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rank in the name of a trace file, and what an account has of a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The planned calls of a rank: whole durations, exact budgets, no overlap within a thread."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

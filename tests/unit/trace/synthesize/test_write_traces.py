@@ -1,7 +1,5 @@
 """Lines of each generation, and damage that touches what it names."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from typing import Any

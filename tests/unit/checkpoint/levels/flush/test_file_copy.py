@@ -1,7 +1,5 @@
 """Sums of items and of whole files, from bytes that pass in blocks of any size."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

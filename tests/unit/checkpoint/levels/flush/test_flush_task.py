@@ -1,7 +1,5 @@
 """Which steps a daemon flushes, in which order, and how long it waits."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """How fast a flush may go, and what makes no sense to ask of it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Layouts of parity: every piece comes back, whoever is lost, as long as no more are lost than promised."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np
