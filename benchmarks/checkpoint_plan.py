@@ -4,7 +4,7 @@
 
 Each rank runs its real code, and every message is counted. Those that receive most are run once more, each in
 a process of its own with the messages that it received, for the growth of its memory and its CPU seconds.
-Takes about ten minutes and 4 GiB for 16,384 ranks x 1,000 tensors; a load takes 10 GiB, and 2 GiB with 200
+Takes about ten minutes and 4 GiB for 16,384 ranks x 1,000 tensors; a load takes 12 GiB, and 2 GiB with 200
 tensors. Messages wait in a temporary file, of some GiB then. What a rank receives and needs grows in
 proportion to its tensors from there: planners have one each.
 
