@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +63,19 @@ class Batches:
         iterator = state_dict["iterator"]
         self._order = None if iterator is None else iterator["order"]
         self._position = 0 if iterator is None else iterator["position"]
+
+
+class Holder:
+    """A part that is what it was given."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
 
 
 class Generators:
@@ -198,8 +212,8 @@ def test_optimizer_that_gets_no_places_is_an_error_that_names_its_state(
     begin(0, tmp_path / "saved", "ours", "ours", "raw")
     begin_optimizer = stateful_parts._begin_optimizer
 
-    def begin_without_places(key: str, part: Any, raw: Any, _: Any, names: Any) -> Any:
-        return begin_optimizer(key, part, raw, {}, names)
+    def begin_without_places(key: str, part: Any, stored: Any, _: str, names: Any) -> Any:
+        return begin_optimizer(key, part, stored, "nothing.", names)
 
     monkeypatch.setattr(stateful_parts, "_begin_optimizer", begin_without_places)
     with pytest.raises(UsageError, match=r"holds 'optimizer\.state\.0\.\w+', .* no part of the state takes"):
@@ -229,6 +243,72 @@ def test_entry_of_an_optimizer_that_the_checkpoint_lacks_is_an_error_that_names_
     pc.save(state, tmp_path / "saved")
     with pytest.raises(UsageError, match=r"does not hold 'optimizer\.state\.3\.bias\.exp_avg'"):
         pc.load(Training(seed=2).state("dicts", ""), tmp_path / "saved")
+
+
+def training_parts(*, steps: int) -> dict[str, Any]:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("saved_keys", "choice"),
+    [
+        (("model", "optimizer"), {"exclude": "optimizer.*"}),
+        (("model", "optimizer"), {"only": "model.*"}),
+        (("model", "optimizer"), {"exclude": "optimizer.state.*"}),
+        (("model", "optimizer"), {"rename": {"optimizer.state.*": "nowhere.*"}, "strict": False}),
+        (("model",), {"exclude": "optimizer.*"}),
+        (("model",), {"strict": False}),
+    ],
+    ids=repr,
+)
+def test_state_of_an_optimizer_that_is_not_loaded_stays_as_it_was(
+    tmp_path: Path, saved_keys: tuple[str, ...], choice: dict[str, Any], steps: int
+) -> None:
+    trained, other = training_parts(steps=1), training_parts(steps=steps)
+    pc.save({key: trained[key] for key in saved_keys}, tmp_path / "saved")
+    before = deepcopy(other["optimizer"].state_dict()["state"])
+    pc.load(other, tmp_path / "saved", **choice)
+    after = other["optimizer"].state_dict()["state"]
+    assert after.keys() == before.keys()
+    for number, slots in before.items():
+        assert slots.keys() == after[number].keys()
+        assert all(torch.equal(slots[slot], after[number][slot]) for slot in slots)
+    assert torch.equal(trained["model"].weight, other["model"].weight)
+
+
+def test_some_of_a_state_is_loaded_only_where_an_optimizer_has_the_rest(tmp_path: Path) -> None:
+    trained, stepped = training_parts(steps=1), training_parts(steps=2)
+    pc.save(trained, tmp_path / "saved")
+    own = deepcopy(stepped["optimizer"].state_dict()["state"])
+    pc.load(stepped, tmp_path / "saved", exclude="*.exp_avg_sq")
+    for number, slots in trained["optimizer"].state_dict()["state"].items():
+        loaded = stepped["optimizer"].state_dict()["state"][number]
+        assert torch.equal(loaded["exp_avg"], slots["exp_avg"])
+        assert torch.equal(loaded["exp_avg_sq"], own[number]["exp_avg_sq"])
+    fresh = training_parts(steps=0)
+    with pytest.raises(UsageError, match=r"'optimizer' has no state yet.*0\.exp_avg_sq.*is skipped"):
+        pc.load(fresh, tmp_path / "saved", exclude="*.exp_avg_sq")
+    assert not fresh["optimizer"].state
+
+
+def test_what_is_not_loaded_of_any_other_part_stays_as_it_was(tmp_path: Path) -> None:
+    part = Holder({"at": 5, "order": torch.ones(4), "seen": [torch.ones(2), torch.ones(3)]})
+    pc.save({"part": part, "step": 1}, tmp_path / "saved")
+    own = {"at": 0, "order": torch.zeros(2), "seen": [torch.zeros(9)]}
+    other = Holder(own)
+    pc.load({"part": other, "step": 0}, tmp_path / "saved", exclude=["part.order", "part.seen.*"])
+    assert other.state["at"] == 5
+    assert other.state["order"] is own["order"]
+    assert [len(each) for each in other.state["seen"]] == [9]
+    untouched = Holder(own)
+    pc.load({"part": untouched, "step": 0}, tmp_path / "saved", only="step")
+    assert untouched.state is own
 
 
 def test_what_a_module_does_not_take_is_a_warning_that_names_it_unless_strict(

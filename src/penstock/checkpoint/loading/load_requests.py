@@ -7,10 +7,11 @@ of the state, and every leaf is either selected or listed as left out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,8 @@ import numpy as np
 from penstock.checkpoint.formats.dcp_item import HEAD_BYTES
 from penstock.checkpoint.plan.load_plan import missing_elements, uncovered
 from penstock.checkpoint.plan.region_arithmetic import find_overlaps
-from penstock.checkpoint.plan.save_plan import RANK_MARK, find_stored_name
-from penstock.checkpoint.state.leaves import matches_pattern
+from penstock.checkpoint.plan.save_plan import RANK_MARK, find_stored_name, rank_object_name
+from penstock.checkpoint.state.leaves import Path, matches_pattern
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
     CheckpointIndex,
@@ -257,10 +258,11 @@ def select_leaves(
     left = []
     missing = []
     for name in names:
-        if not is_chosen(name, choice):
+        asked = asked_name(name, choice)
+        if asked is None:
             left.append(name)
             continue
-        stored_name = find_stored_name(apply_rename(name, choice.rename or {}), rank, stored)
+        stored_name = find_stored_name(asked, rank, stored)
         if stored_name is not None:
             stored_names[name] = stored_name
         else:
@@ -282,11 +284,72 @@ def apply_rename(name: str, rename: Mapping[str, str]) -> str:
     return name
 
 
-def is_chosen(name: str, choice: LoadChoice) -> bool:
-    """Whether this name of the state is to be loaded."""
-    if choice.only is not None and not matches_pattern(name, choice.only):
-        return False
-    return choice.exclude is None or not matches_pattern(name, choice.exclude)
+def asked_name(name: str, choice: LoadChoice) -> str | None:
+    """The checkpoint's name for this name of the state; None if it is not to be loaded."""
+    is_skipped = (choice.only is not None and not matches_pattern(name, choice.only)) or (
+        choice.exclude is not None and matches_pattern(name, choice.exclude)
+    )
+    return None if is_skipped else apply_rename(name, choice.rename or {})
+
+
+class Skipped(Enum):
+    """Stands for what the checkpoint has, but the load does not take: it gets no place."""
+
+    SKIPPED = "skipped"
+
+
+SKIPPED = Skipped.SKIPPED
+
+StoredPlaces = Mapping[Path, TensorFacts | Skipped | None]
+"""By place what is stored there; None: an object."""
+
+
+class StoredNames:
+    """The names in a checkpoint with their places in the nested state.
+
+    `find` has for a name of the state the one that is loaded into it, None if the name is not chosen.
+    """
+
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        paths: Mapping[str, Path],
+        key_types: Mapping[str, str] | None = None,
+        rank: int = 0,
+        find: Callable[[str], str | None] = str,
+    ) -> None:
+        self._paths = paths
+        self.find = find
+        self.key_types = key_types or {}
+        self._rank = rank
+        self._tensors = {facts.name: facts for facts in index.tensors}
+        names = (*self._tensors, *(stored.name for stored in index.objects))
+        self._known = dict.fromkeys(names)
+        self.names = tuple(self._known)
+
+    def below(self, prefix: str, key: str) -> StoredPlaces:
+        """What the checkpoint has of the part `key`, below a name that ends with a dot.
+
+        Other ranks' own values are left out: they have the same places as the common ones.
+        """
+        found: dict[Path, TensorFacts | Skipped | None] = {}
+        for name in self.names:
+            if name.startswith(prefix) and RANK_MARK not in name:
+                rest = _rest_of(self._paths.get(name, ()), prefix)
+                if rest:
+                    own = rank_object_name(name, self._rank)
+                    facts = self._tensors.get(own if own in self._known else name)
+                    found[rest] = facts if self.find(f"{key}.{name[len(prefix) :]}") == name else SKIPPED
+        return found
+
+
+def _rest_of(path: Path, prefix: str) -> Path:
+    text = ""
+    for number, step in enumerate(path):
+        text += f"{step}."
+        if text == prefix:
+            return path[number + 1 :]
+    return ()
 
 
 class MissingName(UsageError, RuntimeError):
@@ -304,6 +367,15 @@ def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) ->
         f"Missing key in checkpoint: it does not hold {name_some([repr(wanted), *missing[1:]], 1)}",
         fix=f"{hint}Map names with rename=, skip parts with exclude=, or keep missing parts unchanged with"
         " strict=False.",
+    )
+
+
+def untaken_error(names: Sequence[str]) -> UsageError:
+    """The error for names of the checkpoint that belong to a part of the state which does not take them."""
+    return UsageError(
+        f"The checkpoint holds {name_some([repr(name) for name in names])}, which no part of the state takes",
+        fix="Build the state as it was saved, and load an optimizer together with its model. Or skip this"
+        " with exclude=, or leave it with a warning: strict=False.",
     )
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,9 +52,9 @@ from penstock.checkpoint.loading.placement import (
 )
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settings_for_cached
 from penstock.checkpoint.loading.shared_opening import SharedCheckpoint, open_shared
-from penstock.checkpoint.loading.stateful_parts import LoadedParts, StoredNames, loading_into, untaken_error
+from penstock.checkpoint.loading.stateful_parts import LoadedParts, loading_into
 from penstock.checkpoint.plan import load_plan, shared_load
-from penstock.checkpoint.plan.save_plan import RANK_MARK, SaveOptions, file_name
+from penstock.checkpoint.plan.save_plan import SaveOptions, file_name
 from penstock.checkpoint.plan.shared_plan import Place
 from penstock.checkpoint.state.leaves import Leaf, require_dict
 from penstock.checkpoint.state.process_group import RankGroup
@@ -154,7 +155,10 @@ class CheckpointLoader:
         source = opened.source if isinstance(opened, SharedCheckpoint) else opened
         if group.comm.rank == 0:
             source.tell_if_unchecked()
-        stored = StoredNames(source.index, source.paths, source.key_types, group.comm.rank)
+        find = partial(load_requests.asked_name, choice=choice)
+        stored = load_requests.StoredNames(
+            source.index, source.paths, source.key_types, group.comm.rank, find
+        )
         prefixes = {key: load_requests.apply_rename(f"{key}.", choice.rename or {}) for key in state}
         with loading_into(state, stored, prefixes) as parts:
             if group.comm.rank == 0 and (lost := parts.of_other_ranks(group.comm.size)):
@@ -223,6 +227,7 @@ class CheckpointLoader:
         for leaf in matched.leaves:
             if leaf.name in values:
                 leaf.put(values[leaf.name])
+        parts.filled, parts.left = matched.selection.stored_names.keys(), matched.selection.left
         return _report(matched.selection, totals, planned_s - start_s, time.perf_counter() - planned_s)
 
     def _plan(
@@ -398,11 +403,12 @@ def _match_on_all_ranks(
 
     def match() -> _MatchedState:
         with checkpoint.naming_misfits():
+            parts.require_fit()
             return _match_state(parts.state, checkpoint, item_index, choice, comm.rank, is_outline=is_outline)
 
     awaiting = "all ranks to match their state with the checkpoint"
     matched = run_on_all_ranks(comm, match, awaiting=awaiting)
-    own = find_untaken(parts, matched.selection, choice)
+    own = parts.untaken(matched.selection.unused)
     # Nearly always all ranks take everything, so this is one small message.
     if comm.size == 1 and not own:
         return matched
@@ -416,7 +422,7 @@ def _match_on_all_ranks(
     (placed,) = _on_any_rank(np.array([_mark(names, added)]), comm, awaiting)
     is_lost = untaken & ~taken & ~placed
     if choice.strict and (is_lost & required).any():
-        raise untaken_error(names[is_lost & required].tolist())
+        raise load_requests.untaken_error(names[is_lost & required].tolist())
     if (lost := names[is_lost].tolist()) and comm.rank == 0:
         logger.warning("Not loaded, as no part of the state takes it: %s", name_some(lost, 10))
     return run_on_all_ranks(comm, match, awaiting=awaiting) if placed.any() else matched
@@ -435,12 +441,6 @@ def _on_any_rank(masks: Bools, comm: Comm, awaiting: str) -> Bools:
 def _mark(names: NDArray[np.object_], marked: Collection[str]) -> NDArray[np.bool_]:
     chosen = set(marked)
     return np.array([name in chosen for name in names.tolist()], dtype=np.bool_)
-
-
-def find_untaken(parts: LoadedParts, selection: load_requests.LeafSelection, choice: LoadChoice) -> list[str]:
-    """The names that the checkpoint has below this rank's parts, and that are chosen but not taken here."""
-    owned = ((name, parts.own_name(name)) for name in selection.unused if RANK_MARK not in name)
-    return [name for name, own in owned if own is not None and load_requests.is_chosen(own, choice)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

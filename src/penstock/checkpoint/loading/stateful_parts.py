@@ -2,14 +2,15 @@
 
 A fresh optimizer has no state yet, and a data loader may have another one than when it was saved: asked for
 their state, they would leave most of the checkpoint where it is. So places are made for what the checkpoint
-has of such parts. Optimizers number their parameters, torch's `get_optimizer_state_dict` names them: a
-checkpoint of either form is loaded into both. Invariant: no part is changed before all of it has arrived.
+has of such parts and the load takes, and for nothing else: a place has no values before the load.
+Optimizers number their parameters, torch's `get_optimizer_state_dict` names them: a checkpoint of either form
+is loaded into both. Invariant: no part changes before all of it has arrived, or if nothing of it is loaded.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -18,55 +19,14 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.checkpoint.plan.save_plan import RANK_MARK, rank_object_name
+from penstock.checkpoint.loading.load_requests import SKIPPED, Skipped, StoredNames, StoredPlaces
+from penstock.checkpoint.plan.save_plan import RANK_MARK
 from penstock.checkpoint.state.leaves import Path, Stateful, is_stateful, literal_key
-from penstock.checkpoint.state.regions import CheckpointIndex, TensorFacts
+from penstock.checkpoint.state.regions import TensorFacts
 from penstock.checkpoint.state.tensors import EXTRA_STATE, parameter_names
 from penstock.errors import UsageError, name_some
 
 logger = logging.getLogger(__name__)
-
-
-class StoredNames:
-    """The names in a checkpoint with their places in the nested state."""
-
-    def __init__(
-        self,
-        index: CheckpointIndex,
-        paths: Mapping[str, Path],
-        key_types: Mapping[str, str] | None = None,
-        rank: int = 0,
-    ) -> None:
-        self._paths = paths
-        self.key_types = key_types or {}
-        self._rank = rank
-        self._tensors = {facts.name: facts for facts in index.tensors}
-        names = (*self._tensors, *(stored.name for stored in index.objects))
-        self._known = dict.fromkeys(names)
-        self.names = tuple(self._known)
-
-    def below(self, prefix: str) -> dict[Path, TensorFacts | None]:
-        """What the checkpoint has below a name that ends with a dot: the rest of each place; None: an object.
-
-        Other ranks' own values are left out: they have the same places as the common ones.
-        """
-        found: dict[Path, TensorFacts | None] = {}
-        for name in self.names:
-            if name.startswith(prefix) and RANK_MARK not in name:
-                rest = _rest_of(self._paths.get(name, ()), prefix)
-                if rest:
-                    own = rank_object_name(name, self._rank)
-                    found[rest] = self._tensors.get(own if own in self._known else name)
-        return found
-
-
-def _rest_of(path: Path, prefix: str) -> Path:
-    text = ""
-    for number, step in enumerate(path):
-        text += f"{step}."
-        if text == prefix:
-            return path[number + 1 :]
-    return ()
 
 
 class _Part(Protocol):
@@ -149,6 +109,8 @@ class _OptimizerState:
     """By number and, where it is known, by name the number of each parameter."""
     groups: Sequence[Sequence[int]]
     """The numbers of each group's parameters."""
+    misfit: UsageError | None = None
+    """Why it cannot be loaded."""
 
     def add(self, path: Path, facts: TensorFacts | None) -> bool:
         """Groups may have further options; further parameters are nobody's."""
@@ -221,9 +183,30 @@ class LoadedParts:
     """By key of a part that has names below it, the beginning of these names in the checkpoint."""
     stored: StoredNames
     state: dict[str, Any] = field(init=False)
+    filled: Collection[str] = ()
+    """The names in the state of what the load has filled, when it ends."""
+    left: Collection[str] = ()
+    """And those of what it has left as it was."""
 
     def __post_init__(self) -> None:
         self.state = {key: part.inner for key, part in self.parts.items()}
+
+    def require_fit(self) -> None:
+        """Raise the `UsageError` of a part that cannot be loaded."""
+        for part in self.parts.values():
+            if isinstance(part, _OptimizerState) and part.misfit is not None:
+                raise part.misfit
+
+    def is_left(self, key: str) -> bool:
+        """Whether nothing of a part was filled, though it has something."""
+        begin = f"{key}."
+        has_left = any(name.startswith(begin) for name in self.left)
+        return has_left and not any(name.startswith(begin) for name in self.filled)
+
+    def untaken(self, unused: Iterable[str]) -> list[str]:
+        """Those of the `unused` names of the checkpoint that are below these parts, and chosen."""
+        owned = ((name, self.own_name(name)) for name in unused if RANK_MARK not in name)
+        return [name for name, own in owned if own is not None and self.stored.find(own) is not None]
 
     def own_name(self, stored_name: str) -> str | None:
         """The name in this state of a name of the checkpoint; None if it belongs to no part of the state."""
@@ -257,9 +240,9 @@ class LoadedParts:
         """Make places for stored names that no rank took; returns those that found one."""
         added = set()
         for key, prefix in self.prefixes.items():
-            for path, facts in self.stored.below(prefix).items():
-                name = f"{prefix}{'.'.join(map(str, path))}"
-                if name in names and self.parts[key].add(path, facts):
+            for path, facts in self.stored.below(prefix, key).items():
+                name = f"{prefix}{_joined(path)}"
+                if name in names and facts is not SKIPPED and self.parts[key].add(path, facts):
                     added.add(name)
         return added
 
@@ -286,6 +269,8 @@ def loading_into(
         )
     yield loading
     for key, part in parts.items():
+        if loading.is_left(key):
+            continue
         taken = part.take(loading.state[key])
         if taken is not state[key] and isinstance(state, MutableMapping):
             state[key] = taken
@@ -293,40 +278,37 @@ def loading_into(
 
 def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping[int, str]) -> _Part:
     if isinstance(part, torch.nn.Module):
-        return _begin_module(part, stored, prefix)
+        return _begin_module(key, part, stored, prefix)
     if is_stateful(part):
         own = part.state_dict()
-        places = stored.below(prefix) if prefix else {}
         if isinstance(part, torch.optim.Optimizer) and {"state", "param_groups"} <= own.keys():
-            return _begin_optimizer(key, part, own, places, names)
+            return _begin_optimizer(key, part, stored, prefix, names)
+        places = stored.below(prefix, key) if prefix else {}
         own, making = _copied(own), _Places(stored.key_types, prefix)
         making.fit(own, places)
         return _OwnState(part, own, making)
     if isinstance(part, dict) and {"state", "param_groups"} <= part.keys() and prefix:
-        numbered = _numbered(part, stored.below(prefix))
+        numbered = _numbered(part, stored.below(prefix, key))
         if numbered is not None:
             return _NamedState(key, part, numbered)
     return _Plain(part)
 
 
-def _begin_module(part: torch.nn.Module, stored: StoredNames, prefix: str) -> _ModuleState:
+def _begin_module(key: str, part: torch.nn.Module, stored: StoredNames, prefix: str) -> _ModuleState:
     own, making = part.state_dict(), _Places(stored.key_types, prefix)
-    extra = [key for key in own if key.endswith(EXTRA_STATE)]
+    extra = [name for name in own if name.endswith(EXTRA_STATE)]
     if extra and prefix:
-        places = stored.below(prefix)
-        holder = {key: _copied(own[key]) for key in extra}
+        places = stored.below(prefix, key)
+        holder = {name: _copied(own[name]) for name in extra}
         making.fit(holder, {path: facts for path, facts in places.items() if path[0] in holder})
         own.update(holder)
     return _ModuleState(part, own, making)
 
 
 def _begin_optimizer(
-    key: str,
-    part: torch.optim.Optimizer,
-    raw: dict[str, Any],
-    places: Mapping[Path, TensorFacts | None],
-    names: Mapping[int, str],
+    key: str, part: torch.optim.Optimizer, stored: StoredNames, prefix: str, names: Mapping[int, str]
 ) -> _OptimizerState:
+    raw = part.state_dict()
     groups = [list(group["params"]) for group in raw["param_groups"]]
     parameters = list(chain.from_iterable(group["params"] for group in part.param_groups))
     by_number = dict(zip(chain.from_iterable(groups), parameters, strict=True))
@@ -334,19 +316,24 @@ def _begin_optimizer(
         names[id(parameter)]: number for number, parameter in by_number.items() if id(parameter) in names
     }
     by_name.update(_names_of_groups(raw["param_groups"]))
-    entries: dict[str, dict[Path, TensorFacts | None]] = {}
-    for path, facts in places.items():
+    entries: dict[str, dict[Path, TensorFacts | Skipped | None]] = {}
+    for path, facts in (stored.below(prefix, key) if prefix else {}).items():
         if path[0] == "state" and len(path) > 2:
             entries.setdefault(str(path[1]), {})[path[2:]] = facts
     is_named = bool(entries) and not entries.keys() & set(map(str, by_number))
     shown = {number: name for name, number in by_name.items()} if is_named else {}
     state = {entry: slots for entry, slots in raw["state"].items() if entry not in by_number}
-    without = []
+    without, cut = [], []
     for number, parameter in by_number.items():
-        entry = shown.get(number, number)
-        if str(entry) in entries:
-            state[entry] = _copied(raw["state"].get(number, {}))
-            _Places(parameter=parameter).fit(state[entry], entries[str(entry)])
+        entry, own = shown.get(number, number), raw["state"].get(number, {})
+        given = entries.get(str(entry), {})
+        skipped = [f"{entry}.{_joined(path)}" for path, facts in given.items() if facts is SKIPPED]
+        if len(skipped) < len(given):
+            state[entry] = _copied(own)
+            _Places(parameter=parameter).fit(state[entry], given)
+            cut += [] if own else skipped
+        elif given or any(stored.find(f"{key}.state.{entry}.{slot}") is None for slot in own):
+            state.update({entry: own} if own else {})
         elif parameter.requires_grad:
             without.append(entry)
     # It keeps all of its state with its first parameter.
@@ -359,7 +346,21 @@ def _begin_optimizer(
     ]
     numbers: dict[int | str, int] = {number: number for number in by_number}
     numbers.update(by_name)
-    return _OptimizerState(key, part, inner, numbers, groups)
+    return _OptimizerState(key, part, inner, numbers, groups, _cut_error(key, cut))
+
+
+def _cut_error(key: str, skipped: Sequence[str]) -> UsageError | None:
+    """The error for a parameter that would get only some of its state: no optimizer begins with that."""
+    if not skipped:
+        return None
+    return UsageError(
+        f"{key!r} has no state yet, and would get only a part of it: {name_some(skipped)} is skipped",
+        fix=f"Load all of its state, none of it (exclude='{key}.state.*'), or let it make a step first.",
+    )
+
+
+def _joined(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _names_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -371,7 +372,7 @@ def _names_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     }
 
 
-def _numbered(part: Any, places: Mapping[Path, TensorFacts | None]) -> dict[str, Any] | None:
+def _numbered(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
     """The dict of `get_optimizer_state_dict` with numbers, if the checkpoint numbers the parameters."""
     names = list(chain.from_iterable(group.get("params", ()) for group in part["param_groups"]))
     entries = {str(path[1]) for path in places if path[0] == "state" and len(path) > 2}
@@ -419,27 +420,28 @@ class _Places:
     """Of which this is the state in an optimizer: there, all places are made at once."""
     _emptied: list[tuple[Any, Any, Any]] = field(default_factory=list)
 
-    def fit(self, own: Any, stored: Mapping[Path, TensorFacts | None], at: Path = ()) -> None:
-        """Let `own` have the containers and places that are stored.
+    def fit(self, own: Any, stored: StoredPlaces, at: Path = ()) -> None:
+        """Let `own` have the containers and places that are stored and not skipped.
 
         Where a dict has nothing yet, that is left until no rank has taken a name. What lists and numbered
         entries have beyond the stored ones goes; what else a dict has more is missing in the checkpoint.
         """
-        below: dict[str | int, dict[Path, TensorFacts | None]] = {}
+        below: dict[str | int, dict[Path, TensorFacts | Skipped | None]] = {}
         for path, facts in stored.items():
             below.setdefault(path[0], {})[path[1:]] = facts
         if stored:
             _drop_rest(own, below)
         for step, rests in below.items():
-            if not _has(own, (step,)):
+            taken = {rest: facts for rest, facts in rests.items() if facts is not SKIPPED}
+            if not taken or not _has(own, (step,)):
                 if self.parameter is not None or isinstance(own, list):
-                    for rest, facts in rests.items():
+                    for rest, facts in taken.items():
                         self._put(own, (step, *rest), _place(facts, self.parameter), at)
                 continue
             key = _own_key(own, step)
-            if rests.keys() == {()}:
-                if not _is_place(own[key], rests[()]):
-                    self._leave(own, key, rests[()])
+            if taken.keys() == {()}:
+                if not _is_place(own[key], taken[()]):
+                    self._leave(own, key, taken[()])
                 continue
             rests.pop((), None)
             if not isinstance(own[key], Mapping | list):
@@ -543,12 +545,3 @@ def _has(holder: Any, path: Path) -> bool:
 def _counts(holder: Mapping[Any, Any]) -> bool:
     """Whether keys that look like integers are some; of a new dict this can only be guessed."""
     return all(isinstance(key, int) for key in holder)
-
-
-def untaken_error(names: Sequence[str]) -> UsageError:
-    """The error for names of the checkpoint that belong to a part of the state which does not take them."""
-    return UsageError(
-        f"The checkpoint holds {name_some([repr(name) for name in names])}, which no part of the state takes",
-        fix="Build the state as it was saved, and load an optimizer together with its model. Or skip this"
-        " with exclude=, or leave it with a warning: strict=False.",
-    )

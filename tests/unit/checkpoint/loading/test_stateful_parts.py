@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.checkpoint.loading.stateful_parts import StoredNames, loading_into
+from penstock.checkpoint.loading.load_requests import StoredNames
+from penstock.checkpoint.loading.stateful_parts import loading_into
 from penstock.checkpoint.state.leaves import flatten_state
 from penstock.checkpoint.state.regions import (
     CheckpointIndex,
