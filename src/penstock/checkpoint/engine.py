@@ -196,6 +196,21 @@ class StagedSave(Protocol):
 
 
 @runtime_checkable
+class SupportsTelling(Protocol):
+    """A `StagedSave` that knows what it writes before all of it is durable."""
+
+    def write_and_tell(
+        self,
+        storage: Storage,
+        key_of: Callable[[str], str],
+        progress: Progress | None,
+        *,
+        tell: Callable[[WrittenShare], None],
+    ) -> WrittenShare:
+        """`write_to`, which calls `tell` once, in this thread, as soon as all checksums are known."""
+
+
+@runtime_checkable
 class SupportsDescribing(Protocol):
     """A `PreparedSave` whose ranks describe the checkpoint together: rank 0 need not hold all of it."""
 

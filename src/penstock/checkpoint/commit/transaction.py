@@ -1,6 +1,6 @@
 """One save from an empty draft to a committed checkpoint: begun, written and committed by all ranks.
 
-    begin_save -> every rank writes its files -> rank 0 gathers their checksums and seals -> commit
+    begin_save -> every rank writes its files, and meanwhile tells rank 0 their checksums -> commit
 
 Rank 0 alone changes what is visible; the others learn the outcome in the same call. Invariant: `commit`
 returns on every rank with the checkpoint durable, or raises on every rank with older checkpoints unharmed.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from penstock.checkpoint.commit.protocol import (
     LEASE_S,
@@ -29,7 +29,7 @@ from penstock.checkpoint.commit.protocol import (
     WriterLease,
 )
 from penstock.checkpoint.commit.record_commit import RecordDraftStore
-from penstock.checkpoint.engine import SupportsDescribing
+from penstock.checkpoint.engine import SupportsDescribing, SupportsTelling
 from penstock.checkpoint.plan.shared_plan import Place
 from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks, run_on_rank0
 from penstock.cluster.rounds import FAN_IN
@@ -223,37 +223,85 @@ def write_into(
         all_facts = {**facts, "save_id": transaction.draft.save_id}
         share: WrittenShare | None = None
 
-        def write() -> RankSaveStats:
+        def write_share(tell: Callable[[WrittenShare], None]) -> RankSaveStats:
             nonlocal share
-            share = staged.write_to(transaction.data_storage, transaction.key, progress)
+            storage, key = transaction.data_storage, transaction.key
+            if isinstance(staged, SupportsTelling):
+                share = staged.write_and_tell(storage, key, progress, tell=tell)
+            else:
+                share = staged.write_to(storage, key, progress)
+                tell(share)
             if comm.rank:
                 # Rank 0 does so when it commits; on a shared file system that may not cover other nodes.
                 sync_names(transaction.storage, transaction.draft.folder)
             return share.stats
 
         if comm.size >= FAN_IN and isinstance(prepared, SupportsDescribing):
-            run_on_all_ranks(comm, write, awaiting=awaiting, timeout_s=timeout_s)
+            run_on_all_ranks(
+                comm, lambda: write_share(lambda _: None), awaiting=awaiting, timeout_s=timeout_s
+            )
             assert share is not None, "writing gave a share or raised"
             begin_s = time.monotonic()
             committed, stats = _describe_and_commit(transaction, prepared, share, comm, all_facts)
         else:
+            sealing = _Sealing(prepared, all_facts, comm, timeout_s)
+
+            def write() -> RankSaveStats:
+                with sealing:
+                    return write_share(sealing.tell)
+
             # A process without other ranks raises its own error, not a `RankFailed`.
             stats = (
                 (write(),)
                 if comm.size == 1
                 else tuple(all_gather_results(comm, write, awaiting=awaiting, timeout_s=timeout_s))
             )
-            assert share is not None, "writing gave a share or raised"
             begin_s = time.monotonic()
-            # Few ranks: rank 0 may hear all of them at a time, which takes fewer messages.
-            shares = (
-                [share]
-                if comm.size == 1
-                else comm.gather_on_rank0(share, awaiting="the checksums of all ranks")
-            )
-            committed = transaction.commit(lambda: prepared.seal(shares, all_facts))
+            committed = transaction.commit(sealing.take)
         undo.pop_all()
     return committed, tuple(replace(rank_stats, commit_s=time.monotonic() - begin_s) for rank_stats in stats)
+
+
+class _Sealing:
+    """Lets rank 0 of a few describe the checkpoint while ranks still write. Each enters it, and tells once.
+
+    Few ranks: rank 0 may hear all of them at a time, which takes fewer messages.
+    """
+
+    def __init__(
+        self, prepared: PreparedSave, facts: Mapping[str, object], comm: Comm, timeout_s: float
+    ) -> None:
+        self._prepared = prepared
+        self._facts = facts
+        self._comm = comm
+        self._timeout_s = timeout_s
+        self._has_told = False
+        self._seal: Seal | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The others wait for each rank's share: one that has failed before says that it has none.
+        if not self._has_told:
+            self.tell(None)
+
+    def tell(self, share: WrittenShare | None) -> None:
+        """What this rank writes, to rank 0, which makes the seal. Collective."""
+        self._has_told = True
+        shares = [share]
+        if self._comm.size > 1:
+            shares = self._comm.gather_on_rank0(
+                share, awaiting="the checksums of all ranks", timeout_s=self._timeout_s
+            )
+        whole = [each for each in shares if each is not None]
+        if whole and len(whole) == len(shares):
+            self._seal = self._prepared.seal(whole, self._facts)
+
+    def take(self) -> Seal:
+        """The seal, on rank 0, once all have written what they told."""
+        assert self._seal is not None, "all ranks have written their files"
+        return self._seal
 
 
 def _describe_and_commit(

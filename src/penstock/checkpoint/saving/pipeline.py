@@ -357,8 +357,12 @@ class WritePipeline:
         rank: int = 0,
         origin_ns: int | None = None,
         progress: Progress | None = None,
+        on_settled: Callable[[], None] | None = None,
     ) -> measurement.Measurement:
-        """Write the buffers to storage until everything is durable, and return the measurement."""
+        """Write the buffers to storage until everything is durable, and return the measurement.
+
+        `on_settled` is called when all bytes are made, while the last of them are still being written.
+        """
         progress = progress or Silent()
         progress.begin("writing", self._planned_bytes)
         counter_deltas = measurement.CounterDeltas(storages, self._streams)
@@ -369,6 +373,9 @@ class WritePipeline:
         ]
         # After the writers, which open their files and then wait: filling keeps all cores busy.
         self.start_filling()
+        if on_settled is not None:
+            self._workers.wait(self._fillers, "all bytes to be copied into buffers")
+            on_settled()
         self._workers.wait([*self._fillers, *writers], "all bytes to be durable")
         phase = measurement.PhaseFacts(
             direction="write",

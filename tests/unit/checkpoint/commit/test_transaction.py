@@ -1,0 +1,72 @@
+"""Ranks that write, and what rank 0 makes of what they tell it meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from penstock.checkpoint.commit.transaction import begin_save, write_into
+from penstock.checkpoint.engine import SaveChoice
+from penstock.checkpoint.saving.saver import Saver
+from penstock.checkpoint.state.process_group import RankGroup
+from penstock.errors import RankFailed
+from penstock.storage.protocol import Sink, WrappedSink, WrappedStorage
+from penstock.storage.uri import open_here
+from penstock.testing.faults import FailAtCall, Verb
+from penstock.testing.rank_threads import ThreadComm, on_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from penstock.checkpoint.commit.protocol import Seal
+    from penstock.checkpoint.engine import WrittenShare
+    from penstock.storage import Storage
+
+
+def _save(comm: ThreadComm, storage: Storage, on_seal: Callable[[], object] = lambda: None) -> None:
+    saver = Saver()
+    inside = saver.prepare({f"w{comm.rank}": torch.ones(3000)}, RankGroup(comm), SaveChoice())
+
+    class Prepared:
+        stage = inside.stage
+
+        def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
+            on_seal()
+            return inside.seal(shares, facts)
+
+    staged = inside.stage("commit")
+    write_into(begin_save(storage, "x", comm), Prepared(), staged, comm, facts={"step": 1}, timeout_s=60)
+    saver.close()
+
+
+def test_the_description_is_made_while_files_are_still_being_written(tmp_path: Path) -> None:
+    is_described = threading.Event()
+
+    class Waits(WrappedSink):
+        def finish(self):  # type: ignore[no-untyped-def]  # noqa: ANN202
+            assert is_described.wait(30), "the description waited for durable files"
+            return super().finish()
+
+    class Waiting(WrappedStorage):
+        def create(self, key: str, size_bytes: int | None = None) -> Sink:
+            sink = super().create(key, size_bytes)
+            return Waits(sink) if key.endswith(".distcp") else sink
+
+    on_ranks(2, lambda comm: _save(comm, Waiting(open_here(str(tmp_path))), is_described.set))
+    assert (tmp_path / "x" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("verb", ["create", "finish"])
+def test_a_rank_that_fails_before_or_after_it_has_told_fails_all(tmp_path: Path, verb: Verb) -> None:
+    def work(comm: ThreadComm) -> str:
+        storage = open_here(str(tmp_path))
+        with pytest.raises(RankFailed, match="Injected fault") as caught:
+            _save(comm, FailAtCall(storage, verb, 1) if comm.rank else storage)
+        return str(caught.value)
+
+    assert len(set(on_ranks(2, work))) == 1
+    assert list(tmp_path.iterdir()) == []
