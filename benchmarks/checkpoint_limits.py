@@ -9,19 +9,17 @@ bytes, and its parallel ranges, on moto (0.9). `many`: CPU seconds of 100,000 te
 torch.save and dcp.save (torch.save / ours: 0.67), and the bytes of 10,000 beside dcp.save's (0.77).
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count as count_up
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,9 +32,6 @@ from penstock.checkpoint.api import load, save
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.storage.files.durable import sync_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 MIB = 1 << 20
 SIZES_MIB = (64, 1024)

@@ -5,8 +5,6 @@ every byte, and on the way back verifies it. Goals: 0.95 of the raw loop writing
 pages are worth: the raw loop from ordinary pages beside the one from huge pages.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
@@ -15,19 +13,16 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from harness import Ratio, interleave
 from penstock.bench.checkpoint.read_pipeline import read_objects
 from penstock.checkpoint.saving.buffers import WarmMemory
+from penstock.checkpoint.saving.measurement import Measurement
 from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, write_objects
 from penstock.dataset.content import Content
 from penstock.environment import process_environment
 from penstock.storage import open_storage
 from penstock.storage.aligned import aligned_buffer
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.saving.measurement import Measurement
 
 FILE_BYTES = 512 << 20
 CHUNK_BYTES = 16 << 20

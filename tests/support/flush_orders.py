@@ -4,20 +4,16 @@ Place in the flow: between a cache that a manager has filled and the daemon. Inv
 step what lies in the caches, so tests that want it wrong change fields by name.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.checkpoint.levels.flush.daemon import Daemon
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrder, OrderedFile
+from penstock.storage import Storage
 from penstock.storage.uri import open_here
-
-if TYPE_CHECKING:
-    from penstock.storage import Storage
 
 
 def save_id_of(cache: Path, step: int) -> str:

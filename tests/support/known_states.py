@@ -4,22 +4,18 @@ Place in the flow: above the manager, beside `known_steps`. Invariant: `restored
 of it is of one step and one generation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tests.support.gloo_ranks import as_rank
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.manager.manager import Manager
+from penstock.storage import Storage
+from penstock.storage.files.system_calls import FileCalls
 from penstock.testing.child_processes import FunctionRef
-
-if TYPE_CHECKING:
-    from penstock.storage import Storage
-    from penstock.storage.files.system_calls import FileCalls
 
 NUM_ROWS = 300
 SHORT_TIMEOUT_S = 60.0

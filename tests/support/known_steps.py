@@ -4,25 +4,20 @@ Place in the flow: above the commit, below the sweeps. Invariant: `assert_known`
 of its checkpoints is whole and of one generation.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.checkpoint.commit.catalog import open_catalog
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Seal
 from penstock.checkpoint.commit.transaction import begin_save
-from penstock.cluster.comm import SoloComm, all_gather_results
+from penstock.cluster.comm import Comm, SoloComm, all_gather_results
+from penstock.storage import Storage
 from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
+from penstock.storage.files.system_calls import FileCalls
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import Location
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.storage import Storage
-    from penstock.storage.files.system_calls import FileCalls
 
 NUM_FILES: Final = 2
 """Of each rank."""

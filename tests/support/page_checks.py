@@ -3,16 +3,13 @@
 `check_page` opens a page wide, on a phone, in the dark and on paper; a screenshot of each is left beside it.
 """
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from tests.support.browser import Browser
+from tests.support.browser import Browser
 
 MOST_BYTES: Final = 1_500_000
 """Of a page without timelines."""

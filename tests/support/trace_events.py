@@ -1,25 +1,21 @@
 """Events of described traces as tables in memory, without files between: for tests of what asks events."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
 from penstock.trace.event_schema import ALL_COLUMNS, SCHEMA, canonical
 from penstock.trace.event_store import EventStore
 from penstock.trace.reading.event_batch import BATCH_SCHEMA
+from penstock.trace.synthesize import SynthesisSpec
 from penstock.trace.synthesize.planned_calls import plan_rank
 from penstock.trace.synthesize.write_traces import RankProcess
-
-if TYPE_CHECKING:
-    from penstock.trace.synthesize import SynthesisSpec
 
 _MOVING = ("read", "write", "pread", "pwrite", "readv", "writev", "fread", "fwrite")
 

@@ -1,19 +1,15 @@
 """Studies of a few handmade events, for tests of tables, findings and checks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import duckdb
 from tests.support.trace_events import events_table
 
 from penstock.trace.compare.trace_study import ComparisonSpec, Study
+from penstock.trace.event_schema import FileAccount
 from penstock.trace.questions.events_view import view_events
-
-if TYPE_CHECKING:
-    from penstock.trace.event_schema import FileAccount
 
 
 @contextmanager

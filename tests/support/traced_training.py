@@ -1,14 +1,12 @@
 """Small real training runs on files, traced, with the computation and the bandwidth that a test needs."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.bench.loader.native_loader import NativeOptions
+from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
@@ -17,18 +15,14 @@ from penstock.dataset.generate import generate
 from penstock.environment import TRACE
 from penstock.progress import Silent
 from penstock.results.event_files import read_events
-from penstock.storage import open_storage
+from penstock.results.step_events import Rows
+from penstock.storage import Source, Storage, open_storage
 from penstock.storage.protocol import WrappedSource, WrappedStorage
 from penstock.trace.capture.recorder import get_recorder
 from penstock.trace.capture.traced_storage import trace_storage
 from penstock.workload.enums import DataFormat
 from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
-
-if TYPE_CHECKING:
-    from penstock.bench.training.training_result import TrainingResult
-    from penstock.results.step_events import Rows
-    from penstock.storage import Source, Storage
 
 FILE_BYTES = 100_000
 UNLIMITED = 1e12

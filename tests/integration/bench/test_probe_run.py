@@ -1,7 +1,5 @@
 """The probe on real storage: what it reports, and that it leaves nothing behind, whatever happens."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -10,7 +8,7 @@ import tempfile
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -24,11 +22,9 @@ from penstock.cluster.comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.results.run_record import read_record
+from penstock.storage import Sink, Storage
 from penstock.storage.uri import parse_uri
 from penstock.testing.faults import FailAtCall
-
-if TYPE_CHECKING:
-    from penstock.storage import Sink, Storage
 
 SMALL = ProbeRequest(uri="mem://x", size_bytes=4 << 20, streams=(1, 3), block_bytes=(64 << 10, 1 << 20))
 

@@ -1,10 +1,9 @@
 """States on a GPU, if there is one: staged through pinned memory beside the trainer, restored in place."""
 
-from __future__ import annotations
-
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from penstock.checkpoint.adapters.async_writer import AsyncWriter
 from penstock.checkpoint.torch_dcp.planners import LoadPlanner, SavePlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.checkpoint.torch_dcp.writer import Writer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -1,16 +1,14 @@
 """The whole engine, killed at storage calls, cut off from power, or refused: restores load a known step."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.known_states import (
@@ -32,9 +30,6 @@ from penstock.errors import PenstockError
 from penstock.testing.crash import Program, count_calls, killed_at, sweep
 from penstock.testing.file_faults import CallLog, FailFileCall, NoSync, faulty_calls
 from penstock.testing.power_cut import Choice, Disk, OperationLog
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 UNSYNCED = faulty_calls(NoSync())
 FRESH, OVER = 2, 1

@@ -1,10 +1,8 @@
 """The whole engine on object services: round trips, and a service that stops answering at any request."""
 
-from __future__ import annotations
-
 import itertools
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.support.known_states import restored, save_state
@@ -15,9 +13,6 @@ from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.errors import PenstockError
 from penstock.storage import Storage, open_storage
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 IMPATIENT = {"attempts": "1", "backoff_s": "1ms", "request_timeout_s": "20s"}
 _corners = itertools.count()

@@ -1,17 +1,12 @@
 """An independent check of the crash sweeps: strace kills saves at real system calls, in any thread."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.support.known_states import restored, save_state
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SAVE = """
 import sys

@@ -1,12 +1,11 @@
 """Loads on several ranks that are ended by Ctrl-C or a failing callback on one: they end soon on all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,6 @@ from penstock.checkpoint.api import load, save
 from penstock.checkpoint.loading.execute import INTERRUPTED
 from penstock.errors import PenstockError
 from penstock.progress import Silent
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Told = dict[str, list[Any]]
 NUM_TENSORS = 12

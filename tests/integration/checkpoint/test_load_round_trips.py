@@ -1,11 +1,11 @@
 """Loading on one rank: every format into every kind of place, chosen parts, and what is refused."""
 
-from __future__ import annotations
-
 import io
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +30,6 @@ from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, UsageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import write_object
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -1,9 +1,7 @@
 """Pipelines on real files, buffered and with direct I/O: short transfers, full and failing disks."""
 
-from __future__ import annotations
-
 import errno
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +13,6 @@ from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAcc
 from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.uri import Location
 from penstock.testing.file_faults import CallFault, FailFileCall, ShortTransfers, faulty_calls
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CHUNK = 64 * 1024
 SETTINGS = PipelineSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=5 * CHUNK)

@@ -1,8 +1,7 @@
 """64 processes save together, and 16 load: more ranks than hear each other in one hop."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import penstock.checkpoint as pc
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LIMIT_S = 1500.0
 NUM_TENSORS = 20

@@ -1,10 +1,9 @@
 """States of random meshes, placements and dtypes: saved by the engine, loaded by stock torch onto others."""
 
-from __future__ import annotations
-
 import math
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from penstock.checkpoint.api import save
 from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64),

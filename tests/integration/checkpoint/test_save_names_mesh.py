@@ -1,8 +1,6 @@
 """A manifest has the device mesh of the state."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from tests.support.gloo_ranks import on_gloo_ranks
@@ -12,9 +10,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from penstock.checkpoint.api import save
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME
 from penstock.checkpoint.formats.manifest import read_manifest
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def save_on_a_mesh(_rank: int, path: Path) -> None:

@@ -1,9 +1,9 @@
 """Stock torch loads bit for bit what the engine saves, and refused saves leave nothing behind."""
 
-from __future__ import annotations
-
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +20,6 @@ from penstock.checkpoint.saving.saver import TorchEngine
 from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -1,7 +1,5 @@
 """`penstock checkpoint run` as it is typed: on one rank, on several, on an object server, and interrupted."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -9,16 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from tests.support.s3.server import BUCKET
+from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.cli import main
 from penstock.results.run_folder import run_folders
-
-if TYPE_CHECKING:
-    from tests.support.s3.server import S3Server
 
 WITHOUT_ACCOUNTS = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
 SMALL = ("llama3-8b", "--scale", "0.00005", "--interval", "0s", "--chunk", "1MiB", "--buffer-memory", "8MiB")

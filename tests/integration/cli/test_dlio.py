@@ -1,25 +1,20 @@
 """`penstock-dlio` as DLIO's users type it: every shipped workload, alone and on ranks, and what is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
-from tests.support.s3.server import ACCESS_KEY, BUCKET, SECRET_KEY
+from tests.support.s3.server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
 from penstock.cli.dlio import main
 from penstock.results.dlio.dlio_result import read_dlio_result
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.workload.load_workload import shipped
-
-if TYPE_CHECKING:
-    from tests.support.s3.server import S3Server
 
 PHASE = {
     "au_percentage",

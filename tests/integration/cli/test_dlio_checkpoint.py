@@ -1,22 +1,17 @@
 """`penstock-dlio` with workloads of checkpoints alone: DLIO's words, keys, files and figures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from tests.support.s3.server import BUCKET
+from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.cli.dlio import main
 from penstock.cli.dlio_storage import checkpoint_location
 from penstock.workload.enums import StorageKind
 from penstock.workload.load_workload import load
 from penstock.workload.overrides import parse_settings
-
-if TYPE_CHECKING:
-    from tests.support.s3.server import S3Server
 
 TINY = """
 model:

@@ -1,18 +1,13 @@
 """`penstock submission` as a person calls it."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.support.submission.numbered_tree import valid_submission
 from tests.support.submission.timed_tree import valid_round
 
 from penstock.cli.app import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_valid_tree_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,19 +1,14 @@
 """`penstock submission report`, and the files of `check`, as a person calls them."""
 
-from __future__ import annotations
-
 import csv
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.support.submission.numbered_tree import valid_submission
 from tests.support.submission.timed_tree import valid_checkpointing
 
 from penstock.cli.app import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def files_below(root: Path) -> set[str]:

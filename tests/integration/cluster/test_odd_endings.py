@@ -1,23 +1,17 @@
 """Unusual endings of jobs: crashes, many failures at once, early exits, stubborn workers, much output."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.integration.cluster.conftest import Jobs
+from tests.integration.cluster.conftest import Jobs
 
 BIN = Path(sys.executable).parent
 RANK = str(Path(__file__).parent / "programs" / "rank.py")

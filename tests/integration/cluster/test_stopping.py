@@ -1,19 +1,14 @@
 """One rank of four ends, the others wait: all must end, with one message that gives the cause."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-
-if TYPE_CHECKING:
-    from tests.integration.cluster.conftest import Jobs
+from tests.integration.cluster.conftest import Jobs
 
 BIN = Path(sys.executable).parent
 

@@ -1,18 +1,15 @@
 """Data sets that others made: found by listing, once a job, whatever their files are called."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from penstock.cluster.comm import Comm, SoloComm
-from penstock.dataset.external_dataset import list_external_files, list_in_parallel
+from penstock.dataset.external_dataset import ExternalFiles, list_external_files, list_in_parallel
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import ObjectInfo, open_storage
@@ -20,9 +17,6 @@ from penstock.storage.protocol import WrappedStorage
 from penstock.testing.rank_threads import on_ranks
 from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
-
-if TYPE_CHECKING:
-    from penstock.dataset.external_dataset import ExternalFiles
 
 
 def put(folder: Path, *names: str) -> None:

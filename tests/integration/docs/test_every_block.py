@@ -4,8 +4,6 @@
 blocks of a page share a folder, and their Python shares its names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -14,14 +12,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.support.doc_blocks import ROOT, Block, Case, find_blocks
-from tests.support.s3.server import BUCKET
-
-if TYPE_CHECKING:
-    from tests.support.s3.server import S3Server
+from tests.support.s3.server import BUCKET, S3Server
 
 pytestmark = [
     pytest.mark.examples,

@@ -1,7 +1,5 @@
 """The programs of examples/ run, stop and continue; job files and containers fit their schemas."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,15 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from tests.support.s3.server import BUCKET
-
-if TYPE_CHECKING:
-    from tests.support.s3.server import S3Server
+from tests.support.s3.server import BUCKET, S3Server
 
 pytestmark = pytest.mark.examples
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -1,19 +1,14 @@
 """Pages of key-value caches in Chromium: of a trace, of a run, and of several storages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.browser import Browser
 from tests.support.page_checks import check_page, read_banner
 
 from penstock.cli import main
-
-if TYPE_CHECKING:
-    from tests.support.browser import Browser
 
 
 def traced(parent: Path) -> str:

@@ -4,14 +4,12 @@ What a page answers is below, as the first words of its banner: did it pass, how
 when, and what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.browser import Browser
 from tests.support.page_checks import check_page, read_banner
 from tests.support.recorded_runs import CheckpointStory, TrainingStory, record_checkpoints, record_training
 
@@ -21,9 +19,6 @@ from penstock.cli import main
 from penstock.reports.answer_page import write_answer_page
 from penstock.workflows.accelerator_sweep import SweepRun, find_most_accelerators, make_sweep_page
 from penstock.workflows.levels_page import make_status_page
-
-if TYPE_CHECKING:
-    from tests.support.browser import Browser
 
 
 def trained(parent: Path, *, slow: bool = False) -> Path:

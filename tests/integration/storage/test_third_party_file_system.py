@@ -3,14 +3,12 @@
 The back end is the example of docs/storage.md, installed by its entry point.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ from penstock.cluster.gates.gate_model import Gate, GateVerdict, PreflightReques
 from penstock.cluster.gates.preflight import run_preflight
 from penstock.errors import OutOfSpace
 from penstock.progress import Silent
-from penstock.storage import uri
+from penstock.storage import Storage, uri
 from penstock.storage.capabilities import find_local_root, uses_page_cache
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.residency import evict_objects
@@ -35,11 +33,6 @@ from penstock.testing.storage_contract import StorageContract
 from penstock.trace.capture.recorder import TraceRecorder
 from penstock.trace.capture.traced_storage import TracedStorage
 from penstock.workload.load_workload import load
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.storage import Storage
 
 PAGE = Path(__file__).parents[3] / "docs" / "storage.md"
 MODULE = "pfs_storage"

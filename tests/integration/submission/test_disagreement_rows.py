@@ -1,11 +1,10 @@
 """Where the reference tool and its own rules disagreed, row by row: each with what the rules give here."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from tests.support.submission import tree_changes as do
@@ -20,20 +19,12 @@ from tests.support.submission.timed_tree import (
 )
 
 from penstock.bench.state_layout import LayoutRequest, plan_layout
-from penstock.submission.check import check
-from penstock.submission.edition import load_edition
-from penstock.submission.finding import Validity, Verdict
+from penstock.submission.check import CheckedResult, check
+from penstock.submission.edition import Edition, load_edition
+from penstock.submission.finding import Finding, Validity, Verdict
+from penstock.submission.result_files import SubmittedResult
 from penstock.submission.rules import rule_by_id
 from penstock.workload.load_workload import load_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from penstock.submission.check import CheckedResult
-    from penstock.submission.edition import Edition
-    from penstock.submission.finding import Finding
-    from penstock.submission.result_files import SubmittedResult
 
 EDITION: Final = load_edition("v3.0")
 ORDER: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING, Verdict.PASS, Verdict.NOT_APPLICABLE)

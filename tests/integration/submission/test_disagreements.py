@@ -1,21 +1,14 @@
 """Where tools for submissions disagreed with their own rules: each with the verdict that the rules give."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tests.support.submission.numbered_tree import BATCH, NUM_FILES, Submission, valid_submission
 
-from penstock.submission.check import check
+from penstock.submission.check import CheckedResult, check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity, Verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from penstock.submission.check import CheckedResult
 
 EDITION = load_edition("v1.0")
 

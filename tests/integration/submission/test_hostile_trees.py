@@ -1,12 +1,10 @@
 """Trees with a hostile file: the file is named as not checked, in seconds and within a small memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.support.measured_process import run_measured
@@ -18,9 +16,6 @@ from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.find_results import search_tree
 from penstock.submission.rules import rule_by_id
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MAX_SECONDS = 5
 MAX_MIB = 300

@@ -1,11 +1,9 @@
 """Trees as large as those of published rounds, within the time and the memory that a laptop has."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.support.measured_process import run_measured
@@ -15,9 +13,6 @@ from tests.support.submission.timed_tree import valid_checkpointing
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def rank_files(root: Path, *, num_ranks: int, num_each: int) -> int:

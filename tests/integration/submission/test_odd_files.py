@@ -1,9 +1,9 @@
 """What files may hold: garbage is never a crash, and never `invalid` by a defect of ours."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from tests.support.submission import tree_changes as do
@@ -16,10 +16,6 @@ from penstock.submission.finding import Verdict
 from penstock.submission.parsed_file import read_description, read_file
 from penstock.submission.rules import rule_by_id
 from penstock.submission.system_description import find_schema_problems
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 EDITION: Final = load_edition("v3.0")
 GARBAGE: Final = ("[1, 2", "null", '"text"', "\x00", "[]", "")

@@ -1,19 +1,15 @@
 """Pages of judged results as people open them: in a browser, wide and narrow, light and dark."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.support.browser import Browser
 from tests.support.page_checks import check_page, read_banner
 from tests.support.submission.numbered_tree import valid_submission
 from tests.support.submission.timed_tree import valid_round
 
 from penstock.cli.app import main
-
-if TYPE_CHECKING:
-    from tests.support.browser import Browser
 
 SCREENS = [
     pytest.param(1280, False, "rgb(251, 251, 249)", id="desktop, light"),

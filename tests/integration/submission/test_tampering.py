@@ -1,23 +1,16 @@
 """A valid tree of v3.0, tampered with: each way brings the finding that it must."""
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.support.submission.tampered_folders import WAYS, Lying, Tampering
 from tests.support.submission.timed_tree import valid_training
 
-from penstock.submission.check import check
+from penstock.submission.check import CheckedResult, check
 from penstock.submission.edition import load_edition
 from penstock.submission.edition_choice import choose_edition
 from penstock.submission.finding import Validity, Verdict
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.submission.check import CheckedResult
 
 
 def judged(root: Path) -> list[CheckedResult]:

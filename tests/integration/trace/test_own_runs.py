@@ -1,12 +1,12 @@
 """Penstock's own traced runs explain themselves: where the time of each step went, and which run it was."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.support.browser import Browser
 from tests.support.command_line import run_command
 from tests.support.repeated_measurement import measure_until
 from tests.support.traced_training import FILE_BYTES, TracedRun, make_data_set, train_traced
@@ -14,11 +14,6 @@ from tests.support.traced_training import FILE_BYTES, TracedRun, make_data_set, 
 import penstock.trace
 from penstock.results.event_files import read_events
 from penstock.results.step_events import SpanKind
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.support.browser import Browser
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Each kind of damage that traces are known to have, alone and at random: counted exactly, never a crash."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
@@ -11,13 +9,14 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from tests.support.trace_files import Writing, lines_of, write_trace
 
 from penstock.cli.app import main
+from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading import json_lines
 from penstock.trace.reading.block_arguments import count_members
 from penstock.trace.reading.block_query import BlockQuery, BlockRows
@@ -25,9 +24,6 @@ from penstock.trace.reading.chunks import read_pieces
 from penstock.trace.reading.event_batch import BATCH_SCHEMA
 from penstock.trace.reading.lenient_json import parse_line
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
-
-if TYPE_CHECKING:
-    from penstock.trace.event_schema import FileAccount
 
 NUM_EVENTS = 60
 

@@ -1,20 +1,16 @@
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.event_batch import BATCH_SCHEMA
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
-
-if TYPE_CHECKING:
-    from penstock.trace.event_schema import FileAccount
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], FileAccount]:

@@ -1,19 +1,15 @@
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from tests.support.trace_files import Writing, write_trace
 
 from penstock.errors import UsageError
+from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.event_batch import BATCH_SCHEMA
 from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
-
-if TYPE_CHECKING:
-    from penstock.trace.event_schema import FileAccount
 
 
 def read(path: Path, selection: EventFilter) -> tuple[list[dict[str, Any]], FileAccount]:

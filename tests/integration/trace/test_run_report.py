@@ -1,22 +1,18 @@
 """`penstock trace report`: the page in a browser and its data, of one run, several, and next to nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.support.browser import Browser
 from tests.support.page_checks import check_page, read_banner
 from tests.support.trace_files import Writing, lines_of, make_events, write_trace
 
 from penstock.cli import main
 from penstock.environment import process_environment
-
-if TYPE_CHECKING:
-    from tests.support.browser import Browser
 
 FIGURES = [
     "timeline", "rank_bytes", "rank_busy", "bandwidth", "overlap", "sizes", "latencies", "offsets", "files",

@@ -1,13 +1,12 @@
 """The demo's tour: a page and its figures, and nothing else left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from tests.support.browser import Browser
 from tests.support.page_checks import FIRST_SCREEN, QUESTIONS, check_page, read_banner
 
 from penstock.progress import Silent
@@ -15,11 +14,6 @@ from penstock.reports.answer_page import write_answer_page
 from penstock.units import format_rate
 from penstock.workflows.demo import tour
 from penstock.workflows.demo_page import Limit, Tour, find_excess, make_demo_page
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.browser import Browser
 
 
 class _Phases(Silent):

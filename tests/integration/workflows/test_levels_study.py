@@ -1,25 +1,19 @@
 """The study of levels, small and whole: all rows on ranks of gloo, their traces, and what is said of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.bench.state_layout import LayoutRequest, StateLayout, plan_layout
-from penstock.cluster.comm import SoloComm
+from penstock.cluster.comm import Comm, SoloComm
 from penstock.errors import PenstockError, Unavailable, UsageError
-from penstock.workflows.levels_study.study import require_memory, require_torch
+from penstock.workflows.levels_study.study import StudyResult, require_memory, require_torch
 from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest, list_rows
 from penstock.workload.load_workload import load_model
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.workflows.levels_study.study import StudyResult
 
 NUM_RANKS = 2
 NUM_CHECKPOINTS = 2

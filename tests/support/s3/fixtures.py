@@ -3,18 +3,13 @@
 A server starts once a session, and only if a test asks for it; without its programs the tests are skipped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.s3.fake_server import FakeServer
+from tests.support.s3.server import S3Server
 
 from penstock.errors import Unavailable
-
-if TYPE_CHECKING:
-    from tests.support.s3.fake_server import FakeServer
-    from tests.support.s3.server import S3Server
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,9 @@ credentials, because some clients read them from the process environment only on
 Each is a context manager; `fixtures` has them for pytest.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from penstock.environment import Environment
+from penstock.environment import Environment
 
 ACCESS_KEY = "penstocktests"
 SECRET_KEY = "penstock-tests-secret"

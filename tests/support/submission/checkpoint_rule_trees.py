@@ -1,18 +1,14 @@
 """The trees of rules about checkpointing; see `timed_rule_trees`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tests.support.submission import tree_changes as do
+from tests.support.submission.rule_trees import RuleTree
 from tests.support.submission.timed_cases import FAIL, NA, NEW, PASS, UNKNOWN, WARNING, ckpt, once, softened
 from tests.support.submission.timed_tree import SYSTEM, Round
-
-if TYPE_CHECKING:
-    from tests.support.submission.rule_trees import RuleTree
 
 CHECKPOINTING: Final = f"closed/acme/results/{SYSTEM}/checkpointing/llama3-8b"
 

@@ -2,23 +2,19 @@
 one another. `numbered_rule_trees` and `timed_rule_trees` have the trees of the other rules.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tests.support.submission import tree_changes as do
 from tests.support.submission.numbered_tree import RESULT, Submission, valid_submission
 from tests.support.submission.rule_trees import RuleTree
 from tests.support.submission.timed_cases import FAIL, NA, PASS, UNKNOWN, WARNING, ckpt, once, run
+from tests.support.submission.timed_tree import Round
 
 from penstock.submission.finding import Verdict
-
-if TYPE_CHECKING:
-    from tests.support.submission.timed_tree import Round
 
 RATES: Final = "train_throughput_samples_per_second"
 UTILIZATION: Final = "train_au_percentage"

@@ -4,20 +4,16 @@ Place in the flow: values -> (a test's change) -> files. Invariant: no tree is k
 of `valid_submission` makes new values.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import yaml
 
 from penstock.submission.recomputed_metrics import MIB, deviation, mean
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RECORD_BYTES: Final = 146_600_628
 BATCH: Final = 7

@@ -1,20 +1,16 @@
 """The trees of rules about key-value caches and vector search; see `timed_rule_trees`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tests.support.submission import tree_changes as do
 from tests.support.submission.query_tree import CACHE, valid_cache, valid_vectors
 from tests.support.submission.rule_trees import RuleTree
 from tests.support.submission.timed_cases import FAIL, NA, NEW, PASS, STRICT, UNKNOWN, WARNING
-
-if TYPE_CHECKING:
-    from tests.support.submission.timed_tree import Round
-    from tests.support.submission.tree_changes import Change
+from tests.support.submission.timed_tree import Round
+from tests.support.submission.tree_changes import Change
 
 
 def _case(make: Callable[[], Round]) -> Callable[..., RuleTree[Round]]:

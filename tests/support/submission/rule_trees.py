@@ -4,14 +4,11 @@ The trees themselves, those that keep a rule beside those that break it, are in 
 and `timed_rule_trees` (v2.0 and v3.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    from penstock.submission.finding import Verdict
+from penstock.submission.finding import Verdict
 
 TreeT = TypeVar("TreeT")
 

@@ -1,19 +1,15 @@
 """How the trees of rules of v2.0 and v3.0 are written down: a name, a change of a valid tree, a verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from tests.support.submission.rule_trees import RuleTree
 from tests.support.submission.timed_tree import Round, valid_checkpointing, valid_training
+from tests.support.submission.tree_changes import Change
 
 from penstock.submission.finding import Verdict
-
-if TYPE_CHECKING:
-    from tests.support.submission.tree_changes import Change
 
 FAIL, WARNING, UNKNOWN, PASS = Verdict.FAIL, Verdict.WARNING, Verdict.NOT_CHECKED, Verdict.PASS
 NA: Final = Verdict.NOT_APPLICABLE

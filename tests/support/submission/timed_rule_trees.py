@@ -3,17 +3,16 @@
 Invariant: the verdict of a change is the worst one of its rule, whatever other rules find as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tests.support.submission import tree_changes as do
 from tests.support.submission.checkpoint_rule_trees import CHECKPOINT_TREES
 from tests.support.submission.cross_check_trees import TIMED_CROSS_CHECKS
 from tests.support.submission.query_rule_trees import QUERY_TREES
+from tests.support.submission.rule_trees import RuleTree
 from tests.support.submission.timed_cases import (
     FAIL,
     NA,
@@ -35,9 +34,6 @@ from tests.support.submission.timed_tree import (
     SYSTEM,
     Round,
 )
-
-if TYPE_CHECKING:
-    from tests.support.submission.rule_trees import RuleTree
 
 TRAINING: Final = f"closed/acme/results/{SYSTEM}/training/unet3d"
 CHECKPOINTING: Final = f"closed/acme/results/{SYSTEM}/checkpointing/llama3-8b"

@@ -4,8 +4,6 @@ Place in the flow: values -> (a test's change) -> files. Invariant: no tree is k
 makes new values. Digests are computed here by the rule's words, not by the code that judges them.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -14,16 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from tests.support.submission.numbered_tree import epoch_rates, epoch_statistics
 from tests.support.submission.run_records import run_record
 
 from penstock.submission.recomputed_metrics import MIB, mean
 from penstock.workload.shipped_catalog import cards, families
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RECORD_BYTES: Final = 146_600_628
 BATCH: Final = 7

@@ -3,24 +3,20 @@
 Invariant: a file in a store is never changed in place; a test that edits files calls the `write` of its tree.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from tests.support.submission.rule_trees import RuleTree
 
 from penstock.submission.check import CheckedResult, check
 from penstock.submission.edition import Edition, load_edition
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.rules import RULES
-
-if TYPE_CHECKING:
-    from tests.support.submission.rule_trees import RuleTree
-
-    from penstock.submission.rules.rule import Rule
+from penstock.submission.rules.rule import Rule
 
 WORST_FIRST = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING, Verdict.PASS, Verdict.NOT_APPLICABLE)
 

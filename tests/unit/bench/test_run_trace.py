@@ -1,10 +1,7 @@
 """Spans of a run: what a traced storage is given of its steps, and nothing where storage is not traced."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,12 +9,9 @@ from penstock.bench.run_trace import RunTrace, find_trace_folder
 from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.results.event_files import SpoolWriter
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
-from penstock.storage.capabilities import find_span_trace
+from penstock.storage.capabilities import SpanValue, find_span_trace
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage
-
-if TYPE_CHECKING:
-    from penstock.storage.capabilities import SpanValue
 
 
 class SpanCollector(WrappedStorage):

@@ -1,12 +1,10 @@
 """The option layer: declarations become parameters, help, completion, and instances of their dataclass."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import pytest
@@ -34,10 +32,8 @@ from penstock.cli.options import (
     verb,
 )
 from penstock.cli.parsers import ASSIGNMENT, FILE, SIZE, TEXT, choice, whole
+from penstock.cli.terminal import Terminal
 from penstock.errors import Unavailable, UsageError
-
-if TYPE_CHECKING:
-    from penstock.cli.terminal import Terminal
 
 
 @dataclass(frozen=True, kw_only=True)

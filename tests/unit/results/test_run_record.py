@@ -1,7 +1,5 @@
 """run.json is whole from the first moment on, says how a run ended, and never calls a dead one running."""
 
-from __future__ import annotations
-
 import json
 import os
 import string
@@ -10,7 +8,6 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -46,9 +43,7 @@ from penstock.results.run_record import (
     workload_values,
 )
 from penstock.workload.load_workload import load
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Workload
+from penstock.workload.spec import Workload
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "results" / "run.json"
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

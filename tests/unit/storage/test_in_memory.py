@@ -1,20 +1,14 @@
-from __future__ import annotations
-
 import threading
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.storage.in_memory import FIRST_CAPACITY_BYTES, MemoryStorage
-from penstock.storage.protocol import read_object, write_object
+from penstock.storage.protocol import Storage, read_object, write_object
 from penstock.storage.uri import open_storage
 from penstock.testing.storage_contract import StorageContract, assert_same_bytes
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import Storage
 
 
 class TestMemoryStorage(StorageContract):

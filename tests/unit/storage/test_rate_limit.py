@@ -1,9 +1,7 @@
-from __future__ import annotations
-
 import math
 import threading
 from contextlib import closing
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,14 +9,9 @@ from penstock.errors import UsageError
 from penstock.storage import open_storage
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.protocol import read_object, write_object
+from penstock.storage.protocol import Storage, read_object, write_object
 from penstock.storage.rate_limit import RateLimitedStorage, TokenBucket
 from penstock.testing.storage_contract import StorageContract
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.storage.protocol import Storage
 
 
 class StoppedClock:

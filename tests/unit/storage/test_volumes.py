@@ -1,8 +1,6 @@
 """Free space is checked before the first byte, on file systems only."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +8,6 @@ from penstock.errors import OutOfSpace
 from penstock.storage.capabilities import find_local_root
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.volumes import nearest_folder, require_free_space
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_what_fits_is_silent_and_what_does_not_names_the_place_and_the_way_out(tmp_path: Path) -> None:

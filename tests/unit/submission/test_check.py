@@ -1,9 +1,8 @@
 """The engine, the tree's shapes, and editions."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.support.submission.numbered_tree import RESULT, valid_submission
@@ -11,23 +10,15 @@ from tests.support.submission.timed_tree import valid_round
 
 from penstock.errors import UsageError
 from penstock.submission.check import apply_rule, check
-from penstock.submission.edition import load_edition
+from penstock.submission.edition import Edition, load_edition
 from penstock.submission.edition_choice import choose_edition
 from penstock.submission.find_results import search_tree
-from penstock.submission.finding import Validity, Verdict
+from penstock.submission.finding import Finding, Validity, Verdict
 from penstock.submission.reports.findings_export import exit_code
-from penstock.submission.result_files import read_results
+from penstock.submission.result_files import SubmittedResult, read_results
 from penstock.submission.rules import rule_by_id
 from penstock.submission.tree_context import TreeContext
 from penstock.workload.dataset_size import MEMORY_MULTIPLE, MIN_STEPS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from penstock.submission.edition import Edition
-    from penstock.submission.finding import Finding
-    from penstock.submission.result_files import SubmittedResult
 
 EDITION = load_edition("v1.0")
 

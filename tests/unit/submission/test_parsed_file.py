@@ -1,8 +1,8 @@
 """Fields of parsed files: there, or named as missing; and files as they are read."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +13,6 @@ from penstock.submission.parsed_file import (
     read_file,
     relative,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CONTENT = {
     "number": 7,

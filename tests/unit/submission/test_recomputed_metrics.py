@@ -1,12 +1,11 @@
 """Figures and times, recomputed from what epochs and ranks report."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.support.submission import tree_changes as do
 from tests.support.submission.timed_tree import Round, valid_checkpointing, valid_training
+from tests.support.submission.tree_store import TreeStore
 
 from penstock.submission.check import read_tree
 from penstock.submission.edition import load_edition
@@ -21,11 +20,7 @@ from penstock.submission.recomputed_metrics import (
     recompute,
     record_bytes,
 )
-
-if TYPE_CHECKING:
-    from tests.support.submission.tree_store import TreeStore
-
-    from penstock.submission.result_files import SubmittedResult
+from penstock.submission.result_files import SubmittedResult
 
 
 def read(tree: Round, store: TreeStore) -> SubmittedResult:

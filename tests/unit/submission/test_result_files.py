@@ -1,14 +1,12 @@
 """Results as they are found and read: places, runs, warm-ups, clients, descriptions."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.submission import tree_changes as do
 from tests.support.submission.numbered_tree import RESULT, valid_submission
 from tests.support.submission.timed_tree import Round, valid_checkpointing, valid_round, valid_training
+from tests.support.submission.tree_store import Tree, TreeStore
 
 from penstock.submission.check import read_tree
 from penstock.submission.edition import load_edition
@@ -20,12 +18,8 @@ from penstock.submission.find_results import (
     search_tree,
 )
 from penstock.submission.parsed_file import MissingFact
+from penstock.submission.result_files import SubmittedResult
 from penstock.workload.mlperf_divisions import SubmissionDivision
-
-if TYPE_CHECKING:
-    from tests.support.submission.tree_store import Tree, TreeStore
-
-    from penstock.submission.result_files import SubmittedResult
 
 TRAINING = "closed/acme/results/fast/training/unet3d"
 

@@ -1,15 +1,14 @@
 """Trees as people hand them in: odd names, leavings, folders too many or too few."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.support.submission.numbered_tree import RESULT, Submission, valid_submission
 from tests.support.submission.timed_tree import valid_round
+from tests.support.submission.tree_store import TreeStore
 
 from penstock.errors import UsageError
 from penstock.submission.check import check, check_lone_descriptions
@@ -17,11 +16,6 @@ from penstock.submission.edition import load_edition
 from penstock.submission.edition_choice import choose_edition
 from penstock.submission.find_results import require_results, search_tree
 from penstock.submission.finding import Validity, Verdict
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.submission.tree_store import TreeStore
 
 V1 = load_edition("v1.0")
 REPORT = "mlperf_storage_report.json"

@@ -1,16 +1,13 @@
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 
 from penstock.errors import OutOfSpace, StorageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.protocol import exists, read_object, write_object
+from penstock.storage.protocol import Sink, Storage, exists, read_object, write_object
 from penstock.testing.faults import (
     FailAfter,
     FailAtCall,
@@ -20,9 +17,6 @@ from penstock.testing.faults import (
     Verb,
 )
 from penstock.testing.storage_contract import ReleaseLedger, StorageContract
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import Sink, Storage
 
 
 class StoppedClock:

@@ -1,19 +1,24 @@
 """The contract suite catches storages that break a promise: each defect fails the test that names it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.protocol import Counters, WrappedSink, WrappedSource, WrappedStorage, exists
+from penstock.storage.protocol import (
+    Counters,
+    ObjectInfo,
+    Release,
+    Sink,
+    Source,
+    Storage,
+    WrappedSink,
+    WrappedSource,
+    WrappedStorage,
+    exists,
+)
 from penstock.testing.storage_contract import ReleaseLedger, StorageContract, pieces_of
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import ObjectInfo, Release, Sink, Source, Storage
 
 
 class ForgetsReleases(WrappedStorage):

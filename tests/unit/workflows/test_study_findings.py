@@ -1,12 +1,10 @@
 """What a study says of its rows, from a few handmade events."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.support.trace_studies import small_study
 
-from penstock.trace.compare.trace_study import Weight
+from penstock.trace.compare.trace_study import FindingRule, TraceFinding, Weight
 from penstock.workflows.levels_study.study_findings import (
     cache_pays_off,
     flush_costs_training,
@@ -14,9 +12,6 @@ from penstock.workflows.levels_study.study_findings import (
     redundancy_costs,
 )
 from penstock.workflows.levels_study.study_plan import SAVE_EVENT, STEP_EVENT
-
-if TYPE_CHECKING:
-    from penstock.trace.compare.trace_study import FindingRule, TraceFinding
 
 RUNS = ("direct_slow", "cached_flushed", "cached", "single", "single_flushed")
 

@@ -1,10 +1,7 @@
 """What-if: the forecast is the largest number of accelerators that its own model allows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -14,9 +11,7 @@ from penstock.errors import UsageError
 from penstock.workload.accelerator_forecast import MODEL, forecast_accelerators
 from penstock.workload.load_workload import load, shipped
 from penstock.workload.quantities import Duration
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Workload
+from penstock.workload.spec import Workload
 
 GIB = 1 << 30
 WORKLOADS = [loaded.workload for loaded in shipped()]

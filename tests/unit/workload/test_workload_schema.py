@@ -1,23 +1,19 @@
 """The outer form: derived from the spec, strict, and a round trip for everything but secrets."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.workload.enums import DataFormat, Shuffle
+from penstock.workload.layered_settings import SettingProblem
 from penstock.workload.load_workload import shipped
 from penstock.workload.quantities import Distribution, Duration
 from penstock.workload.spec import Parquet, ParquetColumn, StorageOptions, Transformer, Workload
 from penstock.workload.workload_schema import known_paths, read_workload, write_workload
-
-if TYPE_CHECKING:
-    from penstock.workload.layered_settings import SettingProblem
 
 
 def read(tree: dict[str, Any]) -> Workload:

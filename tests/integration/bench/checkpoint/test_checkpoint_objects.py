@@ -1,19 +1,17 @@
 """Checkpoints on an object service that delays, drops, refuses and loses: right bytes, or a clear failure."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.s3.fake_server import FakeServer
 from tests.support.s3.fault_plan import ALWAYS, Fault
 from tests.support.s3.server import BUCKET
 
+from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
 from penstock.bench.checkpoint.checkpoint_run import (
     CheckpointRequest,
     change_checkpoint_section,
@@ -28,9 +26,6 @@ from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.storage import open_storage
 from penstock.workload.load_workload import load_model
-
-if TYPE_CHECKING:
-    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
 
 StartFaulty = Callable[..., FakeServer]
 

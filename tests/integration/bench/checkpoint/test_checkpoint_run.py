@@ -1,7 +1,5 @@
 """Whole runs of checkpoints: on files, in memory and on storage that fails, on one rank and on several."""
 
-from __future__ import annotations
-
 import errno
 import json
 import time
@@ -10,11 +8,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from penstock.bench.checkpoint.checkpoint_folder import KEY, read_marker
+from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
 from penstock.bench.checkpoint.checkpoint_run import (
     CheckpointRequest,
     change_checkpoint_section,
@@ -22,7 +21,7 @@ from penstock.bench.checkpoint.checkpoint_run import (
 )
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipelineSettings
-from penstock.cluster.comm import SoloComm
+from penstock.cluster.comm import Comm, SoloComm
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, RankFailed, Unavailable, UsageError
 from penstock.progress import Silent
@@ -30,7 +29,7 @@ from penstock.results.event_files import read_events
 from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.results.step_events import SpanKind
-from penstock.storage import open_storage, residency
+from penstock.storage import ObjectInfo, Sink, Storage, open_storage, residency
 from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.in_memory import MemoryStorage
@@ -41,11 +40,6 @@ from penstock.testing.file_faults import FailFileCall, faulty_calls
 from penstock.testing.rank_threads import on_ranks
 from penstock.workload.load_workload import load_model
 from penstock.workload.overrides import parse_settings
-
-if TYPE_CHECKING:
-    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
-    from penstock.cluster.comm import Comm
-    from penstock.storage import ObjectInfo, Sink, Storage
 
 SMALL = PipelineSettings(streams=2, chunk_bytes=64 << 10, buffer_memory_bytes=512 << 10)
 SCALE = Fraction(1, 100_000)

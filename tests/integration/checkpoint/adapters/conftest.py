@@ -1,13 +1,8 @@
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.integration.checkpoint.adapters.peers import Programs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(scope="session")

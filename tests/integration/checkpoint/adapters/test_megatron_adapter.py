@@ -1,11 +1,7 @@
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.integration.checkpoint.adapters.peers import Programs
+from tests.integration.checkpoint.adapters.peers import Programs
 
 DIRECTIONS = ["stock_loads_ours", "ours_loads_stock", "ours_loads_ours"]
 

@@ -1,13 +1,8 @@
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.integration.checkpoint.adapters.peers import Programs
+from tests.integration.checkpoint.adapters.peers import Programs
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,9 @@
 """Saves that are killed at a call of storage, or whose machine loses power: what is left is whole."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.support.known_steps import assert_known, files_below, save_known, save_known_alone
@@ -14,10 +13,6 @@ from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.testing.crash import Program, count_calls, sweep
 from penstock.testing.file_faults import NoSync, faulty_calls
 from penstock.testing.power_cut import Disk, Kind, OperationLog
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 UNSYNCED = faulty_calls(NoSync())
 FRESH, OVER = "step-2", "step-1"

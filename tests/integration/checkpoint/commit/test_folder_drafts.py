@@ -1,13 +1,13 @@
 """Commit by renaming folders: what is refused, what failures leave, what is swept and what is not."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from tests.support.known_steps import assert_known, files_below, save_known
@@ -17,15 +17,10 @@ from penstock.checkpoint.commit.protocol import LEASE_S, Draft, FolderDraftStore
 from penstock.checkpoint.commit.transaction import _LeaseRenewer, begin_save, open_draft_store
 from penstock.cluster.comm import SoloComm
 from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError
+from penstock.storage.files.file_storage import FileStorage
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.protocol import write_object
 from penstock.testing.file_faults import Call, CallFault, CallLog, FailFileCall, NoSync, faulty_calls
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from penstock.storage.files.file_storage import FileStorage
 
 T = TypeVar("T")
 

@@ -1,9 +1,7 @@
 """What a save never replaces, and what a load says of a checkpoint that is replaced while it is read."""
 
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +10,6 @@ from penstock.checkpoint.api import load, save
 from penstock.checkpoint.formats import checkpoint_source
 from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced, open_checkpoint
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SIZE = 4096
 

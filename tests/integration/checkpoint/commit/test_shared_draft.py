@@ -1,10 +1,10 @@
 """A draft that several processes share: whoever ends it, whenever, the step is committed whole and once."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.known_steps import assert_known, files_below, known_bytes, save_known
@@ -15,14 +15,9 @@ from penstock.checkpoint.commit.transaction import begin_save
 from penstock.cluster.comm import SoloComm
 from penstock.errors import StorageError, UsageError
 from penstock.storage.capabilities import find_folder_tree
+from penstock.storage.files.system_calls import FileCalls
 from penstock.storage.protocol import write_object
 from penstock.testing.file_faults import Call, CallLog, NoSync, faulty_calls
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from penstock.storage.files.system_calls import FileCalls
 
 NAME, SAVE_ID = "step-1", "0123456789abcdef"
 FILES = ("__0_0.distcp", "__0_1.distcp")

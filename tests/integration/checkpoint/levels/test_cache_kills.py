@@ -1,10 +1,10 @@
 """A rank that dies at any call of its cache, while steps are saved and encoded: what is left restores."""
 
-from __future__ import annotations
-
 import shutil
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +17,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock.checkpoint.levels.options import DoubleParity, Xor
 from penstock.checkpoint.manager.manager import Manager
+from penstock.storage.files.system_calls import FileCalls
 from penstock.testing.child_processes import FunctionRef
 from penstock.testing.crash import Program, sweep
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from penstock.storage.files.system_calls import FileCalls
 
 
 def manager_of(rank: int, root: Path, size: int, cache: Any) -> Manager:

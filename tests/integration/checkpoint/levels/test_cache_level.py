@@ -1,14 +1,13 @@
 """Node-local caches of eight ranks on four hosts: what survives the loss of which, bit for bit."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -18,16 +17,12 @@ from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.levels import agreement
 from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
+from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.errors import PenstockError, RankFailed, UsageError
 from penstock.storage import Storage, open_storage
 from penstock.storage.protocol import Source, WrappedStorage
 from penstock.testing.rank_threads import ThreadComm, on_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
 
 Result = TypeVar("Result")
 

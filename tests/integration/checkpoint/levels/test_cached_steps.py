@@ -1,9 +1,8 @@
 """A manager with caches, on gloo ranks that are hosts of their own: what is lost, damaged or left behind."""
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Sch
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.manager.save_policy import EverySteps
 from penstock.errors import PenstockError, UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOSTS = 4
 

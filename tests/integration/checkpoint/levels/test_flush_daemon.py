@@ -1,13 +1,12 @@
 """The flush daemon of a node: what it commits, what it outlives, and what ends it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +23,6 @@ from penstock.checkpoint.tools.verify import verify
 from penstock.errors import RankFailed, StorageError, Unavailable
 from penstock.storage.uri import open_here
 from penstock.testing.child_processes import exit_code_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BY_DAEMON = Flush(by="daemon")
 

@@ -1,15 +1,15 @@
 """Ranks, daemons, or both killed at random moments of saving, protecting and flushing."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +21,6 @@ from penstock.checkpoint.levels.options import Flush, Partner
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
 from penstock.testing.child_processes import FunctionRef, clean_context, ending
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 HOSTS = 2
 NUM_ITEMS = 200_000

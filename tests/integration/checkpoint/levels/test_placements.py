@@ -1,10 +1,9 @@
 """Cached steps restored elsewhere: by ranks on other nodes, by more or fewer of them, and rebuilt first."""
 
-from __future__ import annotations
-
 import logging
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Xor
 from penstock.checkpoint.manager.manager import Manager
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RANKS, PER_HOST = 8, 2
 

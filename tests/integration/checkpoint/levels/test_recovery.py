@@ -1,14 +1,13 @@
 """Caches after a crash: rebuilt, made durable without the trainer, or dropped."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -29,9 +28,6 @@ from penstock.checkpoint.manager.manager import Manager
 from penstock.cli import main
 from penstock.storage import open_storage
 from penstock.testing.rank_threads import ThreadComm, on_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 Result = TypeVar("Result")
 

@@ -1,9 +1,8 @@
 """Where a step is looked for when the caches cannot give it: ranks that are threads, with real files."""
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.bytes_engine import BytesEngine
@@ -20,9 +19,6 @@ from penstock.progress import Silent
 from penstock.storage import open_storage
 from penstock.testing.faults import FailAtCall
 from penstock.testing.rank_threads import ThreadComm, on_ranks
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RANKS = 4
 

@@ -1,9 +1,8 @@
 """Files that programs write themselves, in caches: protected, rebuilt, brought home, fetched, flushed."""
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from tests.support.gloo_ranks import on_gloo_ranks
@@ -12,9 +11,6 @@ from penstock.checkpoint.levels.options import Flush, Xor
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import ObjectNotFound
 from penstock.storage.in_memory import MemoryStorage
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RANKS = 4
 

@@ -1,11 +1,10 @@
 """Jobs that are asked to leave: all ranks at the same step, with that step committed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from click.testing import CliRunner
@@ -17,9 +16,6 @@ from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.manager.save_policy import EverySteps
 from penstock.cli.app import app
 from penstock.storage.uri import open_here
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def run_job(rank: int, root: Path) -> tuple[int, str, list[int]]:

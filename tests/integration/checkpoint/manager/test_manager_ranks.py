@@ -1,10 +1,10 @@
 """Managers on two ranks: failures that reach both, groups that work side by side, ranks that are left out."""
 
-from __future__ import annotations
-
 import errno
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -24,10 +24,6 @@ from penstock.errors import (
     WaitTimeout,
 )
 from penstock.testing.file_faults import FailFileCall, NoSync, faulty_calls
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 SIZE = 1000
 

@@ -1,8 +1,6 @@
 """Files that programs write themselves, without a cache: committed whole or not at all, and found again."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,6 @@ from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.manager.user_files import parse_writer_rank
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import ObjectNotFound, PenstockError, StorageError, Unavailable, UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def put(manager: Manager, name: str | int, content: bytes = b"x" * 5000) -> None:

@@ -1,7 +1,5 @@
 """Files as the libraries of their formats see them: on disk, opened without anything of Penstock."""
 
-from __future__ import annotations
-
 import csv
 import io
 import shutil
@@ -10,10 +8,10 @@ import subprocess
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -25,14 +23,10 @@ from PIL import Image
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file_io import buffer_pool, verify_file, write_file
+from penstock.dataset.formats.format_protocol import FilePlan
 from penstock.storage.uri import open_storage
 from penstock.workload.enums import Compression, DataFormat
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.dataset.formats.format_protocol import FilePlan
 
 SEED = 11
 POOL = buffer_pool()

@@ -1,13 +1,10 @@
 """Which bytes are copied, and how much memory transfers need."""
 
-from __future__ import annotations
-
 import os
 import threading
 import tracemalloc
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,12 +13,9 @@ from penstock.storage.aligned import aligned_buffer, copy_bytes
 from penstock.storage.files.file_io import COPY_REASON
 from penstock.storage.files.file_storage import FileStorage
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.protocol import read_object, write_object
+from penstock.storage.protocol import Storage, read_object, write_object
 from penstock.storage.uri import open_storage
 from penstock.testing.storage_contract import arbitrary_bytes, assert_same_bytes
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import Storage
 
 MIB = 2**20
 SCHEMES = ["file", "direct"]

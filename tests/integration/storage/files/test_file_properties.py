@@ -1,11 +1,9 @@
 """Reads return what was written, for any pieces, addresses, offsets and options."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,12 +22,9 @@ from penstock.errors import ObjectNotFound, ShortTransfer
 from penstock.storage.aligned import aligned_buffer, copy_bytes
 from penstock.storage.files.file_io import COPY_REASON
 from penstock.storage.files.file_storage import FileStorage
-from penstock.storage.protocol import read_object, write_object
+from penstock.storage.protocol import Sink, read_object, write_object
 from penstock.storage.uri import open_storage
 from penstock.testing.storage_contract import ReleaseLedger, arbitrary_bytes, assert_same_bytes
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import Sink
 
 CONTENT = arbitrary_bytes(200_000, seed=9)
 Scheme = Literal["file", "direct"]

@@ -1,20 +1,15 @@
 """The contract suite on every kind of file storage, on a real file system."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import pytest
 
 from penstock.errors import ObjectNotFound
 from penstock.storage.aligned import aligned_buffer
-from penstock.storage.protocol import SupportsReadsAtOnce, write_object
+from penstock.storage.protocol import Storage, SupportsReadsAtOnce, write_object
 from penstock.storage.uri import open_storage
 from penstock.testing.storage_contract import StorageContract, arbitrary_bytes
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import Storage
 
 
 class TestBufferedFiles(StorageContract):

@@ -1,7 +1,5 @@
 """Each client under faults of the service: an error or the right bytes, never wrong ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -9,21 +7,17 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.s3.fake_server import FakeServer
 from tests.support.s3.fault_plan import ALWAYS, Fault
 from tests.support.s3.server import S3Server
 
+from penstock.environment import Environment
 from penstock.errors import AccessRefused, ObjectNotFound, ShortTransfer, StorageError, StorageTimeout
 from penstock.storage import Storage
-from penstock.storage.protocol import exists, read_object, write_object
+from penstock.storage.protocol import Sink, exists, read_object, write_object
 from penstock.testing.storage_contract import ReleaseLedger, arbitrary_bytes, assert_same_bytes, submit_pieces
-
-if TYPE_CHECKING:
-    from penstock.environment import Environment
-    from penstock.storage.protocol import Sink
 
 OpenCorner = Callable[..., Storage]
 StartFaulty = Callable[..., FakeServer]

@@ -4,21 +4,16 @@ s3torchconnector is not run on radosgw 16: its answer to a completed upload has 
 refuses ("Header ETag not found"); `test_object_faults` holds that this is an error and not a silent success.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import pytest
+from tests.support.s3.fake_server import FakeServer
+from tests.support.s3.server import S3Server
 
 from penstock.storage import Storage
+from penstock.storage.protocol import OptionValue
 from penstock.testing.storage_contract import StorageContract
-
-if TYPE_CHECKING:
-    from tests.support.s3.fake_server import FakeServer
-    from tests.support.s3.server import S3Server
-
-    from penstock.storage.protocol import OptionValue
 
 OpenCorner = Callable[..., Storage]
 

@@ -1,17 +1,13 @@
 """The report in a browser, wide and narrow, light and dark; and its tables as data."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.trace.compare.comparison import ComparisonResult
 from penstock.trace.compare.report import write_report
-
-if TYPE_CHECKING:
-    from penstock.trace.compare.comparison import ComparisonResult
 
 
 @pytest.fixture(scope="session")

@@ -1,19 +1,14 @@
 """A training result of our own runs, tampered with: each way brings the finding that it must."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from tests.integration.workflows.submission.small_result import SmallResult
 from tests.integration.workflows.submission.test_training_sequence import scaled_edition
 from tests.support.submission.tampered_folders import WAYS, Lying, Tampering
 
 from penstock.submission.check import check
-
-if TYPE_CHECKING:
-    from tests.integration.workflows.submission.small_result import SmallResult
 
 
 @pytest.mark.parametrize("tampering", WAYS, ids=lambda tampering: tampering.name)

@@ -1,12 +1,10 @@
 """The native loader: batches in order, bounded depth and memory, errors at their batch, no thread left."""
 
-from __future__ import annotations
-
 import threading
 import tracemalloc
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +14,9 @@ from hypothesis import strategies as st
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
+from penstock.storage import Source, Storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import write_object
-
-if TYPE_CHECKING:
-    from penstock.storage import Source, Storage
 
 
 def _stored(num_objects: int, size_bytes: int = 1000) -> MemoryStorage:

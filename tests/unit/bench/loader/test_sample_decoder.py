@@ -1,13 +1,12 @@
 """Decoding while reading: every format, on threads and in torch's workers; what is wrong is named."""
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -23,6 +22,7 @@ from penstock.bench.training.training_files import TrainingFiles, open_files
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
+from penstock.dataset.formats.format_protocol import Extent
 from penstock.dataset.generate import generate
 from penstock.errors import StorageError
 from penstock.progress import Silent
@@ -32,11 +32,6 @@ from penstock.storage.protocol import read_object, write_object
 from penstock.workload.enums import Compression, DataFormat, Shuffle
 from penstock.workload.quantities import Distribution, Duration
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ReaderSection, Workload
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from penstock.dataset.formats.format_protocol import Extent
 
 EVERY = [kind for kind in DataFormat if kind is not DataFormat.SYNTHETIC]
 FULL = SampleHandling(decodes=True, check=ContentCheck.FULL)

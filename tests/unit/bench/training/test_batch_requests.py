@@ -1,14 +1,12 @@
 """The I/O pattern of each format, as a storage sees it: which files, which ranges, in which order."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -26,13 +24,11 @@ from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.progress import Silent
 from penstock.results.step_events import StepPhase
+from penstock.storage import Source
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedSource, WrappedStorage, write_object
 from penstock.workload.enums import Compression, DataFormat, Shuffle
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn, ReaderSection, Train, Workload
-
-if TYPE_CHECKING:
-    from penstock.storage import Source
 
 SHUFFLED: dict[str, Any] = {"file_shuffle": Shuffle.SEED, "sample_shuffle": Shuffle.SEED}
 

@@ -1,9 +1,8 @@
 """Commit by records, as on object services, in memory: who wins, what is cleared up, what is refused."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import pytest
 from tests.support.known_steps import assert_known, save_known
@@ -20,13 +19,8 @@ from penstock.cluster.comm import SoloComm
 from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError, StorageError, Unavailable
 from penstock.storage.in_memory import MemorySource, MemoryStorage
 from penstock.storage.process_id import ProcessId, current_process
-from penstock.storage.protocol import WrappedStorage, write_object
+from penstock.storage.protocol import ObjectInfo, WrappedStorage, write_object
 from penstock.testing.faults import FailAtCall, Verb
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.storage.protocol import ObjectInfo
 
 T = TypeVar("T")
 

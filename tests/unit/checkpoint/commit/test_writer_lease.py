@@ -1,23 +1,16 @@
 """Two jobs that save steps in one place: one of them is told, by the name of the other."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.commit.protocol import WRITER_LEASE, RunInUse, WriterLease
-from penstock.storage.process_id import current_process
+from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.uri import open_here
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.storage.process_id import ProcessId
 
 
 def lease_of(folder: Path, owner: ProcessId) -> WriterLease:

@@ -1,12 +1,10 @@
 """Ranks of one host: all or none are connected, blocks come whole, and one that died is named."""
 
-from __future__ import annotations
-
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -28,9 +26,6 @@ from penstock.checkpoint.state.regions import Regions
 from penstock.errors import RankError, StorageError
 from penstock.progress import Silent
 from penstock.testing.rank_threads import ThreadComm, on_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PAGE = 4096
 SETTINGS = ReadSettings(streams=2, block_bytes=PAGE)

@@ -1,9 +1,7 @@
 """Placing what was read on a device part by part, without a copy in host memory."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,9 +11,6 @@ from penstock.checkpoint.loading.reader import Part
 from penstock.checkpoint.loading.transport import Outbox
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
 from penstock.checkpoint.state.regions import Regions, TensorFacts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PREFIX_BYTES = 704
 FACTS = TensorFacts("w", "float32", (8, 4), 4)

@@ -1,13 +1,12 @@
 """Reading threads: checksums are in order, bytes are passed on once, and no thread is left waiting."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -28,11 +27,7 @@ from penstock.checkpoint.loading.reader import (
 )
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError
 from penstock.progress import Silent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.storage.protocol import Source
+from penstock.storage.protocol import Source
 
 PAGE = 4096
 SETTINGS = ReadSettings(streams=3, block_bytes=PAGE)

@@ -1,12 +1,11 @@
 """Why a job leaves, and when: by signals, its time, or a marker."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -23,9 +22,6 @@ from penstock.checkpoint.manager.graceful_stop import (
 from penstock.errors import DataDamaged, UsageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import exists, write_object
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 
 @dataclass(slots=True)

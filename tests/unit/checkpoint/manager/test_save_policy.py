@@ -1,9 +1,7 @@
 """When the next checkpoint is due."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -20,9 +18,6 @@ from penstock.checkpoint.manager.save_policy import (
     daly_interval_s,
 )
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def _measured(step: int = 1, since_last_s: float = 0.0, blocked_s: float | None = None) -> SaveTiming:

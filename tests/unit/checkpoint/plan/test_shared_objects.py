@@ -1,8 +1,6 @@
 """Ranks that compare their objects, name by name, find what one finds who sees all lists."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,9 +19,6 @@ from penstock.checkpoint.plan.shared_objects import share_objects
 from penstock.checkpoint.plan.shared_plan import Place
 from penstock.checkpoint.state.regions import Regions
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def lists_of(names: list[str]) -> st.SearchStrategy[tuple[HeldObject, ...]]:

@@ -1,7 +1,5 @@
 """A file's layout: items where the format requires them, and exact bytes and checksums."""
 
-from __future__ import annotations
-
 import io
 import math
 

@@ -1,19 +1,12 @@
 """How ranks agree on one plan, and when they can use it again."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
-from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, SaveOptions, find_stored_name
+from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, SaveOptions, SavePlan, find_stored_name
 from penstock.checkpoint.saving.saver import NUM_KEPT_PLANS, SavePlanCache
 from penstock.checkpoint.state.regions import Regions, TensorFacts, whole_regions
 from penstock.errors import UsageError
 from penstock.testing.rank_threads import ThreadComm, on_ranks
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.plan.save_plan import SavePlan
 
 
 def held(

@@ -1,8 +1,7 @@
 """What all ranks describe together is what one would, whether rank 0 keeps it or reads it twice."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +17,10 @@ from penstock.checkpoint.saving.saver import Saver
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import RankFailed, StorageError
-from penstock.storage.protocol import WrappedStorage
+from penstock.storage import Storage
+from penstock.storage.protocol import Sink, WrappedStorage
 from penstock.storage.uri import open_here
 from penstock.testing.rank_threads import ThreadComm, on_ranks
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.storage import Storage
-    from penstock.storage.protocol import Sink
 
 NUM_RANKS = 3
 

@@ -1,11 +1,9 @@
 """A scan puts every byte to its check, in any blocks, and goes on where storage fails."""
 
-from __future__ import annotations
-
 import zlib
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,9 +23,6 @@ from penstock.progress import Silent
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import write_object
 from penstock.testing.faults import FailAtCall
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def key_of(file: str) -> str:

@@ -1,19 +1,13 @@
 """A file grown from few buffers is what was appended; a storage that fails ends it instead of waiting."""
 
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
 from penstock.checkpoint.tools.tensor_slabs import SinkAppender, WriteBuffers
 from penstock.errors import StorageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.protocol import read_object
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import ObjectInfo, Release
+from penstock.storage.protocol import ObjectInfo, Release, read_object
 
 
 def test_buffers_are_used_again_in_order() -> None:

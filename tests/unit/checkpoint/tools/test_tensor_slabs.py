@@ -1,11 +1,9 @@
 """Slabs are all of a tensor in order, however it is stored; shards and headers are as readers want them."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +18,6 @@ from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Regions,
 from penstock.checkpoint.tools.convert import build_header, plan_shards
 from penstock.checkpoint.tools.tensor_slabs import Slab, SlabReader, cut_into_slabs, slab_bytes
 from penstock.errors import DataDamaged
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

@@ -1,15 +1,13 @@
 """The facts of some hosts never pass for those of all."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.unit.cluster.facts.known_hosts import Played, answer, cluster, present, report
 
+from penstock.cluster.facts.agent_processes import AgentOutput
 from penstock.cluster.facts.collect_facts import collect_from_hosts, parse_agent_output
 from penstock.cluster.facts.host_facts import (
     AbsentHost,
@@ -23,9 +21,6 @@ from penstock.cluster.facts.host_facts import (
     read_cluster_facts,
 )
 from penstock.errors import DataDamaged, HostsAbsent, ObjectNotFound, UsageError
-
-if TYPE_CHECKING:
-    from penstock.cluster.facts.agent_processes import AgentOutput
 
 VIA: Via = "mpi"
 AT = "2026-01-02T03:04:05+00:00"

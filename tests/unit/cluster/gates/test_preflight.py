@@ -1,11 +1,8 @@
 """Gates on ranks that are threads, with real storage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.unit.cluster.facts.known_hosts import machine
@@ -17,12 +14,9 @@ from penstock.cluster.gates.rank_measurements import measure_clock_offsets, pars
 from penstock.cluster.gates.shared_storage_check import probe_storage
 from penstock.errors import AccessRefused
 from penstock.storage import Storage, open_storage
-from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.in_memory import MemorySink, MemoryStorage
 from penstock.storage.protocol import write_object
 from penstock.testing.rank_threads import ThreadComm, on_ranks
-
-if TYPE_CHECKING:
-    from penstock.storage.in_memory import MemorySink
 
 
 def _undertaking(data: Path, results: Path | None = None, *, root: Path = Path("/")) -> PreflightRequest:

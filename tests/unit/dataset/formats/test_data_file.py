@@ -1,11 +1,8 @@
 """Writing and verifying one file: what is left behind by failures, and how damage is described."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,17 +17,14 @@ from penstock.dataset.formats.file_writer import (
     FirstDifference,
     first_difference,
 )
-from penstock.dataset.formats.format_protocol import Checksum
+from penstock.dataset.formats.format_protocol import Checksum, FileFormat, FilePlan, FormatSink
 from penstock.errors import ShortTransfer, StorageError
+from penstock.storage import Release
 from penstock.storage.aligned import BufferPool
 from penstock.storage.in_memory import MemorySink, MemoryStorage
 from penstock.storage.protocol import read_object, write_object
 from penstock.workload.enums import Compression, DataFormat
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn
-
-if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan, FormatSink
-    from penstock.storage import Release
 
 POOL = buffer_pool()
 CONTENT = Content(1, 0)

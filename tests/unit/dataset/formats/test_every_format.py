@@ -1,13 +1,10 @@
 """What holds for every format alike, on storage in memory: sizes, reads, decoding, verification."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -17,14 +14,12 @@ from hypothesis import strategies as st
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file_io import buffer_pool, read_samples, verify_file, write_file
+from penstock.dataset.formats.format_protocol import FileFormat, FilePlan, Sample
 from penstock.errors import ObjectNotFound, ShortTransfer
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import read_object, write_object
 from penstock.workload.enums import Compression, DataFormat
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
-
-if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan, Sample
 
 POOL = buffer_pool()
 

@@ -1,9 +1,6 @@
 """Sizes known beforehand against what a format really lays, for files that no test could store."""
 
-from __future__ import annotations
-
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,13 +9,10 @@ from hypothesis import strategies as st
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.format_protocol import COMPUTED
+from penstock.dataset.formats.format_protocol import COMPUTED, Checksum
+from penstock.dataset.formats.format_protocol import ContentSource as Bytes
 from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
-
-if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import Checksum
-    from penstock.dataset.formats.format_protocol import ContentSource as Bytes
 
 RAW = [
     DataFormat.NPY,

@@ -1,11 +1,8 @@
 """Which ranges a training run touches, format by format: what a trace of it must show."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,14 +10,18 @@ import pytest
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file_io import buffer_pool, write_file
-from penstock.dataset.formats.format_protocol import COMPUTED, Extent, FileSurvey, RangeRead
+from penstock.dataset.formats.format_protocol import (
+    COMPUTED,
+    Extent,
+    FileFormat,
+    FilePlan,
+    FileSurvey,
+    RangeRead,
+)
 from penstock.errors import StorageError, UsageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.enums import Compression, DataFormat
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
-
-if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
 
 POOL = buffer_pool()
 

@@ -1,11 +1,9 @@
 """Result directories on their way into the tree: reserved, drafted, published, listed, and set aside."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -31,9 +29,7 @@ from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 from penstock.workload.load_workload import load
 from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.overrides import parse_settings
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Workload
+from penstock.workload.spec import Workload
 
 STARTED = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)

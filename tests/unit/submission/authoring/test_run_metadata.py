@@ -1,10 +1,7 @@
 """What leaves say: their metadata, their stamp, and where a workload's bytes lie."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -25,9 +22,7 @@ from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 from penstock.workload.load_workload import load
 from penstock.workload.mlperf_divisions import SubmissionDivision
 from penstock.workload.overrides import parse_settings
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Workload
+from penstock.workload.spec import Workload
 
 BEGAN = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
 

@@ -1,10 +1,9 @@
 """Findings as SARIF: the members that the standard requires, kinds and levels, places and rules."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -16,9 +15,6 @@ from penstock.submission.edition import load_edition
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.reports.sarif import sarif
 from penstock.submission.rules import RULES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 EDITION = load_edition("v1.0")
 

@@ -1,25 +1,18 @@
 """Every number and every comparison of an edition decides something: changed a little, a verdict changes."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import pytest
 from tests.support.submission.edition_boundaries import Boundary, boundaries
-from tests.support.submission.tree_store import worst
+from tests.support.submission.tree_store import TreeStore, worst
 
 from penstock.submission.check import apply_rule, read_tree
 from penstock.submission.edition import Edition, load_edition
 from penstock.submission.finding import Verdict
+from penstock.submission.result_files import SubmittedResult
 from penstock.submission.rules import rule_by_id
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.support.submission.tree_store import TreeStore
-
-    from penstock.submission.result_files import SubmittedResult
 
 Verdicts = tuple[Verdict, Verdict, Verdict]
 V3, V2 = load_edition("v3.0"), load_edition("v2.0")

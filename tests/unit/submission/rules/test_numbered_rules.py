@@ -1,20 +1,12 @@
 """Rules of v1.0 at their limits: sizes, means, memory, divisions."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 from tests.support.submission.numbered_tree import NUM_FILES, Submission, valid_submission
+from tests.support.submission.tree_store import TreeStore
 
+from penstock.submission.check import CheckedResult
 from penstock.submission.edition import load_edition
-from penstock.submission.finding import Validity, Verdict
-
-if TYPE_CHECKING:
-    from tests.support.submission.tree_store import TreeStore
-
-    from penstock.submission.check import CheckedResult
-    from penstock.submission.finding import Finding
+from penstock.submission.finding import Finding, Validity, Verdict
 
 EDITION = load_edition("v1.0")
 

@@ -1,12 +1,12 @@
 """Declarations of rules: what they must say, and what becomes of value, limit, proof and verdict."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.support.submission.timed_tree import valid_training
+from tests.support.submission.tree_store import TreeStore
 
 import penstock.submission.rules
 from penstock.errors import UsageError
@@ -17,11 +17,6 @@ from penstock.submission.rules import MODULES, RULES, rule_by_id
 from penstock.submission.rules import rule as rule_module
 from penstock.submission.rules.rule import ALL, ResultCase, RunCase, limit_rule, result_rule, run_rule
 from penstock.submission.tree_layout import Benchmark
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.submission.tree_store import TreeStore
 
 ABOUT: dict[str, Any] = {
     "id": "test.rule",

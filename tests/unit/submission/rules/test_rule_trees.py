@@ -1,29 +1,22 @@
 """Every rule on trees that keep it, and on trees that break it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.support.submission.numbered_rule_trees import NUMBERED_TREES
 from tests.support.submission.numbered_tree import valid_submission
 from tests.support.submission.query_tree import valid_cache, valid_vectors
+from tests.support.submission.rule_trees import RuleTree
 from tests.support.submission.timed_rule_trees import TIMED_TREES
 from tests.support.submission.timed_tree import valid_round
-from tests.support.submission.tree_store import worst
+from tests.support.submission.tree_store import TreeStore, worst
 
+from penstock.submission.check import CheckedResult
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.rules import RULES, rule_by_id
-from penstock.submission.rules.rule import ALL
-
-if TYPE_CHECKING:
-    from tests.support.submission.rule_trees import RuleTree
-    from tests.support.submission.tree_store import TreeStore
-
-    from penstock.submission.check import CheckedResult
-    from penstock.submission.rules.rule import Rule
+from penstock.submission.rules.rule import ALL, Rule
 
 HOMES = {"v1.0": "NUMBERED_TREES in numbered_rule_trees.py"} | dict.fromkeys(
     ("v2.0", "v3.0"), "TIMED_TREES in timed_rule_trees.py"

@@ -1,17 +1,13 @@
 """F10: which part of a loop differs between two runs, by how much, and why it waits for data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.support.trace_studies import small_study
 
 from penstock.trace.compare.loop_findings import changed_loop
-
-if TYPE_CHECKING:
-    from penstock.trace.compare.trace_study import TraceFinding
+from penstock.trace.compare.trace_study import TraceFinding
 
 MIB = 1 << 20
 

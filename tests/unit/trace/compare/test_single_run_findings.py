@@ -1,16 +1,12 @@
 """R1 to R4: what is dear in one run, in seconds, with what to do about it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.support.trace_studies import small_study
 
 from penstock.trace.compare.single_run_findings import RUN_RULES
-
-if TYPE_CHECKING:
-    from penstock.trace.compare.trace_study import TraceFinding
+from penstock.trace.compare.trace_study import TraceFinding
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -1,17 +1,13 @@
 """Each rule has a finding where it should, and none elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.support.trace_studies import small_study
 
 from penstock.trace.compare.comparison import FINDING_RULES, find_all
-
-if TYPE_CHECKING:
-    from penstock.trace.compare.trace_study import TraceFinding
+from penstock.trace.compare.trace_study import TraceFinding
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -1,16 +1,12 @@
 """F11 and F12: writes of another size than in the baseline, and calls long after a file was closed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.support.trace_studies import small_study
 
+from penstock.trace.compare.trace_study import TraceFinding
 from penstock.trace.compare.write_findings import calls_after_close, changed_sizes
-
-if TYPE_CHECKING:
-    from penstock.trace.compare.trace_study import TraceFinding
 
 MIB = 1 << 20
 SECOND = 1_000_000

@@ -1,9 +1,7 @@
 """Each question on a few events with obvious answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import duckdb
 import pytest
@@ -12,13 +10,10 @@ from tests.support.trace_events import events_table
 from penstock.errors import UsageError
 from penstock.trace.dimensions import Dimensions
 from penstock.trace.event_schema import ALL_RANKS
-from penstock.trace.questions.answer import as_records
+from penstock.trace.questions.answer import Answer, as_records
 from penstock.trace.questions.breakdowns import classes, files, ops, overlap, ranks, sizes, summary
 from penstock.trace.questions.events_view import EventsView, view_events
 from penstock.trace.questions.timeline import file_events, timeline
-
-if TYPE_CHECKING:
-    from penstock.trace.questions.answer import Answer
 
 A, B = {"rank": 0, "host": "a"}, {"rank": 1, "host": "b", "pid": 2}
 F, G = "/fast/f-1.pt", "/slow/g-2.pt"

@@ -1,20 +1,16 @@
 """Orders that nodes repair together: what one node cannot read fails on all of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 
+from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.flush.daemon_client import OrderRepair
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, JournalReader
 from penstock.errors import RankFailed
 from penstock.testing.rank_threads import ThreadComm, on_ranks
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.levels.cache import CacheLevel
 
 
 @pytest.mark.parametrize("broken", [0, 1])

@@ -1,10 +1,9 @@
 """The flush folder of a cache: one daemon, notes of the living, orders that are whole or not there."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +18,6 @@ from penstock.checkpoint.levels.flush.flush_folder import (
 )
 from penstock.errors import DataDamaged
 from penstock.storage.process_id import current_process
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def order_of(step: int, **fields: Any) -> FlushOrder:

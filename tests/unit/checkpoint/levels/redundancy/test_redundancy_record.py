@@ -1,9 +1,7 @@
 """What all nodes together conclude of a step, from what each says it holds."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,9 +15,6 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     assess,
     choose_home_rank,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 NUM_SAVED = 8
 DOMAINS = tuple(f"host-{rank // 2}" for rank in range(NUM_SAVED))

@@ -1,10 +1,8 @@
 """Parity and copies over ranks that are threads: what is lost comes back, in files, bit for bit."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -25,15 +23,11 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     RecordedFile,
 )
 from penstock.errors import OutOfSpace, StorageError
+from penstock.progress import Progress
+from penstock.storage import Storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import Sink, WrappedStorage, read_object, write_object
 from penstock.testing.rank_threads import ThreadComm, on_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from penstock.progress import Progress
-    from penstock.storage import Storage
 
 BLOCK_BYTES = 4096
 Sizes = list[list[int]]
