@@ -309,7 +309,8 @@ def require_complete(sizes: Mapping[str, int], expected: Mapping[str, int], uri:
             f"{len(missing)} of {len(expected)} files of this checkpoint are missing, as rank 0 sees it: "
             f"{name_some(missing)}",
             uri=uri,
-            fix="All ranks must write to the same storage: give a path on a shared file system.",
+            fix="All ranks must write to the same storage: give a path on a shared file system, where nothing"
+            " else removes files.",
         )
     for name, size_bytes in sorted(expected.items()):
         if sizes[name] != size_bytes:

@@ -8,6 +8,7 @@ error; whether a copy can be loaded is only known by loading it.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -321,9 +322,13 @@ def load_on_all_ranks(comm: Comm, load: Callable[[], Any], step: int) -> str | N
     return reasons[0] if reasons else None
 
 
+_LIMITS_OF_PROCESSES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""With these, an older step that happens to load would replace a newer one that is whole."""
+
+
 def _classify_fault(error: BaseException) -> Fault:
     if isinstance(error, StorageError):
-        return "checkpoint"
+        return "caller" if error.errno in _LIMITS_OF_PROCESSES else "checkpoint"
     if not isinstance(error, RankError):
         return "caller"
     # On the rank where it began, the failure of all ranks has the original error as its cause.

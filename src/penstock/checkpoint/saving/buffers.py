@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from penstock.errors import PenstockError, StorageTimeout, WaitTimeout
+from penstock.errors import PenstockError, StorageTimeout, Unavailable, WaitTimeout
 from penstock.storage.aligned import PAGE_BYTES, address_of, round_up
 from penstock.storage.protocol import Release
+from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from penstock.checkpoint.saving.pipeline import PipelineSettings
@@ -218,7 +219,13 @@ class WarmMemory:
         sharing = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
         # Up to the end of the last huge page, because only whole ones are given.
         mapped_bytes = round_up(self.size_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES
-        pages = mmap.mmap(-1, mapped_bytes, flags=sharing | mmap.MAP_ANONYMOUS)
+        try:
+            pages = mmap.mmap(-1, mapped_bytes, flags=sharing | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise Unavailable(
+                f"There is no memory for buffers of {format_bytes(mapped_bytes)}: {error.strerror}",
+                fix="Free memory, raise the job's limit (ulimit -v), or use smaller buffers: staging_bytes.",
+            ) from error
         _ask_for_huge_pages(pages)
         whole = memoryview(pages)
         lead = -address_of(whole) % HUGE_PAGE_BYTES

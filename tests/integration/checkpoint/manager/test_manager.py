@@ -330,3 +330,16 @@ def test_steps_are_folders_in_the_root_of_the_run(tmp_path: Path) -> None:
     with Manager(tmp_path, engine=BytesEngine()) as manager:
         manager.save(12, state_of(1))
     assert (tmp_path / step_dirname(12) / ".metadata").exists()
+
+
+@pytest.mark.parametrize("limit", [errno.EMFILE, errno.ENOMEM])
+def test_a_limit_of_the_process_does_not_lead_to_an_older_step(limit: int, tmp_path: Path) -> None:
+    with Manager(tmp_path, engine=BytesEngine()) as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, state_of(2))
+    # The first file that is opened says which steps there are, the second is of step 2.
+    calls = faulty_calls(FailFileCall("open", 2, limit))
+    with Manager(files_below(tmp_path, calls), engine=BytesEngine()) as manager:
+        with pytest.raises(StorageError, match=os.strerror(limit)):
+            manager.restore(state_of(0))
+        assert manager.restore(state_of(0)) == 2

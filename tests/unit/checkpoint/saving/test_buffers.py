@@ -12,7 +12,7 @@ from penstock.checkpoint.saving.buffers import (
     WarmMemory,
 )
 from penstock.checkpoint.saving.pipeline import PipelineSettings
-from penstock.errors import PenstockError, StorageTimeout, UsageError
+from penstock.errors import PenstockError, StorageTimeout, Unavailable, UsageError
 from penstock.storage.aligned import PAGE_BYTES, address_of
 
 
@@ -131,3 +131,8 @@ def test_too_little_memory_for_the_streams_says_how_much_is_needed() -> None:
 def test_a_setting_below_one_is_refused(field: str) -> None:
     with pytest.raises(UsageError, match=f"{field} is 0"):
         PipelineSettings(**{field: 0})  # type: ignore[arg-type]
+
+
+def test_memory_that_there_is_not_is_an_error_with_its_size() -> None:
+    with pytest.raises(Unavailable, match=r"no memory for buffers of 1\.00 EiB: Cannot allocate memory"):
+        WarmMemory(1 << 60)
