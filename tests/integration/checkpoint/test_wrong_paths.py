@@ -42,6 +42,23 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LISTS_MORE = r"The checkpoint lists more than is there: copy it again"
 
 
+def test_a_manager_that_verifies_takes_the_newest_step_whose_checksums_hold(tmp_path: Path) -> None:
+    state = {"model": weights()}
+    with pc.Manager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"model": weights(), "other": torch.rand(1000)})
+        for data in (tmp_path / "step-2").glob("*.distcp"):
+            content = bytearray(data.read_bytes())
+            content[-100] ^= 1
+            data.write_bytes(content)
+        (tmp_path / "step-3/penstock.json").unlink()
+        assert manager.restore(state) == 3
+        assert manager.restore(state, verify=True) == 1
+        third, second = manager.skipped_steps
+    assert "no checksums" in third.reason
+    assert "distcp" in second.reason
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

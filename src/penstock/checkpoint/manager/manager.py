@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, suppress
@@ -42,8 +42,8 @@ from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single
 from penstock.checkpoint.manager import save_policy as policies
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
-from penstock.checkpoint.state.process_group import make_own_group
-from penstock.cluster.comm import Comm, format_cause, gather_unusual
+from penstock.checkpoint.state.process_group import RankGroup, make_own_group
+from penstock.cluster.comm import Comm, format_cause, gather_unusual, run_on_all_ranks
 from penstock.errors import PenstockError, RankError, RankFailed, UsageError, WaitTimeout
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
@@ -176,6 +176,7 @@ class _InFlightSaves:
         self._comm = comm
         self._timeout_s = timeout_s
         self.handles: list[SaveHandle] = []
+        self.tell = partial(_tell_of_failures, self.handles)
 
     def add(self, handle: SaveHandle) -> None:
         self.handles.append(handle)
@@ -328,8 +329,7 @@ class Manager:
         self._restart: Restart | None = None
         self._in_flight = _InFlightSaves(self._front.comm, timeout_s)
         self._num_saves = 0
-        tell = partial(_tell_of_failures, self._in_flight.handles)
-        self._worker = step_store.start_lasting_worker("penstock-save", tell)
+        self._worker = step_store.start_lasting_worker("penstock-save", self._in_flight.tell)
         self._owner: int | None = os.getpid()
         self.skipped_steps: tuple[step_store.SkippedStep, ...] = ()
         """Those that the last `restore` could not load, newest first."""
@@ -447,20 +447,21 @@ class Manager:
         strict: bool = True,
         convert_dtypes: bool = False,
         trust: bool = False,
+        verify: bool = False,
         progress: Progress | None = None,
     ) -> int | None:
         """Fill `state` in place from the newest usable step, or from `step` and no other. Collective.
 
         Returns the step; None if no step was ever committed. Steps that cannot be loaded are skipped with a
         warning and listed in `skipped_steps`; if none can, every rank raises `StorageError` with the reasons.
-        `only`, `exclude`, `rename`, `strict`, `convert_dtypes`, `trust` and `progress`: as of `pc.load`.
+        Options are as of `pc.load`; `verify` also skips steps that are damaged anywhere or have no checksums.
         """
         self.skipped_steps = ()
         self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}", waits=True)
         choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
         search = step_store.RestoreSearch(self._store, step, self._rank)
         while copy := search.next_copy():
-            load = partial(_load_copy, copy, partial(self._engine.load, state), self._front, choice, progress)
+            load = partial(_load, copy, self._engine, state, self._front, choice, progress, verify=verify)
             reason = step_store.load_on_all_ranks(self._front.comm, load, search.step)
             if reason is None:
                 break
@@ -577,10 +578,17 @@ def _open_torch_engine(
     return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES, replicas=replicas)
 
 
-def _load_copy(copy: step_store.StepCopy, load: Callable[..., object], *arguments: object) -> None:
-    checkpoint = copy.open()
+def _load(
+    copy: step_store.StepCopy, engine: Engine, state: State, group: RankGroup, *options: Any, verify: bool
+) -> None:
+    checkpoint, comm = copy.open(), group.comm
+    if verify:
+        from penstock.checkpoint.tools.verify import require_verified  # noqa: PLC0415 - rarely asked for
+
+        check = partial(require_verified, checkpoint, comm.rank, comm.size)
+        run_on_all_ranks(comm, check, awaiting="all ranks to verify their parts")
     try:
-        load(checkpoint, *arguments)
+        engine.load(state, checkpoint, group, *options)
     except (UsageError, RankError) as error:
         from penstock.checkpoint.manager.user_files import explain_missing_state  # noqa: PLC0415 - rare
 

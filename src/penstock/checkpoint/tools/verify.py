@@ -13,7 +13,7 @@ from functools import partial
 from threading import Lock
 from typing import Final
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_parent
+from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, open_parent
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.formats.checkpoint_source import (
     CheckpointSource,
@@ -138,6 +138,32 @@ def find_damage(
     if work:
         storage = prefer_direct_access(storage, reads=f"{folder}/{work[0].file}")
     return damage + file_scan.scan(storage, lambda file: f"{folder}/{file}", work, progress)
+
+
+def require_verified(checkpoint: CheckpointRef, rank: int, num_ranks: int) -> None:
+    """Verify this rank's part of a step's files, or all that it can open where not every rank can open all.
+
+    `StorageError` names the first damage, or says that there are no checksums.
+    """
+    storage, folder = checkpoint.storage, checkpoint.committed.folder
+    try:
+        content = read_object(storage, checkpoint.key(MANIFEST_NAME))
+    except ObjectNotFound as error:
+        raise StorageError(
+            "It cannot be verified: it has no checksums",
+            uri=checkpoint.uri,
+            fix="Restore it without verify=True, and save it anew.",
+        ) from error
+    manifest = read_manifest(content, checkpoint.uri)
+    files, readable = manifest.files[rank::num_ranks], checkpoint.readable
+    damage: list[file_scan.Damage] = []
+    if readable is not None:
+        files = tuple(file for file in manifest.files if file.name in readable)
+    elif rank == 0:
+        damage += _check_metadata(storage, folder, manifest)
+    damage += find_damage(storage, folder, manifest, files)
+    if damage:
+        raise DataDamaged(f"{damage[0]}", where=checkpoint.uri)
 
 
 def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> Iterator[file_scan.Damage]:
