@@ -305,6 +305,10 @@ def fail_together(rank: int, root: Path) -> list[str]:
                 file.write_bytes(content)
     dist.barrier()
     tell(state=state)
+    tell(state=state, only="nothing.*")
+    own: dict[str, Any] = {"note": ""} if rank else {"w": torch.zeros(1 << 16)}
+    load(own, root / "step", only="note")
+    assert own.get("note", "x") == "x"
     return told
 
 
@@ -316,6 +320,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(told: Told) -> None:
     assert "does not hold 'absent'" in first[1]
     assert "its checksum differs" in first[2]
     assert "bytes" in first[2]
+    assert "No part of the state matches only='nothing.*'" in first[3]
 
 
 def disjoint_groups(rank: int, root: Path) -> None:

@@ -187,6 +187,28 @@ def test_names_can_be_mapped(saved: Path) -> None:
     assert found["m"].equal(state_of(1)["optimizer"][0]["moment"])
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("only", ["modle.*", ["modle.*", "note2"], []])
+def test_choice_of_nothing_is_refused(saved: Path, only: str | list[str], *, strict: bool) -> None:
+    with pytest.raises(UsageError, match=r"No part of the state matches only=.* for example 'model\."):
+        load({"model": {"counts": torch.zeros(9)}}, saved, only=only, strict=strict)
+    with pytest.raises(UsageError, match="No part of the state matches only="):
+        load({"net": {"counts": torch.zeros(9)}}, saved, only="model.*", strict=strict)
+
+
+def test_patterns_that_match_nothing_are_told(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"note": "", "new": 1}
+    # The checkpoint lacks one of these, and this state the other: each has a use.
+    load(state, saved, exclude=["new", "betas"])
+    load(state, saved, only="new", strict=False)
+    assert not caplog.records
+    rename = {"nte": "note", "new*": "note*"}
+    load(state, saved, only=["n*", "nto"], exclude=["new", "ntoe"], rename=rename)
+    assert [record.message for record in caplog.records] == [
+        "No part of the state matches only='nto', exclude='ntoe', rename='nte'"
+    ]
+
+
 def test_missing_parts_stay_unchanged_if_not_strict(saved: Path) -> None:
     found: State = {"note": "", "extra": torch.ones(3)}
     report = load(found, saved, strict=False)

@@ -7,13 +7,15 @@ of the state, and every leaf is either selected or listed as left out.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -24,21 +26,27 @@ from penstock.checkpoint.plan.save_plan import RANK_MARK, find_stored_name, rank
 from penstock.checkpoint.state.leaves import Path, matches_pattern
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
+    Bools,
     CheckpointIndex,
     Ints,
     Regions,
     StoredRegions,
     TensorFacts,
 )
+from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.did_you_mean import nearest
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError, name_some
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.engine import LoadChoice
+    from numpy.typing import NDArray
+
+    from penstock.checkpoint.engine import LoadChoice, NamePatterns
     from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
     from penstock.checkpoint.state.tensors import LocalState
     from penstock.storage.protocol import Source
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,6 +300,61 @@ def asked_name(name: str, choice: LoadChoice) -> str | None:
     return None if is_skipped else apply_rename(name, choice.rename or {})
 
 
+@dataclass(frozen=True, slots=True)
+class ChoicePattern:
+    """One pattern of a choice, and the option that has it."""
+
+    option: Literal["only", "exclude", "rename"]
+    text: str
+
+    def matches(self, names: Iterable[str], stored: Iterable[str]) -> bool:
+        """Whether it means one of the `names` of this rank's state.
+
+        To exclude what only the checkpoint has is common, where some programs have a part and others not.
+        """
+        if self.option == "rename":
+            return any(apply_rename(name, {self.text: "\0"}) != name for name in names)
+        known = chain(names, stored) if self.option == "exclude" else names
+        return any(matches_pattern(name, self.text) for name in known)
+
+
+def patterns_of(choice: LoadChoice) -> list[ChoicePattern]:
+    """All patterns of a choice."""
+
+    def each(patterns: NamePatterns | None) -> Iterable[str]:
+        return (patterns,) if isinstance(patterns, str) else patterns or ()
+
+    # No pattern at all matches as little as an empty one.
+    only = "" if choice.only is not None and not choice.only else choice.only
+
+    return [
+        *(ChoicePattern("only", text) for text in each(only)),
+        *(ChoicePattern("exclude", text) for text in each(choice.exclude)),
+        *(ChoicePattern("rename", text) for text in choice.rename or ()),
+    ]
+
+
+def require_met(
+    patterns: Sequence[ChoicePattern], met: Sequence[bool], stored: Sequence[str], *, tells: bool
+) -> None:
+    """Raise `UsageError` if nothing would be loaded, and tell patterns that no name on any rank has met.
+
+    A job may exclude or rename what only some of its checkpoints have, so that is no error.
+    """
+    only = [pattern.text for pattern in patterns if pattern.option == "only"]
+    if only and not any(met[: len(only)]):
+        example = f", for example {stored[0]!r} in the checkpoint" if stored else ""
+        raise UsageError(
+            f"No part of the state matches only={only if len(only) > 1 else only[0]!r}",
+            fix=f"Names are keys joined by dots{example}.",
+        )
+    idle = [pattern for pattern, is_met in zip(patterns, met, strict=True) if not is_met]
+    if idle and tells:
+        logger.warning(
+            "No part of the state matches %s", name_some([f"{each.option}={each.text!r}" for each in idle])
+        )
+
+
 class Skipped(Enum):
     """Stands for what the checkpoint has, but the load does not take: it gets no place."""
 
@@ -453,3 +516,19 @@ def _position(checkpoint: CheckpointSource, source: Source, row: int) -> int:
     source.read_into(begin, memoryview(head))
     offset = checkpoint.payload_in(row, head)
     return UNKNOWN if offset is None else begin + offset
+
+
+def on_any_rank(masks: Bools, comm: Comm, awaiting: str) -> Bools:
+    """Where some rank has a mark. All ranks have masks of one shape."""
+    own = np.packbits(masks, axis=1)
+    number = int.from_bytes(own.tobytes())
+    combined = rounds.mask_of_all(comm.rank, comm.size, number, num_bytes=own.size)
+    found = comm.carry(combined, awaiting=awaiting).to_bytes(own.size)
+    packed = np.frombuffer(found, dtype=np.uint8).reshape(own.shape)
+    return np.unpackbits(packed, axis=1, count=masks.shape[1]).astype(np.bool_)
+
+
+def mark(names: NDArray[np.object_], marked: Collection[str]) -> NDArray[np.bool_]:
+    """Which of the names are marked."""
+    chosen = set(marked)
+    return np.array([name in chosen for name in names.tolist()], dtype=np.bool_)

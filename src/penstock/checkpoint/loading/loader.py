@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, open_parent
 from penstock.checkpoint.engine import LoadChoice, State
@@ -409,38 +408,31 @@ def _match_on_all_ranks(
     awaiting = "all ranks to match their state with the checkpoint"
     matched = run_on_all_ranks(comm, match, awaiting=awaiting)
     own = parts.untaken(matched.selection.unused)
+    patterns = load_requests.patterns_of(choice)
+    state_names = [*(leaf.name for leaf in matched.leaves), *parts.own_names()] if patterns else []
+    met = [pattern.matches(state_names, parts.stored.names) for pattern in patterns]
     # Nearly always all ranks take everything, so this is one small message.
-    if comm.size == 1 and not own:
+    is_unusual = bool(own) or not all(met)
+    if comm.size == 1 and not is_unusual:
         return matched
-    if not comm.carry(rounds.any_of_all(comm.rank, comm.size, own=bool(own)), awaiting=awaiting):
+    if not comm.carry(rounds.any_of_all(comm.rank, comm.size, own=is_unusual), awaiting=awaiting):
         return matched
+    (met_anywhere,) = load_requests.on_any_rank(np.array([met], dtype=np.bool_), comm, awaiting)
+    load_requests.require_met(patterns, met_anywhere.tolist(), parts.stored.names, tells=comm.rank == 0)
     names = np.array(parts.stored.names, dtype=np.object_)
     whole = [name for name in own if parts.is_whole(name)]
-    masks = [_mark(names, some) for some in (matched.selection.stored_names.values(), own, whole)]
-    taken, untaken, required = _on_any_rank(np.array(masks), comm, awaiting)
+    masks = [
+        load_requests.mark(names, some) for some in (matched.selection.stored_names.values(), own, whole)
+    ]
+    taken, untaken, required = load_requests.on_any_rank(np.array(masks), comm, awaiting)
     added = parts.add(set(names[untaken & ~taken].tolist()))
-    (placed,) = _on_any_rank(np.array([_mark(names, added)]), comm, awaiting)
+    (placed,) = load_requests.on_any_rank(np.array([load_requests.mark(names, added)]), comm, awaiting)
     is_lost = untaken & ~taken & ~placed
     if choice.strict and (is_lost & required).any():
         raise load_requests.untaken_error(names[is_lost & required].tolist())
     if (lost := names[is_lost].tolist()) and comm.rank == 0:
         logger.warning("Not loaded, as no part of the state takes it: %s", name_some(lost, 10))
     return run_on_all_ranks(comm, match, awaiting=awaiting) if placed.any() else matched
-
-
-def _on_any_rank(masks: Bools, comm: Comm, awaiting: str) -> Bools:
-    """Where some rank has a mark. All ranks have masks of one shape."""
-    own = np.packbits(masks, axis=1)
-    number = int.from_bytes(own.tobytes())
-    combined = rounds.mask_of_all(comm.rank, comm.size, number, num_bytes=own.size)
-    found = comm.carry(combined, awaiting=awaiting).to_bytes(own.size)
-    packed = np.frombuffer(found, dtype=np.uint8).reshape(own.shape)
-    return np.unpackbits(packed, axis=1, count=masks.shape[1]).astype(np.bool_)
-
-
-def _mark(names: NDArray[np.object_], marked: Collection[str]) -> NDArray[np.bool_]:
-    chosen = set(marked)
-    return np.array([name in chosen for name in names.tolist()], dtype=np.bool_)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -208,6 +208,10 @@ class LoadedParts:
         owned = ((name, self.own_name(name)) for name in unused if RANK_MARK not in name)
         return [name for name, own in owned if own is not None and self.stored.find(own) is not None]
 
+    def own_names(self) -> Iterator[str]:
+        """The names in this state of what the checkpoint has of its parts."""
+        return (own for name in self.stored.names if (own := self.own_name(name)) is not None)
+
     def own_name(self, stored_name: str) -> str | None:
         """The name in this state of a name of the checkpoint; None if it belongs to no part of the state."""
         key = self._owner(stored_name)
