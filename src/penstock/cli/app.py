@@ -4,6 +4,7 @@ Exit codes: 0 ok; 1 the thing measured or checked failed; 2 wrong usage; 3 this 
 70 a defect of Penstock itself; 130 interrupted. Modules imported here import nothing heavy at their top.
 """
 
+import errno
 import sys
 import traceback as traceback_module
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from penstock.errors import PenstockError, printable
 from penstock.optional_libraries import missing_library
 
 DEFECT = 70
+NO_OUTPUT = 3
 INTERRUPTED = 130
 
 EXIT_CODES = (
@@ -219,6 +221,9 @@ def _explain_error(error: Exception, *, traceback: bool) -> int:
         from penstock.storage.files.system_calls import map_os_error
 
         error = map_os_error(error, "Opening", str(error.filename))
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # Files are opened by name: what has none is standard output.
+        return _explain(f"The output cannot be written: {error.strerror}", NO_OUTPUT, traceback=traceback)
     if isinstance(error, PenstockError):
         return _explain(str(error), error.exit_code, traceback=traceback)
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

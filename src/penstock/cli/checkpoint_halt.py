@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 from penstock.cli.options import argument, flag, option, verb
 from penstock.cli.parsers import TEXT, URI
 from penstock.cli.terminal import Terminal
-from penstock.errors import UsageError
+from penstock.errors import ObjectNotFound, UsageError
+from penstock.storage.capabilities import find_local_root
 from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from penstock.checkpoint.manager.graceful_stop import StopRequest
+    from penstock.storage import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +61,23 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
     if options.shows_status:
         request = graceful_stop.find_stop_request(storage)
     else:
+        _require_folder(storage)
         request = _make_request(options.reason)
         graceful_stop.request_stop(storage, request)
     terminal.result(
         {"asked": request is not None, "order": request.model_dump() if request else None},
         [f"halt {run}: {_describe(request)}"],
     )
+
+
+def _require_folder(storage: Storage) -> None:
+    root = find_local_root(storage)
+    if root is not None and not root.is_dir():
+        raise ObjectNotFound(
+            "There is no such directory of checkpoints, so no job would see the request",
+            uri=storage.uri,
+            fix="Give the one that the manager was made with. If that job has saved nothing yet, create it.",
+        )
 
 
 def _make_request(reason: str) -> StopRequest:

@@ -219,6 +219,14 @@ def test_steps_of_a_cache_that_a_living_job_saves_to_are_left_alone(cached: Path
     assert (cached / "cache/step-1").is_dir()
 
 
+def test_halt_of_a_directory_that_no_job_has_is_refused(tmp_path: Path) -> None:
+    typo = tmp_path / "chekpoints"
+    refused = checkpoint("halt", typo)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "There is no such directory of checkpoints" in refused.stderr
+    assert not typo.exists()
+
+
 def test_halt_requests_shows_and_withdraws_a_stop(tmp_path: Path) -> None:
     assert checkpoint("halt", tmp_path, "--status").stdout.endswith(": no stop is requested\n")
     requested = checkpoint("halt", tmp_path, "--reason", "maintenance").stdout

@@ -1,5 +1,6 @@
 """The edge of the command line: exit codes, errors as one paragraph, and words that it takes for itself."""
 
+import errno
 import sys
 
 import click
@@ -46,6 +47,11 @@ def test_defect_is_reported_as_such_and_debug_shows_where(capsys: pytest.Capture
     assert "Traceback" not in shown
     assert run_at_edge(lambda: 1 // 0, debug=True) == 70
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written_is_no_defect(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(OSError(errno.ENOSPC, "No space left on device")) == 3
+    assert capsys.readouterr().err == "penstock: The output cannot be written: No space left on device\n"
 
 
 def test_a_missing_library_names_its_extra(capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,3 +206,9 @@ class Flush:
 
 EACH: Final = Flush()
 """Flush every checkpoint as fast as possible."""
+
+
+def require_cache_for(redundancy: Scheme | Sequence[Scheme], flush: Flush | None, *, is_cached: bool) -> None:
+    """`UsageError` for options of caches without a cache: they would protect and flush nothing."""
+    if not is_cached and (redundancy or flush not in (EACH, None)):
+        raise UsageError("redundancy= and flush= are of caches, and cache= is not given")

@@ -26,7 +26,7 @@ from penstock.checkpoint.levels.redundancy import gf256
 from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
 from penstock.checkpoint.manager import step_store
 from penstock.cluster.comm import gather_unusual, run_on_all_ranks, run_on_rank0
-from penstock.errors import RankFailed, StorageError, UsageError
+from penstock.errors import RankFailed, StorageError
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree
@@ -99,10 +99,6 @@ def open_tiered_store(
     path: str | None,
 ) -> TieredStore:
     """The step store of a run with caches in front of its durable steps at `path`. Collective."""
-    if keep_cached is not None and keep_cached < 1:
-        raise UsageError(
-            f"keep_cached must be at least 1 or None, not {keep_cached}", fix="None keeps all steps."
-        )
     if any(scheme.losses > 1 for scheme in schemes):
         # Compiled now, while the run starts, and not in its first save.
         gf256.load_loops()

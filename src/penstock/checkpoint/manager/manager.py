@@ -38,7 +38,7 @@ from penstock.checkpoint.engine import (
     State,
     Urgency,
 )
-from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single
+from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single, require_cache_for
 from penstock.checkpoint.manager import save_policy as policies
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
@@ -300,8 +300,8 @@ class Manager:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         engine: Engine | None = None,
     ) -> None:
-        if keep is not None and keep < 1:
-            raise UsageError(f"keep must be at least 1 or None, not {keep}", fix="None keeps all steps.")
+        step_store.require_number_kept(keep=keep, keep_cached=keep_cached)
+        require_cache_for(redundancy, flush, is_cached=cache is not None)
         # Two groups: a background save must not wait for a foreground call of another rank, nor the reverse.
         self._front, self._back = make_own_group(process_group), make_own_group(process_group)
         self._timeout_s = self._front.comm.timeout_s = self._back.comm.timeout_s = timeout_s

@@ -108,6 +108,10 @@ class SaveScheduler:
     _blocked_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED), init=False)
 
     def __post_init__(self) -> None:
+        if not hasattr(self.policy, "is_due"):
+            raise UsageError(
+                f"Invalid save_policy={self.policy!r}", fix="Give a policy, as pc.EverySteps(100)."
+            )
         self._since_s = self.clock()
 
     @contextmanager

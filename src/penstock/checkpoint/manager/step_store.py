@@ -36,7 +36,15 @@ from penstock.cluster.comm import (
     run_on_rank0,
 )
 from penstock.cluster.rounds import FAN_IN
-from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError, name_some
+from penstock.errors import (
+    ObjectNotFound,
+    PenstockError,
+    RankError,
+    RankFailed,
+    StorageError,
+    UsageError,
+    name_some,
+)
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
@@ -195,6 +203,15 @@ class DurableSlot:
 def warn_once_per_job(own_logger: logging.Logger, rank: int, message: str, *values: object) -> None:
     """Log a warning on rank 0; the other ranks' logs have it as information."""
     own_logger.log(logging.WARNING if rank == 0 else logging.INFO, message, *values)
+
+
+def require_number_kept(**options: Any) -> None:
+    """`UsageError` for an option that says how many steps stay, and cannot."""
+    for name, number in options.items():
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise UsageError(
+                f"{name} must be a whole number from 1 or None, not {number!r}", fix="None keeps all steps."
+            )
 
 
 def warn_of_newer_steps(store: StepStore, step: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import signal
 import threading
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit.catalog import StepCatalog, find_surplus, step_dirname
 from penstock.checkpoint.engine import ProgressState, SaveCancelled, SaveProgress
+from penstock.checkpoint.levels.options import Single
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import (
     AccessRefused,
@@ -288,10 +290,21 @@ def test_a_step_is_committed_even_if_old_ones_cannot_be_removed(
         assert manager.steps() == [2]
 
 
-@pytest.mark.parametrize("keep", [0, -1])
-def test_keeping_nothing_is_refused(tmp_path: Path, keep: int) -> None:
-    with pytest.raises(UsageError, match="keep must be at least 1"):
-        Manager(tmp_path, keep=keep, engine=BytesEngine())
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"keep": 0}, "keep must be a whole number from 1 or None, not 0"),
+        ({"keep": "3"}, "keep must be a whole number from 1 or None, not '3'"),
+        ({"keep_cached": 1.5}, "keep_cached must be a whole number from 1 or None, not 1.5"),
+        ({"redundancy": Single()}, "redundancy= and flush= are of caches, and cache= is not given"),
+        ({"save_policy": 3}, "Invalid save_policy=3"),
+    ],
+)
+def test_options_that_cannot_be_obeyed_are_refused(
+    tmp_path: Path, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        Manager(tmp_path, engine=BytesEngine(), **options)
 
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
