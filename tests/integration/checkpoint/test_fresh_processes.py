@@ -297,6 +297,26 @@ def test_some_of_a_state_is_loaded_only_where_an_optimizer_has_the_rest(tmp_path
     assert not fresh["optimizer"].state
 
 
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+def test_optimizer_gets_back_dicts_of_its_own_with_their_keys(tmp_path: Path, steps: int) -> None:
+    odd = {"a": torch.ones(1), "e": {}, 7: 5, (1, "b"): {"3": None}, "list": [{}, {2: torch.ones(2)}]}
+    trained, other = training_parts(steps=1), training_parts(steps=steps)
+    trained["optimizer"].state[trained["model"].weight]["own"] = odd
+    pc.save(trained, tmp_path / "saved")
+    pc.load(other, tmp_path / "saved")
+    loaded = other["optimizer"].state[other["model"].weight]["own"]
+    assert sorted(map(repr, loaded.items())) == sorted(map(repr, odd.items()))
+    # Stock torch has no names for empty dicts, and no types of keys.
+    del odd["list"]
+    stock_save(
+        {"optimizer": trained["optimizer"].state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True
+    )
+    again = training_parts(steps=0)["optimizer"]
+    pc.load({"optimizer": again}, tmp_path / "stock")
+    found = next(iter(again.state.values()))["own"]
+    assert found.keys() == {"a", 7, "(1, 'b')"}
+
+
 def test_what_is_not_loaded_of_any_other_part_stays_as_it_was(tmp_path: Path) -> None:
     part = Holder({"at": 5, "order": torch.ones(4), "seen": [torch.ones(2), torch.ones(3)]})
     pc.save({"part": part, "step": 1}, tmp_path / "saved")

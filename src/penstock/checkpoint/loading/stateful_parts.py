@@ -334,7 +334,7 @@ def _begin_optimizer(
         skipped = [f"{entry}.{_joined(path)}" for path, facts in given.items() if facts is SKIPPED]
         if len(skipped) < len(given):
             state[entry] = _copied(own)
-            _Places(parameter=parameter).fit(state[entry], given)
+            _Places(stored.key_types, f"{prefix}state.{entry}.", parameter).fit(state[entry], given)
             cut += [] if own else skipped
         elif given or any(stored.find(f"{key}.state.{entry}.{slot}") is None for slot in own):
             state.update({entry: own} if own else {})
@@ -547,5 +547,5 @@ def _has(holder: Any, path: Path) -> bool:
 
 
 def _counts(holder: Mapping[Any, Any]) -> bool:
-    """Whether keys that look like integers are some; of a new dict this can only be guessed."""
-    return all(isinstance(key, int) for key in holder)
+    """Whether keys that look like integers are some; where there is none yet, this can only be guessed."""
+    return not any(isinstance(key, str) and key.isdecimal() for key in holder)

@@ -83,6 +83,7 @@ from penstock.checkpoint.state.tensors import (
     device_mesh_sizes,
     free_places,
     is_tensor,
+    kept_places,
     number_parameters,
     warn_of_attributes,
     warn_of_keys,
@@ -466,12 +467,12 @@ def index_written_files(shares: Sequence[WrittenShare], *, packed: bool) -> Chec
 def _collect(state: State, choice: SaveChoice, *, is_alone: bool) -> LocalState:
     """What this rank holds of the chosen parts, with the dtypes that they are saved as."""
     expanded = expand_stateful(state)
-    is_free = free_places(state)
-    leaves = _chosen(flatten_state(expanded, is_tensor, is_free), choice.only)
+    is_kept = kept_places(state)
+    leaves = _chosen(flatten_state(expanded, is_tensor, is_kept), choice.only)
     local_state = collect_leaves(
-        leaves, pack_objects=True, may_differ=is_free_nowhere if is_alone else is_free
+        leaves, pack_objects=True, may_differ=is_free_nowhere if is_alone else free_places(state)
     )
-    local_state = replace(local_state, key_types=key_types(expanded, is_free))
+    local_state = replace(local_state, key_types=key_types(expanded, is_kept))
     holdings = local_state.holdings
     if not is_alone and (numbering := number_parameters(state)):
         saved = {facts.name.partition(".state.")[0] for facts in holdings.tensors}

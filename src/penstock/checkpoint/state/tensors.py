@@ -119,8 +119,19 @@ EXTRA_STATE = "_extra_state"
 """How torch calls what a module adds to its state: anything, and not the same each time."""
 
 
+def kept_places(state: Mapping[str, Any]) -> IsFree:
+    """The places whose structure is saved: free ones, and those within the state that optimizers keep."""
+    is_free = free_places(state)
+    optimizers = {str(key) for key, part in state.items() if isinstance(part, torch.optim.Optimizer)}
+
+    def is_kept(path: Path) -> bool:
+        return is_free(path) or (path[0] in optimizers and len(path) > 3 and path[1] == "state")
+
+    return is_kept
+
+
 def free_places(state: Mapping[str, Any]) -> IsFree:
-    """The places that get the structure that was saved: of data loaders and the like, and extra states."""
+    """The places of which ranks may have others: of data loaders and the like, and extra states."""
     tied = (torch.nn.Module, torch.optim.Optimizer)
     free = {str(key) for key, part in state.items() if is_stateful(part) and not isinstance(part, tied)}
     modules = {str(key) for key, part in state.items() if isinstance(part, torch.nn.Module)}
