@@ -7,6 +7,8 @@ stock torch in all four pairs of which Penstock is one side.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -400,3 +402,19 @@ def load_own_layer(rank: int, path: Path) -> tuple[int, ...]:
 
 def test_what_another_rank_takes_is_no_error(tmp_path: Path) -> None:
     assert on_gloo_ranks(2, load_own_layer, tmp_path / "saved") == [(0, 1), (1, 1)]
+
+
+def test_the_first_restore_of_a_process_imports_nothing(tmp_path: Path) -> None:
+    with pc.Manager(tmp_path) as manager:
+        manager.save(1, {"w": torch.ones(4, 4)})
+    program = f"""
+import sys
+import torch
+import penstock.checkpoint as pc
+with pc.Manager({str(tmp_path)!r}) as manager:
+    known, state = set(sys.modules), {{"w": torch.zeros(4, 4)}}
+    manager.restore(state)
+    print(*sorted(set(sys.modules) - known), float(state["w"].sum()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["16.0"]

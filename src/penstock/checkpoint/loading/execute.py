@@ -26,7 +26,7 @@ from penstock.checkpoint.loading.host_sharing import HostSharing, settings_for_s
 from penstock.checkpoint.loading.load_requests import ByteItemIndex
 from penstock.checkpoint.loading.transport import GlooTransport, Outbox, run_rounds
 from penstock.checkpoint.plan.load_plan import LoadPlan, payload_starts
-from penstock.checkpoint.plan.region_arithmetic import find_overlaps
+from penstock.checkpoint.plan.region_arithmetic import distinct, find_overlaps
 from penstock.checkpoint.saving.buffers import pin_memory
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, element_sizes
@@ -464,7 +464,7 @@ def _find_cut_rows(plan: LoadPlan, context: LoadContext) -> Ints:
     own_bytes = np.zeros(len(stored), dtype=np.int64)
     np.add.at(own_bytes, row, regions.num_bytes(element_bytes))
     is_cut = own_bytes[row] < outer.num_bytes(element_bytes)
-    return np.unique(row[starts & is_cut])
+    return distinct(row[starts & is_cut])
 
 
 def _find_loaded_item(

@@ -52,7 +52,7 @@ from penstock.checkpoint.loading.placement import (
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settings_for_cached
 from penstock.checkpoint.loading.shared_opening import SharedCheckpoint, open_shared
 from penstock.checkpoint.loading.stateful_parts import LoadedParts, loading_into
-from penstock.checkpoint.plan import load_plan, shared_load
+from penstock.checkpoint.plan import load_plan, region_arithmetic, shared_load
 from penstock.checkpoint.plan.save_plan import SaveOptions, file_name
 from penstock.checkpoint.plan.shared_plan import Place
 from penstock.checkpoint.state.leaves import Leaf, require_dict
@@ -373,7 +373,7 @@ def _is_cached(
     """Whether this machine's page cache has all files in which this rank wants something."""
     stored = item_index.stored
     wanted = np.isin(stored.regions.tensor, requests.regions.tensor)
-    files = np.unique(stored.file[wanted]).tolist()
+    files = region_arithmetic.distinct(stored.file[wanted]).tolist()
     return are_resident(checkpoint.storage, [checkpoint.key(checkpoint.index.files[file]) for file in files])
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.checkpoint.plan.region_arithmetic import (
     RankSets,
+    distinct,
     divide_among_ranks,
     expand_ranges,
     find_overlaps,
@@ -296,7 +297,7 @@ def plan_rank_load(
     incoming = _deliveries_to_requests(shared, np.flatnonzero(shared.requests.rank == rank))
     source = shared.share_rank[incoming.share]
     is_seen = is_near(source)
-    reads = np.concatenate([own, np.unique(incoming.share[is_seen & (source != rank)])])
+    reads = np.concatenate([own, distinct(incoming.share[is_seen & (source != rank)])])
     number = np.zeros(len(shared.share_rank), dtype=np.int64)
     number[reads] = np.arange(len(reads))
 
@@ -315,7 +316,7 @@ def plan_rank_load(
         )
 
     shown = is_near(to) & (to != rank)
-    pairs = np.unique(np.stack([number[out.share[shown]], to[shown]], axis=1), axis=0)
+    pairs = distinct(np.stack([number[out.share[shown]], to[shown]], axis=1))
     return LoadPlan(
         rank=rank,
         row=shared.share_row[reads],

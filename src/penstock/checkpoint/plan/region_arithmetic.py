@@ -70,6 +70,20 @@ def scramble(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return keys ^ (keys >> np.uint64(31))
 
 
+def distinct(values: Ints) -> Ints:
+    """The distinct numbers, or rows of a table, ascending.
+
+    As np.unique, whose first call imports numpy.ma: that takes a process longer than a small load.
+    """
+    if values.ndim == 1:
+        values = np.sort(values)
+        differs = values[1:] != values[:-1]
+    else:
+        values = values[np.lexsort(values.T[::-1])]
+        differs = (values[1:] != values[:-1]).any(axis=1)
+    return np.concatenate([values[:1], values[1:][differs]])
+
+
 def expand_ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
     """All integers of the ranges, one range after another: the range of each, and the integer."""
     owner = np.repeat(np.arange(len(counts)), counts)
@@ -417,7 +431,7 @@ def _cut(axis: _Axis, cut_set: Ints, position: Ints, sets: RankSets) -> tuple[In
     region, row = _nearest_rows(axis, position)
     position = axis.start[region] + row * rows.num_bytes[region]
     inside = (row > 0) & (row < rows.count[region])
-    unique = np.unique(np.stack([region[inside], row[inside]], axis=1), axis=0)
+    unique = distinct(np.stack([region[inside], row[inside]], axis=1))
     num_parts = 1 + np.bincount(unique[:, 0], minlength=len(axis.start))
     source, part = expand_ranges(np.zeros(len(num_parts), dtype=np.int64), num_parts)
     begin = np.zeros(len(source), dtype=np.int64)

@@ -8,6 +8,7 @@ from tests.unit.checkpoint.plan.states import painted, region
 
 from penstock.checkpoint.plan.region_arithmetic import (
     are_disjoint,
+    distinct,
     find_overlaps,
     find_rank_sets,
     find_rows,
@@ -23,9 +24,17 @@ SMALL = st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 2)), min_size=1, m
 @given(SMALL)
 def test_rows_are_grouped_in_the_order_of_their_first_appearance(rows: list[tuple[int, int]]) -> None:
     groups = group_equal_rows(np.array(rows, dtype=np.int64))
-    distinct = list(dict.fromkeys(rows))
-    assert [rows[first] for first in groups.first] == distinct
-    assert [distinct[number] for number in groups.number] == rows
+    once = list(dict.fromkeys(rows))
+    assert [rows[first] for first in groups.first] == once
+    assert [once[number] for number in groups.number] == rows
+
+
+@given(SMALL)
+def test_distinct_rows_and_numbers_ascend(rows: list[tuple[int, int]]) -> None:
+    table = np.array(rows, dtype=np.int64)
+    for values in (table, table[:0]):
+        assert distinct(values).tolist() == np.unique(values, axis=0).tolist()
+        assert distinct(values[:, 0]).tolist() == np.unique(values[:, 0]).tolist()
 
 
 def test_rows_that_share_a_hash_stay_apart() -> None:
