@@ -133,6 +133,7 @@ class _OptimizerState:
                     where=f"the checkpoint has {name_some(entries)}",
                     fix="Build the optimizer with the groups that it was saved with.",
                 )
+            _require_order(self.key, group, self.part.param_groups[place].get("param_names"))
             groups.append({**group, "params": list(own)})
         state = {self.numbers.get(entry, entry): slots for entry, slots in loaded["state"].items()}
         self.part.load_state_dict({**loaded, "state": state, "param_groups": groups})
@@ -350,7 +351,22 @@ def _begin_optimizer(
     ]
     numbers: dict[int | str, int] = {number: number for number in by_number}
     numbers.update(by_name)
-    return _OptimizerState(key, part, inner, numbers, groups, _cut_error(key, cut))
+    order = None if is_named else _order_error(key, entries, by_number)
+    return _OptimizerState(key, part, inner, numbers, groups, _cut_error(key, cut) or order)
+
+
+def _require_order(key: str, group: Mapping[str, Any], own: Sequence[str] | None) -> None:
+    """Raise `UsageError` if a group that numbers its parameters has these names in another order."""
+    saved = group.get("param_names")
+    if not (saved and own) or isinstance(group["params"][0], str) or saved == own:
+        return
+    if sorted(saved) == sorted(own):
+        first = next(number for number, pair in enumerate(zip(saved, own, strict=True)) if pair[0] != pair[1])
+        raise UsageError(
+            f"{key!r} has its parameters in another order than when it was saved: {saved[first]!r} was where"
+            f" {own[first]!r} is",
+            fix="Make it with its parameters in the order of the save.",
+        )
 
 
 def _cut_error(key: str, skipped: Sequence[str]) -> UsageError | None:
@@ -361,6 +377,33 @@ def _cut_error(key: str, skipped: Sequence[str]) -> UsageError | None:
         f"{key!r} has no state yet, and would get only a part of it: {name_some(skipped)} is skipped",
         fix=f"Load all of its state, none of it (exclude='{key}.state.*'), or let it make a step first.",
     )
+
+
+def _order_error(
+    key: str, entries: Mapping[str, StoredPlaces], parameters: Mapping[int, torch.Tensor]
+) -> UsageError | None:
+    """The error for an optimizer that numbers its parameters in another order than the one that was saved.
+
+    Shapes tell it where a slot's shapes over all parameters are those of the parameters, but not one by one.
+    States of any other shape, as factored ones and single numbers, do not have the sizes of their parameters.
+    """
+    slots: dict[Path, list[tuple[Path, Path, int]]] = {}
+    for number, parameter in parameters.items():
+        for path, facts in entries.get(str(number), {}).items():
+            if isinstance(facts, TensorFacts):
+                slots.setdefault(path, []).append((facts.shape, tuple(parameter.shape), number))
+    for path, rows in slots.items():
+        misfits = [row for row in rows if row[0] != row[1]]
+        if misfits and sorted(row[0] for row in misfits) == sorted(row[1] for row in misfits):
+            stored, own, number = misfits[0]
+            return UsageError(
+                f"{key!r} has its parameters in another order than when it was saved:"
+                f" 'state.{number}.{_joined(path)}' is {list(stored)} in the checkpoint,"
+                f" parameter {number} is {list(own)} here",
+                fix="Make it with its parameters in the order of the save. Names instead of numbers, as"
+                " get_optimizer_state_dict saves them, allow any order.",
+            )
+    return None
 
 
 def _joined(path: Path) -> str:

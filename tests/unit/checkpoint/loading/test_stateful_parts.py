@@ -59,6 +59,7 @@ def load(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Load as the loader does, by names and places alone."""
     values = {leaf.name: leaf.value for leaf in flatten_state(saved, is_tensor)}
     with loading_into(state, stored(saved), {key: f"{key}." for key in state}) as parts:
+        parts.require_fit()
         asked = {leaf.name for leaf in flatten_state(parts.state, is_tensor)}
         parts.add(values.keys() - asked)
         for leaf in flatten_state(parts.state, is_tensor):
@@ -246,3 +247,28 @@ def test_optimizer_of_named_parameters_needs_no_module_to_load_names() -> None:
     _, other = trained(names=True, seed=1)
     load({"optim": other}, {"optim": named})
     assert_same_state(other, optimizer)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_parameters_in_another_order_than_when_they_were_saved_are_refused(*, is_named: bool) -> None:
+    # Names tell what shapes do not: both biases have one element.
+    module = torch.nn.ParameterDict({"a": torch.ones(1), "b": torch.ones(1) if is_named else torch.ones(2)})
+    given: list[Any] = list(module.named_parameters()) if is_named else list(module.parameters())
+    optimizer, other = torch.optim.AdamW(given), torch.optim.AdamW(given[::-1])
+    (module["a"].sum() + module["b"].sum()).backward()
+    optimizer.step()
+    match = "'a' was where 'b' is" if is_named else r"'state\.0\.exp_avg' is \[1\] in .* parameter 0 is \[2\]"
+    with pytest.raises(UsageError, match=match):
+        load({"optim": other}, {"optim": optimizer.state_dict()})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.SGD, torch.optim.Rprop])
+def test_states_of_other_shapes_than_parameters_are_in_order(kind: Any) -> None:
+    shapes = [(4, 1), (1, 4), (4, 4), (4,), (1,), (), (2, 3, 4)]
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer, other = kind(parameters), kind([each.detach().clone() for each in parameters])
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    load({"optim": other}, {"optim": optimizer.state_dict()})
+    assert other.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
