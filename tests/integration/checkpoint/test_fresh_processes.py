@@ -284,6 +284,15 @@ def test_state_of_an_optimizer_that_is_not_loaded_stays_as_it_was(
     assert torch.equal(trained["model"].weight, other["model"].weight)
 
 
+def test_new_optimizer_gets_the_state_of_a_checkpoint_that_is_only_an_optimizer(tmp_path: Path) -> None:
+    trained, fresh = training_parts(steps=1)["optimizer"], training_parts(steps=0)["optimizer"]
+    torch.save(trained.state_dict(), tmp_path / "saved.pt")
+    pc.load({"optimizer": fresh}, tmp_path / "saved.pt", rename={"optimizer.*": ""})
+    expected, found = (each.state_dict()["state"] for each in (trained, fresh))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[number]["exp_avg"], expected[number]["exp_avg"]) for number in expected)
+
+
 def test_some_of_a_state_is_loaded_only_where_an_optimizer_has_the_rest(tmp_path: Path) -> None:
     trained, stepped = training_parts(steps=1), training_parts(steps=2)
     pc.save(trained, tmp_path / "saved")

@@ -391,7 +391,7 @@ class StoredNames:
         self.names = tuple(self._known)
 
     def below(self, prefix: str, key: str) -> StoredPlaces:
-        """What the checkpoint has of the part `key`, below a name that ends with a dot.
+        """What the checkpoint has of the part `key`, below a name that ends with a dot, or at its top level.
 
         Other ranks' own values are left out: they have the same places as the common ones.
         """
@@ -407,6 +407,8 @@ class StoredNames:
 
 
 def _rest_of(path: Path, prefix: str) -> Path:
+    if not prefix:
+        return path
     text = ""
     for number, step in enumerate(path):
         text += f"{step}."

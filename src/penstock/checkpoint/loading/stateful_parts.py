@@ -322,7 +322,7 @@ def _begin_optimizer(
     }
     by_name.update(_names_of_groups(raw["param_groups"]))
     entries: dict[str, dict[Path, TensorFacts | Skipped | None]] = {}
-    for path, facts in (stored.below(prefix, key) if prefix else {}).items():
+    for path, facts in stored.below(prefix, key).items():
         if path[0] == "state" and len(path) > 2:
             entries.setdefault(str(path[1]), {})[path[2:]] = facts
     is_named = bool(entries) and not entries.keys() & set(map(str, by_number))
