@@ -86,6 +86,13 @@ def test_the_advice_about_a_missing_prefix_helps(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
 
 
+def test_the_advice_about_names_that_lie_deeper_helps(places: Path) -> None:
+    found = weights()
+    with pytest.raises(PenstockError, match=r"below 'model': rename=\{'\*': 'model\.\*'\} finds it"):
+        pc.load(found, places / "ours")
+    assert len(pc.load(found, places / "ours", rename={"*": "model.*"}).loaded) == len(found)
+
+
 def test_a_copy_without_the_checksums_is_told_and_can_be_refused(
     places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -428,6 +428,10 @@ def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) ->
     prefix, _, rest = wanted.partition(".")
     if rest in stored:
         hint = f"It holds {rest!r}, without {prefix!r}: rename={{'{prefix}.*': ''}} finds it. "
+    deeper = [name for name in stored if name.endswith(f".{wanted}")]
+    if len(deeper) == 1:
+        above = deeper[0].removesuffix(f".{wanted}")
+        hint = f"It holds {deeper[0]!r}, below {above!r}: rename={{'*': '{above}.*'}} finds it. "
     return MissingName(
         f"Missing key in checkpoint: it does not hold {name_some([repr(wanted), *missing[1:]], 1)}",
         fix=f"{hint}Map names with rename=, skip parts with exclude=, or keep missing parts unchanged with"
