@@ -137,6 +137,7 @@ class TieredStore:
         self._keep_cached = keep_cached
         self._lease = WriterLease(cache.storage)
         self._num_saves = 0
+        self._saved: int | None = None
         self._is_open = True
 
     def steps(self) -> list[int]:
@@ -180,7 +181,8 @@ class TieredStore:
             if not self._flush.background:
                 self._flusher.wait(self._durable.timeout_s)
                 require_durable(self._flusher, step)
-        self._apply_cache_retention(step)
+        self._saved = step
+        self._apply_cache_retention()
         return cached
 
     def candidates(self, wanted: int | None) -> list[int]:
@@ -220,16 +222,19 @@ class TieredStore:
             self._is_open = False
             if self._flusher:
                 self._flusher.close()
+                # The last save kept what was still to be flushed.
+                self._apply_cache_retention()
             self._cache.close()
             self._lease.release()
             self._durable.close()
 
-    def _apply_cache_retention(self, saved: int) -> None:
+    def _apply_cache_retention(self) -> None:
         """Remove the oldest steps of this node's cache, except those still to be flushed.
 
-        As on the durable level, steps beyond the one just saved do not count.
+        As on the durable level, steps beyond the one saved last do not count; who saved none removes none.
         """
-        if self._keep_cached is None or not self._cache.is_lead:
+        saved = self._saved
+        if saved is None or self._keep_cached is None or not self._cache.is_lead:
             return
         states = self._flusher.states() if self._flusher else {}
         flushing = {step for step, state in states.items() if not state.is_over}
