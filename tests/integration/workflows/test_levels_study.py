@@ -11,7 +11,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from penstock.bench.state_layout import LayoutRequest, StateLayout, plan_layout
 from penstock.cluster.comm import Comm, SoloComm
 from penstock.errors import PenstockError, Unavailable, UsageError
-from penstock.workflows.levels_study.study import StudyResult, require_memory, require_torch
+from penstock.workflows.levels_study.study import StudyResult, require_libraries, require_memory
 from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest, list_rows
 from penstock.workload.load_workload import load_model
 
@@ -207,9 +207,10 @@ def test_a_state_that_memory_cannot_hold_is_refused(tmp_path: Path) -> None:
         require_memory(asked(tmp_path, layout=huge), SoloComm("here"), ["here"])
 
 
-def test_a_study_without_torch_says_what_to_install() -> None:
-    with pytest.raises(Unavailable, match=r"penstock\[torch\]"):
-        require_torch(lambda _: None)
+@pytest.mark.parametrize("missing", ["torch", "duckdb"])
+def test_a_study_says_before_it_saves_what_is_not_installed(missing: str) -> None:
+    with pytest.raises(Unavailable, match=rf"{missing} is not installed.*penstock\[torch,trace\]"):
+        require_libraries(lambda library: None if library == missing else library)
 
 
 def a_million_times(layout: StateLayout) -> StateLayout:

@@ -160,7 +160,7 @@ def run_study(
 ) -> StudyResult | None:
     """Run the rows that are missing, then compare all rows; None on all ranks but 0. Collective."""
     check_request(request, environment, trace_variable=TRACE)
-    require_torch()
+    require_libraries()
     # Loads torch, so only once the request is known to be good.
     from penstock.workflows.levels_study.study_training import EmulatedTrainer, process_group  # noqa: PLC0415
 
@@ -198,11 +198,13 @@ def run_study(
     return _compare_on_rank0(request, record, rows, comm=comm, progress=progress)
 
 
-def require_torch(find: Callable[[str], object | None] = find_spec) -> None:
-    """`Unavailable` without torch: the study saves tensors over torch's process group."""
-    if find("torch") is None:
+def require_libraries(find: Callable[[str], object | None] = find_spec) -> None:
+    """`Unavailable` without what a study saves with, or without what compares its traces at the end."""
+    missing = [library for library in ("torch", "duckdb", "pyarrow", "jinja2") if find(library) is None]
+    if missing:
         raise Unavailable(
-            "A study saves tensors of torch, which is not installed", fix="pip install 'penstock[torch]'"
+            f"A study saves tensors of torch and compares traces, and {', '.join(missing)} is not installed",
+            fix="Run: pip install 'penstock[torch,trace]'",
         )
 
 
