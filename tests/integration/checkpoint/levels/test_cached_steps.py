@@ -219,7 +219,7 @@ def test_alone_a_cache_needs_no_group(tmp_path: Path) -> None:
         assert_same(found, 0, 1)
     with pytest.raises(UsageError, match="failure domains"):
         manager_of(0, tmp_path, Xor(group=2, strict=True))
-    with pytest.raises(UsageError, match="keep_cached must be at least 1"):
+    with pytest.raises(UsageError, match="keep_cached must be a whole number from 1"):
         manager_of(0, tmp_path, Single(), keep_cached=0)
 
 
