@@ -104,8 +104,7 @@ class CheckpointSource:
 
     def require_current(self) -> None:
         """Raise `CheckpointReplaced` if this is no longer the checkpoint of its name."""
-        storage = self.storage.inside if isinstance(self.storage, DescribedStorage) else self.storage
-        if self.identity and read_identity(storage, self.folder) != self.identity:
+        if self.identity and read_identity(self.storage, self.folder) != self.identity:
             raise CheckpointReplaced(
                 "Another save replaced this checkpoint, or it was removed, while it was read",
                 uri=self.uri,
