@@ -24,8 +24,19 @@ manager.save_async(2, {"w": torch.ones(5)})
 """
 
 
-def _run(folder: Path, rest: str = "") -> subprocess.CompletedProcess[str]:
-    program = PROGRAM.replace("{rest}", rest)
+FAILING = """
+import logging, sys, torch
+import penstock.checkpoint as pc
+from penstock.errors import PenstockError
+logging.disable()
+manager = pc.Manager(sys.argv[1])
+handle = manager.save_async(1, {"w": torch.ones(1 << 20)}, staging="background")
+{rest}
+"""
+
+
+def _run(folder: Path, rest: str = "", program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
+    program = program.replace("{rest}", rest)
     return subprocess.run(
         [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=240, check=False
     )
@@ -40,14 +51,15 @@ def test_saves_without_wait_are_committed_before_the_program_ends(tmp_path: Path
 def test_a_failure_that_nobody_asked_for_is_told_wherever_the_log_goes(tmp_path: Path) -> None:
     (tmp_path / "run/step-1").mkdir(parents=True)
     (tmp_path / "run/step-1/notes.txt").touch()
-    hidden = "import logging; logging.disable()\n"
-    ended = _run(tmp_path / "run", hidden)
+    ended = _run(tmp_path / "run", program=FAILING)
     told = [line for line in ended.stderr.splitlines() if line.startswith("penstock: ")]
     assert len(told) == 1, ended.stderr
     assert "step 1 was not saved" in told[0]
     assert "notes.txt" in told[0]
-    asked = "from penstock.errors import PenstockError\ntry: manager.close()\nexcept PenstockError: pass\n"
-    assert "penstock: " not in _run(tmp_path / "run", hidden + asked).stderr
+    for call in ("manager.close()", "handle.result()", "handle.wait_staged(); handle.result()"):
+        asked = _run(tmp_path / "run", f"try: {call}\nexcept PenstockError as error: print(error)", FAILING)
+        assert "notes.txt" in asked.stdout, call
+        assert "penstock: " not in asked.stderr, call
 
 
 @pytest.mark.slow

@@ -108,7 +108,11 @@ class SaveHandle:
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when the tensors may change; `WaitTimeout` after `timeout` or the manager's limit, in s."""
-        self._staged.wait_staged(self._timeout_s if timeout is None else timeout)
+        try:
+            self._staged.wait_staged(self._timeout_s if timeout is None else timeout)
+        except SaveCancelled:
+            self.result()  # What failed meanwhile has cancelled the copying, and is the cause.
+            raise
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the step is committed; raises the error if the save failed, at every call.
