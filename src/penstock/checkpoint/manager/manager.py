@@ -375,10 +375,9 @@ class Manager:
         An older checkpoint of this step is replaced, and stays usable until then. `only` saves the parts
         whose names match; `dtype` converts floating-point tensors; `progress` is told of every byte.
         """
+        choice = SaveChoice(only=only, dtype=dtype)
         with self._scheduler.measure():
-            return self._start(
-                step, state, SaveChoice(only=only, dtype=dtype), progress, urgent="commit"
-            ).result()
+            return self._start(step, state, choice, progress, urgent="commit").result()
 
     def save_async(
         self,
@@ -458,7 +457,8 @@ class Manager:
 
         Returns the step; None if no step was ever committed. Steps that cannot be loaded are skipped with a
         warning and listed in `skipped_steps`; if none can, every rank raises `StorageError` with the reasons.
-        Options are as of `pc.load`; `verify` also skips steps that are damaged anywhere or have no checksums.
+        `verify` also skips steps that are damaged anywhere or have no checksums. `only`, `exclude`, `rename`,
+        `strict`, `convert_dtypes`, `trust` and `progress`: as of `pc.load`.
         """
         self.skipped_steps = ()
         self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}", waits=True)
