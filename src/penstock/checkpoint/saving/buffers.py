@@ -180,12 +180,11 @@ class WorkerGroup:
         """Return when `futures` are done; raises the failure of any thread of the group."""
         if wait_for(futures, timeout=timeout_s).not_done:
             raise WaitTimeout(awaited, timeout_s or 0.0)
-        if any(future.exception() for future in futures):
-            # They may have stopped because of another thread, whose future is not done yet.
+        if any(future.done() and future.exception() for future in self._started):
+            # It may have stopped because of another thread, whose future is not done yet.
             wait_for(self._started)
-        failures = [error for future in self._started if future.done() and (error := future.exception())]
-        causes = [error for error in failures if not isinstance(error, PipelineStopped)]
-        if failures:
+            failures = [error for future in self._started if (error := future.exception())]
+            causes = [error for error in failures if not isinstance(error, PipelineStopped)]
             raise (causes or failures)[0]
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Buffers change owners in one order, and no stream can starve another."""
 
 import threading
+from concurrent.futures import wait
 
 import pytest
 
@@ -10,6 +11,7 @@ from penstock.checkpoint.saving.buffers import (
     PipelineBuffers,
     PipelineStopped,
     WarmMemory,
+    WorkerGroup,
 )
 from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.errors import PenstockError, StorageTimeout, Unavailable, UsageError
@@ -136,3 +138,30 @@ def test_a_setting_below_one_is_refused(field: str) -> None:
 def test_memory_that_there_is_not_is_an_error_with_its_size() -> None:
     with pytest.raises(Unavailable, match=r"no memory for buffers of 1\.00 EiB: Cannot allocate memory"):
         WarmMemory(1 << 60)
+
+
+def test_the_cause_is_raised_though_its_thread_ends_last() -> None:
+    stopped, may_end = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        if not stopped.is_set():
+            stopped.set()
+            may_end.wait(10)
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    def notice() -> None:
+        stopped.wait(10)
+        raise PipelineStopped
+
+    group = WorkerGroup(3, stop)
+    try:
+        done = group.start(lambda: None)
+        group.start(fail)
+        wait([done, group.start(notice)])
+        threading.Timer(0.05, may_end.set).start()
+        with pytest.raises(OSError, match="the disk is gone"):
+            group.wait([done], "what is done")
+    finally:
+        group.close()
