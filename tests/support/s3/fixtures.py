@@ -45,8 +45,8 @@ def lasting_fake() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def faulty(lasting_fake: FakeServer) -> Callable[..., FakeServer]:
-    """The lasting fake with these faults, and nothing else on it."""
+def faulty(lasting_fake: FakeServer) -> Iterator[Callable[..., FakeServer]]:
+    """The lasting fake with these faults, and nothing else on it. The next test finds it without faults."""
     from tests.support.s3.fake_bucket import FakeBucket
     from tests.support.s3.fault_plan import Fault, FaultPlan
 
@@ -57,4 +57,5 @@ def faulty(lasting_fake: FakeServer) -> Callable[..., FakeServer]:
         lasting_fake.payload_modes.clear()
         return lasting_fake
 
-    return start
+    yield start
+    lasting_fake.plan = FaultPlan()
