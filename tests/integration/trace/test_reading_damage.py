@@ -3,7 +3,6 @@
 import gzip
 import itertools
 import json
-import os
 import random
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.support.open_files import open_below
 from tests.support.trace_files import Writing, lines_of, write_trace
 
 from penstock.cli.app import main
@@ -239,9 +239,7 @@ def test_a_block_that_was_read_leaves_no_file_open(tmp_path: Path) -> None:
     file = tmp_path / "a.pfw"
     file.write_bytes(b"".join(whole()))
     read_once(file, query_lines=0)
-    num_open = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - descriptors, not files
-    read_once(file, query_lines=0)
-    assert len(os.listdir("/proc/self/fd")) == num_open  # noqa: PTH208
+    assert open_below(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.support.open_files import open_below
 
 from penstock.errors import StorageError
 from penstock.storage.files import system_calls
@@ -82,10 +83,9 @@ def test_whichever_call_fails_objects_written_together_are_whole_or_not_there(
     for number in range(len(log.names), 0, -every):
         root = tmp_path / str(number)
         storage = files(root, FailFileCall(None, number, errno.EIO), options=options)
-        before = len(list(Path("/proc/self/fd").iterdir()))
         with suppress(StorageError):
             storage.write_at_once(through_one_buffer(together()))
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert open_below(tmp_path) == []
         for name in names_below(root):
             assert (root / name).read_bytes() == together()[name]
 

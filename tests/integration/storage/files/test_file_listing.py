@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.open_files import open_below
 
 from penstock.storage.protocol import write_object
 from penstock.storage.uri import open_storage
@@ -99,11 +100,11 @@ def test_a_listing_left_early_closes_its_folders(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path), {}, options={"fsync": "no"})
     for number in range(5):
         write_object(storage, f"a/b/c/{number}", [b"x"])
-    open_before = len(list(Path("/proc/self/fd").iterdir()))
     listing = storage.list()
     next(listing)
+    assert open_below(tmp_path)
     del listing
-    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+    assert open_below(tmp_path) == []
 
 
 def test_names_that_are_not_utf8_are_listed_and_read(tmp_path: Path) -> None:
