@@ -5,7 +5,6 @@ when, and what to do.
 """
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -146,7 +145,7 @@ PAGES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
     ),
     "cluster": (
         collected,
-        {"How much": "1 of 1 hosts answered, with ", "Since": f"the facts of {datetime.now(UTC):%Y-%m-%d} "},
+        {"How much": "1 of 1 hosts answered, with ", "Since": "the facts of 20"},
     ),
 }
 

@@ -5,6 +5,7 @@ that no server outlives the process that started it.
 """
 
 import http.client
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from tests.support.s3.server import BUCKET, S3Server
 from penstock.errors import Unavailable
 
 START_LIMIT_S = 60.0
+SPILL_BYTES = 1 << 40
+"""Moto keeps what is larger than 5 MiB in temporary files, and so at the speed of a disk."""
 ROOT = Path(__file__).parents[3]
 """From here `-m tests.support...` can be imported."""
 
@@ -28,6 +31,7 @@ def running_moto() -> Iterator[S3Server]:
     process = subprocess.Popen(
         [sys.executable, "-m", __name__],
         cwd=ROOT,
+        env={**os.environ, "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(SPILL_BYTES)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -15,11 +15,11 @@ LIMIT_S = 0.5
 comm = join_ranks(process_environment())
 comm.barrier(awaiting="all ranks to start", timeout_s=60.0)
 check_absence(comm, limit_s=LIMIT_S)
-if comm.rank == 0:
-    time.sleep(4 * LIMIT_S)
-else:
+if comm.rank != 0:
     sys.stdout.write("noticed\n")
     sys.stdout.flush()
-    # Rank 0 serves torch's store: whoever leaves before it finds no broken lines.
+# An MPI job ends with the first of its ranks that leaves unfinalised, and rank 0 serves torch's store: the
+# others stay until all have noticed, and rank 0 until they are gone.
+time.sleep((2 if comm.rank == 0 else 1) * 4 * LIMIT_S)
 # The ranks are out of step: nothing may be finalised.
 os._exit(0)
