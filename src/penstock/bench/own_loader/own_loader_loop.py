@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.bench.compute import ComputeTimes, SystemClock, compute_until
 from penstock.bench.own_loader.process_watch import WaitingClock
+from penstock.bench.own_loader.user_code import OWN_FOLDER
 from penstock.bench.own_loader.wait_stages import StepWait
 from penstock.cluster.comm import Comm
 from penstock.errors import OutOfSpace, PenstockError, StorageError, Unavailable
@@ -80,7 +81,7 @@ def _find_place(text: str) -> str:
     places = [
         f"{path}:{line} in {function}"
         for path, line, function in _PLACE.findall(text)
-        if "-packages/torch" not in path and "/penstock/" not in path
+        if "-packages/torch" not in path and not path.startswith(OWN_FOLDER)
     ]
     return places[-1] if places else ""
 

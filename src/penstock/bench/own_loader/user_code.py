@@ -6,6 +6,7 @@ called, and when, is the run's business.
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any, Final
 
 from penstock.errors import UsageError
 
+OWN_FOLDER: Final = str(Path(__file__).parents[2]) + os.sep
+"""Where this package lies: code of the user's may be below a folder of the same name."""
 _DEEPEST: Final = 4
 
 

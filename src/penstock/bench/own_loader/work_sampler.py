@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 from penstock.bench.own_loader.own_reads import OWN_THREADS, OwnReads, find_messengers
+from penstock.bench.own_loader.user_code import OWN_FOLDER
 
 INTERVAL_S: Final = 0.01
 _FIRST_LOOKS: Final = 50
@@ -234,4 +235,4 @@ def _spot(code: CodeType) -> str:
 
 
 def _is_library(path: str) -> bool:
-    return "-packages/" in path or path.startswith((sys.base_prefix + "/lib", "<")) or "/penstock/" in path
+    return "-packages/" in path or path.startswith((sys.base_prefix + "/lib", "<", OWN_FOLDER))

@@ -1,7 +1,10 @@
 """What a sampler tells of threads: all that they computed, though it looks but now and then."""
 
+import inspect
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +36,14 @@ def test_moments_that_do_not_count_are_left_out() -> None:
     sampler.stop()
     assert not sampler.cpu_ns
     assert sampler.num_samples == 0
+
+
+def test_code_below_a_folder_of_the_package_s_name_is_the_users(tmp_path: Path) -> None:
+    module = tmp_path / "penstock" / "steps.py"
+    spend: dict[str, Any] = {}
+    exec(compile(inspect.getsource(augment), module, "exec"), {"time": time}, spend)
+    sampler = WorkSampler(lambda: "", own=threading.get_ident(), reads=OwnReads())
+    sampler.start()
+    spend["augment"](0.3)
+    sampler.stop()
+    assert any(str(module) in spot for spot in sampler.spots)
