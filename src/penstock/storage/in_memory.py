@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from penstock.environment import Environment
 from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer
-from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, Release
-from penstock.storage.uri import Location, check_key, check_prefix, parse_options
+from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, Release, check_key, check_prefix
+from penstock.storage.uri import Location, parse_options
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -1,8 +1,9 @@
 """The narrow waist of storage: the protocols that every back end implements and every caller speaks.
 
 Everything that moves bytes (probe, loaders, checkpoint pipeline, traces) knows only `Storage`, `Sink` and
-`Source`; wrappers (tracing, faults, rate limits) implement them around another storage. One invariant: a
-buffer that is handed down is never copied, unless the copy is counted by reason in `Counters.copied_bytes`.
+`Source`; wrappers (tracing, faults, rate limits) implement them around another storage. Invariants: a buffer
+that is handed down is never copied, unless the copy is counted by reason in `Counters.copied_bytes`; no key
+that passes `check_key` leaves its root.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, Self, runtime_checkable
 
-from penstock.errors import ObjectNotFound
+from penstock.errors import AccessRefused, ObjectNotFound
 
 OptionValue = str | int | float | bool | tuple[str, ...]
 
@@ -294,6 +295,26 @@ class SupportsWritesAtOnce(Protocol):
         A buffer may change as soon as the next object is asked for. After an error, what is visible is whole
         and durable, and nothing is left of the rest. Files stay open until the end: a hundred at a time.
         """
+
+
+_NOT_PLAIN = frozenset(("", ".", ".."))
+
+
+def check_key(key: str, root_uri: str) -> str:
+    """`key` itself, if it is a relative path of plain names; else `AccessRefused`."""
+    if "\0" in key or not _NOT_PLAIN.isdisjoint(key.split("/")):
+        raise AccessRefused(
+            f"The key {key!r} is not a plain path below its root",
+            uri=root_uri,
+            fix="Use relative names joined by single slashes, without '.' and '..'.",
+        )
+    return key
+
+
+def check_prefix(prefix: str, root_uri: str) -> str:
+    """`prefix` without a closing slash, if it is empty or a folder below the root; else `AccessRefused`."""
+    folder = prefix.removesuffix("/")
+    return check_key(folder, root_uri) if folder else ""
 
 
 def read_described(storage: Storage, key: str) -> tuple[ObjectInfo, bytearray]:

@@ -1,8 +1,8 @@
-"""URIs, keys and options as text, and `open_storage`, the one way from a URI to a `Storage`.
+"""URIs and options as text, and `open_storage`, the one way from a URI to a `Storage`.
 
 A URI is taken literally, without percent-decoding; what follows a `?` are options:
 `s3://bucket/prefix?client=minio&part_bytes=16MiB`. A back end is imported when its scheme is first opened, so
-that a program on files never loads an S3 client. Invariant: no key that passes `check_key` leaves its root.
+that a program on files never loads an S3 client.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.did_you_mean import did_you_mean
 from penstock.environment import TRACE, Environment, process_environment, untraced
-from penstock.errors import AccessRefused, Unavailable, UsageError
+from penstock.errors import Unavailable, UsageError
 from penstock.storage.capabilities import SupportsLocalPaths, find_local_paths
 from penstock.storage.protocol import Storage
 from penstock.units import parse_bytes, parse_seconds
@@ -119,26 +119,6 @@ def _parse_query(text: str, query: str) -> dict[str, str]:
             )
         options[name] = value
     return options
-
-
-_NOT_PLAIN = frozenset(("", ".", ".."))
-
-
-def check_key(key: str, root_uri: str) -> str:
-    """`key` itself, if it is a relative path of plain names; else `AccessRefused`."""
-    if "\0" in key or not _NOT_PLAIN.isdisjoint(key.split("/")):
-        raise AccessRefused(
-            f"The key {key!r} is not a plain path below its root",
-            uri=root_uri,
-            fix="Use relative names joined by single slashes, without '.' and '..'.",
-        )
-    return key
-
-
-def check_prefix(prefix: str, root_uri: str) -> str:
-    """`prefix` without a closing slash, if it is empty or a folder below the root; else `AccessRefused`."""
-    folder = prefix.removesuffix("/")
-    return check_key(folder, root_uri) if folder else ""
 
 
 T = TypeVar("T")

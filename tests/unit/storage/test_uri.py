@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import AccessRefused, UsageError
-from penstock.storage.uri import Location, check_key, check_prefix, parse_uri
+from penstock.storage.protocol import check_key, check_prefix
+from penstock.storage.uri import Location, parse_uri
 
 
 @pytest.mark.parametrize(

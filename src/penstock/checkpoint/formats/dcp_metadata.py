@@ -28,7 +28,7 @@ from penstock.checkpoint.state.regions import (
     pad_rows,
 )
 from penstock.errors import AccessRefused, DataDamaged, UsageError
-from penstock.storage.uri import check_key
+from penstock.storage.protocol import check_key
 
 Path = tuple[str | int, ...]
 """The place of a leaf in the nested state dict, from which its name was made."""

@@ -22,7 +22,7 @@ from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Ints
 from penstock.errors import AccessRefused, DataDamaged, Unavailable, name_some
 from penstock.storage import Storage
 from penstock.storage.aligned import aligned_buffer
-from penstock.storage.uri import check_key
+from penstock.storage.protocol import check_key
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -51,8 +51,7 @@ from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFail
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
 from penstock.storage.files.durable import sync_open_file
-from penstock.storage.protocol import read_object
-from penstock.storage.uri import check_key
+from penstock.storage.protocol import check_key, read_object
 
 _CONTENT: Final = "content"
 _FILES: Final = "files"

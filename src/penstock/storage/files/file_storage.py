@@ -39,8 +39,8 @@ from penstock.storage.files.system_calls import (
     map_os_error,
     translate_os_errors,
 )
-from penstock.storage.protocol import Counters, ObjectInfo, OptionValue
-from penstock.storage.uri import Location, check_key, check_prefix, parse_options
+from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, check_key, check_prefix
+from penstock.storage.uri import Location, parse_options
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
 from penstock.storage.capabilities import FolderEntry
 from penstock.storage.files.system_calls import FileCalls, map_name_clash, map_os_error, translate_os_errors
-from penstock.storage.uri import check_key, check_prefix
+from penstock.storage.protocol import check_key, check_prefix
 
 NUM_REMEMBERED = 4096
 """Folders whose check is not repeated; beyond it the oldest one is forgotten."""

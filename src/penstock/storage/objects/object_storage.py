@@ -36,8 +36,8 @@ from penstock.storage.objects.object_requests import (
     RetryingRequests,
 )
 from penstock.storage.objects.object_sink import NewObject, ObjectSink, flat_bytes, split_range
-from penstock.storage.protocol import Counters, ObjectInfo, OptionValue
-from penstock.storage.uri import Location, check_key, check_prefix
+from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, check_key, check_prefix
+from penstock.storage.uri import Location
 
 
 class ObjectSource:
