@@ -21,17 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.cluster import rounds as message_rounds
-from penstock.cluster.rounds import Round, Rounds
-from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, UsageError, WaitTimeout
+from penstock.cluster.rounds import Carrying, Number, Reduction, Round, Rounds, reduce_values
+from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, WaitTimeout
 from penstock.optional_libraries import missing_library
 
 T = TypeVar("T")
-Number = TypeVar("Number", int, float)
-
-Reduction = Literal["sum", "min", "max"]
 
 DEFAULT_TIMEOUT_S = 300.0
 """The limit of a wait, where neither the call nor the job sets one."""
@@ -333,53 +330,8 @@ class RankWait:
     absent: tuple[int, ...]
 
 
-def reduce_values(values: list[Number], op: Reduction) -> Number:
-    """`values` combined in rank order: the same bits on every rank and in every run."""
-    folds: dict[str, Callable[[list[Number]], Number]] = {"sum": sum, "min": min, "max": max}
-    if op not in folds:
-        raise UsageError(f"{op!r} is not a reduction", fix=f"Use one of {', '.join(folds)}.")
-    return folds[op](values)
-
-
 CARRIED = 20_011
 """The tag of messages of `BaseComm.carry`: other transfers between the same ranks use small numbers."""
-
-
-class Carrying(Generic[T]):
-    """An operation whose messages are being carried."""
-
-    def __init__(self, rounds: Rounds[T]) -> None:
-        self._rounds = rounds
-        self._results: list[T] = []
-        self._refusal: PenstockError | None = None
-        self.round: Round | None = None
-        """The next one; None after the last."""
-        self.broken: Exception | None = None
-        """What ended it between two ranks, so that they may be out of step."""
-
-    def advance(self, received: list[bytes] | None) -> None:
-        """Let the operation use what was received, and say what is next."""
-        self.round = None
-        try:
-            self.round = next(self._rounds) if received is None else self._rounds.send(received)
-        except StopIteration as stop:
-            self._results.append(stop.value)
-        except PenstockError as error:
-            self._refusal = error
-
-    def run(self, move: Callable[[Round], list[bytes]]) -> None:
-        """Carry all messages; for a thread of its own."""
-        try:
-            while self.round is not None:
-                self.advance(move(self.round))
-        except Exception as error:  # noqa: BLE001 - raised in the thread that waits for this one
-            self.broken = error
-
-    def result(self) -> T:
-        """What the operation returned, or the error that it raised on all ranks."""
-        if self._refusal is not None:
-            raise self._refusal
-        return self._results[0]
 
 
 _SIZE = struct.Struct("<q")
@@ -492,12 +444,20 @@ class BaseComm(ABC):
         # Waits for single messages of gloo cannot be polled: a thread waits, and this one for it.
         # For its end, not only for its result: a thread that lets go of gloo's objects while Python finalizes
         # ends the process by SIGABRT, because torch's destructors wait for the interpreter.
-        thread = threading.Thread(target=carrying.run, args=(self._mover(wait),), daemon=True)
+        move, broken = self._mover(wait), list[Exception]()
+
+        def run() -> None:
+            try:
+                carrying.run(move)
+            except Exception as error:  # noqa: BLE001 - raised in the thread that waits for this one
+                broken.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(wait.next_check_s())
-        if carrying.broken is not None:
-            raise carrying.broken
+        if broken:
+            raise broken[0]
 
     @contextmanager
     def receiving(

@@ -24,8 +24,8 @@ from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 from penstock.cluster import rounds
-from penstock.cluster.comm import BaseComm, Carrying, PointToPoint, PollingWait, open_point_to_point
-from penstock.cluster.rounds import Round
+from penstock.cluster.comm import BaseComm, PointToPoint, PollingWait, open_point_to_point
+from penstock.cluster.rounds import Carrying, Round
 from penstock.errors import RankError, Unavailable
 from penstock.storage.process_id import current_process
 
@@ -207,8 +207,7 @@ class HostComm(BaseComm):
         return partial(self._move, wait)
 
     def _carry_from(self, carrying: Carrying[Any], wait: PollingWait) -> None:
-        while carrying.round is not None:
-            carrying.advance(self._move(wait, carrying.round))
+        carrying.run(partial(self._move, wait))
 
     def _move(self, wait: PollingWait, round_: Round) -> list[bytes]:
         for to, content in round_.sends:

@@ -13,7 +13,9 @@ import struct
 import zlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+from penstock.errors import PenstockError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 Result = TypeVar("Result")
+Number = TypeVar("Number", int, float)
+
+Reduction = Literal["sum", "min", "max"]
 
 FAN_IN = 64
 """Two hops of a route then serve 4,096 ranks, three 262,144."""
@@ -41,6 +46,46 @@ class Round:
 
 
 Rounds = Generator[Round, list[bytes], Result]
+
+
+def reduce_values(values: list[Number], op: Reduction) -> Number:
+    """`values` combined in rank order: the same bits on every rank and in every run."""
+    folds: dict[str, Callable[[list[Number]], Number]] = {"sum": sum, "min": min, "max": max}
+    if op not in folds:
+        raise UsageError(f"{op!r} is not a reduction", fix=f"Use one of {', '.join(folds)}.")
+    return folds[op](values)
+
+
+class Carrying(Generic[Result]):
+    """An operation whose messages are being carried."""
+
+    def __init__(self, rounds: Rounds[Result]) -> None:
+        self._rounds = rounds
+        self._results: list[Result] = []
+        self._refusal: PenstockError | None = None
+        self.round: Round | None = None
+        """The next one; None after the last."""
+
+    def advance(self, received: list[bytes] | None) -> None:
+        """Let the operation use what was received, and say what is next."""
+        self.round = None
+        try:
+            self.round = next(self._rounds) if received is None else self._rounds.send(received)
+        except StopIteration as stop:
+            self._results.append(stop.value)
+        except PenstockError as error:
+            self._refusal = error
+
+    def run(self, move: Callable[[Round], list[bytes]]) -> None:
+        """Carry all messages by `move`, which sends and receives those of a round."""
+        while self.round is not None:
+            self.advance(move(self.round))
+
+    def result(self) -> Result:
+        """What the operation returned, or the error that it raised on all ranks."""
+        if self._refusal is not None:
+            raise self._refusal
+        return self._results[0]
 
 
 def combine(

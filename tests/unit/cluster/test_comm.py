@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster.comm import BaseComm, SoloComm, all_gather_results, format_cause, reduce_values
-from penstock.cluster.rounds import Round, any_of_all
+from penstock.cluster.comm import BaseComm, SoloComm, all_gather_results, format_cause
+from penstock.cluster.rounds import Round, any_of_all, reduce_values
 from penstock.cluster.supervision.control_protocol import Ending
 from penstock.cluster.supervision.rank_process import describe_failure, join_job, join_ranks
 from penstock.errors import (
