@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-from penstock.checkpoint.commit.catalog import open_catalog
+from penstock.checkpoint.commit.catalog import CheckpointRef, open_catalog, open_parent
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Seal
 from penstock.checkpoint.commit.transaction import begin_save
 from penstock.cluster.comm import Comm, SoloComm, all_gather_results
@@ -28,6 +28,12 @@ def known_bytes(name: str, generation: int, file_name: str) -> bytes:
     """The content of a file: a few thousand bytes that no other file shares."""
     seed = hashlib.sha256(f"{name}/{generation}/{file_name}".encode()).digest()
     return seed * (100 + seed[0])
+
+
+def find_checkpoint(path: Path) -> CheckpointRef:
+    """The committed checkpoint at this path; `ObjectNotFound` if there is none."""
+    storage, name = open_parent(path)
+    return CheckpointRef(storage, open_catalog(storage).find(name))
 
 
 def save_known(storage: Storage, name: str, generation: int, comm: Comm) -> Committed:

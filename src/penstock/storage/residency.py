@@ -142,11 +142,6 @@ def measure_file_residency(path: str, counters: Mapping[Method, PageCounter] = C
             os.close(descriptor)
 
 
-def measure_residency(storage: Storage, prefix: str = "") -> Residency:
-    """How much of all files below `prefix` is resident."""
-    return _sum(measure_file_residency(path) for path in _paths(storage, prefix))
-
-
 NUM_SAMPLED = 16
 RESIDENT_SHARE = 0.99
 
@@ -347,10 +342,3 @@ def _paths(storage: Storage, prefix: str) -> Iterable[str]:
 
 def _nothing() -> Residency:
     return Residency(resident_bytes=0, total_bytes=0, method="cachestat")
-
-
-def _sum(parts: Iterable[Residency]) -> Residency:
-    total = _nothing()
-    for part in parts:
-        total += part
-    return total

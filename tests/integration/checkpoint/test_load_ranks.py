@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.gloo_ranks import on_gloo_ranks
+from tests.support.known_steps import find_checkpoint
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.shard import Shard as TensorShard
@@ -25,7 +26,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.api import load, save
-from penstock.checkpoint.commit.catalog import find_checkpoint
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.checkpoint_source import open_together
 from penstock.checkpoint.loading.loader import CheckpointLoader

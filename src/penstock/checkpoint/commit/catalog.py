@@ -89,12 +89,6 @@ def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
     return open_here(above, rank=rank), name
 
 
-def find_checkpoint(path: AnyPath, *, rank: int = 0) -> CheckpointRef:
-    """The committed checkpoint at this path; `ObjectNotFound` if there is none."""
-    storage, name = open_parent(path, rank=rank)
-    return CheckpointRef(storage, open_catalog(storage).find(name))
-
-
 POINTER_NAME: Final = "latest"
 _STEP_NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)")
 
