@@ -143,11 +143,13 @@ def measure_file_residency(path: str, counters: Mapping[Method, PageCounter] = C
 
 
 NUM_SAMPLED = 16
+"""Files, and pieces of each: the kernel looks at every page that it is asked for."""
+PIECE_PAGES = 1024
 RESIDENT_SHARE = 0.99
 
 
 def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
-    """Whether these files can be read from this machine's page cache alone, judged by a few of them.
+    """Whether these files can be read from this machine's page cache alone, judged by pieces of a few.
 
     False where that cannot be known, and for storages that read past the page cache.
     """
@@ -156,12 +158,26 @@ def are_resident(storage: Storage, keys: Sequence[str]) -> bool:
         return False
     try:
         for key in keys[:: -(-len(keys) // NUM_SAMPLED)]:
-            found = measure_file_residency(paths.local_path(key))
+            found = measure_file_residency(paths.local_path(key), _SAMPLERS)
             if found.resident_bytes < RESIDENT_SHARE * found.total_bytes:
                 return False
     except (StorageError, Unavailable):
         return False
     return True
+
+
+def _count_by_pieces(descriptor: int, size_bytes: int) -> PageCounts:
+    """Pages by cachestat(2) if all of the file is as some pieces of it, the first and the last among them."""
+    num_pages = -(-size_bytes // mmap.PAGESIZE)
+    if num_pages <= NUM_SAMPLED * PIECE_PAGES:
+        return count_by_cachestat(descriptor, size_bytes)
+    piece_bytes = PIECE_PAGES * mmap.PAGESIZE
+    begins = np.linspace(0, num_pages - PIECE_PAGES, NUM_SAMPLED, dtype=np.int64) * mmap.PAGESIZE
+    found = sum(count_by_cachestat(descriptor, piece_bytes, begin).resident for begin in begins.tolist())
+    return PageCounts(found * num_pages // (NUM_SAMPLED * PIECE_PAGES), 0)
+
+
+_SAMPLERS: Mapping[Method, PageCounter] = MappingProxyType({**COUNTERS, "cachestat": _count_by_pieces})
 
 
 def evict_file(path: str) -> Eviction:

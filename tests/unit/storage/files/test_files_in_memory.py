@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.errors import ShortTransfer
-from penstock.storage import open_storage
+from penstock.storage import open_storage, residency
 from penstock.storage.aligned import aligned_buffer
 from penstock.storage.capabilities import (
     SupportsViews,
@@ -84,6 +84,24 @@ def test_what_cannot_be_mapped_is_read_as_before(files: Storage) -> None:
     assert not are_resident(memory, ["some"])
     assert not are_resident(files, ["missing"])
     assert not are_resident(files, [])
+
+
+@pytest.mark.parametrize(("cached_share", "expected"), [(1.0, True), (0.9, False)])
+def test_of_a_large_file_the_kernel_looks_at_pieces_up_to_the_end(
+    files: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_share: float, *, expected: bool
+) -> None:
+    size_bytes = 1 << 40
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(size_bytes)
+    asked = []
+
+    def count(_descriptor: int, length: int, offset: int = 0) -> residency.PageCounts:
+        asked.append(length)
+        return residency.PageCounts(length // 4096 if offset + length <= cached_share * size_bytes else 0, 0)
+
+    monkeypatch.setattr(residency, "count_by_cachestat", count)
+    assert are_resident(files, ["huge"]) is expected
+    assert sum(asked) == 64 << 20
 
 
 ROOM_BYTES = AHEAD_STEP_BYTES + 4 * len(CONTENT) // 4096 * 4096
