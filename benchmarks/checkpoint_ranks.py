@@ -11,7 +11,6 @@ Warm, each takes it from the page cache: not slower than as many copies out of a
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from harness import LEAST_ROUNDS, Ratio, compare
-from penstock.checkpoint.saving.buffers import WarmMemory
+from penstock.checkpoint.loading.host_links import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,22 +125,19 @@ class BareLoops:
     def __init__(self, rank: int, path: Path, target: NDArray[np.uint8]) -> None:
         self._rank, self._num_ranks, self._target = rank, dist.get_world_size(), target
         self._file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        self._own = WarmMemory(READERS * BLOCK_BYTES)
-        self._own.touch()
         num_blocks = target.nbytes // BLOCK_BYTES
         head_bytes = 4 * num_blocks * (self._num_ranks + 1)
         size_bytes = NUM_PLACES * BLOCK_BYTES + head_bytes
-        window = os.memfd_create("bare-loops") if rank == 0 else -1
-        names = [f"/proc/{os.getpid()}/fd/{window}"]
+        window, names = None, [""]
         if rank == 0:
-            os.ftruncate(window, size_bytes)
+            # Without huge pages this fails: then there is no telling what the least is.
+            window = Window.make_huge(size_bytes)
+            names = [f"/proc/{os.getpid()}/fd/{window.descriptor}"]
         dist.broadcast_object_list(names)
-        opened = os.open(names[0], os.O_RDWR)
-        memory = np.frombuffer(mmap.mmap(opened, size_bytes), dtype=np.uint8)
-        os.close(opened)
+        opened = window or Window.open(os.open(names[0], os.O_RDWR), size_bytes)
+        memory = np.frombuffer(opened.view, dtype=np.uint8)
         dist.barrier()
-        if rank == 0:
-            os.close(window)
+        opened.close()
         self._places = memory[:-head_bytes].reshape(NUM_PLACES, BLOCK_BYTES)
         # By block, the last round in which it was shown, and in which each rank has copied it.
         heads = memory[-head_bytes:].view(np.int32).reshape(self._num_ranks + 1, num_blocks)
@@ -153,7 +149,7 @@ class BareLoops:
         self._round += 1
         blocks = iter(range(self._rank, len(self._shown), self._num_ranks))
         with ThreadPoolExecutor(READERS) as threads:
-            reading = [threads.submit(self._read, blocks, stream) for stream in range(READERS)]
+            reading = [threads.submit(self._read, blocks) for _ in range(READERS)]
             for block in range(len(self._shown)):
                 while self._shown[block] != self._round:
                     time.sleep(POLL_S)
@@ -163,14 +159,12 @@ class BareLoops:
         for each in reading:
             each.result()
 
-    def _read(self, blocks: Iterator[int], stream: int) -> None:
-        own = self._own.view[stream * BLOCK_BYTES : (stream + 1) * BLOCK_BYTES]
+    def _read(self, blocks: Iterator[int]) -> None:
         for block in blocks:
-            os.preadv(self._file, [own], block * BLOCK_BYTES)
             before = block - NUM_PLACES
             while before >= 0 and (self._copied[:, before] != self._round).any():
                 time.sleep(POLL_S)
-            np.copyto(self._places[block % NUM_PLACES], np.frombuffer(own, dtype=np.uint8))
+            os.preadv(self._file, [self._places[block % NUM_PLACES]], block * BLOCK_BYTES)
             self._shown[block] = self._round
 
 

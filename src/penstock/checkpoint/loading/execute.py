@@ -301,9 +301,8 @@ def _move(
     if context.ahead is not None:
         context.ahead.settle({context.key(block.file) for block in blocks})
     destinations, outbox = _open_destinations(plan, begin, targets, context)
-    sharing = None
-    if context.links is not None:
-        sharing = HostSharing(context.links, plan, spans, destinations, timeout_s=timeout_s)
+    is_for_cuda = any(target.memory.device.type == "cuda" for target in targets)
+    sharing = _open_sharing(plan, spans, destinations, context, is_for_cuda=is_for_cuda)
     files = reader.OpenFiles(blocks, context.open_file)
     block_reader = reader.BlockReader(
         blocks,
@@ -317,7 +316,6 @@ def _move(
     )
     incoming = placement.incoming_messages(plan.receives, tensors, targets)
     context.progress.begin("loading", sum(block.end - block.begin for block in blocks))
-    is_for_cuda = any(target.memory.device.type == "cuda" for target in targets)
     num_threads = settings.streams + 1 + (len(context.links.links) if context.links is not None else 0)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-load") as threads:
         pin = pin_memory if is_for_cuda else None
@@ -337,6 +335,27 @@ def _move(
         read_bytes=sum(block.end - block.begin for block in blocks),
         received_bytes=received_bytes + (sharing.seen_bytes if sharing is not None else 0),
         num_verified=len(items),
+    )
+
+
+def _open_sharing(
+    plan: LoadPlan,
+    spans: Sequence[reader.Span],
+    destinations: placement.Destinations,
+    context: LoadContext,
+    *,
+    is_for_cuda: bool,
+) -> HostSharing | None:
+    if context.links is None:
+        return None
+    return HostSharing(
+        context.links,
+        plan,
+        spans,
+        destinations,
+        timeout_s=context.group.comm.timeout_s,
+        # Devices copy from pinned memory, which the reader's buffers are.
+        reads_into_window=not is_for_cuda,
     )
 
 

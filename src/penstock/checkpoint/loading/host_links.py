@@ -25,7 +25,7 @@ from penstock.cluster import rounds
 from penstock.cluster.comm import Comm
 from penstock.cluster.host_messages import Listener
 from penstock.errors import Unavailable
-from penstock.storage.aligned import PAGE_BYTES, address_of
+from penstock.storage.aligned import PAGE_BYTES, address_of, round_up
 from penstock.storage.files.system_calls import raise_on_failure
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,14 @@ Told = TypeVar("Told")
 
 SHARED_BYTES = 128 << 20
 """Of the windows of all ranks of a host together."""
-MOST_BLOCK_BYTES = 2 << 20
-"""New shared memory costs as much as a copy of as many bytes, so windows and their blocks are small."""
+MOST_BLOCK_BYTES = 4 << 20
+"""Of a window in huge pages: larger blocks save messages, smaller ones stay in the processor's cache."""
+MOST_COPIED_BLOCK_BYTES = 2 << 20
+"""Of a window in small pages: new ones cost as much as a copy of as many bytes."""
 LEAST_STREAMS = 2
 
+COLLAPSE = 25
+"""MADV_COLLAPSE of Linux 6.1: huge pages, also where the system gives shared memory none by itself."""
 _MAP_FIXED = 0x10
 _SIZE = struct.Struct("<q")
 
@@ -53,10 +57,28 @@ class Window:
 
     descriptor: int
     view: memoryview
+    is_huge: bool = False
+    """Whether it is in huge pages, so that devices read into it as fast as into any memory."""
+
+    @classmethod
+    def make_huge(cls, size_bytes: int) -> Window:
+        """New memory in huge pages; `OSError` where there is not as much."""
+        with ExitStack() as undo:
+            descriptor = os.memfd_create("penstock-window", os.MFD_CLOEXEC)
+            undo.callback(os.close, descriptor)
+            huge_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
+            os.ftruncate(descriptor, huge_bytes)
+            for begin in range(0, huge_bytes, HUGE_PAGE_BYTES):
+                # Where there is nothing yet, nothing is collapsed.
+                os.pwrite(descriptor, b"\0", begin)
+            view = _map_shared(descriptor, huge_bytes)
+            _advise(view, COLLAPSE)
+            undo.pop_all()
+        return cls(descriptor, view[:size_bytes], is_huge=True)
 
     @classmethod
     def make(cls, size_bytes: int) -> Window:
-        """New memory; `OSError` where there is not as much."""
+        """New memory in small pages; `OSError` where there is not as much."""
         with ExitStack() as undo:
             descriptor = os.memfd_create("penstock-window", os.MFD_CLOEXEC)
             undo.callback(os.close, descriptor)
@@ -94,9 +116,6 @@ def _map_shared(descriptor: int, size_bytes: int) -> memoryview:
     )
     if mapped != address_of(view):
         raise_on_failure(-1)
-    # Refused where the kernel has no huge pages for shared memory: then it is only slower.
-    with suppress(OSError):
-        _advise(view, mmap.MADV_HUGEPAGE)
     return view
 
 
@@ -131,6 +150,11 @@ class HostLinks:
     block_bytes: int
     num_blocks: int
     links: Mapping[int, HostLink]
+
+    def places(self) -> list[memoryview]:
+        """The window's parts for one block each."""
+        starts = range(0, self.num_blocks * self.block_bytes, self.block_bytes)
+        return [self.window.view[start : start + self.block_bytes] for start in starts]
 
     def close(self) -> None:
         """Leave; the others may use what they have got."""
@@ -198,6 +222,26 @@ def _tell_host(comm: Comm, ranks: Sequence[int], own: Told, awaiting: str) -> di
     return {rank: pickle.loads(text) for rank, text in told.items()}  # noqa: S301 - as said
 
 
+def _make_window(num_ranks: int, settings: ReadSettings, read_bytes: int) -> tuple[Window, int]:
+    """Room for two blocks of each stream if it reads into the window, for one if it copies; their size."""
+    room, streams = SHARED_BYTES // num_ranks, count_streams(settings, num_ranks)
+
+    def divide(most_bytes: int, num_blocks: int) -> tuple[int, int]:
+        """Into how many blocks of which size."""
+        size = min(settings.fit(read_bytes).block_bytes, most_bytes, room // num_blocks)
+        size -= size % PAGE_BYTES
+        return max(1, min(num_blocks, -(-read_bytes // size))), size
+
+    if room >= HUGE_PAGE_BYTES:
+        num_blocks, block_bytes = divide(MOST_BLOCK_BYTES, 2 * streams)
+        try:
+            return Window.make_huge(num_blocks * block_bytes), block_bytes
+        except OSError as error:
+            logger.info("The ranks of this host share small pages, which takes one more copy: %s", error)
+    num_blocks, block_bytes = divide(MOST_COPIED_BLOCK_BYTES, streams)
+    return Window.make(num_blocks * block_bytes), block_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class _Seating:
     """Where a rank listens, and its window, which has no links yet."""
@@ -207,15 +251,12 @@ class _Seating:
 
     @classmethod
     def open(cls, num_ranks: int, settings: ReadSettings, read_bytes: int) -> _Seating:
-        room = SHARED_BYTES // num_ranks
-        block_bytes = min(settings.block_bytes, MOST_BLOCK_BYTES, room // 2) // PAGE_BYTES * PAGE_BYTES
-        most = min(count_streams(settings, num_ranks), room // block_bytes)
-        num_blocks = max(1, min(most, -(-read_bytes // block_bytes)))
         with ExitStack() as undo:
             listener = Listener.open(num_ranks, socket.SOCK_SEQPACKET)
             undo.callback(listener.listening.close)
-            window = Window.make(num_blocks * block_bytes)
+            window, block_bytes = _make_window(num_ranks, settings, read_bytes)
             undo.pop_all()
+        num_blocks = len(window.view) // block_bytes
         return cls(
             listener, HostLinks(window=window, block_bytes=block_bytes, num_blocks=num_blocks, links={})
         )

@@ -1,9 +1,10 @@
 """One copy a host: a rank shows the blocks it reads to the ranks of its host, which copy from its window.
 
-A reader copies each block that others want into its window, and tells them where; they copy what they want
-and return it, and the reader uses the place again when all have. Invariants: a block's place does not change
-before all have returned it; copying out of a window never waits for another rank, so ranks cannot deadlock; a
-rank that fails tells the others, and a connection that ends without that is a rank that died.
+A reader reads into its window if that is in huge pages, and else copies each block that others want into it.
+It tells them where; they copy what they want and return it, and the reader uses the place again when all
+have. Invariants: a block's place does not change before all have returned it, and the reader has passed it
+on; copying out of a window never waits for another rank, so ranks cannot deadlock; a rank that fails tells
+the others, and a connection that ends without that is a rank that died.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import socket
 import struct
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from penstock.checkpoint.loading.reader import Block, Part, ReadSettings, Span, 
 from penstock.checkpoint.plan.load_plan import LoadPlan
 from penstock.checkpoint.state.regions import Ints
 from penstock.errors import RankError, WaitTimeout
-from penstock.storage.aligned import copy_bytes
+from penstock.storage.aligned import address_of, copy_bytes
 
-_MESSAGE = struct.Struct("<iiqqq")
+_MESSAGE = struct.Struct("<iqqqq")
 _SHOWN, _RETURNED, _GAVE_UP = range(3)
 
 
@@ -58,9 +59,19 @@ class HostSharing:
     """What this rank shows to others of its host and sees of theirs, during one load."""
 
     def __init__(
-        self, links: HostLinks, plan: LoadPlan, spans: Sequence[Span], sink: SpanSink, *, timeout_s: float
+        self,
+        links: HostLinks,
+        plan: LoadPlan,
+        spans: Sequence[Span],
+        sink: SpanSink,
+        *,
+        timeout_s: float,
+        reads_into_window: bool = True,
     ) -> None:
         self._links = links
+        self._places = links.places()
+        self._reads_into_window = reads_into_window and links.window.is_huge and len(plan.shown_read) > 0
+        self._reuse: Callable[[int], None] = lambda _: None
         self._spans = spans
         self._sink = sink
         self._timeout_s = timeout_s
@@ -73,16 +84,19 @@ class HostSharing:
             self._viewers_of_read[read].add(rank)
         self._viewers: Mapping[int, tuple[int, ...]] = {}
         self._unreturned = Counter[int]()
-        self._free_places = list(range(links.num_blocks))
-        self._num_viewing = Counter[int]()
+        self._free_places = list(range(len(self._places)))
+        self._num_using = Counter[int]()
         self._room = threading.Condition()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._dead: set[int] = set()
         self._gave_up: set[int] = set()
 
-    def expect_blocks(self, blocks: Sequence[Block]) -> None:
-        """Before the first block is read: which blocks this rank reads."""
+    def expect_blocks(
+        self, blocks: Sequence[Block], reuse: Callable[[int], None]
+    ) -> Sequence[memoryview] | None:
+        """Before the first block is read: which blocks this rank reads. Returns the window, to read into."""
+        self._reuse = reuse
         self._viewers = {
             number: tuple(sorted(ranks))
             for number, block in enumerate(blocks)
@@ -90,16 +104,30 @@ class HostSharing:
         }
         for viewers in self._viewers.values():
             self._unreturned.update(viewers)
+        return self._places if self._reads_into_window else None
 
-    def show(self, number: int, block: Block, content: memoryview) -> None:
-        """Copy a block that others want into the window, once there is room, and tell them where it is."""
+    def show(self, number: int, block: Block, buffer: int, content: memoryview) -> None:
+        """Tell those who want a block where it is, once it is in the window and there was room for it."""
         viewers = self._viewers.get(number, ())
-        place = self._take_place(len(viewers)) if viewers else None
-        if place is not None:
-            start = place * self._links.block_bytes
-            copy_bytes(self._links.window.view[start : start + len(content)], content)
-            for rank in viewers:
-                self._tell(rank, _SHOWN, place, block)
+        if self._reads_into_window:
+            place: int | None = buffer
+            self._num_using[buffer] = len(viewers) + 1
+        else:
+            place = self._take_place(len(viewers)) if viewers else None
+        if not viewers or place is None:
+            return
+        memory = self._places[place][: len(content)]
+        if address_of(content) != address_of(memory):
+            copy_bytes(memory, content)
+        for rank in viewers:
+            self._tell(rank, _SHOWN, place * self._links.block_bytes, block)
+
+    def release(self, buffer: int) -> None:
+        """The reader has done with a buffer, which may be a place of the window."""
+        if self._reads_into_window:
+            self._return_place(buffer)
+        else:
+            self._reuse(buffer)
 
     def _take_place(self, num_viewing: int) -> int | None:
         """A free place of the window, which so many ranks will return; None after `stop`."""
@@ -108,15 +136,19 @@ class HostSharing:
             if self._stopped.is_set():
                 return None
             place = self._free_places.pop()
-            self._num_viewing[place] = num_viewing
+            self._num_using[place] = num_viewing
             return place
 
     def _return_place(self, place: int) -> None:
         with self._room:
-            self._num_viewing[place] -= 1
-            if not self._num_viewing[place]:
+            self._num_using[place] -= 1
+            if self._num_using[place]:
+                return
+            if not self._reads_into_window:
                 self._free_places.append(place)
                 self._room.notify()
+                return
+        self._reuse(place)
 
     def start(self, threads: Executor) -> list[Future[None]]:
         """Begin to copy what others show, in a thread for each of them."""
@@ -151,13 +183,13 @@ class HostSharing:
                     f"Rank {rank} ended while it and this rank, on the same host, were loading",
                     fix="Look at the log of that rank, and for the kernel's OOM killer (dmesg).",
                 )
-            kind, place, file, begin, end = _MESSAGE.unpack(message)
+            kind, position, file, begin, end = _MESSAGE.unpack(message)
             if kind == _SHOWN:
-                self._copy(rank, place, file, begin, end)
-                self._tell(rank, _RETURNED, place)
+                self._copy(rank, position, file, begin, end)
+                self._tell(rank, _RETURNED, position)
                 continue
             if kind == _RETURNED:
-                self._return_place(place)
+                self._return_place(position // self._links.block_bytes)
                 self._unreturned[rank] -= 1
                 continue
             # Its failure is known to all with the next heartbeat, which stops this rank as well.
@@ -177,9 +209,8 @@ class HostSharing:
                 return message
         return b""
 
-    def _copy(self, rank: int, place: int, file: int, begin: int, end: int) -> None:
-        start = place * self._links.block_bytes
-        content = self._links.links[rank].window.view[start : start + end - begin]
+    def _copy(self, rank: int, position: int, file: int, begin: int, end: int) -> None:
+        content = self._links.links[rank].window.view[position : position + end - begin]
         for part in self._seen[rank, file].parts(begin, end):
             self._sink.take(part.span, part.begin, content[part.begin - begin : part.end - begin])
             self._sink.arrived(part)
@@ -198,11 +229,11 @@ class HostSharing:
         except OSError:
             return True
 
-    def _tell(self, rank: int, kind: int, place: int = 0, block: Block | None = None) -> None:
+    def _tell(self, rank: int, kind: int, position: int = 0, block: Block | None = None) -> None:
         span = (0, 0, 0) if block is None else (block.file, block.begin, block.end)
         # Whoever is gone is noticed by the thread that serves it.
         with suppress(ConnectionError):
-            self._links.links[rank].connection.send(_MESSAGE.pack(kind, place, *span))
+            self._links.links[rank].connection.send(_MESSAGE.pack(kind, position, *span))
 
 
 def _seen_spans(plan: LoadPlan, spans: Sequence[Span]) -> dict[tuple[int, int], _SeenSpans]:

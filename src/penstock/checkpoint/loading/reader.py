@@ -90,11 +90,19 @@ class SpanSink(Protocol):
 class BlockViewers(Protocol):
     """Other ranks of the host, to which blocks are shown."""
 
-    def expect_blocks(self, blocks: Sequence[Block]) -> None:
-        """Called first, with all blocks."""
+    def expect_blocks(
+        self, blocks: Sequence[Block], reuse: Callable[[int], None]
+    ) -> Sequence[memoryview] | None:
+        """Called first, with all blocks: buffers that the viewers see, if blocks are to be read into these.
 
-    def show(self, number: int, block: Block, content: memoryview) -> None:
-        """A block has been read; its memory is used for another one when this has returned."""
+        `reuse` is called with the number of each buffer that is free again.
+        """
+
+    def show(self, number: int, block: Block, buffer: int, content: memoryview) -> None:
+        """A block has been read with this buffer, though its content may be elsewhere."""
+
+    def release(self, buffer: int) -> None:
+        """The reader has passed on what was in a buffer."""
 
 
 class OpenFiles:
@@ -203,8 +211,9 @@ class BlockReader:
         self._wait_for_room = wait_for_room
         self._lock = threading.Condition()
         self._next = 0
-        self._parked: dict[int, tuple[memoryview, memoryview, bool]] = {}
-        self._free: list[memoryview] = []
+        self._parked: dict[int, tuple[int, memoryview, bool]] = {}
+        self._buffers: Sequence[memoryview] = ()
+        self._free: list[int] = []
         self._is_stopped = False
 
     def start(
@@ -222,9 +231,9 @@ class BlockReader:
         """
         if not self._blocks:
             return []
-        self._free = buffers.blocks(len(self._blocks), prepare)
-        if self._viewers is not None:
-            self._viewers.expect_blocks(self._blocks)
+        shown = None if self._viewers is None else self._viewers.expect_blocks(self._blocks, self._reuse)
+        self._buffers = shown or buffers.blocks(len(self._blocks), prepare)
+        self._free = list(range(len(self._buffers)))
         num_threads = min(streams or buffers.settings.streams, len(self._blocks))
         return [threads.submit(self._work) for _ in range(num_threads)]
 
@@ -242,8 +251,8 @@ class BlockReader:
                 self._wait_for_room()
             undo.pop_all()
 
-    def _take(self) -> tuple[int, memoryview] | None:
-        """The next block and a free buffer, taken together so that the earliest block always has one."""
+    def _take(self) -> tuple[int, int] | None:
+        """The next block and a free buffer, by number, taken together: the earliest block always has one."""
         with self._lock:
             while not self._free and not self._is_stopped and self._next < len(self._blocks):
                 self._lock.wait()
@@ -252,17 +261,23 @@ class BlockReader:
             number, self._next = self._next, self._next + 1
             return number, self._free.pop()
 
-    def _give_back(self, buffer: memoryview) -> None:
+    def _give_back(self, buffer: int) -> None:
+        if self._viewers is None:
+            self._reuse(buffer)
+        else:
+            self._viewers.release(buffer)
+
+    def _reuse(self, buffer: int) -> None:
         with self._lock:
             self._free.append(buffer)
             self._lock.notify_all()
 
-    def _read(self, number: int, buffer: memoryview) -> None:
+    def _read(self, number: int, buffer: int) -> None:
         block = self._blocks[number]
-        content, is_in_place = self._get(block, buffer)
+        content, is_in_place = self._get(block, self._buffers[buffer])
         self._files.done(block.file)
         if self._viewers is not None:
-            self._viewers.show(number, block, content)
+            self._viewers.show(number, block, buffer, content)
         if self._try_claim_turn(number, buffer, content, is_in_place=is_in_place):
             self._pass_on(number, content, is_in_place=is_in_place)
             self._give_back(buffer)
@@ -289,9 +304,7 @@ class BlockReader:
             return None
         return self._sink.place(part.span, part.begin, part.end)
 
-    def _try_claim_turn(
-        self, number: int, buffer: memoryview, content: memoryview, *, is_in_place: bool
-    ) -> bool:
+    def _try_claim_turn(self, number: int, buffer: int, content: memoryview, *, is_in_place: bool) -> bool:
         """Whether it is this block's turn; if not, park it for the thread that finishes the one before."""
         with self._lock:
             if not self._blocks[number].continues or self._is_predecessor_summed(number):

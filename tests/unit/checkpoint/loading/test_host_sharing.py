@@ -25,6 +25,7 @@ from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
 from penstock.checkpoint.state.regions import Regions
 from penstock.errors import RankError, StorageError
 from penstock.progress import Silent
+from penstock.storage.aligned import address_of
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 PAGE = 4096
@@ -52,10 +53,12 @@ class File:
         self._before = before
         self._lock = threading.Lock()
         self.num_reads = 0
+        self.addresses = set[int]()
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         with self._lock:
             self.num_reads += 1
+            self.addresses.add(address_of(buffer))
             number = self.num_reads
         self._before(number)
         buffer[:] = CONTENT[offset : offset + len(buffer)]
@@ -133,10 +136,25 @@ def load(links: HostLinks, rank: int, before: Callable[[int], None] = lambda _: 
     assert memory.num_arrived == len(CONTENT)
     assert sharing.seen_bytes == (NUM_RANKS - 1) * SHARE_BYTES
     assert source.num_reads == len(blocks), "the rest comes from the others"
+    places = {address_of(place) for place in links.places()}
+    assert source.addresses <= places if links.window.is_huge else not source.addresses & places
     return bytes(memory.content)
 
 
-def test_all_ranks_get_what_each_reads_once_through_few_small_windows() -> None:
+def refuse_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size_bytes: int) -> Window:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(host_links.Window, "make_huge", refuse)
+
+
+@pytest.mark.parametrize("has_huge_pages", [True, False])
+def test_all_ranks_get_what_each_reads_once_through_few_small_windows(
+    monkeypatch: pytest.MonkeyPatch, *, has_huge_pages: bool
+) -> None:
+    if not has_huge_pages:
+        refuse_huge_pages(monkeypatch)
+
     def program(comm: ThreadComm) -> bytes:
         links = connected(comm)
         assert links.num_blocks * links.block_bytes <= 4 * PAGE, "the windows hold a part of it at a time"
@@ -194,6 +212,7 @@ def test_without_memory_for_one_rank_none_shares_and_the_log_says_why(
             raise OSError(12, "Cannot allocate memory")
         return make(size_bytes)
 
+    refuse_huge_pages(monkeypatch)
     monkeypatch.setattr(host_links.Window, "make", no_room)
 
     def program(comm: ThreadComm) -> HostLinks | None:
