@@ -121,20 +121,23 @@ class _OptimizerState:
 
     def take(self, loaded: Any) -> Any:
         """Load the state under the optimizer's own numbers."""
+        told = {number: name for name, number in self.numbers.items() if isinstance(name, str)}
         groups = []
         for place, (group, own) in enumerate(zip(loaded["param_groups"], self.groups, strict=True)):
             entries = list(group["params"])
             numbers = [self.numbers.get(entry) for entry in entries]
             # Names are taken in their order if no module in the state tells what they mean.
-            in_order = not any(isinstance(known, str) for known in self.numbers)
-            if len(entries) != len(own) or not (in_order or set(numbers) == set(own)):
+            if len(entries) != len(own) or (told and set(numbers) != set(own)):
                 raise UsageError(
                     f"Group {place} of {self.key!r} has other parameters than in the checkpoint",
                     where=f"the checkpoint has {name_some(entries)}",
                     fix="Build the optimizer with the groups that it was saved with.",
                 )
-            _require_order(self.key, group, self.part.param_groups[place].get("param_names"))
-            groups.append({**group, "params": list(own)})
+            names = self.part.param_groups[place].get("param_names") or [told[n] for n in own if n in told]
+            _require_order(self.key, group, names)
+            # Those of the checkpoint are in the order of its own parameters, which may be another one.
+            option = {"param_names": names} if "param_names" in group and len(names) == len(own) else {}
+            groups.append({**group, "params": list(own), **option})
         state = {self.numbers.get(entry, entry): slots for entry, slots in loaded["state"].items()}
         self.part.load_state_dict({**loaded, "state": state, "param_groups": groups})
         if converted := list(self._converted(state)):
@@ -171,6 +174,7 @@ class _NamedState:
                     f"The groups of {self.key!r} have other parameters than in the checkpoint",
                     fix="Build the optimizer with the groups that it was saved with.",
                 )
+            _require_order(self.key, group, own.get("param_names"))
             own.update((option, value) for option, value in group.items() if option != "params")
         return self.own
 
@@ -430,7 +434,7 @@ def _numbered(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
     if not entries <= set(map(str, numbers.values())):
         return None
     state = {numbers[name]: slots for name, slots in part["state"].items()}
-    groups = [{**group, "params": [numbers[n] for n in group["params"]]} for group in part["param_groups"]]
+    groups = [_copied(own) | {"params": [numbers[n] for n in own["params"]]} for own in part["param_groups"]]
     return {**part, "state": state, "param_groups": groups}
 
 

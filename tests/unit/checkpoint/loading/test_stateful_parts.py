@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from penstock.checkpoint.loading.load_requests import StoredNames
 from penstock.checkpoint.loading.stateful_parts import loading_into
@@ -260,6 +261,42 @@ def test_parameters_in_another_order_than_when_they_were_saved_are_refused(*, is
     match = "'a' was where 'b' is" if is_named else r"'state\.0\.exp_avg' is \[1\] in .* parameter 0 is \[2\]"
     with pytest.raises(UsageError, match=match):
         load({"optim": other}, {"optim": optimizer.state_dict()})
+
+
+def with_moments(*names: str, is_named: bool = True) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A module of parameters a and b, whose moments are 1 and 2, and its optimizer in this order."""
+    module = torch.nn.ParameterDict({"a": torch.ones(1), "b": torch.ones(1)})
+    parameters = dict(module.named_parameters())
+    for name, moment in {"a": 1.0, "b": 2.0}.items():
+        parameters[name].grad = torch.full((1,), moment)
+    given: Any = [(name, parameters[name]) if is_named else parameters[name] for name in names]
+    optimizer = torch.optim.SGD(given, momentum=1)
+    optimizer.step()
+    return module, optimizer
+
+
+def by_name(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return get_optimizer_state_dict(module, optimizer)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_names_in_a_group_stay_those_of_its_own_parameters(*, is_named: bool) -> None:
+    module, optimizer = with_moments("b", "a", is_named=is_named)
+    weights = module.state_dict()
+    load({"model": module, "optim": optimizer}, {"model": weights, "optim": by_name(*with_moments("a", "b"))})
+    moments = {
+        name: optimizer.state[each]["momentum_buffer"].item() for name, each in module.named_parameters()
+    }
+    assert moments == {"a": 1, "b": 2}
+    assert optimizer.param_groups[0]["param_names"] == ["b", "a"]
+    again = with_moments("a", "b", is_named=is_named)
+    with pytest.raises(UsageError, match="'b' was where 'a' is"):
+        load({"model": again[0], "optim": again[1]}, {"model": weights, "optim": optimizer.state_dict()})
+
+
+def test_names_of_another_order_than_the_numbers_of_a_checkpoint_are_refused() -> None:
+    with pytest.raises(UsageError, match="'a' was where 'b' is"):
+        load({"optim": by_name(*with_moments("b", "a"))}, {"optim": with_moments("a", "b")[1].state_dict()})
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.SGD, torch.optim.Rprop])
