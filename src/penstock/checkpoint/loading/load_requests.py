@@ -390,6 +390,10 @@ class StoredNames:
         self._known = dict.fromkeys(names)
         self.names = tuple(self._known)
 
+    def is_of_one_rank(self, name: str) -> bool:
+        """Whether it is a value that a rank had of its own. Keys of a state may look like that, too."""
+        return RANK_MARK in name and self._paths.get(name, (name,)) == (name,)
+
     def below(self, prefix: str, key: str) -> StoredPlaces:
         """What the checkpoint has of the part `key`, below a name that ends with a dot, or at its top level.
 
@@ -397,7 +401,7 @@ class StoredNames:
         """
         found: dict[Path, TensorFacts | Skipped | None] = {}
         for name in self.names:
-            if name.startswith(prefix) and RANK_MARK not in name:
+            if name.startswith(prefix) and not self.is_of_one_rank(name):
                 rest = _rest_of(self._paths.get(name, ()), prefix)
                 if rest:
                     own = rank_object_name(name, self._rank)

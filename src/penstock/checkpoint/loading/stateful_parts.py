@@ -238,7 +238,9 @@ class LoadedParts:
 
     def of_other_ranks(self, num_ranks: int) -> list[str]:
         """The names of values that only ranks beyond those of this job had."""
-        marked = [name.rpartition(RANK_MARK) for name in self.stored.names if RANK_MARK in name]
+        marked = [
+            name.rpartition(RANK_MARK) for name in filter(self.stored.is_of_one_rank, self.stored.names)
+        ]
         return [
             f"{name}{mark}{rank}"
             for name, mark, rank in marked
