@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakSet
@@ -17,6 +18,8 @@ import torch
 
 from penstock.checkpoint.adapters.tree import load_tree, save_tree, save_tree_in
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
+from penstock.checkpoint.manager.save_handle import log_failure
+from penstock.checkpoint.manager.step_store import start_lasting_worker
 from penstock.checkpoint.plan.save_plan import SaveOptions
 from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES, Saver
 from penstock.errors import ObjectNotFound, PenstockError, Unavailable, UsageError
@@ -97,7 +100,9 @@ class AsyncPenstockIO(PenstockIO):
         _refuse_options(storage_options)
         self._raise_failure(only_done=True)
         aside = _set_aside(path)
-        self._pending.append(save_tree_in(self._own_worker(), checkpoint, path, self._saver))
+        save = save_tree_in(self._own_worker(), checkpoint, path, self._saver)
+        save.add_done_callback(partial(log_failure, path))
+        self._pending.append(save)
         if aside is not None:
             self._run_after_saves(aside.unlink)
 
@@ -143,7 +148,7 @@ class AsyncPenstockIO(PenstockIO):
 
     def _own_worker(self) -> ThreadPoolExecutor:
         if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-save")
+            self._worker = start_lasting_worker("penstock-save")
         return self._worker
 
     def _raise_failure(self, *, only_done: bool = False) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_parent
 from penstock.checkpoint.commit.transaction import write_and_commit
-from penstock.checkpoint.engine import LoadChoice, SaveChoice
+from penstock.checkpoint.engine import LoadChoice, SaveCancelled, SaveChoice
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
 from penstock.checkpoint.loading.loader import CheckpointLoader
 from penstock.checkpoint.state.process_group import RankGroup
@@ -90,7 +90,11 @@ def save_tree_in(worker: Executor, state: Any, path: AnyPath, saver: Saver) -> F
 
     # A state larger than the memory for copies is staged only while it is being written.
     future = worker.submit(finish)
-    staged.wait_staged(TIMEOUT_S)
+    try:
+        staged.wait_staged(TIMEOUT_S)
+    except SaveCancelled:
+        future.result()  # What failed meanwhile has cancelled the copying, and is the cause.
+        raise
     return future
 
 

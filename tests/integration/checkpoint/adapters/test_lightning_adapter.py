@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.checkpoint.tools.verify import verify
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def seen(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Any:
     root: Path = tmp_path_factory.mktemp("lightning")
-    return programs.seen_by("lightning_resumes", root, needs="lightning")
+    return {**programs.seen_by("lightning_resumes", root, needs="lightning"), "root": root}
 
 
 @pytest.mark.parametrize("plugin", ["blocking", "background"])
@@ -43,6 +45,7 @@ def test_a_file_of_lightnings_own_plugin_is_resumed_from(seen: Any) -> None:
 
 def test_an_older_checkpoint_stays_if_the_newer_one_fails(seen: Any) -> None:
     assert seen["failure"]
+    assert "newer was not saved: " in seen["logged"]
     assert seen["kept"] == [1.0, 1.0, 1.0]
 
 
@@ -53,3 +56,9 @@ def test_a_folder_takes_the_place_of_a_file(seen: Any) -> None:
 
 def test_one_rank_of_a_job_saves_and_all_of_them_load(seen: Any) -> None:
     assert seen["by_rank"] == [[1.0, 1.0, 1.0]] * 2
+
+
+def test_a_save_that_nobody_waits_for_is_committed_before_the_program_ends(seen: Any) -> None:
+    found = verify(seen["root"] / "last")
+    assert found.is_checked
+    assert not found.damage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import warnings
@@ -82,15 +83,16 @@ def told(folder: Path) -> dict[str, Any]:
     plugin = AsyncPenstockIO()
     plugin.save_checkpoint({"weights": torch.ones(3)}, folder / "older")
     (folder / "in the way").write_text("a file of somebody's")
+    failure, logged = "", io.StringIO()
+    logging.getLogger().addHandler(logging.StreamHandler(logged))
     plugin.save_checkpoint({"weights": torch.zeros(3)}, folder / "in the way" / "newer")
     plugin.remove_checkpoint(folder / "older")
-    failure = ""
     try:
         plugin.teardown()
     except PenstockError as error:
         failure = type(error).__name__
     kept = PenstockIO().load_checkpoint(folder / "older")["weights"].tolist()
-    return {"failure": failure, "kept": kept}
+    return {"failure": failure, "kept": kept, "logged": logged.getvalue()}
 
 
 def replaced(file: Path) -> dict[str, Any]:
@@ -131,3 +133,4 @@ def main(root: Path) -> None:
     seen["own_file_same"] = same(straight, trained(root / "own file", 4, PenstockIO(), own_file))
     seen |= told(root / "told") | replaced(Path(own_file))
     print(json.dumps(seen))  # noqa: T201 - what the test reads
+    AsyncPenstockIO().save_checkpoint({"weights": torch.ones(1 << 22)}, root / "last")
