@@ -171,8 +171,14 @@ class WorkerGroup:
         self._started: list[Future[None]] = []
 
     def start(self, work: Callable[..., None], *arguments: object) -> Future[None]:
-        """Run `work` in a thread."""
-        future = self._threads.submit(self._run, work, *arguments)
+        """Run `work` in a thread; `Unavailable` where this process may have no more."""
+        try:
+            future = self._threads.submit(self._run, work, *arguments)
+        except RuntimeError as error:
+            raise Unavailable(
+                f"A thread of the save could not be started: {error}",
+                fix="Raise the limit of processes and threads (ulimit -u, or that of the container).",
+            ) from error
         self._started.append(future)
         return future
 
@@ -188,11 +194,13 @@ class WorkerGroup:
             raise (causes or failures)[0]
 
     def close(self) -> None:
-        """Stop all threads and wait for them."""
-        self._stop()
-        self._threads.shutdown(wait=True)
-        # `stop` belongs to the object that owns this group: keeping it would make a reference cycle.
-        self._stop = lambda: None
+        """Stop all threads and wait for them, also where stopping fails: they use memory of the next save."""
+        try:
+            self._stop()
+        finally:
+            self._threads.shutdown(wait=True)
+            # `stop` belongs to the object that owns this group: keeping it would make a reference cycle.
+            self._stop = lambda: None
 
     def _run(self, work: Callable[..., None], *arguments: object) -> None:
         with ExitStack() as undo:

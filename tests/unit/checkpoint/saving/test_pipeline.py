@@ -18,7 +18,14 @@ from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.saving.measurement import WrongByte, combine_ranks
 from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, WritePipeline, write_objects
 from penstock.dataset.content import Content
-from penstock.errors import ObjectNotFound, ShortTransfer, StorageError, StorageTimeout, WaitTimeout
+from penstock.errors import (
+    ObjectNotFound,
+    ShortTransfer,
+    StorageError,
+    StorageTimeout,
+    Unavailable,
+    WaitTimeout,
+)
 from penstock.progress import Silent
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import (
@@ -325,6 +332,31 @@ def test_waiting_for_more_bytes_than_fit_times_out() -> None:
         pytest.raises(WaitTimeout, match="all bytes to be copied into buffers"),
     ):
         pipe.wait_filled(0.01)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_where_no_more_threads_can_be_started_those_that_were_end_with_an_error_of_ours(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) >= number:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        started_really(thread)
+
+    started_really = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    memory = WarmMemory(SMALL.buffer_memory_bytes)
+    with (
+        pytest.raises(Unavailable, match="can't start new thread"),
+        WritePipeline(_objects(50 * CHUNK, 50 * CHUNK), Keyed(), SMALL, memory=memory) as pipe,
+    ):
+        pipe.write_to([MemoryStorage()])
+    # The memory is the next save's now.
+    assert len(started) == number
+    assert not any(thread.is_alive() for thread in started)
 
 
 class Settling(Keyed):
