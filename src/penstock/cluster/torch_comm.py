@@ -9,6 +9,7 @@ take part in making it.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -210,10 +211,14 @@ class GroupComm(BaseComm):
     def __init__(self, host: str, group: Any) -> None:
         super().__init__(group.rank(), group.size(), host)
         self._group: Any = group
+        self._last_work: Any = None
 
     def close(self) -> None:
-        """Release the group; its connections close with its last user."""
-        self._group = None
+        """Release the group; its threads and connections end with its last user."""
+        if self._left_early is not None and self._group is not None:
+            # Its end would wait for a call to which other ranks do not come: it ends with the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._group = self._last_work = None
 
     def transfer(self) -> GroupTransfer:
         """Point-to-point transfers between the same ranks; gloo keeps them apart from collectives."""
@@ -223,6 +228,9 @@ class GroupComm(BaseComm):
         return self.transfer()
 
     def _finish(self, work: Any, wait: PollingWait) -> None:
+        # Kept until the next one: let go of last by a thread of gloo, its tensors need the interpreter there,
+        # and one that is about to end takes the process down with SIGABRT.
+        self._last_work = work
         wait.until(work.is_completed)
         work.wait()
 

@@ -1,18 +1,23 @@
-"""A program that ends while a save is in flight finishes the save first."""
+"""A program that ends while a save is in flight finishes the save first, and leaves no group of ranks."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+import weakref
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.commit.catalog import StepCatalog
+from penstock.checkpoint.manager.manager import Manager
+from penstock.checkpoint.state import process_group
+from penstock.cluster import host_messages
+from penstock.errors import WaitTimeout
 from penstock.storage.uri import open_here
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROGRAM = """
 import sys, torch
@@ -67,3 +72,33 @@ def test_saves_are_committed_when_the_program_ends_with_an_error(tmp_path: Path)
     ended = _run(tmp_path / "run", "raise ValueError('of the trainer')")
     assert "of the trainer" in ended.stderr
     assert StepCatalog(open_here(tmp_path / "run")).committed() == [1, 2]
+
+
+def leave_a_manager_open(_rank: int, folder: Path) -> None:
+    manager = Manager(folder)
+    manager.save_async(1, {"w": 1})
+    manager._worker.shutdown()
+    groups = [weakref.ref(group.torch_group) for group in (manager._front, manager._back)]
+    assert all(find() is not None for find in groups)
+    process_group._close_all()
+    # Its end is the end of its threads.
+    assert all(find() is None for find in groups)
+    manager.__exit__(KeyboardInterrupt, None, None)
+
+
+def test_groups_that_nobody_closed_end_before_the_interpreter(tmp_path: Path) -> None:
+    on_gloo_ranks(2, leave_a_manager_open, tmp_path / "run")
+
+
+def give_up_on_the_other(rank: int) -> None:
+    with patch.object(host_messages, "MOST_RANKS", 1):
+        group = process_group.make_own_group()
+    if rank == 0:
+        with pytest.raises(WaitTimeout):
+            group.comm.gather(rank, awaiting="the other rank", timeout_s=0.1)
+        group.close()
+    dist.barrier()
+
+
+def test_a_group_is_left_without_waiting_for_ranks_that_do_not_come() -> None:
+    on_gloo_ranks(2, give_up_on_the_other)

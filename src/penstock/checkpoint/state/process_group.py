@@ -5,20 +5,22 @@ imported only if the job has ranks. Invariant: a rank outside of the group gets 
 ranks in it do not wait for it.
 """
 
+import atexit
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from socket import gethostname
-from typing import Any
+from typing import Any, Final
+from weakref import WeakSet
 
 from penstock.cluster.comm import BaseComm, SoloComm
 from penstock.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class RankGroup:
-    """The ranks that this one saves and loads with; `torch_group` is None for a single rank."""
+    """The ranks that this one saves and loads with; `torch_group` is None for one rank, and once closed."""
 
     comm: BaseComm
     torch_group: Any = None
@@ -26,6 +28,17 @@ class RankGroup:
     def close(self) -> None:
         """Release the group if it was made for us; each of its ranks calls this."""
         self.comm.close()
+        self.torch_group = None
+
+
+_MADE: Final[WeakSet[RankGroup]] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what nobody has: threads of gloo let go of tensors, and must end before the interpreter does."""
+    for group in tuple(_MADE):
+        group.close()
 
 
 def make_own_group(process_group: Any = None) -> RankGroup:
@@ -44,7 +57,9 @@ def make_group_of(ranks: Sequence[int]) -> RankGroup:
     from penstock.cluster.torch_comm import GroupComm, make_group  # noqa: PLC0415 - loads torch
 
     group = make_group(ranks)
-    return RankGroup(connect_within_host(GroupComm(gethostname(), group)), group)
+    made = RankGroup(connect_within_host(GroupComm(gethostname(), group)), group)
+    _MADE.add(made)
+    return made
 
 
 def borrow_group(process_group: Any = None) -> RankGroup:
