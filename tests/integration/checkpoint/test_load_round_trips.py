@@ -248,7 +248,7 @@ def test_another_dtype_is_converted_on_request(saved: Path) -> None:
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ObjectNotFound, match="no checkpoint here"):
+    with pytest.raises(ObjectNotFound, match="does not exist"):
         load({"w": torch.zeros(1)}, tmp_path / "absent")
 
 

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.tools.verify import verify
@@ -30,6 +33,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("places")
     pc.save({"model": weights()}, root / "ours")
     torch.save(weights(), root / "model.pt")
+    (root / "empty.pt").touch()
+    (root / "notes.txt").write_text("To do: save more often.")
     (root / "bare.pt").write_bytes(pickle.dumps([1, 2]))
     for name, missing in (("data", "__0_0.distcp"), ("hidden", ".metadata")):
         shutil.copytree(root / "ours", root / f"without-{name}")
@@ -68,6 +73,8 @@ def test_a_manager_that_verifies_takes_the_newest_step_whose_checksums_hold(tmp_
         ("ours/__0_0.distcp", r"one file of a checkpoint .*Give the folder: file://.*/ours\."),
         ("ours/.metadata", r"one file of a checkpoint .*Give the folder: file://.*/ours\."),
         ("bare.pt", r"bare pickle.*/bare\.pt\)\. If you trust its source, write it anew"),
+        ("empty.pt", r"The file is empty .*/empty\.pt\)"),
+        ("notes.txt", r"neither an archive of torch\.save nor safetensors .*/notes\.txt\)"),
         ("model.pt", r"'model\.weight' and 1 more \(.*/model\.pt\)\. .*rename=\{'model\.\*': ''\} finds it"),
     ],
 )
@@ -161,3 +168,21 @@ def test_advice_about_missing_files_keeps_the_kind_of_the_error(places: Path) ->
     """So that a restore goes on with the step before."""
     with pytest.raises(StorageError):
         pc.load({"model": weights()}, places / "short")
+
+
+def test_a_checkpoint_that_does_not_exist_is_told_with_those_beside_it(places: Path, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"This checkpoint does not exist .*Did you mean ours\?"):
+        pc.load({"model": weights()}, places / "our")
+    with pytest.raises(StorageError, match=r"does not exist .*No checkpoint is beside it either"):
+        pc.load({"model": weights()}, tmp_path / "ours")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StorageError, match=r"There is no checkpoint here: neither .metadata nor safetensors"):
+        pc.load({"model": weights()}, tmp_path / "empty")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_planner_refuses_names_that_nothing_has(places: Path) -> None:
+    for reader in (pc.Reader(places / "ours"), FileSystemReader(places / "ours")):
+        with pytest.raises(CheckpointException, match=r"No part of the state matches only='modle\.\*'"):
+            stock_load({"model": weights()}, storage_reader=reader, planner=pc.LoadPlanner(only="modle.*"))
+        stock_load({"model": weights()}, storage_reader=reader, planner=pc.LoadPlanner(only="model.*"))

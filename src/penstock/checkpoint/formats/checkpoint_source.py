@@ -43,9 +43,10 @@ from penstock.checkpoint.formats.restricted_pickle import TensorRef
 from penstock.checkpoint.state.leaves import KEY_TYPES
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, StoredObject
 from penstock.cluster.comm import Comm, run_on_rank0
-from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError
+from penstock.did_you_mean import did_you_mean
+from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError, name_some
 from penstock.storage import Storage
-from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
 from penstock.storage.in_memory import MemorySource
 from penstock.storage.protocol import Source, WrappedStorage, exists, read_object
 
@@ -350,6 +351,14 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
                     where=uri,
                     fix="If you trust its source, write it anew: torch.save(torch.load(OLD), NEW).",
                 ) from None
+            if not name.endswith(".safetensors"):
+                raise DataDamaged(
+                    "The file is neither an archive of torch.save nor safetensors"
+                    if source.size_bytes
+                    else "The file is empty",
+                    where=uri,
+                    fix="Give a file of torch.save or safetensors, or fetch this one again.",
+                ) from None
             raise
     index = safetensors.build_index([(name, tensors)], uri)
     return CheckpointSource(uri=uri, format=Format.SAFETENSORS, storage=storage, folder="", index=index)
@@ -368,11 +377,7 @@ def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Checkpo
             fix="Copy it again with its hidden files (`cp -a`, not `cp DIR/*`), or load another one.",
         )
     if not names:
-        raise ObjectNotFound(
-            "There is no checkpoint here: neither .metadata nor safetensors files",
-            uri=uri,
-            fix="Give the folder of one checkpoint, as run/step-100, or a .pt or .safetensors file.",
-        )
+        raise _nothing_here(storage, folder, uri)
     files = []
     for name in names:
         with open_ranges(storage, _key(folder, name)) as (source, read):
@@ -381,6 +386,19 @@ def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Checkpo
     if file_of is not None:
         safetensors.check_index(file_of, index, f"{uri}/{safetensors.INDEX_NAME}")
     return CheckpointSource(uri=uri, format=Format.SAFETENSORS, storage=storage, folder=folder, index=index)
+
+
+def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
+    """The error for a folder without a checkpoint, which names those beside it if it does not exist."""
+    tree = find_folder_tree(storage)
+    if any(storage.list(folder)) or (tree and folder in {entry.name for entry in tree.entries()}):
+        what = "There is no checkpoint here: neither .metadata nor safetensors files"
+        fix = "Give the folder of one checkpoint, as run/step-100, or a .pt or .safetensors file."
+        return ObjectNotFound(what, uri=uri, fix=fix)
+    beside = sorted(open_catalog(storage).names(), key=lambda name: (len(name), name), reverse=True)
+    fix = f"Beside it are {name_some(beside)}." if beside else "No checkpoint is beside it either."
+    fix = did_you_mean(folder, beside) + fix
+    return ObjectNotFound("This checkpoint does not exist", uri=uri, fix=fix)
 
 
 def _safetensors_names(storage: Storage, folder: str) -> list[str]:

@@ -22,7 +22,7 @@ from penstock.checkpoint.state.leaves import matches_pattern
 from penstock.checkpoint.state.regions import StoredObject, TensorFacts, element_type
 from penstock.checkpoint.tools import tensor_slabs
 from penstock.checkpoint.tools.verify import verify
-from penstock.errors import DataDamaged, ObjectNotFound, UsageError
+from penstock.errors import DataDamaged, ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
 from penstock.storage.protocol import exists, write_object
@@ -144,9 +144,9 @@ def require_writable(checkpoint: CheckpointSource, chosen: PartSelection) -> Non
                 fix="Leave it out with --only, or convert to torch or dcp.",
             )
     if chosen.objects:
+        names = name_some([stored.name for stored in chosen.objects])
         raise UsageError(
-            f"safetensors stores only tensors, and {len(chosen.objects)} parts are not tensors, such as "
-            f"{chosen.objects[0].name}",
+            f"safetensors stores only tensors, which these parts are not: {names}",
             fix="Choose tensors with --only, as in --only 'model.*', or leave out the rest: --tensors-only.",
         )
 

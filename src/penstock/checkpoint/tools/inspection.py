@@ -70,7 +70,7 @@ def list_checkpoints(path: AnyPath) -> list[CheckpointListing]:
         raise ObjectNotFound(
             "There are no checkpoints here",
             uri=checkpoint_uri(storage, name),
-            fix="Give the folder of a run's checkpoints, or one of the checkpoints.",
+            fix="Give the folder of a run, or of a checkpoint; `penstock checkpoint show` describes files.",
         ) from error
 
 

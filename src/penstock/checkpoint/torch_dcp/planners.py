@@ -30,7 +30,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from penstock.checkpoint.engine import LoadChoice, NamePatterns
 from penstock.checkpoint.formats.dcp_item import load_object
-from penstock.checkpoint.loading.load_requests import LeafSelection, select_leaves
+from penstock.checkpoint.loading.load_requests import (
+    LeafSelection,
+    patterns_of,
+    require_met,
+    select_leaves,
+)
 from penstock.checkpoint.plan.save_plan import (
     Holdings,
     PlacedObject,
@@ -93,7 +98,16 @@ class LoadPlanner(DefaultLoadPlanner):
                 items.append(_object_item(name, stored_name))
             else:
                 items += self._tensor_items(name, stored_name, about)
-        return planner.LoadPlan(items)
+        return planner.LoadPlan(
+            items, planner_data=[pattern.matches(names, stored) for pattern in patterns_of(self._choice)]
+        )
+
+    def create_global_plan(self, global_plan: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
+        """Coordinator: refuse a choice that no rank has anything of."""
+        met = [any(of_ranks) for of_ranks in zip(*(plan.planner_data for plan in global_plan), strict=True)]
+        stored = list(self.metadata.state_dict_metadata) if self.metadata is not None else []
+        require_met(patterns_of(self._choice), met, stored, tells=True)
+        return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: planner.ReadItem, value: io.BytesIO) -> None:
         """Unpickle an object, only as harmless data unless `trust` is set, and put it in place."""
