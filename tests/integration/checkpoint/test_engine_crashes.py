@@ -228,6 +228,14 @@ def test_a_write_or_sync_that_fails_in_any_thread_fails_the_save_and_harms_nothi
     assert num_failed >= max(1, most - 4)
 
 
+def test_a_close_that_always_fails_is_an_error_of_a_save_and_none_of_a_load(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    calls = faulty_calls(NoSync(), FailFileCall.and_all_after("close", 1, errno.EIO))
+    assert restored(files_below(tmp_path, calls)) == (1, 0)
+    assert os.strerror(errno.EIO) in failure_of(partial(save_state, files_below(tmp_path, calls), OVER, 1))
+    assert restored(files_below(tmp_path, UNSYNCED)) == (1, 0)
+
+
 def failure_of(work: Callable[[], object]) -> str:
     """What its error says, or nothing."""
     try:

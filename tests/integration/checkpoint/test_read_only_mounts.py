@@ -41,6 +41,27 @@ with pc.Manager(f"{root}/managed") as manager:
     print("restored")
 """
 
+SAVES = """
+import sys, torch
+import penstock.checkpoint as pc
+from penstock.errors import AccessRefused
+root = sys.argv[1]
+def manage():
+    with pc.Manager(f"{root}/managed") as manager:
+        manager.save(8, {"w": torch.zeros(3)})
+def save_new():
+    pc.save({"w": torch.zeros(3)}, f"{root}/new")
+for named, save in (("new", save_new), ("managed/step-8", manage)):
+    try:
+        save()
+        print("saved", named)
+    except AccessRefused as error:
+        assert f"(file://{root}/{named})" in str(error), error
+        assert "Read-only file system" in str(error), error
+        assert "It is mounted read-only" in str(error), error
+        print("refused", named)
+"""
+
 VERBS = """
 import sys, tempfile
 from penstock.cli.app import main
@@ -94,6 +115,10 @@ def test_every_format_is_loaded_and_restored_from_a_read_only_mount(saved: Path)
 
 def test_verbs_that_only_read_work_on_a_read_only_mount(saved: Path) -> None:
     run_read_only(saved, VERBS)
+
+
+def test_saves_to_a_read_only_mount_name_the_checkpoint_that_was_asked_for(saved: Path) -> None:
+    assert run_read_only(saved, SAVES) == "refused new\nrefused managed/step-8\n"
 
 
 def test_loads_touch_no_folder(saved: Path) -> None:

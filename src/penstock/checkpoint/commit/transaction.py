@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 from penstock.checkpoint.commit.protocol import (
+    HIDDEN_PREFIX,
     LEASE_S,
     Committed,
     Draft,
@@ -65,12 +66,19 @@ def begin_save(
     `RunInUse` if another job has that.
     """
     draft_store = drafts or open_draft_store(storage)
+    uri = f"{storage.uri.rstrip('/')}/{name}"
 
     def start() -> Draft:
-        if lease is not None:
-            lease.hold()
-        sweep_dead_saves(draft_store, storage)
-        return draft_store.start(name, secrets.token_hex(8))
+        try:
+            if lease is not None:
+                lease.hold()
+            sweep_dead_saves(draft_store, storage)
+            return draft_store.start(name, secrets.token_hex(8))
+        except StorageError as error:
+            # A folder that cannot be written is the user's; hidden names in it are ours.
+            if HIDDEN_PREFIX in error.where:
+                error.where = error.uri = uri
+            raise
 
     draft = run_on_rank0(comm, start, awaiting=f"rank 0 to make room for {name}")
     return SaveTransaction(storage, comm, draft_store, draft)

@@ -19,7 +19,7 @@ from functools import partial
 
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool, address_of, copy_bytes, flat, round_up
-from penstock.storage.files.system_calls import FileCalls, map_os_error
+from penstock.storage.files.system_calls import FileCalls, close_after_reading, map_os_error
 from penstock.storage.protocol import Counters, Release
 
 
@@ -426,7 +426,7 @@ class FileSource:
         """Close the file; no thread may be reading."""
         if self._is_open:
             self._is_open = False
-            self._file.calls.close(self._file.descriptor)
+            close_after_reading(self._file.calls, self._file.descriptor)
 
 
 def aligned_range(buffer: memoryview, offset: int, alignment_bytes: int) -> range:

@@ -35,6 +35,7 @@ from penstock.storage.files.new_files import FileSink, NewFile, NewFileGroup
 from penstock.storage.files.system_calls import (
     REAL_CALLS,
     FileCalls,
+    close_after_reading,
     map_name_clash,
     map_os_error,
     translate_os_errors,
@@ -168,7 +169,7 @@ class FileStorage:
         try:
             return FileSource(file, self._access, _regular_size(file))
         except StorageError:
-            self._calls.close(file.descriptor)
+            close_after_reading(self._calls, file.descriptor)
             raise
 
     def read_at_once(self, key: str, buffer: memoryview) -> int:
@@ -180,7 +181,7 @@ class FileStorage:
                 self._access.read_into(file, 0, buffer[:size_bytes])
                 self.counters.add(read_bytes=size_bytes)
         finally:
-            self._calls.close(file.descriptor)
+            close_after_reading(self._calls, file.descriptor)
         return size_bytes
 
     def _open_to_read(self, key: str) -> OpenFile:
@@ -265,15 +266,15 @@ class FileStorage:
         # Tried on a hidden file, because what file systems announce says less than what they do.
         path = os.path.join(self._ready(""), unfinished_name())
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600)
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600))
         except OSError as error:
             logger.info("%s is written through the page cache: %s", self.uri, error)
             # Some kernels create the file before they find that they cannot open it with O_DIRECT.
             with suppress(OSError):
                 os.unlink(path)
             return False
-        os.unlink(path)
-        os.close(descriptor)
+        with translate_os_errors("Removing", self._folders.uri_of(path)):
+            os.unlink(path)
         return True
 
     def _opens_directly(self, key: str) -> bool:
@@ -283,7 +284,7 @@ class FileStorage:
         except OSError as error:
             logger.info("%s is read through the page cache: %s", self.uri, error)
             return False
-        self._calls.close(descriptor)
+        close_after_reading(self._calls, descriptor)
         return True
 
     @property
@@ -335,7 +336,7 @@ class FileStorage:
         if self._options.publish == "rename":
             written_path = os.path.join(folder_path, unfinished_name())
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        descriptor = self._open_path(written_path, flags)
+        descriptor = self._open_path(written_path, flags, shown_as=final_path)
         new = NewFile(
             key=key,
             file=OpenFile(descriptor, self._folders.uri_of(final_path), self._calls, self.counters),
@@ -349,13 +350,13 @@ class FileStorage:
             _preallocate(new, size_bytes)
         return new
 
-    def _open_path(self, path: str, flags: int) -> int:
+    def _open_path(self, path: str, flags: int, *, shown_as: str | None = None) -> int:
         try:
             return self._open_descriptor(path, flags | self._access.open_flags)
         except StorageError:
             raise
         except OSError as error:
-            uri = self._folders.uri_of(path)
+            uri = self._folders.uri_of(shown_as or path)
             if error.errno == errno.EINVAL and self._access.open_flags:
                 refusal = _no_direct_access(path, uri)
                 if flags & os.O_EXCL and os.path.exists(path):

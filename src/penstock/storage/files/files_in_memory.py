@@ -34,10 +34,12 @@ class MappedStorage(WrappedStorage):
     """A storage whose files are read out of mappings; what wrappers inside watch or slow is left to them."""
 
     def open(self, key: str) -> Source:
-        """Open and map a file; an empty one has nothing to map."""
+        """Open and map a file; an empty one has nothing to map, and some file systems map none."""
         source = self.inside.open(key)
         if isinstance(source, FileSource) and source.size_bytes:
-            return MappedSource(source, self.counters)
+            # A file that was cut since it was opened is a ValueError.
+            with suppress(OSError, ValueError):
+                return MappedSource(source, self.counters)
         return source
 
 

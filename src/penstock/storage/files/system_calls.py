@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -98,9 +98,16 @@ class FileCalls:
 
 REAL_CALLS = FileCalls()
 
+
+def close_after_reading(calls: FileCalls, descriptor: int) -> None:
+    """Close a file that was only read: a failure loses nothing, and Linux closes it all the same."""
+    with suppress(OSError):
+        calls.close(descriptor)
+
+
 _FIXES: dict[type[StorageError], str] = {
     ObjectNotFound: "Check the name, and that its writer has finished.",
-    AccessRefused: "Check owner and mode of the file and its folders, and that the mount is writable.",
+    AccessRefused: "Check owner and mode of the file and of all folders above it.",
     AlreadyThere: "Choose another name, or remove what has this one.",
     OutOfSpace: "Free some space or quota there, or use another file system.",
     StorageTimeout: "Check the file server and the network to it.",
@@ -120,7 +127,8 @@ _KINDS: dict[int, type[StorageError]] = {
     errno.ETIMEDOUT: StorageTimeout,
 }
 
-_OTHER_FIXES = {
+_FIXES_BY_NUMBER = {
+    errno.EROFS: "It is mounted read-only: use another file system, or mount it for writing.",
     errno.EIO: "Look at the kernel log (dmesg): the device or the server reported an error.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n), or keep fewer objects open.",
     errno.ENAMETOOLONG: "Use shorter names: most file systems allow 255 bytes a name.",
@@ -132,7 +140,7 @@ def map_os_error(error: OSError, doing: str, uri: str) -> StorageError:
     """`error` as an error of ours, with its errno; `doing` is what was attempted, as in "Writing"."""
     number = error.errno or 0
     kind = _KINDS.get(number, StorageError)
-    fix = _FIXES.get(kind) or _OTHER_FIXES.get(number, "Look at the kernel log (dmesg) for the cause.")
+    fix = _FIXES_BY_NUMBER.get(number) or _FIXES.get(kind, "Look at the kernel log (dmesg) for the cause.")
     return kind(f"{doing} failed: {error.strerror or error}", uri=uri, fix=fix, errno=number)
 
 

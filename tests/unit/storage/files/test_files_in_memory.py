@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from contextlib import closing
@@ -47,6 +48,15 @@ def test_any_range_of_a_mapped_file_is_read_and_counted(files: Storage) -> None:
             source.read_into(begin, memoryview(buffer))
             assert buffer == CONTENT[begin : begin + size]
     assert files.counters.read_bytes == 25600 + 2 + 4096 + 1
+
+
+def test_a_file_that_cannot_be_mapped_is_read(files: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    write_object(files, "some", [CONTENT])
+    monkeypatch.setattr("mmap.mmap", refuse)
+    assert read_object(MappedStorage(files), "some") == CONTENT
 
 
 def test_a_file_that_was_cut_is_an_error_and_not_the_end_of_the_process(
