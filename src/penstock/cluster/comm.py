@@ -156,17 +156,22 @@ def all_gather_results(
 
 
 def run_on_all_ranks(
-    comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None
+    comm: Comm,
+    work: Callable[[], Result],
+    *,
+    awaiting: str,
+    timeout_s: float | None = None,
+    same: str = "",
 ) -> Result:
     """Call `work` on each rank; this rank's own result, which is not sent anywhere. Collective.
 
-    Fails as `all_gather_results` does, except that a process without other ranks raises its own error. Two
-    bytes arrive on each rank unless one fails.
+    Fails as `all_gather_results` does, except that a process without other ranks raises its own error, and
+    that ranks must give the `same` folder if they give any. A few bytes arrive on each rank unless one fails.
     """
     if comm.size == 1:
         return work()
     outcome, own_error = _attempt(comm, work)
-    failure = comm.carry(_first_failure(comm, outcome), awaiting=awaiting, timeout_s=timeout_s)
+    failure = comm.carry(_first_failure(comm, outcome, same), awaiting=awaiting, timeout_s=timeout_s)
     if failure is not None:
         raise RankFailed(failure.rank, failure.host, failure.cause, exit_code=failure.code) from (
             own_error if failure.rank == comm.rank else None
@@ -190,9 +195,9 @@ def gather_unusual(
     return comm.gather(value, awaiting=awaiting)
 
 
-def _first_failure(comm: Comm, outcome: object) -> Rounds["_Failure | None"]:
+def _first_failure(comm: Comm, outcome: object, same: str = "") -> Rounds["_Failure | None"]:
     has_failed = isinstance(outcome, _Failure)
-    if not (yield from message_rounds.any_of_all(comm.rank, comm.size, own=has_failed)):
+    if not (yield from message_rounds.any_failed(comm.rank, comm.size, has_failed=has_failed, same=same)):
         return None
     own = pickle.dumps(outcome) if has_failed else b""
     failure: _Failure = pickle.loads((yield from message_rounds.first_of_all(comm.rank, comm.size, own)))  # noqa: S301 - see `_unpack`
@@ -200,11 +205,11 @@ def _first_failure(comm: Comm, outcome: object) -> Rounds["_Failure | None"]:
 
 
 def run_on_rank0(
-    comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None
+    comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None, same: str = ""
 ) -> Result:
     """Call `work` on rank 0 alone; its result, on every rank once all have called. Collective.
 
-    Fails as `all_gather_results` does, except that a process without other ranks raises its own error.
+    Fails, and takes `same`, as `run_on_all_ranks` does.
     """
     if comm.size == 1:
         return work()
@@ -215,7 +220,9 @@ def run_on_rank0(
         packed = _pack(comm, outcome)
     answer: Any = pickle.loads(  # noqa: S301 - see `_unpack`
         comm.carry(
-            message_rounds.from_rank0(comm.rank, comm.size, packed), awaiting=awaiting, timeout_s=timeout_s
+            message_rounds.from_rank0(comm.rank, comm.size, packed, same),
+            awaiting=awaiting,
+            timeout_s=timeout_s,
         )
     )
     if isinstance(answer, _Failure):

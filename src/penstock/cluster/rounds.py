@@ -154,10 +154,43 @@ def tell_all(rank: int, size: int, own: bytes) -> Rounds[bytes]:
     return own
 
 
-def from_rank0(rank: int, size: int, value: bytes) -> Rounds[bytes]:
-    """Rank 0's value, on every rank once all have called."""
-    merge = lambda one, _: one  # noqa: E731
-    return (yield from combine(rank, size, b"-", merge, lambda _: value, sizes_bytes=(1, None)))
+def from_rank0(rank: int, size: int, value: bytes, same: str = "") -> Rounds[bytes]:
+    """Rank 0's value, on every rank once all have called; `UsageError` unless all gave the `same`."""
+    own = _digest(same)
+
+    def merge(one: bytes, other: bytes) -> bytes:
+        return one if one == other else bytes(len(own))
+
+    def conclude(total: bytes) -> bytes:
+        return b"\1" + value if total == own else b"\0"
+
+    answer = yield from combine(rank, size, own, merge, conclude, sizes_bytes=(len(own), None))
+    if answer == b"\0":
+        yield from _refuse_others(rank, size, same)
+    return answer[1:]
+
+
+def any_failed(rank: int, size: int, *, has_failed: bool, same: str = "") -> Rounds[bool]:
+    """Whether one of the ranks has failed; `UsageError` if none has, but not all gave the `same`."""
+    if same and (yield from all_equal(rank, size, _digest(same), is_known=not has_failed)):
+        return False
+    is_any = yield from any_of_all(rank, size, own=has_failed)
+    if same and not is_any:
+        yield from _refuse_others(rank, size, same)
+    return is_any
+
+
+def _digest(same: str) -> bytes:
+    return hashlib.sha256(same.encode()).digest()[:8] if same else b"-"
+
+
+def _refuse_others(rank: int, size: int, own: str) -> Rounds[None]:
+    given = [text.decode() for text in (yield from all_of_all(rank, size, own.encode()))]
+    other = next(number for number, text in enumerate(given) if text != given[0])
+    raise UsageError(
+        f"The ranks gave different folders: rank 0 {given[0]}, rank {other} {given[other]}",
+        fix="Give the same path on all ranks; where hosts mount it elsewhere, make a link.",
+    )
 
 
 def from_first(rank: int, ranks: Sequence[int], value: bytes) -> Rounds[bytes]:

@@ -6,10 +6,12 @@ import logging
 import pickle
 import re
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
@@ -20,7 +22,6 @@ from penstock.errors import DataDamaged, PenstockError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 def weights(width: int = 4) -> dict[str, torch.Tensor]:
@@ -186,3 +187,28 @@ def test_planner_refuses_names_that_nothing_has(places: Path) -> None:
         with pytest.raises(CheckpointException, match=r"No part of the state matches only='modle\.\*'"):
             stock_load({"model": weights()}, storage_reader=reader, planner=pc.LoadPlanner(only="modle.*"))
         stock_load({"model": weights()}, storage_reader=reader, planner=pc.LoadPlanner(only="model.*"))
+
+
+def use_folders_of_their_own(rank: int, root: Path) -> list[str]:
+    own = root / f"of-rank-{rank}"
+    said = []
+    for call in (
+        lambda: pc.save({"model": weights()}, own / "new"),
+        lambda: pc.load({"model": weights()}, own / "ours"),
+        lambda: pc.Manager(own).save(1, {"model": weights()}),
+        lambda: pc.Manager(own).restore({"model": weights()}),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        said.append(str(caught.value))
+    assert [path.name for path in own.iterdir()] == ["ours"]
+    return said
+
+
+def test_ranks_that_give_different_folders_are_told_which(places: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        shutil.copytree(places / "ours", tmp_path / f"of-rank-{rank}" / "ours")
+    said = on_gloo_ranks(2, use_folders_of_their_own, tmp_path)
+    assert said[0] == said[1]
+    for what in said[0]:
+        assert re.search(r"rank 0:? .*of-rank-0.*rank 1:? .*of-rank-1", what), what

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from penstock.checkpoint.commit import protocol
 from penstock.checkpoint.commit.record_commit import RecordCatalog
@@ -81,6 +81,14 @@ def split_path(path: AnyPath) -> tuple[str, str]:
         )
     parent, name = parts
     return parent.text, name
+
+
+def absolute_path(path: Any) -> str:
+    """How ranks tell each other which checkpoint they mean; what is no path, opening refuses."""
+    try:
+        return parse_uri(os.fspath(path)).uri
+    except (TypeError, UsageError):
+        return repr(path)
 
 
 def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:

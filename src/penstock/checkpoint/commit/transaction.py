@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
@@ -62,25 +62,33 @@ def begin_save(
 ) -> SaveTransaction:
     """Begin a save of a checkpoint that will be called `name`, a folder below the root. Collective.
 
-    Sweeps what dead saves left there first. All ranks must reach the same storage. With the `lease` of a run,
-    `RunInUse` if another job has that.
+    Sweeps what dead saves left there first. All ranks must reach the same storage: `UsageError` where its URI
+    differs. With the `lease` of a run, `RunInUse` if another job has that.
     """
     draft_store = drafts or open_draft_store(storage)
     uri = f"{storage.uri.rstrip('/')}/{name}"
+    started: list[Draft] = []
 
     def start() -> Draft:
         try:
             if lease is not None:
                 lease.hold()
             sweep_dead_saves(draft_store, storage)
-            return draft_store.start(name, secrets.token_hex(8))
+            started.append(draft_store.start(name, secrets.token_hex(8)))
         except StorageError as error:
             # A folder that cannot be written is the user's; hidden names in it are ours.
             if HIDDEN_PREFIX in error.where:
                 error.where = error.uri = uri
             raise
+        return started[0]
 
-    draft = run_on_rank0(comm, start, awaiting=f"rank 0 to make room for {name}")
+    try:
+        draft = run_on_rank0(comm, start, awaiting=f"rank 0 to make room for {name}", same=uri)
+    except PenstockError:
+        for unused in started:
+            with suppress(StorageError):
+                draft_store.drop(unused)
+        raise
     return SaveTransaction(storage, comm, draft_store, draft)
 
 

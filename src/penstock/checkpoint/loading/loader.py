@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, open_parent
+from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, absolute_path, open_parent
 from penstock.checkpoint.engine import LoadChoice, State
 from penstock.checkpoint.formats.checkpoint_source import (
     CheckpointSource,
@@ -360,8 +360,12 @@ def open_path_on_all_ranks(path: AnyPath, comm: Comm) -> CheckpointSource | Shar
     """Open a checkpoint at any path or URI, of any format. Collective."""
     awaiting = "all ranks to open the checkpoint"
     if comm.size < rounds.FAN_IN:
-        return run_on_all_ranks(comm, lambda: open_checkpoint(path, rank=comm.rank), awaiting=awaiting)
-    storage, _ = run_on_all_ranks(comm, lambda: open_parent(path, rank=comm.rank), awaiting=awaiting)
+        return run_on_all_ranks(
+            comm, lambda: open_checkpoint(path, rank=comm.rank), awaiting=awaiting, same=absolute_path(path)
+        )
+    storage, _ = run_on_all_ranks(
+        comm, lambda: open_parent(path, rank=comm.rank), awaiting=awaiting, same=absolute_path(path)
+    )
     return open_shared(comm, storage, lambda: open_checkpoint(path, rank=comm.rank))
 
 

@@ -126,7 +126,7 @@ class Manager:
         self._stop = GracefulStop(stop, self._storage, self._rank)
         self._engine = engine or _open_torch_engine(writers, separation_hint, staging_bytes, replicas)
         self._restart: Restart | None = None
-        self._in_flight = SavesInFlight(self._front.comm, timeout_s)
+        self._in_flight = SavesInFlight(self._front.comm, self._storage.uri, timeout_s)
         self._num_saves = 0
         self._worker = step_store.start_lasting_worker("penstock-save", self._in_flight.tell)
         self._owner: int | None = os.getpid()

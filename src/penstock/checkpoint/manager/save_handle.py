@@ -138,8 +138,9 @@ class SaveHandle:
 class SavesInFlight:
     """One rank's saves that are pending, or failed without having been reported."""
 
-    def __init__(self, comm: Comm, timeout_s: float) -> None:
+    def __init__(self, comm: Comm, folder: str, timeout_s: float) -> None:
         self._comm = comm
+        self._folder = folder
         self._timeout_s = timeout_s
         self.handles: list[SaveHandle] = []
         self.tell = partial(_tell_of_failures, self.handles)
@@ -174,18 +175,23 @@ class SavesInFlight:
             (0, *self._locate(failure, f"making durable step {step}"))
             for step, failure in flush_failures.items()
         ]
+        call = (activity, self._folder)
         views = gather_unusual(
             self._comm,
-            (activity, own_failures),
+            (call, own_failures),
             is_usual=not own_failures,
-            alike=hashlib.sha256(activity.encode()).digest(),
+            alike=hashlib.sha256(repr(call).encode()).digest(),
             awaiting=f"all ranks to begin {activity}",
-        ) or [(activity, [])]
-        if {other for other, _ in views} != {activity}:
-            calls = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(views))
+        ) or [(call, [])]
+        if {other for other, _ in views} != {call}:
+            is_elsewhere = len({folder for (_, folder), _ in views}) > 1
+            calls = ", ".join(
+                f"rank {rank}: {other}" + is_elsewhere * f" in {folder}"
+                for rank, ((other, folder), _) in enumerate(views)
+            )
             raise UsageError(
                 f"The ranks make different calls: {calls}",
-                fix="Make the same calls in the same order on all ranks.",
+                fix="Make the same calls in the same order on all ranks, and their managers of one folder.",
             )
         failures = sorted(failure for _, failed in views for failure in failed)
         self._forget({number for number, *_ in failures})
