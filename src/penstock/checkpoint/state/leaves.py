@@ -148,7 +148,8 @@ def key_types(state: Mapping[Any, Any], is_free: IsFree) -> dict[str, str]:
                 if isinstance(inner, dict | list) and is_free((str(key), str(name))):
                     _look_at_keys((str(key), str(name)), inner, found)
             if is_free((str(key), "state", "", "")):
-                for entry, slots in value["state"].items():
+                # Optimizers that hold others, as torchtitan's, may name each slot by one long key instead.
+                for entry, slots in value.get("state", {}).items():
                     for slot, inner in slots.items() if isinstance(slots, dict) else ():
                         if isinstance(inner, dict | list):
                             _look_at_keys((str(key), "state", str(entry), str(slot)), inner, found)

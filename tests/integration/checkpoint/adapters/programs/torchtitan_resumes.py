@@ -13,6 +13,7 @@ logging.disable(logging.WARNING)
 import torch  # noqa: E402 - after the filter
 from tests.integration.checkpoint.adapters.programs.ranks import on_forked_ranks  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -24,18 +25,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Optimizers:
-    """Has a state by names, as torchtitan's container of optimizers."""
+class Optimizers(torch.optim.Optimizer):
+    """Itself an optimizer, with a state of one level by long names, as torchtitan's container of them."""
+
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), {})
         self.model = model
         self.inner = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.inner)
+        return get_optimizer_state_dict(self.model, self.inner, options=self.flat)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.model, self.inner, state)
+        set_optimizer_state_dict(self.model, self.inner, state, options=self.flat)
 
 
 class Schedulers:
