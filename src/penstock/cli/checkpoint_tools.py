@@ -33,7 +33,7 @@ def list_checkpoints(options: _ListOptions, terminal: Terminal) -> None:
     """List the checkpoints in PATH with step, state, size and age.
 
     The state comes from metadata, manifest and file sizes: committed, no sums (written by another program),
-    or damaged. Only `penstock checkpoint verify` reads all bytes.
+    damaged, or no access (for this user). Only `penstock checkpoint verify` reads all bytes.
 
     Examples:
 
@@ -61,7 +61,7 @@ def _list_row(checkpoint: CheckpointListing, now_s: float) -> dict[str, str]:
         "size": format_bytes(checkpoint.size_bytes),
         "files": str(checkpoint.num_files),
         "tensors": str(checkpoint.num_tensors),
-        "age": format_seconds(max(now_s - checkpoint.modified_s, 0.0)),
+        "age": format_seconds(max(now_s - checkpoint.modified_s, 0.0)) if checkpoint.modified_s else "-",
     }
 
 

@@ -166,7 +166,9 @@ class StepCatalog:
 def open_catalog(storage: Storage) -> protocol.Catalog:
     """The committed checkpoints of this storage."""
     tree = find_folder_tree(storage)
-    return protocol.FolderCatalog(storage, tree) if tree is not None else RecordCatalog(storage)
+    if tree is None:
+        return RecordCatalog(storage)
+    return protocol.FolderCatalog(storage, tree, lambda name: parse_step(name) is not None)
 
 
 def local_path(storage: Storage, key: str) -> Path:

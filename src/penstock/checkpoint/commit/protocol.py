@@ -31,6 +31,7 @@ from typing import Any, Final, Protocol
 
 from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
 from penstock.errors import (
+    AccessRefused,
     AlreadyThere,
     ObjectNotFound,
     ShortTransfer,
@@ -40,7 +41,7 @@ from penstock.errors import (
     name_some,
 )
 from penstock.storage import Storage
-from penstock.storage.capabilities import FolderEntry, FolderTree, defer_sync
+from penstock.storage.capabilities import FolderTree, defer_sync
 from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.protocol import exists, read_object, write_object
@@ -471,16 +472,18 @@ class FolderDraftStore(DraftStore):
 class FolderCatalog:
     """The `Catalog` of folders: those with a `.metadata`, and older ones that a killed save left renamed."""
 
-    def __init__(self, storage: Storage, tree: FolderTree) -> None:
+    def __init__(self, storage: Storage, tree: FolderTree, is_step: Callable[[str], bool]) -> None:
         self._storage = storage
         self._tree = tree
+        self._is_step = is_step
 
     def names(self) -> list[str]:
         """The names of all folders with metadata."""
         names = set()
         for entry in self._tree.entries():
             old = _OLD.fullmatch(entry.name)
-            if self._is_visible(entry, is_old=old is not None) and self._has_metadata(entry.name):
+            is_hidden = old is None and entry.name.startswith(HIDDEN_PREFIX)
+            if entry.is_folder and not is_hidden and self._may_be_checkpoint(entry.name):
                 names.add(old["name"] if old else entry.name)
         return list(names)
 
@@ -502,9 +505,12 @@ class FolderCatalog:
         """Rename it durably to a hidden name, then remove its files."""
         remove_folder(self._tree, committed.folder)
 
-    @staticmethod
-    def _is_visible(entry: FolderEntry, *, is_old: bool) -> bool:
-        return entry.is_folder and (is_old or not entry.name.startswith(HIDDEN_PREFIX))
+    def _may_be_checkpoint(self, folder: str) -> bool:
+        try:
+            return self._has_metadata(folder)
+        except AccessRefused:
+            # As lost+found does. What is named as a step may be the newest one: `find` says why not.
+            return self._is_step(folder)
 
     def _has_metadata(self, folder: str) -> bool:
         return exists(self._storage, f"{folder}/{METADATA_NAME}")

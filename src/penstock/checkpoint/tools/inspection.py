@@ -24,7 +24,7 @@ from penstock.checkpoint.formats.checkpoint_source import (
 from penstock.checkpoint.formats.dcp_item import ALIGNED_BYTES, HEAD_BYTES, PAYLOAD_ALIGNMENT
 from penstock.checkpoint.state.regions import UNKNOWN, StoredObject, element_sizes
 from penstock.checkpoint.tools.diff import format_value
-from penstock.errors import ObjectNotFound, PenstockError, StorageError
+from penstock.errors import AccessRefused, ObjectNotFound, PenstockError, StorageError
 from penstock.storage import Storage
 from penstock.storage.uri import open_here
 
@@ -37,11 +37,13 @@ class CheckpointState(StrEnum):
     UNSUMMED = "no sums"
     """Written by another program: all files that its metadata names are there and long enough."""
     DAMAGED = "damaged"
+    REFUSED = "no access"
+    """This user may not read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointListing:
-    """One checkpoint of a run. `complaint` says what is wrong with a damaged one."""
+    """One checkpoint of a run. `complaint` says what is wrong with a damaged one, or who refused access."""
 
     name: str
     step: int | None
@@ -50,7 +52,7 @@ class CheckpointListing:
     num_files: int
     num_tensors: int
     modified_s: float
-    """When it was committed, in seconds since 1970."""
+    """When it was committed, in seconds since 1970; 0 if that could not be read."""
     complaint: str = ""
 
     @property
@@ -76,8 +78,24 @@ def list_checkpoints(path: AnyPath) -> list[CheckpointListing]:
 
 def list_storage(storage: Storage) -> list[CheckpointListing]:
     """All committed checkpoints below a storage's root, by step and name."""
-    checkpoints = [_list_checkpoint(storage, name) for name in open_catalog(storage).names()]
+    checkpoints = [_list_readable(storage, name) for name in open_catalog(storage).names()]
     return sorted(checkpoints, key=lambda each: (each.step is None, each.step or 0, each.name))
+
+
+def _list_readable(storage: Storage, name: str) -> CheckpointListing:
+    try:
+        return _list_checkpoint(storage, name)
+    except AccessRefused as error:
+        return CheckpointListing(
+            name=name,
+            step=parse_step(name),
+            state=CheckpointState.REFUSED,
+            size_bytes=0,
+            num_files=0,
+            num_tensors=0,
+            modified_s=0.0,
+            complaint=str(error),
+        )
 
 
 def _list_checkpoint(storage: Storage, name: str) -> CheckpointListing:
@@ -91,6 +109,8 @@ def _list_checkpoint(storage: Storage, name: str) -> CheckpointListing:
         step = source.manifest.step if source.manifest and source.manifest.step is not None else step
         _require_sizes(source, sizes)
         state = CheckpointState.UNSUMMED if source.manifest is None else CheckpointState.COMMITTED
+    except AccessRefused:
+        raise
     except PenstockError as error:
         complaint = str(error)
     return CheckpointListing(

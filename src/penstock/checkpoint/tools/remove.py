@@ -6,13 +6,16 @@ step and durably, before the first of its files is removed.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent, split_path
 from penstock.checkpoint.formats.checkpoint_source import checkpoint_uri
-from penstock.checkpoint.tools.inspection import CheckpointListing, list_storage
+from penstock.checkpoint.tools.inspection import CheckpointListing, CheckpointState, list_storage
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import UsageError
 from penstock.progress import Progress, Silent
+
+_COMPLETE: Final = (CheckpointState.COMMITTED, CheckpointState.UNSUMMED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,7 @@ def find_other_whole(
     checkpoints: Sequence[CheckpointListing], name: str, is_whole: Callable[[str], bool]
 ) -> str | None:
     """A complete checkpoint other than `name`; `is_whole` is called for the newest first, until one is."""
-    others = [other for other in checkpoints if other.name != name and not other.is_damaged]
+    others = [other for other in checkpoints if other.name != name and other.state in _COMPLETE]
     others.sort(key=lambda other: (other.step is not None, other.step or 0), reverse=True)
     return next((other.name for other in others if is_whole(other.name)), None)
 

@@ -15,8 +15,9 @@ from tests.support.known_steps import assert_known, files_below, save_known
 from penstock.checkpoint.commit.catalog import open_catalog
 from penstock.checkpoint.commit.protocol import LEASE_S, Draft, FolderDraftStore, Seal
 from penstock.checkpoint.commit.transaction import _LeaseRenewer, begin_save, open_draft_store
+from penstock.checkpoint.tools.inspection import CheckpointState, list_storage
 from penstock.cluster.comm import SoloComm
-from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError
+from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, PenstockError
 from penstock.storage.files.file_storage import FileStorage
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.protocol import write_object
@@ -127,6 +128,38 @@ def test_an_empty_folder_and_a_stock_checkpoint_are_replaced(tmp_path: Path) -> 
     assert sorted(open_catalog(files(tmp_path)).names()) == [NAME, "stock"]
     save_known(files(tmp_path), "stock", 1, SoloComm())
     assert assert_known(files(tmp_path)) == {NAME: 0, "stock": 1}
+
+
+class _Private:
+    """Folders that this user may not look into, which root always may."""
+
+    def __init__(self, *folders: str) -> None:
+        self._folders = folders
+
+    def around(self, name: str, call: Call) -> Call:
+        if name not in ("lstat", "open"):
+            return call
+
+        def refused(path: str, *rest: int) -> object:
+            if Path(path).parent.name in self._folders:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return call(path, *rest)
+
+        return refused
+
+
+def test_folders_of_others_do_not_hide_the_steps_beside_them(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    for folder in ("lost+found", "step-2"):
+        (tmp_path / folder).mkdir()
+    storage = files(tmp_path, _Private("lost+found", "step-2"))
+    assert sorted(open_catalog(storage).names()) == [NAME, "step-2"]
+    with pytest.raises(AccessRefused, match=r"Permission denied .*step-2"):
+        open_catalog(storage).find("step-2")
+    mine, refused = list_storage(storage)
+    assert (mine.name, mine.step) == (NAME, 1)
+    assert (refused.step, refused.state) == (2, CheckpointState.REFUSED)
+    assert "Permission denied" in refused.complaint
 
 
 class _NoExchange:
