@@ -86,6 +86,12 @@ def test_a_load_of_what_is_no_whole_checkpoint_says_what_it_is_and_what_to_do(
         pc.load({"model": weights()}, places / name)
 
 
+def test_files_that_are_not_there_do_not_count_as_checked(places: Path) -> None:
+    found = verify(places / "without-data")
+    lost = (places / "ours/__0_0.distcp").stat().st_size
+    assert found.checked_bytes == found.size_bytes - lost
+
+
 def test_the_advice_about_a_missing_prefix_helps(tmp_path: Path) -> None:
     saved = {name: torch.rand_like(tensor) for name, tensor in weights().items()}
     torch.save(saved, tmp_path / "model.pt")

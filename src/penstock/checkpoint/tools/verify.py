@@ -105,15 +105,15 @@ def _verify_ours(
     storage: Storage, folder: str, uri: str, manifest: Manifest, progress: Progress
 ) -> Verification:
     damage = [*_check_metadata(storage, folder, manifest)]
-    damage += find_damage(storage, folder, manifest, manifest.files, progress)
-    size_bytes = manifest.size_bytes + manifest.metadata_bytes
+    counted = _CountingProgress(progress)
+    damage += find_damage(storage, folder, manifest, manifest.files, counted)
     return Verification(
         uri=uri,
         format="penstock",
         num_files=len(manifest.files) + 2,
         num_items=sum(map(len, manifest.files)),
-        size_bytes=size_bytes,
-        checked_bytes=size_bytes,
+        size_bytes=manifest.size_bytes + manifest.metadata_bytes,
+        checked_bytes=counted.num_bytes + manifest.metadata_bytes,
         damage=tuple(sorted(set(damage))),
     )
 
