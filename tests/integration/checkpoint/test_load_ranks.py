@@ -548,8 +548,8 @@ def own_tensors(rank: int, root: Path) -> bool:
     logging.getLogger("penstock.checkpoint.saving").addHandler(handler)
     save({"sampler": Sampler(order)}, root / "other")
     assert not heard
-    save({"sampler": Sampler(order if rank else None)}, root / "other")
-    told = "in their own parts (all are saved; compared with rank 0, rank 1 also has 'sampler.order')"
+    save({"sampler": Sampler(order if rank else None), "other": Sampler(order)}, root / "other")
+    told = "in 'sampler' (all are saved; compared with rank 0, rank 1 also has 'sampler.order')"
     assert any(told in text for text in heard) == (rank == 0)
     mixed, found = Sampler(order if rank else "not yet"), Sampler(None)
     save({"sampler": mixed}, root / "mixed")

@@ -415,13 +415,13 @@ def _warn_of_other_structures(state: State, local_state: LocalState, comm: Comm)
     # No more than a line from each rank, however many entries differ.
     more, less = (name_some(sorted(map(repr, some))) for some in (names - names0, names0 - names))
     own = " and ".join([f"also has {more}"] * bool(more) + [f"lacks {less}"] * bool(less))
-    found = comm.gather_on_rank0(own, awaiting=AWAITED)
+    found = comm.gather_on_rank0((own, {name.split(".")[0] for name in names ^ names0}), awaiting=AWAITED)
     if comm.rank == 0:
         logger.warning(
             "Not all ranks have the same entries in %s (all are saved; compared with rank 0, %s): a part that"
             " has none yet when it is loaded gets those of all ranks",
-            name_some(sorted({repr(name.partition(".")[0]) for name in names})) or "their own parts",
-            name_some([f"rank {rank} {own}" for rank, own in enumerate(found) if own], separator="; "),
+            name_some(sorted({repr(part) for _, parts in found for part in parts})),
+            name_some([f"rank {rank} {own}" for rank, (own, _) in enumerate(found) if own], separator="; "),
         )
 
 
