@@ -191,14 +191,14 @@ class Meter:
         due_s: dict[Follower, float] = {}
         while not self._is_over:
             now_s = self._clock()
-            for follower in self._followers:
-                due_s.setdefault(follower, now_s)
+            # A copy: runs begin and end meanwhile, which adds followers and removes them.
+            due_s = {follower: due_s.get(follower, now_s) for follower in tuple(self._followers)}
             # A bar has a phase at once, however short that is.
             is_new, self._is_new_phase = self._is_new_phase, False
             due = [
                 follower
-                for follower in self._followers
-                if due_s[follower] <= now_s or (is_new and follower.interval_s < 1)
+                for follower, at_s in due_s.items()
+                if at_s <= now_s or (is_new and follower.interval_s < 1)
             ]
             self._show(due)
             due_s |= {follower: now_s + follower.interval_s for follower in due}

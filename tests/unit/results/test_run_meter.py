@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from penstock.results.run_meter import Meter
 from penstock.results.run_status import (
     STATUS_FILE,
     RunStatus,
+    StatusFile,
     phase_sentence,
     read_status,
     state_sentence,
@@ -150,14 +152,19 @@ def test_a_phase_without_a_total_and_one_of_bytes_have_sentences(clock: Clock) -
     assert phase_sentence(meter.status()) == "writing checkpoint 1 of 2, all ranks: 25%"
 
 
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not is_so() and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    assert is_so()
+
+
 def test_the_status_of_a_run_is_in_its_folder_and_stays_there_with_its_end(tmp_path: Path) -> None:
     seen = Seen()
     with Meter([seen]) as meter:
         meter.attach(RunName(folder=tmp_path, kind="training", workload="unet3d_h100", ranks=4))
         meter.begin("epoch 1 of 1, steps", 3)
-        deadline_s = time.monotonic() + 30
-        while read_status(tmp_path) is None and time.monotonic() < deadline_s:
-            time.sleep(0.005)
+        wait_for(lambda: read_status(tmp_path) is not None)
         running = read_status(tmp_path)
         assert running is not None
         assert (running.run, running.ranks, running.outcome) == (tmp_path.name, 4, "running")
@@ -186,6 +193,42 @@ def test_each_run_of_one_command_has_totals_and_a_file_of_its_own(tmp_path: Path
         status = read_status(folder)
         assert status is not None
         assert (status.run, status.totals) == (folder.name, {"steps": 3.0})
+
+
+def test_a_run_that_begins_while_followers_are_chosen_is_followed(tmp_path: Path) -> None:
+    class Beginning(Seen):
+        """Asked for its interval while followers are chosen for a new phase, it begins a run."""
+
+        @property
+        def interval_s(self) -> float:  # type: ignore[override]
+            if begins.is_set():
+                begins.clear()
+                meter.attach(RunName(folder=tmp_path, kind="training", workload="w", ranks=1))
+            return 0.9
+
+    begins, beginning = threading.Event(), Beginning()
+    with Meter([beginning]) as meter:
+        wait_for(lambda: bool(beginning.statuses))
+        begins.set()
+        meter.begin("x", 1)
+        wait_for(lambda: read_status(tmp_path) is not None)
+
+
+def test_a_run_that_has_ended_wakes_nobody_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StatusFile, "interval_s", 0.01)
+    asked: list[float] = []
+
+    def clock() -> float:
+        asked.append(time.monotonic())
+        return asked[-1]
+
+    with Meter(clock=clock) as meter:
+        meter.attach(RunName(folder=tmp_path, kind="training", workload="w", ranks=1))
+        wait_for(lambda: read_status(tmp_path) is not None)
+        meter.settle("finished", "", 0)
+        time.sleep(0.3)
+        num_asked = len(asked)
+    assert num_asked < 200
 
 
 def test_a_folder_that_takes_no_files_costs_the_run_nothing(tmp_path: Path) -> None:
@@ -235,7 +278,4 @@ def test_a_follower_that_fails_is_asked_again() -> None:
 
     failing = Failing()
     with Meter([failing]):
-        deadline_s = time.monotonic() + 30
-        while len(failing.statuses) < 2 and time.monotonic() < deadline_s:
-            time.sleep(0.005)
-    assert len(failing.statuses) >= 2
+        wait_for(lambda: len(failing.statuses) >= 2)
