@@ -134,7 +134,8 @@ def parse_options(kind: type[T], given: Mapping[str, str], *, where: str) -> T:
 
     A field `..._bytes` takes a size such as 16MiB, a field `..._s` a duration such as 250ms.
     """
-    hints = get_type_hints(kind)
+    # Looking up the types takes longer than all else that opens a storage.
+    hints = get_type_hints(kind) if given else {}
     known = [spec.name for spec in fields(kind) if spec.init]  # type: ignore[arg-type]  # a dataclass
     values: dict[str, Any] = {}
     for name, text in given.items():

@@ -210,7 +210,7 @@ class MetadataWriting:
         stored = part.index.stored
         through = np.zeros(len(stored), dtype=np.int64) if part.row_transform is None else part.row_transform
         for width, of_width in _by_width(part.index.tensors, stored.regions):
-            for transform in np.unique(through[of_width]).tolist():
+            for transform in np.flatnonzero(np.bincount(through[of_width])).tolist():
                 rows = of_width[through[of_width] == transform]
                 ending = self._transforms(part.transforms[transform]) + b"ub"
                 name = stored.regions.tensor[rows] + self._place("tensor") + first.tensor
@@ -230,7 +230,7 @@ def _by_width(tensors: Sequence[TensorFacts], regions: Regions) -> Iterator[tupl
     """The rows of tensors with each number of dimensions."""
     if len(regions):
         dims = np.array([len(facts.shape) for facts in tensors], dtype=np.int64)[regions.tensor]
-        for width in np.unique(dims).tolist():
+        for width in np.flatnonzero(np.bincount(dims)).tolist():
             yield width, np.flatnonzero(dims == width)
 
 

@@ -4,19 +4,19 @@ The boundary between torch and the planners. Invariant: a shard's memory is the 
 into it loads the state, and writing from it saves the current value.
 """
 
+from __future__ import annotations
+
 import io
 import logging
 import pickle
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 import xxhash
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -25,6 +25,11 @@ from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.state.leaves import IsFree, Leaf, Path, flatten_state, is_free_nowhere, is_stateful
 from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
 from penstock.errors import UsageError, name_some
+
+if TYPE_CHECKING:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +96,45 @@ def narrow_region(
     return memory
 
 
+_SHARDED_TENSOR = ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
+_DTENSOR = ("torch.distributed.tensor", "DTensor")
+_ASYNC_TENSOR = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+
+
+def _loaded(module: str, name: str) -> tuple[type, ...]:
+    """A class of torch if its module is loaded: that takes half a second, and else no value is of it."""
+    found = getattr(sys.modules.get(module), name, None)
+    return () if found is None else (found,)
+
+
+@cache
+def _is_class_of(kind: Any, module: str, name: str) -> bool:
+    # May be kept: a class that exists is derived from none that is loaded later.
+    return issubclass(kind, _loaded(module, name))
+
+
+def _is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
+    kind: Any = type(value)
+    return _is_class_of(kind, *_SHARDED_TENSOR)
+
+
+def _is_dtensor(value: object) -> TypeGuard[DTensor]:
+    kind: Any = type(value)
+    return _is_class_of(kind, *_DTENSOR)
+
+
+def _is_async_tensor(value: object) -> TypeGuard[AsyncCollectiveTensor]:
+    kind: Any = type(value)
+    return _is_class_of(kind, *_ASYNC_TENSOR)
+
+
 def is_tensor(value: object) -> bool:
     """Whether a value is saved as a tensor: any strided torch tensor, sharded or not.
 
     So are instances of classes with `__create_chunk_list__` and `__get_tensor_shard__`, by which torch's
     distributed checkpoints ask for chunks.
     """
-    if isinstance(value, ShardedTensor):  # which refuses to say whether it is quantized
+    if _is_sharded_tensor(value):  # which refuses to say whether it is quantized
         return True
     if isinstance(value, torch.Tensor):
         # Quantized and nested tensors have more than their elements: only all of it together has a meaning.
@@ -239,7 +276,7 @@ def tensor_facts(name: str, value: torch.Tensor | ShardedTensor) -> TensorFacts:
 
 def local_shards(name: str, value: torch.Tensor | ShardedTensor) -> list[LocalShard]:
     """The regions of a tensor that this rank holds, also empty ones of DTensors without rows here."""
-    if isinstance(value, ShardedTensor):
+    if _is_sharded_tensor(value):
         return [
             LocalShard(
                 tuple(shard.metadata.shard_offsets),
@@ -248,7 +285,7 @@ def local_shards(name: str, value: torch.Tensor | ShardedTensor) -> list[LocalSh
             )
             for shard in value.local_shards()
         ]
-    if isinstance(value, DTensor):
+    if _is_dtensor(value):
         return _pieces_of_dtensor(name, value)
     if hasattr(type(value), "__create_chunk_list__"):
         return _pieces_of_chunks(name, value)
@@ -261,7 +298,7 @@ def device_mesh_sizes(leaves: Sequence[Leaf]) -> dict[str, int]:
 
     Of several meshes, the one with most dimensions is taken, as the others are parts of it.
     """
-    meshes = [leaf.value.device_mesh for leaf in leaves if isinstance(leaf.value, DTensor)]
+    meshes = [leaf.value.device_mesh for leaf in leaves if _is_dtensor(leaf.value)]
     if not meshes:
         return {}
     largest = max(meshes, key=lambda mesh: mesh.ndim)
@@ -289,6 +326,8 @@ def _pieces_of_dtensor(name: str, value: DTensor) -> list[LocalShard]:
 
 
 def _pieces_of_chunks(name: str, value: Any) -> list[LocalShard]:
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415 - slow, and rarely needed
+
     shards = []
     for number, chunk in enumerate(value.__create_chunk_list__()):
         index = MetadataIndex(name, chunk.offsets, number)
@@ -308,7 +347,7 @@ def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
             f"{name!r} is of a lazy module and has no shape yet",
             fix="Let the module see one batch first.",
         )
-    if isinstance(value, AsyncCollectiveTensor):
+    if _is_async_tensor(value):
         return value.wait().detach()
     if hasattr(type(value), "__tensor_flatten__"):
         raise UsageError(
@@ -371,7 +410,7 @@ def warn_of_attributes(local_state: LocalState, rank: int, told: set[str]) -> No
 
     Attributes of plain tensors and parameters, which trainers set by the thousand, go without saying.
     """
-    known = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor, AsyncCollectiveTensor)
+    known = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, *_loaded(*_DTENSOR), *_loaded(*_ASYNC_TENSOR))
     found = [
         f"{leaf.name!r} ({type(leaf.value).__name__}: {name_some(sorted(names))})"
         for leaf in local_state.leaves
