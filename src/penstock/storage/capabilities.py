@@ -5,6 +5,7 @@ works like a built-in one. Invariant: what changes the visible state does so in 
 leaves the state before it or the one after it.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from penstock.errors import Unavailable
+from penstock.storage.process_id import current_process
 from penstock.storage.protocol import ObjectInfo, Storage, WrappedStorage
 
 
@@ -50,8 +52,11 @@ class FolderTree(Protocol):
     def exchange(self, one: str, other: str) -> None:
         """Let two folders change names in one step; `Unavailable` where the file system cannot."""
 
-    def sync(self, folder: str = "") -> None:
-        """Make the names directly in a folder survive a power cut: after `move` and `exchange`."""
+    def sync(self, folder: str = "", *, files: Sequence[str] = ()) -> None:
+        """Make the names directly in a folder survive a power cut: after `move` and `exchange`.
+
+        With them the bytes of these `files` in it, all at once: each waits for the disk.
+        """
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with its content; links are not followed, a missing name is no error."""
@@ -224,6 +229,15 @@ def sync_names(storage: Storage, folder: str) -> None:
     """Make the names directly in a folder survive a power cut; object services have nothing to do."""
     if (tree := find_folder_tree(storage)) is not None:
         tree.sync(folder)
+
+
+def name_mount(storage: Storage) -> str:
+    """Equal for processes of which one can make durable what the others did in a folder; "" if unknown.
+
+    They run on the same kernel, and reach the same file system by the same mount.
+    """
+    root, kernel = find_local_root(storage), current_process().kernel
+    return f"{kernel} {os.stat(root).st_dev}" if root and kernel and os.path.exists(root) else ""
 
 
 def find_span_trace(storage: Storage) -> SupportsSpans | None:

@@ -317,6 +317,14 @@ def check_prefix(prefix: str, root_uri: str) -> str:
     return check_key(folder, root_uri) if folder else ""
 
 
+@runtime_checkable
+class SupportsEarlySync(Protocol):
+    """A sink that can make its bytes durable before `finish`, which then has only a name to give."""
+
+    def sync(self) -> None:
+        """Make durable what was submitted, which is all: `finish` or `abort` comes next."""
+
+
 def read_described(storage: Storage, key: str) -> tuple[ObjectInfo, bytearray]:
     """A small object and what describes it; `ObjectNotFound` if there is none."""
     if isinstance(storage, SupportsWholeReads):

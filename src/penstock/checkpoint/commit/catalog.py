@@ -11,8 +11,11 @@ import logging
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +24,8 @@ from penstock.checkpoint.commit.record_commit import RecordCatalog
 from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
 from penstock.errors import StorageError, Unavailable, UsageError, name_some
 from penstock.storage import Storage
-from penstock.storage.capabilities import defer_sync, find_folder_tree, find_local_root
-from penstock.storage.protocol import exists, read_object, write_object
+from penstock.storage.capabilities import defer_sync, find_folder_tree, find_local_root, offers
+from penstock.storage.protocol import Sink, SupportsEarlySync, exists, read_object
 from penstock.storage.uri import open_here, parse_uri
 
 logger = logging.getLogger(__name__)
@@ -157,10 +160,35 @@ class StepCatalog:
 
     def set_latest(self, step: int) -> None:
         """Point `latest` at a step, where there is such a pointer."""
-        if self._has_pointer:
-            # Its name is left to the file system: after a power cut it may point to the step before.
-            storage = defer_sync(self.storage, "names")
-            write_object(storage, POINTER_NAME, [f"{step_dirname(step)}\n".encode()])
+        with self.pointing_to(step) as show:
+            show()
+
+    @contextmanager
+    def pointing_to(self, step: int) -> Iterator[Callable[[], None]]:
+        """Write a pointer to a step beside the block; it becomes `latest` by a call of what this gives."""
+        if not self._has_pointer:
+            yield lambda: None
+            return
+        with ThreadPoolExecutor(1) as beside, ExitStack() as undo:
+            begun = beside.submit(self._begin_pointer, step)
+            undo.callback(lambda: None if begun.exception() else begun.result().abort())
+
+            def show() -> None:
+                begun.result().finish()
+                undo.pop_all()
+
+            yield show
+
+    def _begin_pointer(self, step: int) -> Sink:
+        # Its name is left to the file system: after a power cut it may point to the step before.
+        sink = defer_sync(self.storage, "names").create(POINTER_NAME)
+        with ExitStack() as undo:
+            undo.callback(sink.abort)
+            sink.submit(memoryview(f"{step_dirname(step)}\n".encode()))
+            if offers(sink, SupportsEarlySync):
+                sink.sync()
+            undo.pop_all()
+        return sink
 
 
 def open_catalog(storage: Storage) -> protocol.Catalog:
@@ -199,21 +227,26 @@ def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[i
     return [step for step in surplus if step != spared]
 
 
-def find_surplus(catalog: StepCatalog, committed: Sequence[int], keep: int | None) -> list[int]:
-    """Which of the `committed` steps of a catalog to remove; see `choose_surplus`."""
-    return choose_surplus(committed, keep, lambda step: catalog.find(step).is_whole())
+def find_surplus(
+    catalog: StepCatalog, committed: Sequence[int], keep: int | None, whole: int | None = None
+) -> list[int]:
+    """Which of the `committed` steps to remove, see `choose_surplus`; one is known to be `whole`."""
+    return choose_surplus(committed, keep, lambda step: step == whole or catalog.find(step).is_whole())
 
 
-def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> None:
+def apply_retention(
+    catalog: StepCatalog, step: int, keep: int | None, show_latest: Callable[[], None] | None = None
+) -> None:
     """Point to the newest step and remove the surplus. Never raises `StorageError`: `step` is committed.
 
-    Steps beyond `step` do not count: a job that begins anew, or from an older step, keeps what it saves.
+    Steps beyond `step` do not count: a job that begins anew, or from an older step, keeps what it saves. What
+    points to `step` may have been written already, see `StepCatalog.pointing_to`.
     """
     try:
         committed = catalog.committed()
         if step == max(committed, default=None):
-            catalog.set_latest(step)
-        for removed in find_surplus(catalog, [each for each in committed if each <= step], keep):
+            (show_latest or partial(catalog.set_latest, step))()
+        for removed in find_surplus(catalog, [each for each in committed if each <= step], keep, step):
             logger.info("Removing step %d: the newest %s are kept", removed, keep)
             catalog.remove(removed)
     except StorageError as error:

@@ -10,9 +10,11 @@ Invariant: a committed checkpoint is never written to, only replaced as a whole.
     .penstock-gone-ID              a checkpoint or a draft that is being removed
     .penstock-writer.lease         the process whose steps these are, see `WriterLease`
 
-publish: check all files -> manifest -> metadata -> fsync of the draft -> rename (or exchange with the older
-one) -> fsync of the parent. The folder called NAME is complete at every moment, as is the one it replaces. A
-lease is for processes of today, and does not survive a power cut: nor does its process.
+publish: check all files -> manifest -> metadata -> fsync of both and of the draft, at once -> rename (or
+exchange with the older one) -> fsync of the parent. The folder called NAME is complete at every moment, as is
+the one it replaces. What is in a draft needs no order: no reader looks there, whatever a kill or a power cut
+leaves of it, and all of it is durable before the rename. What is hidden already is removed without another
+fsync. A lease is for processes of today, and does not survive a power cut: nor does its process.
 """
 
 from __future__ import annotations
@@ -347,6 +349,7 @@ class FolderDraftStore(DraftStore):
     def __init__(self, storage: Storage, tree: FolderTree, **choices: Any) -> None:
         super().__init__(storage, **choices)
         self._tree = tree
+        self._seals = self._notes  # Synced all at once.
         self._older: dict[str, bytes] = {}
         """By save ID, the identity of the checkpoint that the draft is to replace."""
 
@@ -366,12 +369,15 @@ class FolderDraftStore(DraftStore):
         require_complete(sizes, seal.sizes, f"{self._storage.uri}/{draft.folder}")
         self._write_seal(draft, seal)
         # Files were written without this. It must come first: a name must not survive without its files.
-        self._tree.sync(draft.folder)
+        self._tree.sync(draft.folder, files=(MANIFEST_NAME, METADATA_NAME))
         left_behind = self._give_name(draft)
         self._older.pop(draft.save_id, None)
         self._published.add(draft.save_id)
         self._tree.sync()
-        self._clear_up(draft, partial(remove_folder, self._tree, left_behind))
+        # Under the name of the draft, the older checkpoint is out of sight, and durably so by now.
+        is_hidden = left_behind == draft.folder
+        remove = self._tree.remove if is_hidden else partial(remove_folder, self._tree)
+        self._clear_up(draft, partial(remove, left_behind))
         return Committed(name=draft.name, folder=draft.name)
 
     def drop(self, draft: Draft) -> None:

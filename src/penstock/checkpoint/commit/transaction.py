@@ -39,6 +39,7 @@ from penstock.storage import Storage
 from penstock.storage.capabilities import (
     defer_sync,
     find_folder_tree,
+    name_mount,
     prefer_direct_access,
     require_conditional_writes,
     sync_names,
@@ -83,13 +84,18 @@ def begin_save(
         return started[0]
 
     try:
-        draft = run_on_rank0(comm, start, awaiting=f"rank 0 to make room for {name}", same=uri)
+        draft, mount = run_on_rank0(
+            comm,
+            lambda: (start(), name_mount(storage)),
+            awaiting=f"rank 0 to make room for {name}",
+            same=uri,
+        )
     except PenstockError:
         for unused in started:
             with suppress(StorageError):
                 draft_store.drop(unused)
         raise
-    return SaveTransaction(storage, comm, draft_store, draft)
+    return SaveTransaction(storage, comm, draft_store, draft, mount)
 
 
 def sweep_dead_saves(drafts: DraftStore, storage: Storage) -> None:
@@ -108,9 +114,11 @@ def open_draft_store(storage: Storage) -> DraftStore:
 class SaveTransaction:
     """One rank's view of a save in progress. `abandon` it on every rank if anything fails before `commit`."""
 
-    def __init__(self, storage: Storage, comm: Comm, drafts: DraftStore, draft: Draft) -> None:
+    def __init__(self, storage: Storage, comm: Comm, drafts: DraftStore, draft: Draft, mount: str) -> None:
+        """`mount` is by which rank 0 reaches the storage."""
         self.storage = storage
         self.draft = draft
+        self._mount = mount
         self._comm = comm
         self._drafts = drafts
         self._is_over = False
@@ -128,6 +136,12 @@ class SaveTransaction:
         The commit makes their names durable, and compares their sizes.
         """
         return defer_sync(prefer_direct_access(self.storage), "names")
+
+    def sync_own_names(self) -> None:
+        """Make the names of what this rank has written durable, unless the commit will on rank 0."""
+        # Of what other nodes wrote to a shared file system it may know nothing.
+        if self._comm.rank and not (self._mount and name_mount(self.storage) == self._mount):
+            sync_names(self.storage, self.draft.folder)
 
     def commit(self, make_seal: Callable[[], Seal]) -> Committed:
         """Make what all ranks have written one durable checkpoint; rank 0 makes the seal. Collective.
@@ -247,9 +261,7 @@ def write_into(
             else:
                 share = staged.write_to(storage, key, progress)
                 tell(share)
-            if comm.rank:
-                # Rank 0 does so when it commits; on a shared file system that may not cover other nodes.
-                sync_names(transaction.storage, transaction.draft.folder)
+            transaction.sync_own_names()
             return share.stats
 
         if comm.size >= FAN_IN and isinstance(prepared, SupportsDescribing):

@@ -182,7 +182,8 @@ class DurableSlot:
     ) -> tuple[str, tuple[RankSaveStats, ...]]:
         """Write and commit, then apply retention."""
         store, step = self._store, parse_step(self._transaction.draft.name)
-        committed, stats = write_into(
+        write = partial(
+            write_into,
             self._transaction,
             prepared,
             staged,
@@ -191,8 +192,12 @@ class DurableSlot:
             timeout_s=store.timeout_s,
             progress=progress,
         )
-        if step is not None and store.comm.rank == 0:
-            apply_retention(store.catalog, step, store.keep)
+        if step is None or store.comm.rank:
+            committed, stats = write()
+        else:
+            with store.catalog.pointing_to(step) as show_latest:
+                committed, stats = write()
+                apply_retention(store.catalog, step, store.keep, show_latest)
         return f"{store.uri}/{committed.name}", stats
 
     def abandon(self) -> None:

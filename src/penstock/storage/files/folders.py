@@ -11,6 +11,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
 from penstock.storage.capabilities import FolderEntry
@@ -260,11 +261,18 @@ class FileFolderTree:
             raise self._refusal(error, "Exchanging folders", paths[1]) from error
         self._folders.forget(*paths)
 
-    def sync(self, folder: str = "") -> None:
-        """Make the names directly in a folder survive a power cut."""
-        self._folders.sync_folder(
-            self._folders.existing(check_prefix(folder, self._folders.uri_of(self._folders.root)))
-        )
+    def sync(self, folder: str = "", *, files: Sequence[str] = ()) -> None:
+        """Make the names directly in a folder, and the bytes of some of its files, survive a power cut."""
+        path = self._folders.existing(check_prefix(folder, self._folders.uri_of(self._folders.root)))
+        # At once, because one commit of the file system's journal then serves all of them.
+        with ThreadPoolExecutor(len(files) or 1) as threads:
+            pending = [
+                threads.submit(self._folders.sync_file, os.path.join(path, check_key(name, path)))
+                for name in files
+            ]
+            self._folders.sync_folder(path)
+        for each in pending:
+            each.result()
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder and all in it."""

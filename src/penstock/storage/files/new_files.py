@@ -73,7 +73,8 @@ class FileSink:
 
     `finish` writes out, compares sizes, cuts padding, fsyncs the file, closes, renames, fsyncs the folder:
     the final name appears in one step, after all bytes are safe, and a crash before it leaves a file that is
-    never listed. If only the folder's fsync fails, the whole object stays visible.
+    never listed. If only the folder's fsync fails, the whole object stays visible. `sync` does what comes
+    before the rename, and leaves the rest to `finish`.
     """
 
     def __init__(self, new: NewFile, writer: FileWriter, folders: VerifiedFolders) -> None:
@@ -81,26 +82,33 @@ class FileSink:
         self._file = new.file
         self._writer = writer
         self._folders = folders
+        self._synced: os.stat_result | None = None
         self._is_ended = False
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
         """Append `buffer`; `release` is called exactly once, also where this raises."""
-        if self._is_ended:
+        if self._is_ended or self._synced is not None:
             if release is not None:
                 release()
             raise self._ended()
         self._writer.append(buffer, release)
 
-    def finish(self) -> ObjectInfo:
-        """Complete, check, make durable and publish, in the order that the class names."""
+    def sync(self) -> None:
+        """Complete, check and make durable, but do not publish yet."""
         if self._is_ended:
             raise self._ended()
         # Set first: after a failure below only `abort` is left.
         self._is_ended = True
-        self._writer.complete()
-        self._check_size("declared", self._new.declared_bytes)
-        with translate_os_errors("Finishing", self._file.uri):
-            facts = self._finish_content()
+        self._synced = self._complete()
+        self._is_ended = False
+
+    def finish(self) -> ObjectInfo:
+        """Complete, check, make durable and publish, in the order that the class names."""
+        if self._is_ended:
+            raise self._ended()
+        # As in `sync`.
+        self._is_ended = True
+        facts = self._synced or self._complete()
         self._new.publish()
         if self._new.keep_name:
             self._folders.sync_folder(os.path.dirname(self._new.final_path))
@@ -111,6 +119,12 @@ class FileSink:
         self._is_ended = True
         self._writer.give_up()
         self._new.discard()
+
+    def _complete(self) -> os.stat_result:
+        self._writer.complete()
+        self._check_size("declared", self._new.declared_bytes)
+        with translate_os_errors("Finishing", self._file.uri):
+            return self._finish_content()
 
     def _finish_content(self) -> os.stat_result:
         calls, descriptor = self._file.calls, self._file.descriptor

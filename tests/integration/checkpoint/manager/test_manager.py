@@ -16,7 +16,7 @@ import pytest
 from tests.support.bytes_engine import BytesEngine
 from tests.support.known_steps import files_below
 
-from penstock.checkpoint.commit.catalog import StepCatalog, find_surplus, step_dirname
+from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, find_surplus, step_dirname
 from penstock.checkpoint.engine import ProgressState, SaveCancelled, SaveProgress
 from penstock.checkpoint.levels.options import Single
 from penstock.checkpoint.manager.manager import Manager
@@ -30,7 +30,7 @@ from penstock.errors import (
 )
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.uri import open_here
-from penstock.testing.file_faults import FailFileCall, faulty_calls
+from penstock.testing.file_faults import CallLog, FailFileCall, faulty_calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -261,6 +261,33 @@ def test_retention_keeps_the_last_whole_step_if_the_newest_are_not(
     assert not steps.find(2).is_whole()
     assert find_surplus(steps, steps.committed(), 1) == [2]
     assert find_surplus(steps, steps.committed(), 2) == []
+
+
+def test_retention_does_not_read_what_was_just_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(checkpoint: CheckpointRef) -> bool:
+        raise AssertionError(f"{checkpoint.uri} was read")
+
+    monkeypatch.setattr(CheckpointRef, "is_whole", refuse)
+    with Manager(tmp_path, engine=BytesEngine(), keep=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        assert manager.steps() == [2]
+
+
+def test_what_points_to_a_step_is_durable_before_it_is_shown_and_is_shown_on_demand(tmp_path: Path) -> None:
+    calls = CallLog()
+    catalog = StepCatalog(files_below(tmp_path, faulty_calls(calls)))
+    catalog.set_latest(1)
+    with catalog.pointing_to(2):
+        assert (tmp_path / "latest").read_text() == "step-1\n"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["step-1\n"]
+    calls.names.clear()
+    with catalog.pointing_to(3) as show:
+        show()
+    assert calls.names[-3:] == ["fsync", "close", "rename"]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["step-3\n"]
 
 
 def test_a_job_that_begins_anew_keeps_its_steps_and_is_told_of_newer_ones(

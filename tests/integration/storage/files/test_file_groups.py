@@ -1,4 +1,4 @@
-"""Small files that are written one by one and made durable together."""
+"""Small files that are made durable together, or before they are published."""
 
 import ctypes
 import errno
@@ -14,6 +14,7 @@ from penstock.storage.files import system_calls
 from penstock.storage.files.file_io import BufferedAccess, DirectAccess
 from penstock.storage.files.file_storage import DirectOptions, FileOptions, FileStorage
 from penstock.storage.files.system_calls import REAL_CALLS
+from penstock.storage.protocol import read_object
 from penstock.storage.uri import Location
 from penstock.testing.file_faults import CallFault, CallLog, FailFileCall, ShortTransfers, faulty_calls
 from penstock.testing.storage_contract import arbitrary_bytes
@@ -115,3 +116,19 @@ def test_a_system_that_cannot_start_writing_early_is_not_an_error(
     number = errno.EIO
     with pytest.raises(OSError, match="Input/output"):
         REAL_CALLS.await_writeback(-1)
+
+
+def test_a_file_that_was_made_durable_early_only_gets_its_name_at_the_end(tmp_path: Path) -> None:
+    calls = CallLog()
+    storage = files(tmp_path, calls, options=BUFFERED).deferring("names")
+    for end in ("finish", "abort"):
+        sink = storage.create(end)
+        sink.submit(memoryview(CONTENT))
+        sink.sync()
+        calls.names.clear()
+        with pytest.raises(StorageError, match="already finished or aborted"):
+            sink.submit(memoryview(CONTENT))
+        getattr(sink, end)()
+        assert calls.names == ["rename" if end == "finish" else "unlink"]
+    assert [path.name for path in tmp_path.iterdir()] == ["finish"]
+    assert read_object(storage, "finish") == CONTENT

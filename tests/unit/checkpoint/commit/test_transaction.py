@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.support.known_steps import files_below
 
+from penstock.checkpoint.commit import transaction
 from penstock.checkpoint.commit.transaction import begin_save, write_into
 from penstock.checkpoint.engine import SaveChoice
 from penstock.checkpoint.saving.saver import Saver
@@ -16,6 +18,7 @@ from penstock.errors import RankFailed
 from penstock.storage.protocol import Sink, WrappedSink, WrappedStorage
 from penstock.storage.uri import open_here
 from penstock.testing.faults import FailAtCall, Verb
+from penstock.testing.file_faults import CallLog, faulty_calls
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:
@@ -41,6 +44,29 @@ def _save(comm: ThreadComm, storage: Storage, on_seal: Callable[[], object] = la
     staged = inside.stage("commit")
     write_into(begin_save(storage, "x", comm), Prepared(), staged, comm, facts={"step": 1}, timeout_s=60)
     saver.close()
+
+
+@pytest.mark.parametrize("mount", ["one", "several", "unknown"])
+def test_a_rank_syncs_names_that_rank_0_may_not_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount: str
+) -> None:
+    calls = CallLog()
+    storage = files_below(tmp_path, faulty_calls(calls))
+    mounts = iter({"one": "11", "several": "12", "unknown": ["", ""]}[mount])
+    monkeypatch.setattr(transaction, "name_mount", lambda _: next(mounts))
+
+    def work(comm: ThreadComm) -> int:
+        place = begin_save(storage, "x", comm)
+        before = calls.names.count("fsync")
+        comm.barrier(awaiting="both")
+        place.sync_own_names()
+        comm.barrier(awaiting="both")
+        num_synced = calls.names.count("fsync") - before
+        comm.barrier(awaiting="both")
+        place.abandon()
+        return num_synced
+
+    assert on_ranks(2, work) == ([0, 0] if mount == "one" else [1, 1])
 
 
 def test_the_description_is_made_while_files_are_still_being_written(tmp_path: Path) -> None:
