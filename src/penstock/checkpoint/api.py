@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_parent
-from penstock.checkpoint.commit.transaction import write_and_commit
+from penstock.checkpoint.commit.transaction import stage_on_all_ranks, write_and_commit
 from penstock.checkpoint.engine import LoadChoice, NamePatterns, RankSaveStats, Replicas, SaveChoice, State
 from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced
 from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport, open_path_on_all_ranks
@@ -131,7 +131,7 @@ def save(  # noqa: PLR0913 - each option is independent of the others
         prepared = saver.prepare(state, group, SaveChoice(only=only, dtype=dtype))
         _, stats = write_and_commit(
             prepared,
-            prepared.stage("commit"),
+            stage_on_all_ranks(prepared, "commit", group.comm),
             storage,
             name,
             group.comm,

@@ -122,6 +122,7 @@ def open_point_to_point(comm: Comm) -> PointToPoint:
 
 
 Result = TypeVar("Result")
+Conclusion = TypeVar("Conclusion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +163,22 @@ def run_on_all_ranks(
     awaiting: str,
     timeout_s: float | None = None,
     same: str = "",
+    agree: Callable[[Result | None], bool] = lambda _: False,
 ) -> Result:
     """Call `work` on each rank; this rank's own result, which is not sent anywhere. Collective.
 
     Fails as `all_gather_results` does, except that a process without other ranks raises its own error, and
-    that ranks must give the `same` folder if they give any. A few bytes arrive on each rank unless one fails.
+    that ranks must give the `same` folder if they give any. A few bytes arrive on each rank unless one fails;
+    none do if `agree` is true, a collective call that gets the result, or None for a failure of this rank.
     """
     if comm.size == 1:
-        return work()
+        result = work()
+        agree(result)
+        return result
     outcome, own_error = _attempt(comm, work)
-    failure = comm.carry(_first_failure(comm, outcome, same), awaiting=awaiting, timeout_s=timeout_s)
+    failure = None
+    if not agree(None if isinstance(outcome, _Failure) else outcome):
+        failure = comm.carry(_first_failure(comm, outcome, same), awaiting=awaiting, timeout_s=timeout_s)
     if failure is not None:
         raise RankFailed(failure.rank, failure.host, failure.cause, exit_code=failure.code) from (
             own_error if failure.rank == comm.rank else None
@@ -229,6 +236,38 @@ def run_on_rank0(
         raise RankFailed(answer.rank, answer.host, answer.cause, exit_code=answer.code) from own_error
     result: Result = answer
     return result
+
+
+def conclude_on_rank0(
+    comm: Comm,
+    work: Callable[[], Result],
+    conclude: Callable[[list[Result]], Conclusion],
+    *,
+    awaiting: str,
+    timeout_s: float,
+) -> Conclusion:
+    """Call `work` on each rank, then `conclude` with all results on rank 0; what that returns, on every rank.
+
+    For fewer than `FAN_IN` ranks. Collective; fails as `run_on_all_ranks` does, and concludes nothing then.
+    """
+    if comm.size == 1:
+        return conclude([work()])
+    outcome, own_error = _attempt(comm, work)
+    telling = message_rounds.tell_rank0(comm.rank, comm.size, _pack(comm, outcome))
+    told = comm.carry(telling, awaiting=awaiting, timeout_s=timeout_s)
+
+    def conclude_all() -> Conclusion:
+        results: list[Any] = [pickle.loads(packed) for packed in told]  # noqa: S301 - see `_unpack`
+        for each in results:
+            if isinstance(each, _Failure):
+                raise RankFailed(each.rank, each.host, each.cause, exit_code=each.code)
+        return conclude(results)
+
+    try:
+        return run_on_rank0(comm, conclude_all, awaiting=awaiting, timeout_s=timeout_s + comm.timeout_s)
+    except RankFailed as failure:
+        is_own = own_error is not None and failure.rank == comm.rank
+        raise failure from own_error if is_own else failure.__cause__
 
 
 def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple["Result | _Failure", Exception | None]:

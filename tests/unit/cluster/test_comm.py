@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster.comm import BaseComm, SoloComm, all_gather_results, format_cause
+from penstock.cluster.comm import BaseComm, SoloComm, all_gather_results, conclude_on_rank0, format_cause
 from penstock.cluster.rounds import Round, any_of_all, reduce_values
 from penstock.cluster.supervision.control_protocol import Ending
 from penstock.cluster.supervision.rank_process import describe_failure, join_job, join_ranks
@@ -21,6 +21,7 @@ from penstock.errors import (
     UsageError,
     WaitTimeout,
 )
+from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,6 +142,30 @@ def test_collect_names_the_failed_rank_and_keeps_the_original_as_cause() -> None
     with pytest.raises(RankFailed, match="Rank 0 on here failed: ValueError: no water") as caught:
         all_gather_results(SoloComm("here"), work, awaiting="water")
     assert caught.value.__cause__ is original
+
+
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_a_conclusion_is_that_of_rank_0_or_the_failure_of_whoever_failed(failing: int | None) -> None:
+    def work(rank: int) -> int:
+        if rank == failing:
+            raise ValueError("no water")
+        return rank
+
+    def program(comm: ThreadComm) -> tuple[str, bool]:
+        def conclude(results: list[int]) -> int:
+            assert failing is None, "some work failed"
+            assert results == [0, 1, 2]
+            raise KeyError("no bucket")
+
+        with pytest.raises(RankFailed) as caught:
+            conclude_on_rank0(comm, lambda: work(comm.rank), conclude, awaiting="x", timeout_s=60)
+        return str(caught.value), isinstance(caught.value.__cause__, ValueError | KeyError)
+
+    blamed = failing or 0
+    cause = "KeyError: 'no bucket'" if failing is None else "ValueError: no water"
+    expected = f"Rank {blamed} on thread-{blamed} failed: {cause}"
+    assert [told[: len(expected)] for told, _ in on_ranks(3, program)] == [expected] * 3
+    assert [has_cause for _, has_cause in on_ranks(3, program)] == [rank == blamed for rank in range(3)]
 
 
 def test_collect_lets_an_interrupt_through() -> None:

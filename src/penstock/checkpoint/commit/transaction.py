@@ -2,21 +2,23 @@
 
     begin_save -> every rank writes its files, and meanwhile tells rank 0 their checksums -> commit
 
-Rank 0 alone changes what is visible; the others learn the outcome in the same call. Invariant: `commit`
-returns on every rank with the checkpoint durable, or raises on every rank with older checkpoints unharmed.
+Rank 0 alone changes what is visible, once it has heard that all have written; the others learn the outcome
+in the same call. Invariant: `commit` returns on every rank with the checkpoint durable, or raises on every
+rank with older checkpoints unharmed.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from penstock.checkpoint.commit.protocol import (
     HIDDEN_PREFIX,
@@ -32,7 +34,8 @@ from penstock.checkpoint.commit.protocol import (
 from penstock.checkpoint.commit.record_commit import RecordDraftStore
 from penstock.checkpoint.engine import SupportsDescribing, SupportsTelling
 from penstock.checkpoint.plan.shared_plan import Place
-from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks, run_on_rank0
+from penstock.cluster import rounds
+from penstock.cluster.comm import Comm, conclude_on_rank0, run_on_all_ranks, run_on_rank0
 from penstock.cluster.rounds import FAN_IN
 from penstock.errors import PenstockError, StorageError
 from penstock.storage import Storage
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 def begin_save(
@@ -149,7 +154,22 @@ class SaveTransaction:
         Every rank's files must be finished. If this raises, the draft is gone, and an older checkpoint of
         this name is as it was.
         """
-        return self._commit(lambda: self._drafts.publish(self.draft, make_seal()))
+        return self._on_rank0(lambda: self._drafts.publish(self.draft, make_seal()))
+
+    def commit_written(
+        self, write: Callable[[], RankSaveStats], make_seal: Callable[[], Seal], *, timeout_s: float
+    ) -> tuple[Committed, tuple[RankSaveStats, ...]]:
+        """`commit` when `write` has returned on each of fewer than `FAN_IN` ranks, as one agreement."""
+
+        def conclude(all_stats: list[RankSaveStats]) -> tuple[Committed, tuple[RankSaveStats, ...]]:
+            begin_s = time.monotonic()
+            committed = self._drafts.publish(self.draft, make_seal())
+            return committed, _timed(all_stats, begin_s)
+
+        awaiting = f"all ranks to write their files of {self.draft.name} and rank 0 to commit it"
+        return self._ending(
+            lambda: conclude_on_rank0(self._comm, write, conclude, awaiting=awaiting, timeout_s=timeout_s)
+        )
 
     def commit_parts(self, parts: AbstractContextManager[SealParts | None]) -> Committed:
         """`commit` with a seal that rank 0 puts together within `parts`; others give None."""
@@ -159,14 +179,18 @@ class SaveTransaction:
                 assert seal is not None, "rank 0 puts the seal together"
                 return self._drafts.publish(self.draft, seal)
 
-        return self._commit(publish)
+        return self._on_rank0(publish)
 
-    def _commit(self, publish: Callable[[], Committed]) -> Committed:
+    def _on_rank0(self, publish: Callable[[], Committed]) -> Committed:
+        awaiting = f"rank 0 to commit {self.draft.name}"
+        return self._ending(lambda: run_on_rank0(self._comm, publish, awaiting=awaiting))
+
+    def _ending(self, commit: Callable[[], Result]) -> Result:
         with ExitStack() as undo:
             undo.callback(self.abandon)
-            committed = run_on_rank0(self._comm, publish, awaiting=f"rank 0 to commit {self.draft.name}")
+            result = commit()
             self._end()
-        return committed
+        return result
 
     def abandon(self) -> None:
         """Remove what this save has written. Safe twice, and after `commit`; never raises `StorageError`.
@@ -249,7 +273,6 @@ def write_into(
     with ExitStack() as undo:
         undo.callback(staged.cancel)
         undo.callback(transaction.abandon)
-        awaiting = f"all ranks to write their files of {transaction.draft.name}"
         all_facts = {**facts, "save_id": transaction.draft.save_id}
         share: WrittenShare | None = None
 
@@ -266,10 +289,12 @@ def write_into(
 
         if comm.size >= FAN_IN and isinstance(prepared, SupportsDescribing):
             run_on_all_ranks(
-                comm, lambda: write_share(lambda _: None), awaiting=awaiting, timeout_s=timeout_s
+                comm,
+                lambda: write_share(lambda _: None),
+                awaiting=f"all ranks to write their files of {transaction.draft.name}",
+                timeout_s=timeout_s,
             )
             assert share is not None, "writing gave a share or raised"
-            begin_s = time.monotonic()
             committed, stats = _describe_and_commit(transaction, prepared, share, comm, all_facts)
         else:
             sealing = _Sealing(prepared, all_facts, comm, timeout_s)
@@ -278,16 +303,9 @@ def write_into(
                 with sealing:
                     return write_share(sealing.tell)
 
-            # A process without other ranks raises its own error, not a `RankFailed`.
-            stats = (
-                (write(),)
-                if comm.size == 1
-                else tuple(all_gather_results(comm, write, awaiting=awaiting, timeout_s=timeout_s))
-            )
-            begin_s = time.monotonic()
-            committed = transaction.commit(sealing.take)
+            committed, stats = transaction.commit_written(write, sealing.take, timeout_s=timeout_s)
         undo.pop_all()
-    return committed, tuple(replace(rank_stats, commit_s=time.monotonic() - begin_s) for rank_stats in stats)
+    return committed, stats
 
 
 class _Sealing:
@@ -316,14 +334,17 @@ class _Sealing:
 
     def tell(self, share: WrittenShare | None) -> None:
         """What this rank writes, to rank 0, which makes the seal. Collective."""
+        comm = self._comm
+        packed = pickle.dumps(share) if comm.rank else b""
         self._has_told = True
         shares = [share]
-        if self._comm.size > 1:
-            shares = self._comm.gather_on_rank0(
-                share, awaiting="the checksums of all ranks", timeout_s=self._timeout_s
-            )
+        if comm.size > 1:
+            # Not `gather_on_rank0`, before which all ranks agree that theirs can be sent: this one can.
+            telling = rounds.tell_rank0(comm.rank, comm.size, packed)
+            told = comm.carry(telling, awaiting="the checksums of all ranks", timeout_s=self._timeout_s)
+            shares += [pickle.loads(each) for each in told[1:]]  # noqa: S301 - ranks of one job trust each other
         whole = [each for each in shares if each is not None]
-        if whole and len(whole) == len(shares):
+        if comm.rank == 0 and len(whole) == comm.size:
             self._seal = self._prepared.seal(whole, self._facts)
 
     def take(self) -> Seal:
@@ -340,6 +361,7 @@ def _describe_and_commit(
     facts: Mapping[str, object],
 ) -> tuple[Committed, tuple[RankSaveStats, ...]]:
     """Let rank 0 write the description as it receives it from all ranks."""
+    begin_s = time.monotonic()
     described = comm.carry(
         prepared.describe(Place(comm.rank, comm.size), share),
         awaiting="all ranks to describe what they wrote",
@@ -347,7 +369,8 @@ def _describe_and_commit(
     awaiting = "rank 0 to write what describes the checkpoint"
     if comm.rank != 0:
         comm.carry(described.send_spans(), awaiting=awaiting)
-        return transaction.commit_parts(nullcontext()), described.stats
+        committed = transaction.commit_parts(nullcontext())
+        return committed, _timed(described.stats, begin_s)
 
     @contextmanager
     def parts() -> Iterator[SealParts]:
@@ -363,7 +386,14 @@ def _describe_and_commit(
         if failure is not None:
             raise failure
 
-    return transaction.commit_parts(parts()), described.stats
+    committed = transaction.commit_parts(parts())
+    return committed, _timed(described.stats, begin_s)
+
+
+def _timed(all_stats: Sequence[RankSaveStats], begin_s: float) -> tuple[RankSaveStats, ...]:
+    """With the time since the beginning of the commit."""
+    commit_s = time.monotonic() - begin_s
+    return tuple(replace(stats, commit_s=commit_s) for stats in all_stats)
 
 
 def stage_on_all_ranks(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> StagedSave:

@@ -2,9 +2,10 @@
 
 The steps of a save, in order:
 
-1. `Saver.prepare`: each rank lists its tensors and objects (`state.tensors`), all ranks agree who writes what
-   (`SavePlanCache`), and each lays out its files (`file_layout`).
-2. `TensorSave.stage`: copying to staging memory begins (`staging`), through `pipeline`.
+1. `Saver.prepare`: each rank lists its tensors and objects (`state.tensors`), and all ranks agree who writes
+   what (`SavePlanCache`).
+2. `TensorSave.stage`: each lays out its files (`file_layout`), and copying to staging memory begins
+   (`staging`), through `pipeline`. That both have gone well on all ranks is one agreement.
 3. `StagedFiles.write_to`: buffers go to storage, each file is made durable, and each item gets a checksum.
 4. `TensorSave.seal`: rank 0 describes what all ranks wrote, in `.metadata` for torch and in our manifest.
 5. `commit.transaction.write_and_commit` writes both, `.metadata` last because readers take its presence for a
@@ -22,7 +23,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast, get_args
+from functools import partial
+from typing import cast, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -96,9 +98,6 @@ from penstock.errors import UsageError, name_some
 from penstock.progress import Progress
 from penstock.storage.aligned import round_up
 
-if TYPE_CHECKING:
-    from penstock.checkpoint.state.process_group import RankGroup
-
 logger = logging.getLogger(__name__)
 
 NUM_KEPT_PLANS = 4
@@ -144,45 +143,59 @@ class SavePlanCache:
 
         `paths` are the places of its tensors in the state.
         """
+        return self.find(holdings, options) or self.plan(holdings, options, paths)
+
+    def find(self, holdings: save_plan.Holdings | None, options: save_plan.SaveOptions) -> AgreedSave | None:
+        """Collective: `agree` if all ranks have that plan already; a rank that cannot save holds None."""
         place = Place(self._comm.rank, self._comm.size)
+        key = b"" if holdings is None else _digest_holdings(holdings, options)
+        kept = self._plans.get(key)
+        known = bytes(24)
+        if holdings is not None and kept is not None:
+            known = _digest_number(kept.number) + kept.objects.digest(holdings)
+        equal = rounds.all_equal(*place, known, is_known=kept is not None)
+        if not self._comm.carry(equal, awaiting=AWAITED):
+            return None
+        assert holdings is not None, "what is not known equals nothing"
+        assert kept is not None, "as above"
+        return self._keep(key, replace(kept, objects=kept.objects.updated(holdings)), options)
+
+    def plan(
+        self, holdings: save_plan.Holdings, options: save_plan.SaveOptions, paths: Mapping[str, Path]
+    ) -> AgreedSave:
+        """Collective: `agree` where `find` has found nothing."""
+        place, key = Place(self._comm.rank, self._comm.size), _digest_holdings(holdings, options)
         kept = self._comm.carry(
-            self._find_or_plan(place, holdings, options, paths),
+            self._update_or_plan(place, self._plans.get(key), holdings, options, paths),
             awaiting="all ranks to describe what they hold",
         )
-        objects = kept.objects.placed
-        return AgreedSave(
-            share=kept.share,
-            objects=objects,
-            plan=save_plan.plan_files(place.rank, kept.share.tensors, kept.share.regions, objects, options),
-        )
+        return self._keep(key, kept, options)
 
-    def _find_or_plan(
+    def _update_or_plan(
         self,
         place: Place,
+        kept: _KeptPlan | None,
         holdings: save_plan.Holdings,
         options: save_plan.SaveOptions,
         paths: Mapping[str, Path],
     ) -> Rounds[_KeptPlan]:
-        key = _digest_holdings(holdings, options)
-        kept = self._plans.get(key)
-        known = b"" if kept is None else _digest_number(kept.number) + kept.objects.digest(holdings)
-        if (yield from rounds.all_equal(*place, known or bytes(24), is_known=kept is not None)):
+        """The plan, which may hold though objects have changed."""
+        objects = yield from share_objects(place, holdings)
+        is_known = kept is not None and kept.objects.own_tensors == objects.own_tensors
+        number = _digest_number(kept.number if kept else 0)
+        if (yield from rounds.all_equal(*place, number, is_known=is_known)):
             assert kept is not None, "what is not known equals nothing"
-            kept = replace(kept, objects=kept.objects.updated(holdings))
-        else:
-            objects = yield from share_objects(place, holdings)
-            is_known = kept is not None and kept.objects.own_tensors == objects.own_tensors
-            number = _digest_number(kept.number if kept else 0)
-            if (yield from rounds.all_equal(*place, number, is_known=is_known)):
-                assert kept is not None, "as above"
-                kept = replace(kept, objects=objects)
-            else:
-                kept = yield from self._plan(place, holdings, options, paths, objects)
+            return replace(kept, objects=objects)
+        return (yield from self._plan(place, holdings, options, paths, objects))
+
+    def _keep(self, key: bytes, kept: _KeptPlan, options: save_plan.SaveOptions) -> AgreedSave:
         self._plans[key] = kept
         self._plans.move_to_end(key)
         while len(self._plans) > NUM_KEPT_PLANS:
             self._plans.popitem(last=False)
-        return kept
+        share, objects = kept.share, kept.objects.placed
+        plan = save_plan.plan_files(self._comm.rank, share.tensors, share.regions, objects, options)
+        return AgreedSave(share=share, objects=objects, plan=plan)
 
     def _plan(
         self,
@@ -256,25 +269,34 @@ class Saver:
         """Let all ranks agree who writes what of `state`. Collective."""
         start_s = time.perf_counter()
         comm = group.comm
+        planner = self._planners.setdefault(comm, SavePlanCache(comm))
+        agreed: AgreedSave | None = None
+
+        def find_plan(collected: LocalState | None) -> bool:
+            nonlocal agreed
+            agreed = planner.find(collected.holdings if collected else None, self._options)
+            return agreed is not None
+
         local_state = run_on_all_ranks(
-            comm, lambda: _collect(state, choice, is_alone=comm.size == 1), awaiting=AWAITED
+            comm,
+            lambda: _collect(state, choice, is_alone=comm.size == 1),
+            awaiting=AWAITED,
+            agree=find_plan,
         )
         warn_of_trust(local_state, comm.rank, self._told)
         warn_of_keys(local_state, comm.rank, self._told)
         compare_s = compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
-        planner = self._planners.setdefault(comm, SavePlanCache(comm))
         paths = {leaf.name: leaf.path for leaf in local_state.leaves}
         num_planned = planner.num_planned
-        agreed = planner.agree(local_state.holdings, self._options, paths)
+        agreed = agreed or planner.plan(local_state.holdings, self._options, paths)
         if planner.num_planned > num_planned:
             warn_of_attributes(local_state, comm.rank, self._told)
             _warn_of_other_structures(state, local_state, comm)
-        share = run_on_all_ranks(
-            comm, lambda: self._share(agreed, paths, local_state, choice), awaiting=AWAITED
-        )
         return TensorSave(
             numbers=agreed.share.numbers,
-            share=replace(share, compare_s=compare_s, plan_s=time.perf_counter() - start_s - compare_s),
+            make_share=partial(self._share, agreed, paths, local_state, choice),
+            compare_s=compare_s,
+            plan_s=time.perf_counter() - start_s - compare_s,
             memory=self._memory,
             num_ranks=comm.size,
             mesh=device_mesh_sizes(local_state.leaves),
@@ -312,7 +334,9 @@ class TensorSave:
     """A `PreparedSave` of tensors in this process."""
 
     numbers: Numbers
-    share: SaveShare
+    make_share: Callable[[], SaveShare]
+    compare_s: float
+    plan_s: float
     memory: StagingMemory
     num_ranks: int
     mesh: Mapping[str, int]
@@ -323,17 +347,22 @@ class TensorSave:
     """What rank 0 adds to the facts of the commit."""
 
     def stage(self, urgent: Urgency = "copy") -> StagedFiles:
-        """Begin to copy this rank's share, unless only the commit is urgent."""
+        """Lay out this rank's share, and begin to copy it, unless only the commit is urgent."""
+        start_s = time.perf_counter()
+        with paused_garbage_collection():
+            share = self.make_share()
+        plan_s = self.plan_s + time.perf_counter() - start_s
+        share = replace(share, compare_s=self.compare_s, plan_s=plan_s)
         budget_bytes = self.memory.budget_bytes
         if urgent == "commit":
             budget_bytes = min(budget_bytes, WAITING_BUFFER_BYTES)
-        layouts = self.share.layouts
+        layouts = share.layouts
         settings = choose_pipeline_settings(layouts, self.writers, budget_bytes)
         copies: CopyOrder = "with the writes"
         if urgent == "copy":
             needed_bytes = sum(round_up(layout.size_bytes, settings.chunk_bytes) for layout in layouts)
             copies = "before all else" if needed_bytes <= settings.buffer_memory_bytes else "at once"
-        return StagedFiles(self.share, self.memory, settings, copies=copies, timeout_s=self.timeout_s)
+        return StagedFiles(share, self.memory, settings, copies=copies, timeout_s=self.timeout_s)
 
     def describe(self, place: Place, share: WrittenShare) -> Rounds[RankDescription]:
         """Make this rank's spans of the files that describe the checkpoint."""

@@ -10,7 +10,12 @@ import torch
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit import transaction
-from penstock.checkpoint.commit.transaction import begin_save, write_into
+from penstock.checkpoint.commit.transaction import (
+    begin_save,
+    stage_on_all_ranks,
+    write_and_commit,
+    write_into,
+)
 from penstock.checkpoint.engine import SaveChoice
 from penstock.checkpoint.saving.saver import Saver
 from penstock.checkpoint.state.process_group import RankGroup
@@ -44,6 +49,21 @@ def _save(comm: ThreadComm, storage: Storage, on_seal: Callable[[], object] = la
     staged = inside.stage("commit")
     write_into(begin_save(storage, "x", comm), Prepared(), staged, comm, facts={"step": 1}, timeout_s=60)
     saver.close()
+
+
+def test_a_save_of_the_same_state_is_six_calls_of_all_ranks(tmp_path: Path) -> None:
+    def work(comm: ThreadComm) -> int:
+        saver = Saver()
+        for name in "abc":
+            before = comm._call
+            prepared = saver.prepare({f"w{comm.rank}": torch.ones(3000)}, RankGroup(comm), SaveChoice())
+            staged = stage_on_all_ranks(prepared, "commit", comm)
+            write_and_commit(prepared, staged, open_here(str(tmp_path)), name, comm, timeout_s=60)
+        saver.close()
+        return comm._call - before
+
+    # The same plan; all copy; a draft; checksums to rank 0; to it, that all have written; from it, the end.
+    assert on_ranks(3, work) == [6, 6, 6]
 
 
 @pytest.mark.parametrize("mount", ["one", "several", "unknown"])

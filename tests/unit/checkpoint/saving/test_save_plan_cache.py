@@ -1,11 +1,14 @@
 """How ranks agree on one plan, and when they can use it again."""
 
 import pytest
+import torch
 
+from penstock.checkpoint.engine import SaveChoice
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, SaveOptions, SavePlan, find_stored_name
-from penstock.checkpoint.saving.saver import NUM_KEPT_PLANS, SavePlanCache
+from penstock.checkpoint.saving.saver import NUM_KEPT_PLANS, SavePlanCache, Saver
+from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import Regions, TensorFacts, whole_regions
-from penstock.errors import UsageError
+from penstock.errors import RankFailed, UsageError
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 
@@ -66,6 +69,20 @@ def test_a_rank_that_lost_a_plan_makes_all_plan_again() -> None:
         return planner.num_planned
 
     assert on_ranks(2, program) == [2, 1]
+
+
+def test_what_one_rank_cannot_save_fails_all_though_they_know_the_plan() -> None:
+    def program(comm: ThreadComm) -> str:
+        saver, group = Saver(), RankGroup(comm)
+        saver.prepare({"w": torch.ones(4), "last": 1}, group, SaveChoice())
+        with pytest.raises(RankFailed) as caught:
+            saver.prepare(
+                {"w": torch.ones(4), "last": (lambda: 1) if comm.rank == 1 else 1}, group, SaveChoice()
+            )
+        return str(caught.value)
+
+    (failure,) = set(on_ranks(3, program))
+    assert failure.startswith("Rank 1 on thread-1 failed")
 
 
 def test_one_rank_that_holds_something_else_changes_the_plan_of_all() -> None:
