@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -135,9 +136,7 @@ class AsyncWriter(FileSystemWriter):
             plan_s=time.perf_counter() - start_s,
         )
         self._copy = HostCopy(task)
-        descriptor, self._report = tempfile.mkstemp(prefix="penstock-share-")
-        os.close(descriptor)
-        Path(self._report).unlink()
+        self._report = f"{tempfile.gettempdir()}/penstock-share-{secrets.token_hex(16)}"
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, HostCopy | None, list[Any]]:
         """All ranks: a function for any process, a call that prepares its second argument, its arguments.

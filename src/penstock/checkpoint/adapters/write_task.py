@@ -121,10 +121,9 @@ class HostCopy:
     def __call__(self) -> WriteTask:
         """The same task with every tensor in main memory, none of which changes."""
         start_s = time.perf_counter()
-        may_change = _never if self.task.was_sent else _shared_memory()
-        moving = [
-            tensor for tensor in _tensors_of(self.task.parts) if not tensor.is_cpu or may_change(tensor)
-        ]
+        tensors = list(_tensors_of(self.task.parts))
+        shared = set() if self.task.was_sent else _find_shared(tensors)
+        moving = [tensor for tensor in tensors if not tensor.is_cpu or id(tensor) in shared]
         if not moving:
             return self.task
         sizes = [tensor.nbytes for tensor in moving]
@@ -161,23 +160,31 @@ def _with_tensors(parts: Parts, change: Callable[[torch.Tensor], torch.Tensor]) 
     }
 
 
-def _never(_tensor: torch.Tensor) -> bool:
-    return False
-
-
 _SHARED_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)
 
 
-def _shared_memory() -> Callable[[torch.Tensor], bool]:
-    """Whether a forked process shares a tensor's memory, which torch does not know of mapped files."""
-    shared = _SHARED_MAPPING.findall(Path("/proc/self/maps").read_bytes())
-    begins, ends = [int(begin, 16) for begin, _ in shared], [int(end, 16) for _, end in shared]
+def _find_shared(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """The IDs of the tensors whose memory a forked process shares, which torch does not know of mapped files.
 
-    def is_shared(tensor: torch.Tensor) -> bool:
+    What torch itself has allocated it knows, and the kernel takes a millisecond to list all that is mapped.
+    """
+    in_host = [tensor for tensor in tensors if tensor.is_cpu]
+    known = {
+        id(tensor)
+        for tensor in in_host
+        if tensor.is_pinned() or tensor.is_shared()  # type: ignore[no-untyped-call] # torch leaves it untyped
+    }
+    foreign = [tensor for tensor in in_host if not tensor.untyped_storage().resizable()]
+    if not foreign:
+        return known
+    mappings = _SHARED_MAPPING.findall(Path("/proc/self/maps").read_bytes())
+    begins, ends = [int(begin, 16) for begin, _ in mappings], [int(end, 16) for _, end in mappings]
+
+    def is_mapped(tensor: torch.Tensor) -> bool:
         number = bisect_right(begins, tensor.data_ptr()) - 1
-        return (number >= 0 and tensor.data_ptr() < ends[number]) or tensor.is_pinned()
+        return number >= 0 and tensor.data_ptr() < ends[number]
 
-    return is_shared
+    return known | {id(tensor) for tensor in foreign if is_mapped(tensor)}
 
 
 def write(rank: int, task: WriteTask, report: str) -> None:  # noqa: ARG001 - callers give the rank first

@@ -43,6 +43,7 @@ from penstock.storage.capabilities import (
     defer_sync,
     find_folder_tree,
     name_mount,
+    offers,
     prefer_direct_access,
     require_conditional_writes,
     sync_names,
@@ -279,7 +280,7 @@ def write_into(
         def write_share(tell: Callable[[WrittenShare], None]) -> RankSaveStats:
             nonlocal share
             storage, key = transaction.data_storage, transaction.key
-            if isinstance(staged, SupportsTelling):
+            if offers(staged, SupportsTelling):
                 share = staged.write_and_tell(storage, key, progress, tell=tell)
             else:
                 share = staged.write_to(storage, key, progress)
@@ -287,7 +288,7 @@ def write_into(
             transaction.sync_own_names()
             return share.stats
 
-        if comm.size >= FAN_IN and isinstance(prepared, SupportsDescribing):
+        if comm.size >= FAN_IN and offers(prepared, SupportsDescribing):
             run_on_all_ranks(
                 comm,
                 lambda: write_share(lambda _: None),

@@ -28,6 +28,7 @@ from penstock.checkpoint.saving.buffers import (
 )
 from penstock.errors import ShortTransfer, UsageError
 from penstock.progress import Progress, Silent
+from penstock.storage.capabilities import offers
 from penstock.storage.protocol import Sink, Storage
 
 VerifyMode = Literal["full", "sample", "off"]
@@ -163,7 +164,7 @@ class StreamWorker:
                 self._add_filled(job, self._fill_chunk(job, number))
         # What is left to settle already has its buffers, so other streams may use the free ones.
         self._shared.buffers.retire(self._stream)
-        if isinstance(producer, SupportsSettling):
+        if offers(producer, SupportsSettling):
             producer.catch_up()
 
     def _add_filled(self, job: measurement.ObjectJob, buffer: Buffer | None) -> None:
@@ -181,7 +182,7 @@ class StreamWorker:
             if buffer is None:
                 self._ready.put(job)
                 continue
-            if isinstance(producer, SupportsSettling):
+            if offers(producer, SupportsSettling):
                 producer.settle(job.planned, buffer.offset, buffer.filled)
             buffer.hand_on(Ownership.FILLING, Ownership.READY)
             self._ready.put(buffer)
