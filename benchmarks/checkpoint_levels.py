@@ -6,7 +6,9 @@ of its cap, as the daemon's own /proc/PID/io says, too; a training step beside i
 cached save takes at most two system calls a file more than a plain one (1 or above; flushes have to read each
 file, too); no rank holds much more than twice its state, rebuilding included. A blocking save with parity
 takes at most 1.4 times as long as a plain one (a ratio of 0.71) where the device is the limit: its files are
-a third larger, in groups of 4. Beside it stand CPU seconds, of which sending all bytes once is the most.
+a third larger, in groups of 4. Beside it stand CPU seconds, of which sending all bytes once is the most, and
+bare loops: the least that a plain save and one with parity take, whose bytes travel over gloo as ours do, or
+lie in memory that all ranks share, which ranks of different hosts do not have.
 
 These rows alone: PYTHONPATH=. PENSTOCK_BENCH_DIR=/mnt/disk python benchmarks/checkpoint_levels.py parity
 """
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +32,8 @@ import torch.distributed as dist
 from tests.support.gloo_ranks import on_gloo_ranks
 
 import penstock.trace
-from harness import Ratio, ratio_of
+from harness import Ratio, compare, ratio_of
+from parity import BareRank
 from penstock.checkpoint import DoubleParity, Flush, Manager, Single, Xor
 from penstock.checkpoint.commit.catalog import StepCatalog
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
@@ -70,44 +74,68 @@ def measure(repetitions: int) -> list[Ratio]:
         return ratios
 
 
+PAIRS = (
+    ("plain", "xor"),
+    ("plain", "double parity"),
+    ("bare plain", "plain"),
+    ("bare plain", "bare xor over gloo"),
+    ("bare plain", "bare xor in shared memory"),
+    ("bare xor over gloo", "xor"),
+)
+"""Kinds of saves to compare; above 1, the second takes less."""
+
+
 def measure_parity(folder: Path, repetitions: int) -> list[Ratio]:
-    """Blocking saves with parity beside plain ones."""
+    """Blocking saves with parity beside plain ones, and the least that each can take."""
     seen = on_gloo_ranks(NUM_RANKS, blocking_saves, folder, repetitions)[0]
-    return [ratio_of(name, [each[name] for each in seen], "1/s") for name in seen[0]]
+    return [
+        compare(seen, f"blocking save, {unit}: {one} / {other}", (f"{other} {unit}", f"{one} {unit}"), "1/s")
+        for one, other in PAIRS
+        for unit in ("wall", "CPU")
+    ]
 
 
-def blocking_saves(rank: int, folder: Path, repetitions: int) -> list[Figures]:
-    """On one rank: how long the slowest rank waits for each kind of save, and CPU seconds of all ranks."""
+def blocking_saves(rank: int, folder: Path, repetitions: int) -> list[dict[str, float]]:
+    """On one rank: how often a second the slowest rank could save, and all ranks' CPU seconds pay for it."""
     torch.set_num_threads(1)
-    state = state_of(rank, STATE_BYTES)
+    state, bare = state_of(rank, STATE_BYTES), BareRank(folder / "bare", rank, STATE_BYTES)
     schemes: dict[str, Scheme] = {"xor": EVERY_RANK, "double parity": DoubleParity(group=NUM_RANKS)}
     with ExitStack() as undo:
-        saves = {"plain": undo.enter_context(plain(folder))}
+        managers = {"plain": undo.enter_context(plain(folder))}
         for name, scheme in schemes.items():
-            saves[name] = undo.enter_context(leveled(folder / name, rank, None, scheme))
+            managers[name] = undo.enter_context(leveled(folder / name, rank, None, scheme))
+        saves: dict[str, Callable[[int], object]] = {
+            name: partial(_save, manager, state) for name, manager in managers.items()
+        }
+        saves |= {
+            "bare plain": lambda _: bare.plain(),
+            "bare xor over gloo": lambda _: bare.over_gloo(),
+            "bare xor in shared memory": lambda _: bare.in_shared_memory(),
+        }
         order, found = list(saves), []
         for step in range(repetitions + 1):
-            took = {name: blocking_save(saves[name], step, state) for name in order}
+            took = {name: blocking_save(partial(saves[name], step)) for name in order}
             order.append(order.pop(0))
             if step:  # the first save touches the memory that others use again
                 found.append(
                     {
-                        f"blocking save, {unit}: plain / {name}": (
-                            1 / took[name][part],
-                            1 / took["plain"][part],
-                        )
-                        for name in schemes
-                        for part, unit in enumerate(("wall", "CPU"))
+                        f"{name} {unit}": 1 / seconds
+                        for name, pair in took.items()
+                        for unit, seconds in zip(("wall", "CPU"), pair, strict=True)
                     }
                 )
     return found
 
 
-def blocking_save(manager: Manager, step: int, state: dict[str, Any]) -> tuple[float, float]:
+def _save(manager: Manager, state: dict[str, Any], step: int) -> None:
+    manager.save(step, state)
+
+
+def blocking_save(save: Callable[[], object]) -> tuple[float, float]:
     """The wall time of the slowest rank, and the CPU seconds of all ranks."""
     dist.barrier()
     began_s, used_s = time.perf_counter(), time.process_time()
-    manager.save(step, state)
+    save()
     used = torch.tensor([time.process_time() - used_s], dtype=torch.float64)
     took_s = largest(time.perf_counter() - began_s)
     dist.all_reduce(used)

@@ -4,19 +4,20 @@ The same warm buffers of 32 MiB, each figure the best of several passes. The goa
 for filling and for verifying; odd addresses, pieces and content that storage may reduce stand beside them.
 """
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
-from harness import Ratio, interleave
+from harness import Ratio, best_speed, interleave
 from penstock.dataset.content import Content, Reduction
 from penstock.storage.aligned import aligned_buffer
 
 SIZE_BYTES = 32 << 20
 PIECE_BYTES = 128 << 10
-PASSES = 5
 REDUCTION = Reduction(compressible=0.5, dedupable=0.5)
+
+_speed = partial(best_speed, SIZE_BYTES)
 
 
 def measure(repetitions: int) -> list[Ratio]:
@@ -75,17 +76,6 @@ def _fill_pieces(content: Content, whole: memoryview) -> None:
 def _copy_pieces(target: np.ndarray, source: np.ndarray) -> None:
     for start in range(0, SIZE_BYTES, PIECE_BYTES):
         np.copyto(target[start : start + PIECE_BYTES], source[start : start + PIECE_BYTES])
-
-
-def _speed(once: Callable[[], None]) -> float:
-    """GB/s of the best pass, after one that does not count."""
-    once()
-    best_s = float("inf")
-    for _ in range(PASSES):
-        start = time.perf_counter()
-        once()
-        best_s = min(best_s, time.perf_counter() - start)
-    return SIZE_BYTES / best_s / 1e9
 
 
 if __name__ == "__main__":

@@ -85,6 +85,17 @@ def take_turns(sides: Sequence[Side], *, repetitions: int) -> list[dict[str, flo
     return figures
 
 
+def best_speed(size_bytes: int, once: Callable[[], object], *, passes: int = 5) -> float:
+    """GB/s of the best of several passes over as many bytes, after one that does not count."""
+    once()
+    best_s = float("inf")
+    for _ in range(passes):
+        start = time.perf_counter()
+        once()
+        best_s = min(best_s, time.perf_counter() - start)
+    return size_bytes / best_s / 1e9
+
+
 def compare(figures: Sequence[Mapping[str, float]], name: str, pair: tuple[str, str], unit: str) -> Ratio:
     """Ours over theirs in each of the rounds, by the names of both figures."""
     ours, theirs = pair
