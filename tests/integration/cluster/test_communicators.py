@@ -57,16 +57,16 @@ def keep_every_promise(_rank: int) -> None:
     comm.close()
 
 
-def test_a_rank_missing_under_mpi_is_noticed_by_all_others() -> None:
-    ended = mpiexec(3, ABSENCE)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("noticed") == 2
+def test_a_rank_missing_under_mpi_is_noticed_by_all_others(tmp_path: Path) -> None:
+    # The exit code says nothing: a launcher may kill those that leave last.
+    ended = mpiexec(3, ABSENCE, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"], ended.stderr
 
 
-def test_a_rank_missing_under_torch_is_noticed_by_all_others() -> None:
-    ended = torchrun(2, ABSENCE)
+def test_a_rank_missing_under_torch_is_noticed_by_all_others(tmp_path: Path) -> None:
+    ended = torchrun(2, ABSENCE, str(tmp_path))
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("noticed") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 def test_a_group_that_a_trainer_made_carries_and_stays_the_trainers(tmp_path: Path) -> None:
