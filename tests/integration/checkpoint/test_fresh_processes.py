@@ -355,6 +355,17 @@ def test_what_a_module_does_not_take_is_a_warning_that_names_it_unless_strict(
     assert "no part of the state takes it: model.3." in caplog.text
 
 
+def test_parameter_whose_name_looks_like_that_of_another_rank_s_value_is_not_lost(tmp_path: Path) -> None:
+    saved = torch.nn.ParameterDict({"embedding": torch.ones(2), "embedding@rank1": torch.full((2,), 7.0)})
+    pc.save({"model": saved}, tmp_path / "saved")
+    fresh = torch.nn.ParameterDict({name: torch.zeros(2) for name in saved})
+    pc.load({"model": fresh}, tmp_path / "saved")
+    assert [values.tolist() for values in fresh.values()] == [[1, 1], [7, 7]]
+    del fresh["embedding@rank1"]
+    with pytest.raises(UsageError, match=r"holds 'model.embedding@rank1', which no part of the state takes"):
+        pc.load({"model": fresh}, tmp_path / "saved")
+
+
 def test_dict_names_what_it_wants_and_the_rest_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from penstock.checkpoint.formats.dcp_item import HEAD_BYTES
 from penstock.checkpoint.plan.load_plan import missing_elements, uncovered
 from penstock.checkpoint.plan.region_arithmetic import find_overlaps
-from penstock.checkpoint.plan.save_plan import RANK_MARK, find_stored_name, rank_object_name
+from penstock.checkpoint.plan.save_plan import RANK_MARK, find_stored_name, is_of_one_rank, rank_object_name
 from penstock.checkpoint.state.leaves import Path, matches_pattern
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
@@ -256,9 +257,14 @@ class LeafSelection:
 
 
 def select_leaves(
-    names: Iterable[str], stored: Collection[str], choice: LoadChoice, *, rank: int
+    names: Iterable[str],
+    stored: Collection[str],
+    choice: LoadChoice,
+    *,
+    rank: int,
+    paths: Mapping[str, Path] = MappingProxyType({}),
 ) -> LeafSelection:
-    """Match the leaves of a state with the names in a checkpoint.
+    """Match the leaves of a state with the names in a checkpoint, whose places in its state are `paths`.
 
     Raises `UsageError` for a chosen leaf that the checkpoint lacks, unless the choice is not strict.
     """
@@ -278,7 +284,12 @@ def select_leaves(
     if missing and choice.strict:
         raise _missing(missing, stored, choice)
     used = set(stored_names.values())
-    unused = (name for name in stored if name not in used and name.partition(RANK_MARK)[0] not in used)
+
+    def is_known(name: str) -> bool:
+        # What another rank had of its own belongs to what this rank takes.
+        return name in used or (is_of_one_rank(name, paths) and name.partition(RANK_MARK)[0] in used)
+
+    unused = (name for name in stored if not is_known(name))
     return LeafSelection(stored_names=stored_names, left=(*left, *missing), unused=tuple(unused))
 
 
@@ -391,8 +402,8 @@ class StoredNames:
         self.names = tuple(self._known)
 
     def is_of_one_rank(self, name: str) -> bool:
-        """Whether it is a value that a rank had of its own. Keys of a state may look like that, too."""
-        return RANK_MARK in name and self._paths.get(name, (name,)) == (name,)
+        """Whether it is a value that a rank had of its own."""
+        return is_of_one_rank(name, self._paths)
 
     def below(self, prefix: str, key: str) -> StoredPlaces:
         """What the checkpoint has of the part `key`, below a name that ends with a dot, or at its top level.

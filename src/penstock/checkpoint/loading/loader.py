@@ -463,7 +463,11 @@ def _match_state(
     local_state, index = collect_for_load(state), checkpoint.index
     stored_names = [facts.name for facts in index.tensors] + [stored.name for stored in index.objects]
     selection = load_requests.select_leaves(
-        [leaf.name for leaf in local_state.leaves], dict.fromkeys(stored_names), choice, rank=rank
+        [leaf.name for leaf in local_state.leaves],
+        dict.fromkeys(stored_names),
+        choice,
+        rank=rank,
+        paths=checkpoint.paths,
     )
     requests = load_requests.build_requests(
         local_state,

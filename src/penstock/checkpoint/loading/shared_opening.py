@@ -20,7 +20,7 @@ import numpy as np
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, Format
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, Descriptors, Path
 from penstock.checkpoint.formats.manifest import ChecksummedIndex
-from penstock.checkpoint.plan.save_plan import RANK_MARK
+from penstock.checkpoint.plan.save_plan import RANK_MARK, is_of_one_rank
 from penstock.checkpoint.plan.shared_load import NUM_SUM_WORDS, DescribedRows
 from penstock.checkpoint.state.regions import (
     CheckpointIndex,
@@ -121,13 +121,13 @@ def _outline_of(source: CheckpointSource) -> _Outline | None:
     stored, summed = source.index.stored, source.summed
     if summed is None or source.metadata is None or stored.packed.any():
         return None
-    objects = _choose_objects(source, lambda name: RANK_MARK not in name)
+    objects = _choose_objects(source, lambda name: not is_of_one_rank(name, source.paths))
     return _Outline(
         folder=source.folder,
         uri=source.uri,
         tensors=source.index.tensors,
         objects=objects,
-        paths={name: path for name, path in source.paths.items() if RANK_MARK not in name},
+        paths={name: path for name, path in source.paths.items() if not is_of_one_rank(name, source.paths)},
         files=pack_names(source.index.files),
         key_types=source.key_types,
         identity=source.identity,
@@ -149,8 +149,9 @@ def _hand_out_objects(rank: int, size: int, opened: CheckpointSource | None) -> 
     if opened is not None:
         by_rank: dict[int, list[str]] = {}
         for stored in opened.index.objects:
-            _, mark, number = stored.name.rpartition(RANK_MARK)
-            if mark and number.isdecimal() and int(number) < size:
+            _, _, number = stored.name.rpartition(RANK_MARK)
+            is_own = is_of_one_rank(stored.name, opened.paths)
+            if is_own and number.isdecimal() and int(number) < size:
                 by_rank.setdefault(int(number), []).append(stored.name)
         for other, names in by_rank.items():
             texts.append((other, pickle.dumps(_choose_objects(opened, set(names).__contains__))))

@@ -210,7 +210,7 @@ class LoadedParts:
 
     def untaken(self, unused: Iterable[str]) -> list[str]:
         """Those of the `unused` names of the checkpoint that are below these parts, and chosen."""
-        owned = ((name, self.own_name(name)) for name in unused if RANK_MARK not in name)
+        owned = ((name, self.own_name(name)) for name in unused if not self.stored.is_of_one_rank(name))
         return [name for name, own in owned if own is not None and self.stored.find(own) is not None]
 
     def own_names(self) -> Iterator[str]:
@@ -238,9 +238,8 @@ class LoadedParts:
 
     def of_other_ranks(self, num_ranks: int) -> list[str]:
         """The names of values that only ranks beyond those of this job had."""
-        marked = [
-            name.rpartition(RANK_MARK) for name in filter(self.stored.is_of_one_rank, self.stored.names)
-        ]
+        own_names = filter(self.stored.is_of_one_rank, self.stored.names)
+        marked = [name.rpartition(RANK_MARK) for name in own_names]
         return [
             f"{name}{mark}{rank}"
             for name, mark, rank in marked

@@ -6,7 +6,7 @@ ranks write every element of every tensor exactly once, or `NotCovered` says whi
 
 import heapq
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -369,6 +369,14 @@ RANK_MARK = "@rank"
 def rank_object_name(name: str, rank: int) -> str:
     """The stored name of `rank`'s object if it differs from the common one."""
     return f"{name}{RANK_MARK}{rank}"
+
+
+def is_of_one_rank(stored_name: str, paths: Mapping[str, tuple[str | int, ...]]) -> bool:
+    """Whether it is a value that a rank had of its own. Keys of a state may look like that, too.
+
+    `paths` are the places of a checkpoint's names in the state: such a value has none of its own.
+    """
+    return RANK_MARK in stored_name and paths.get(stored_name, (stored_name,)) == (stored_name,)
 
 
 def find_own_tensors(small: Sequence[Iterable[HeldObject]]) -> tuple[frozenset[str], ...]:
