@@ -86,9 +86,10 @@ def test_a_load_of_what_is_no_whole_checkpoint_says_what_it_is_and_what_to_do(
         pc.load({"model": weights()}, places / name)
 
 
-def test_files_that_are_not_there_do_not_count_as_checked(places: Path) -> None:
-    found = verify(places / "without-data")
-    lost = (places / "ours/__0_0.distcp").stat().st_size
+@pytest.mark.parametrize(("name", "missing"), [("data", "__0_0.distcp"), ("hidden", ".metadata")])
+def test_files_that_are_not_there_do_not_count_as_checked(places: Path, name: str, missing: str) -> None:
+    found = verify(places / f"without-{name}")
+    lost = (places / "ours" / missing).stat().st_size
     assert found.checked_bytes == found.size_bytes - lost
 
 

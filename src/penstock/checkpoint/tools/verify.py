@@ -104,8 +104,8 @@ def _of_one_file(uri: str, format_: str, damage: file_scan.Damage) -> Verificati
 def _verify_ours(
     storage: Storage, folder: str, uri: str, manifest: Manifest, progress: Progress
 ) -> Verification:
-    damage = [*_check_metadata(storage, folder, manifest)]
     counted = _CountingProgress(progress)
+    num_read, damage = _check_metadata(storage, folder, manifest)
     damage += find_damage(storage, folder, manifest, manifest.files, counted)
     return Verification(
         uri=uri,
@@ -113,7 +113,7 @@ def _verify_ours(
         num_files=len(manifest.files) + 2,
         num_items=sum(map(len, manifest.files)),
         size_bytes=manifest.size_bytes + manifest.metadata_bytes,
-        checked_bytes=counted.num_bytes + manifest.metadata_bytes,
+        checked_bytes=num_read + counted.num_bytes,
         damage=tuple(sorted(set(damage))),
     )
 
@@ -160,23 +160,23 @@ def require_verified(checkpoint: CheckpointRef, rank: int, num_ranks: int) -> No
     if readable is not None:
         files = tuple(file for file in manifest.files if file.name in readable)
     elif rank == 0:
-        damage += _check_metadata(storage, folder, manifest)
+        _, damage = _check_metadata(storage, folder, manifest)
     damage += find_damage(storage, folder, manifest, files)
     if damage:
         raise DataDamaged(f"{damage[0]}", where=checkpoint.uri)
 
 
-def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> Iterator[file_scan.Damage]:
+def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> tuple[int, list[file_scan.Damage]]:
+    """The number of bytes that could be read, and what is wrong with them."""
     wrong = partial(file_scan.Damage, file=METADATA_NAME, begin=0, end=manifest.metadata_bytes, item="")
     try:
         content = read_object(storage, f"{folder}/{METADATA_NAME}")
     except ObjectNotFound:
-        yield wrong(what="the file is missing")
+        return 0, [wrong(what="the file is missing")]
     except StorageError as error:
-        yield wrong(what=f"cannot be read: {error}")
-    else:
-        if len(content) != manifest.metadata_bytes or checksum_of(content) != manifest.metadata_sum:
-            yield wrong(what="its checksum differs")
+        return 0, [wrong(what=f"cannot be read: {error}")]
+    is_whole = len(content) == manifest.metadata_bytes and checksum_of(content) == manifest.metadata_sum
+    return len(content), [] if is_whole else [wrong(what="its checksum differs")]
 
 
 def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[file_scan.Damage]:
