@@ -12,7 +12,7 @@ import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
@@ -107,7 +107,7 @@ def _loaded(module: str, name: str) -> tuple[type, ...]:
     return () if found is None else (found,)
 
 
-@cache
+@lru_cache(1024)
 def _is_class_of(kind: Any, module: str, name: str) -> bool:
     # May be kept: a class that exists is derived from none that is loaded later.
     return issubclass(kind, _loaded(module, name))
