@@ -355,6 +355,35 @@ def test_what_a_module_does_not_take_is_a_warning_that_names_it_unless_strict(
     assert "no part of the state takes it: model.3." in caplog.text
 
 
+def schedule_by_tensors() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+    kinds = torch.optim.lr_scheduler
+    parts = [kinds.LinearLR(optimizer), kinds.CosineAnnealingLR(optimizer, 20)]
+    scheduler = kinds.SequentialLR(optimizer, parts, [3])
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def test_tensors_that_a_scheduler_shares_with_another_at_first_are_loaded_apart(tmp_path: Path) -> None:
+    def train(state: dict[str, Any], num_steps: int) -> None:
+        for _ in range(num_steps):
+            state["model"](torch.ones(2, 4)).square().mean().backward()
+            for part in ("optimizer", "scheduler"):
+                state[part].step()
+            state["optimizer"].zero_grad()
+
+    straight, fresh = schedule_by_tensors(), schedule_by_tensors()
+    train(straight, 5)
+    pc.save(straight, tmp_path / "saved")
+    pc.load(fresh, tmp_path / "saved")
+    for state in (straight, fresh):
+        train(state, 3)
+    assert torch.equal(fresh["model"].weight, straight["model"].weight)
+    saved, loaded = straight["scheduler"].state_dict(), fresh["scheduler"].state_dict()
+    assert loaded["_last_lr"] == saved["_last_lr"]
+
+
 def test_parameter_whose_name_looks_like_that_of_another_rank_s_value_is_not_lost(tmp_path: Path) -> None:
     saved = torch.nn.ParameterDict({"embedding": torch.ones(2), "embedding@rank1": torch.full((2,), 7.0)})
     pc.save({"model": saved}, tmp_path / "saved")

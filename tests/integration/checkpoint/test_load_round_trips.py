@@ -138,6 +138,16 @@ def test_memory_of_any_stride_is_filled(tmp_path: Path) -> None:
     assert turned.equal(full.t())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.uint8])
+def test_single_elements_of_any_stride_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    state = {"of a row": torch.arange(1, 3).to(dtype)[None][:, 0], "steps": torch.arange(5, 8).to(dtype)[::3]}
+    save(state, tmp_path / "step")
+    for each in state.values():
+        each.zero_()
+    load(state, tmp_path / "step")
+    assert {name: each.tolist() for name, each in state.items()} == {"of a row": [1], "steps": [5]}
+
+
 @given(st.data())
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_shape_and_dtype_comes_back(tmp_path: Path, data: st.DataObject) -> None:

@@ -45,9 +45,9 @@ from penstock.checkpoint.loading.placement import (
     Target,
     cut_region,
     find_tied,
-    have_same_bytes,
     item_contents,
     item_targets,
+    untie,
 )
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settings_for_cached
 from penstock.checkpoint.loading.shared_opening import SharedCheckpoint, open_shared
@@ -219,7 +219,7 @@ class CheckpointLoader:
             totals = execute_plan(plan, requests.regions, targets, context)
         values = run_on_all_ranks(
             comm,
-            lambda: _finish(checkpoint, item_index, matched, targets, choice, rank=comm.rank),
+            lambda: _finish(checkpoint, item_index, matched, targets, choice, parts=parts, rank=comm.rank),
             awaiting="all ranks to unpack what they have loaded",
         )
         # Objects are replaced last, when no rank can fail any more: a failed load replaces none of them.
@@ -509,25 +509,24 @@ def _finish(
     targets: Sequence[Target],
     choice: LoadChoice,
     *,
+    parts: LoadedParts,
     rank: int,
 ) -> dict[str, Any]:
-    """The objects by leaf name, when all bytes have arrived and are known to be of one save."""
+    """What leaves get in place of what they have, when all bytes are there and known to be of one save."""
     if rank == 0:
         # Not all bytes can be verified: those of a region that nobody wants whole have no checksum.
         checkpoint.require_unmixed()
     values = unpack(checkpoint, item_index, matched.requests, targets, trust=choice.trust)
-    for first, second in matched.tied:
-        if not have_same_bytes(targets[first].memory, targets[second].memory):
-            one, other = (matched.requests.names[row][0] for row in (first, second))
-            told = (
-                f"{one!r} and {other!r} are one tensor in the state, and two different ones in the checkpoint"
-            )
-            if choice.strict:
-                raise UsageError(
-                    told, where=checkpoint.uri, fix="Untie them before the load, or skip one with exclude=."
-                )
-            logger.warning("%s: it has the values of %r", told, one)
-    return values
+    copied = {leaf.name for leaf in matched.leaves if parts.gets_copies(leaf)} if matched.tied else set()
+    names = [name for name, _ in matched.requests.names]
+    untied, split = untie(targets, names, matched.tied, copied)
+    for one, other in split:
+        told = f"{one!r} and {other!r} are one tensor in the state, and two different ones in the checkpoint"
+        if choice.strict:
+            fix = "Untie them before the load, or skip one with exclude=."
+            raise UsageError(told, where=checkpoint.uri, fix=fix)
+        logger.warning("%s: it has the values of %r", told, one)
+    return values | untied
 
 
 def _target(

@@ -8,7 +8,7 @@ thread that read that byte.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from penstock.checkpoint.loading.reader import Part
 from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
 from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, TensorFacts, element_sizes
-from penstock.checkpoint.state.tensors import contiguous_bytes, narrow_region
+from penstock.checkpoint.state.tensors import contiguous_bytes, flatten_bytes, narrow_region
 from penstock.errors import UsageError
 from penstock.storage.aligned import FEW_BYTES, copy_bytes
 
@@ -87,7 +87,7 @@ class Target:
         view = self.view(offsets, sizes)
         if self.memory.device.type == "cpu" or not self.has_stored_dtype or _is_view_of_other_bits(view):
             return None
-        return view.reshape(-1).view(torch.uint8) if view.is_contiguous() else None
+        return flatten_bytes(view) if view.is_contiguous() else None
 
     def fill(self, offsets: Sequence[int], sizes: Sequence[int], content: NDArray[Any]) -> None:
         """Copy a region from words of the stored element size."""
@@ -161,11 +161,32 @@ def _are_contiguous(*targets: Target) -> bool:
     return all(target.memory.is_contiguous() for target in targets)
 
 
-def have_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def untie(
+    targets: Sequence[Target], names: Sequence[str], tied: Iterable[tuple[int, int]], copied: Container[str]
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
+    """Tensors for leaves that were loaded into one memory with others, and the pairs that cannot be untied.
+
+    Leaves that are `copied` when their part loads its state may have any memory; `names` are of the targets.
+    """
+    untied, split = {}, []
+    for first, second in tied:
+        shared, own = targets[first].memory, targets[second].memory
+        if _have_same_bytes(shared, own):
+            continue
+        if names[second] in copied:
+            untied[names[second]] = own
+        elif names[first] in copied:
+            untied[names[first]] = shared.clone()
+            shared.copy_(own)
+        else:
+            split.append((names[first], names[second]))
+    return untied, split
+
+
+def _have_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one dtype and shape are equal bit for bit, on any devices."""
     first, second = (
-        tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        for tensor in (one, other)
+        flatten_bytes(tensor.cpu().resolve_conj().resolve_neg().contiguous()) for tensor in (one, other)
     )
     return torch.equal(first, second)
 

@@ -21,7 +21,7 @@ import torch
 
 from penstock.checkpoint.loading.load_requests import SKIPPED, Skipped, StoredNames, StoredPlaces
 from penstock.checkpoint.plan.save_plan import RANK_MARK
-from penstock.checkpoint.state.leaves import Path, Stateful, is_stateful, literal_key
+from penstock.checkpoint.state.leaves import Leaf, Path, Stateful, is_stateful, literal_key
 from penstock.checkpoint.state.regions import TensorFacts
 from penstock.checkpoint.state.tensors import EXTRA_STATE, parameter_names
 from penstock.errors import UsageError, name_some
@@ -202,6 +202,10 @@ class LoadedParts:
             if isinstance(part, _OptimizerState) and part.misfit is not None:
                 raise part.misfit
 
+    def gets_copies(self, leaf: Leaf) -> bool:
+        """Whether a leaf's part takes values as `load_state_dict` of no module does: from any memory."""
+        return type(leaf.value) is torch.Tensor and isinstance(self.parts.get(str(leaf.path[0])), _OwnState)
+
     def is_left(self, key: str) -> bool:
         """Whether nothing of a part was filled, though it has something."""
         begin = f"{key}."
@@ -225,11 +229,9 @@ class LoadedParts:
     def is_whole(self, stored_name: str) -> bool:
         """Whether a name belongs to a part that is meant as a whole. Any other dict names what it wants."""
         key = self._owner(stored_name)
-        if key is None:
-            return False
-        part = self.parts[key]
+        part = None if key is None else self.parts[key]
         if not isinstance(part, _Plain):
-            return True
+            return part is not None
         return isinstance(part.inner, Mapping) and {"state", "param_groups"} <= part.inner.keys()
 
     def _owner(self, stored_name: str) -> str | None:
@@ -238,11 +240,10 @@ class LoadedParts:
 
     def of_other_ranks(self, num_ranks: int) -> list[str]:
         """The names of values that only ranks beyond those of this job had."""
-        own_names = filter(self.stored.is_of_one_rank, self.stored.names)
-        marked = [name.rpartition(RANK_MARK) for name in own_names]
+        marked = filter(self.stored.is_of_one_rank, self.stored.names)
         return [
             f"{name}{mark}{rank}"
-            for name, mark, rank in marked
+            for name, mark, rank in (each.rpartition(RANK_MARK) for each in marked)
             if rank.isdecimal() and int(rank) >= num_ranks and (self._owner(name) or name in self.parts)
         ]
 

@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from penstock.checkpoint.saving.file_layout import PlainPayload, payload_of_tensor
+from penstock.checkpoint.state.tensors import contiguous_bytes, flatten_bytes
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.cluster.rounds import Rounds
@@ -146,7 +147,7 @@ def sum_bytes(memory: torch.Tensor) -> int:
     memory = memory.detach().resolve_conj().resolve_neg()
     payload = payload_of_tensor(memory)
     if isinstance(payload, PlainPayload):
-        return xxhash.xxh3_64_intdigest(memory.reshape(-1).view(torch.uint8).numpy().data)
+        return xxhash.xxh3_64_intdigest(contiguous_bytes(memory).data)
     running, block = xxhash.xxh3_64(), memoryview(bytearray(min(BLOCK_BYTES, memory.nbytes)))
     for start in range(0, memory.nbytes, BLOCK_BYTES):
         part = block[: memory.nbytes - start]
@@ -161,7 +162,7 @@ def sum_on_device(memory: torch.Tensor) -> int:
     Weights of `NUM_WORDS` at a time are odd, so that no single word can change unnoticed, and differ from
     place to place; the weighted sums go through XXH3-64.
     """
-    content = memory.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    content = flatten_bytes(memory.detach().resolve_conj().resolve_neg().contiguous())
     words = torch.nn.functional.pad(content, (0, -content.numel() % 4)).view(torch.int32)
     places = torch.arange(min(NUM_WORDS, words.numel()), dtype=torch.int64, device=words.device)
     weights = (places * 0x9E3779B97F4A7C1 ^ (places >> 7)) * 2 + 1

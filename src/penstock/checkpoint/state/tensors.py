@@ -83,8 +83,16 @@ class LocalState:
 
 def contiguous_bytes(memory: torch.Tensor) -> ByteArray:
     """The bytes of contiguous host memory of any dtype."""
+    return flatten_bytes(memory).numpy()
+
+
+def flatten_bytes(memory: torch.Tensor) -> torch.Tensor:
+    """The bytes of contiguous memory of any dtype, on any device."""
+    if memory.numel() == 1:
+        # It is contiguous whatever its strides are, but another dtype needs one of 1.
+        memory = memory.as_strided((1,), (1,))
     flat = memory if memory.dim() == 1 else memory.reshape(-1)
-    return flat.view(torch.uint8).numpy()
+    return flat.view(torch.uint8)
 
 
 def narrow_region(
@@ -262,7 +270,7 @@ def _may_be_own(value: Any, own_bytes: int) -> bool:
 
 def _held_tensor(leaf: Leaf) -> HeldObject:
     value = leaf.value.detach().contiguous().resolve_conj().resolve_neg()
-    content = value.reshape(-1).view(torch.uint8).numpy()
+    content = contiguous_bytes(value).data
     digest = xxhash.xxh3_128(content)
     digest.update(repr((value.dtype, value.shape)).encode())
     return HeldObject(name=leaf.name, size_bytes=content.nbytes, digest=digest.digest())
