@@ -18,7 +18,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -148,7 +148,9 @@ def all_gather_results(
     """
     outcome, own_error = _attempt(comm, work)
     results: list[Result] = []
-    for other in comm.gather(outcome, awaiting=awaiting, timeout_s=timeout_s):
+    with _raising_own(comm, own_error):
+        outcomes = comm.gather(outcome, awaiting=awaiting, timeout_s=timeout_s)
+    for other in outcomes:
         if isinstance(other, _Failure):
             original = own_error if other.rank == comm.rank else None
             raise RankFailed(other.rank, other.host, other.cause, exit_code=other.code) from original
@@ -177,8 +179,9 @@ def run_on_all_ranks(
         return result
     outcome, own_error = _attempt(comm, work)
     failure = None
-    if not agree(None if isinstance(outcome, _Failure) else outcome):
-        failure = comm.carry(_first_failure(comm, outcome, same), awaiting=awaiting, timeout_s=timeout_s)
+    with _raising_own(comm, own_error):
+        if not agree(None if isinstance(outcome, _Failure) else outcome):
+            failure = comm.carry(_first_failure(comm, outcome, same), awaiting=awaiting, timeout_s=timeout_s)
     if failure is not None:
         raise RankFailed(failure.rank, failure.host, failure.cause, exit_code=failure.code) from (
             own_error if failure.rank == comm.rank else None
@@ -225,13 +228,10 @@ def run_on_rank0(
     if comm.rank == 0:
         outcome, own_error = _attempt(comm, work)
         packed = _pack(comm, outcome)
-    answer: Any = pickle.loads(  # noqa: S301 - see `_unpack`
-        comm.carry(
-            message_rounds.from_rank0(comm.rank, comm.size, packed, same),
-            awaiting=awaiting,
-            timeout_s=timeout_s,
-        )
-    )
+    telling = message_rounds.from_rank0(comm.rank, comm.size, packed, same)
+    with _raising_own(comm, own_error):
+        told = comm.carry(telling, awaiting=awaiting, timeout_s=timeout_s)
+    answer: Any = pickle.loads(told)  # noqa: S301 - see `_unpack`
     if isinstance(answer, _Failure):
         raise RankFailed(answer.rank, answer.host, answer.cause, exit_code=answer.code) from own_error
     result: Result = answer
@@ -254,7 +254,8 @@ def conclude_on_rank0(
         return conclude([work()])
     outcome, own_error = _attempt(comm, work)
     telling = message_rounds.tell_rank0(comm.rank, comm.size, _pack(comm, outcome))
-    told = comm.carry(telling, awaiting=awaiting, timeout_s=timeout_s)
+    with _raising_own(comm, own_error):
+        told = comm.carry(telling, awaiting=awaiting, timeout_s=timeout_s)
 
     def conclude_all() -> Conclusion:
         results: list[Any] = [pickle.loads(packed) for packed in told]  # noqa: S301 - see `_unpack`
@@ -268,6 +269,19 @@ def conclude_on_rank0(
     except RankFailed as failure:
         is_own = own_error is not None and failure.rank == comm.rank
         raise failure from own_error if is_own else failure.__cause__
+
+
+@contextmanager
+def _raising_own(comm: Comm, own_error: Exception | None) -> Iterator[None]:
+    """Raise this rank's own error, and not that the others cannot be told of it: that follows from it."""
+    try:
+        yield
+    except RankError:
+        if own_error is None:
+            raise
+        if isinstance(own_error, RankError):
+            raise own_error from own_error.__cause__
+        raise RankFailed(comm.rank, comm.host, format_cause(own_error)) from own_error
 
 
 def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple["Result | _Failure", Exception | None]:
@@ -375,6 +389,9 @@ class RankWait:
     waited_s: float
     absent: tuple[int, ...]
 
+
+BEGINNING = "all ranks to begin "
+"""How what is awaited begins where ranks have yet to tell each other which call they make."""
 
 CARRIED = 20_011
 """The tag of messages of `BaseComm.carry`: other transfers between the same ranks use small numbers."""
@@ -555,21 +572,28 @@ class BaseComm(ABC):
             )
         call = self._call = self._call + 1
         self._left_early = awaiting
-        try:
-            limit_s = self.timeout_s if timeout_s is None else timeout_s
-            self._wait = PollingWait(awaiting, limit_s, on_late=lambda: self.on_late(call, awaiting))
-            yield self._wait
-        except RuntimeError as error:
-            if isinstance(error, RankError):
+        with ExitStack() as undo:
+            undo.callback(self._leave)
+            try:
+                limit_s = self.timeout_s if timeout_s is None else timeout_s
+                self._wait = PollingWait(awaiting, limit_s, on_late=lambda: self.on_late(call, awaiting))
+                yield self._wait
+            except RankError as error:
+                self._left_early = f"{awaiting} ({error.what})"
                 raise
-            raise RankError(
-                f"The connection between ranks broke while waiting for {awaiting}: {error}",
-                where=f"rank {self.rank} on {self.host}",
-                fix="Look for a rank that died, or for a network that drops connections.",
-            ) from error
-        finally:
-            self._wait = None
+            except RuntimeError as error:
+                raise RankError(
+                    f"The connection between ranks broke while waiting for {awaiting}: {error}",
+                    where=f"rank {self.rank} on {self.host}",
+                    fix="Look for a rank that died, or for a network that drops connections.",
+                ) from error
+            finally:
+                self._wait = None
+            undo.pop_all()
         self._left_early = None
+
+    def _leave(self) -> None:  # noqa: B027 - most libraries have nothing to do
+        """Called when this rank has left a call early, and makes no other one."""
 
     def _unpack(self, packed: list[bytes]) -> list[Any]:
         # Ranks of one job trust each other: a process that can send here already runs code as this user.

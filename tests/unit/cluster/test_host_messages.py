@@ -56,6 +56,47 @@ def test_all_calls_of_a_communicator_give_what_they_promise() -> None:
     assert on_host(program) == [3] * NUM_RANKS
 
 
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_a_message_of_another_call_is_an_error_and_never_an_answer(*, is_interrupted: bool) -> None:
+    def interrupt() -> str:
+        raise KeyboardInterrupt
+
+    def program(comm: BaseComm) -> str:
+        comm.barrier(awaiting="all to begin")
+        if comm.rank == 1:
+            # It leaves a call by an error of its own, and makes the next one.
+            with pytest.raises(KeyboardInterrupt):
+                all_gather_results(comm, interrupt, awaiting="what all have")
+        if comm.rank == 0 or not is_interrupted:
+            with pytest.raises(RankError) as caught:
+                comm.gather("another answer" if comm.rank else "an answer", awaiting=f"answers {comm.rank}")
+        else:
+            with pytest.raises(RankError) as caught:
+                comm.barrier(awaiting="the end")
+        return str(caught.value)
+
+    told = [str(each) for each in on_host(program, 2)]
+    assert any("has left a call in which this rank waits for" in each for each in told), told
+
+
+def test_own_error_comes_before_that_the_others_cannot_be_told() -> None:
+    def fail() -> None:
+        raise ValueError("no water")
+
+    def program(comm: BaseComm) -> str:
+        if comm.rank == 1:
+            comm.close()
+            return ""
+        with pytest.raises(RankFailed) as caught:
+            all_gather_results(comm, fail, awaiting="what all have")
+        assert isinstance(caught.value.__cause__, ValueError)
+        with pytest.raises(RankError, match=r"gave up waiting for what all have \(.*rank 1: it has ended"):
+            comm.barrier(awaiting="the end")
+        return str(caught.value)
+
+    assert "Rank 0 on thread-0 failed: ValueError: no water" in str(on_host(program, 2)[0])
+
+
 def test_a_failure_of_one_rank_is_raised_on_all_and_the_next_call_works() -> None:
     def program(comm: BaseComm) -> object:
         def work() -> int:

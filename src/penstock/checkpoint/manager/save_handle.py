@@ -10,7 +10,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from penstock.checkpoint.engine import ProgressState, RankSaveStats, SaveCancelled, SaveProgress, StagedSave
-from penstock.cluster.comm import Comm, format_cause, gather_unusual
-from penstock.errors import PenstockError, RankFailed, UsageError, WaitTimeout
+from penstock.cluster.comm import BEGINNING, Comm, format_cause, gather_unusual
+from penstock.errors import RankFailed, UsageError, WaitTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +87,10 @@ class SaveHandle:
             # The save itself may have failed with a time-out of the system.
             if not self._future.done():
                 raise WaitTimeout(f"step {self.step} to be committed", timeout or 0.0) from error
-            self._is_reported = True
             raise
-        except (PenstockError, CancelledError):
-            self._is_reported = True
-            raise
+        finally:
+            # Whatever it raised, the caller has it.
+            self._is_reported |= self._future.done()
 
     @property
     def done(self) -> bool:
@@ -181,7 +180,7 @@ class SavesInFlight:
             (call, own_failures),
             is_usual=not own_failures,
             alike=hashlib.sha256(repr(call).encode()).digest(),
-            awaiting=f"all ranks to begin {activity}",
+            awaiting=f"{BEGINNING}{activity}",
         ) or [(call, [])]
         if {other for other, _ in views} != {call}:
             is_elsewhere = len({folder for (_, folder), _ in views}) > 1
