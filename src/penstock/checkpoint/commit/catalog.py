@@ -22,9 +22,10 @@ from typing import Any, Final
 from penstock.checkpoint.commit import protocol
 from penstock.checkpoint.commit.record_commit import RecordCatalog
 from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
-from penstock.errors import StorageError, Unavailable, UsageError, name_some
+from penstock.errors import ObjectNotFound, StorageError, Unavailable, UsageError, name_some
 from penstock.storage import Storage
 from penstock.storage.capabilities import defer_sync, find_folder_tree, find_local_root, offers
+from penstock.storage.files.durable import submit_or_run
 from penstock.storage.protocol import Sink, SupportsEarlySync, exists, read_object
 from penstock.storage.uri import open_here, parse_uri
 
@@ -170,11 +171,15 @@ class StepCatalog:
             yield lambda: None
             return
         with ThreadPoolExecutor(1) as beside, ExitStack() as undo:
-            begun = beside.submit(self._begin_pointer, step)
+            begun = submit_or_run(beside, self._begin_pointer, step)
             undo.callback(lambda: None if begun.exception() else begun.result().abort())
 
             def show() -> None:
-                begun.result().finish()
+                try:
+                    begun.result().finish()
+                except ObjectNotFound:
+                    # Another save in the folder takes what is unfinished for a quarter of an hour for debris.
+                    self._begin_pointer(step).finish()
                 undo.pop_all()
 
             yield show
@@ -245,9 +250,16 @@ def apply_retention(
     try:
         committed = catalog.committed()
         if step == max(committed, default=None):
-            (show_latest or partial(catalog.set_latest, step))()
+            _try_to_show(show_latest or partial(catalog.set_latest, step), step)
         for removed in find_surplus(catalog, [each for each in committed if each <= step], keep, step):
             logger.info("Removing step %d: the newest %s are kept", removed, keep)
             catalog.remove(removed)
     except StorageError as error:
         logger.warning("Step %d is committed, but not all old steps could be removed: %s", step, error)
+
+
+def _try_to_show(show_latest: Callable[[], None], step: int) -> None:
+    try:
+        show_latest()
+    except StorageError as error:
+        logger.warning("Step %d is committed, but %r does not name it: %s", step, POINTER_NAME, error)

@@ -360,7 +360,10 @@ class FolderDraftStore(DraftStore):
         self._older[save_id] = read_identity(self._storage, name) if is_there else b""
         draft = Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
         self.renew(draft)
-        self._tree.make(draft.folder, keep_name=False)
+        with ExitStack() as undo:
+            undo.callback(self._end_lease, draft)
+            self._tree.make(draft.folder, keep_name=False)
+            undo.pop_all()
         return draft
 
     def publish(self, draft: Draft, seal: SealParts) -> Committed:

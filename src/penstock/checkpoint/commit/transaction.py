@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -74,34 +74,43 @@ def begin_save(
     """
     draft_store = drafts or open_draft_store(storage)
     uri = f"{storage.uri.rstrip('/')}/{name}"
-    started: list[Draft] = []
+    renewer: _LeaseRenewer | None = None
 
-    def start() -> Draft:
-        try:
-            if lease is not None:
-                lease.hold()
-            sweep_dead_saves(draft_store, storage)
-            started.append(draft_store.start(name, secrets.token_hex(8)))
-        except StorageError as error:
-            # A folder that cannot be written is the user's; hidden names in it are ours.
-            if HIDDEN_PREFIX in error.where:
-                error.where = error.uri = uri
-            raise
-        return started[0]
+    with ExitStack() as undo:
 
-    try:
+        def start() -> Draft:
+            nonlocal renewer
+            try:
+                if lease is not None:
+                    lease.hold()
+                sweep_dead_saves(draft_store, storage)
+                draft = draft_store.start(name, secrets.token_hex(8))
+            except StorageError as error:
+                # A folder that cannot be written is the user's; hidden names in it are ours.
+                if HIDDEN_PREFIX in error.where:
+                    error.where = error.uri = uri
+                raise
+            undo.callback(_drop, draft_store, draft)
+            renewer = _LeaseRenewer(draft_store, draft)
+            undo.callback(renewer.stop)
+            return draft
+
         draft, mount = run_on_rank0(
             comm,
             lambda: (start(), name_mount(storage)),
             awaiting=f"rank 0 to make room for {name}",
             same=uri,
         )
-    except PenstockError:
-        for unused in started:
-            with suppress(StorageError):
-                draft_store.drop(unused)
-        raise
-    return SaveTransaction(storage, comm, draft_store, draft, mount)
+        undo.pop_all()
+    return SaveTransaction(storage, comm, draft_store, draft, mount=mount, lease=renewer)
+
+
+def _drop(drafts: DraftStore, draft: Draft) -> None:
+    """Remove a draft of a save that has failed, which says why: this may fail too, and is only logged."""
+    try:
+        drafts.drop(draft)
+    except StorageError as error:
+        logger.warning("Could not remove the unfinished checkpoint %s: %s", draft.folder, error)
 
 
 def sweep_dead_saves(drafts: DraftStore, storage: Storage) -> None:
@@ -120,15 +129,24 @@ def open_draft_store(storage: Storage) -> DraftStore:
 class SaveTransaction:
     """One rank's view of a save in progress. `abandon` it on every rank if anything fails before `commit`."""
 
-    def __init__(self, storage: Storage, comm: Comm, drafts: DraftStore, draft: Draft, mount: str) -> None:
-        """`mount` is by which rank 0 reaches the storage."""
+    def __init__(
+        self,
+        storage: Storage,
+        comm: Comm,
+        drafts: DraftStore,
+        draft: Draft,
+        *,
+        mount: str,
+        lease: _LeaseRenewer | None,
+    ) -> None:
+        """`mount` is by which rank 0 reaches the storage; rank 0 has the `lease`."""
         self.storage = storage
         self.draft = draft
         self._mount = mount
         self._comm = comm
         self._drafts = drafts
         self._is_over = False
-        self._lease = _LeaseRenewer(drafts, draft) if comm.rank == 0 else None
+        self._lease = lease
 
     def key(self, file_name: str) -> str:
         """The key that this checkpoint's file of that name is written to, on whichever rank."""
@@ -203,10 +221,7 @@ class SaveTransaction:
         self._end()
         if self._comm.rank != 0:
             return
-        try:
-            self._drafts.drop(self.draft)
-        except StorageError as error:
-            logger.warning("Could not remove the unfinished checkpoint %s: %s", self.draft.folder, error)
+        _drop(self._drafts, self.draft)
 
     def _end(self) -> None:
         self._is_over = True

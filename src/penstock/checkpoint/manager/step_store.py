@@ -340,7 +340,9 @@ def load_on_all_ranks(comm: Comm, load: Callable[[], Any], step: int) -> str | N
             raise RankFailed(failure.rank, failure.host, failure.reason)
     # The rank at fault knows the reason; the others only know that some rank failed.
     reasons = [failure.reason for failure in failures if failure.fault == "checkpoint"]
-    reasons += [failure.reason for failure in failures]
+    if failures and not reasons:
+        # A rank that died or was left, which no older step would bring back.
+        raise own_error or RankFailed(failures[0].rank, failures[0].host, failures[0].reason)
     return reasons[0] if reasons else None
 
 
@@ -354,7 +356,7 @@ def _classify_fault(error: BaseException) -> Fault:
     if not isinstance(error, RankError):
         return "caller"
     # On the rank where it began, the failure of all ranks has the original error as its cause.
-    return _classify_fault(error.__cause__) if isinstance(error.__cause__, PenstockError) else "elsewhere"
+    return "elsewhere" if error.__cause__ is None else _classify_fault(error.__cause__)
 
 
 def build_restore_error(skipped: Sequence[SkippedStep], uri: str) -> StorageError:

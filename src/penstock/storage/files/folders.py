@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
 from penstock.storage.capabilities import FolderEntry
+from penstock.storage.files.durable import submit_or_run
 from penstock.storage.files.system_calls import FileCalls, map_name_clash, map_os_error, translate_os_errors
 from penstock.storage.protocol import check_key, check_prefix
 
@@ -267,7 +268,7 @@ class FileFolderTree:
         # At once, because one commit of the file system's journal then serves all of them.
         with ThreadPoolExecutor(len(files) or 1) as threads:
             pending = [
-                threads.submit(self._folders.sync_file, os.path.join(path, check_key(name, path)))
+                submit_or_run(threads, self._folders.sync_file, os.path.join(path, check_key(name, path)))
                 for name in files
             ]
             self._folders.sync_folder(path)

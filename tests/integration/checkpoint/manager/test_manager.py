@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import time
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -288,6 +289,26 @@ def test_what_points_to_a_step_is_durable_before_it_is_shown_and_is_shown_on_dem
         show()
     assert calls.names[-3:] == ["fsync", "close", "rename"]
     assert [path.read_text() for path in tmp_path.iterdir()] == ["step-3\n"]
+
+
+def test_a_pointer_that_was_swept_meanwhile_is_written_anew(tmp_path: Path) -> None:
+    with StepCatalog(open_here(tmp_path)).pointing_to(1) as show:
+        while not (begun := list(tmp_path.glob(".penstock-*.unfinished"))):
+            time.sleep(0.01)
+        begun[0].unlink()
+        show()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", "step-1\n")]
+
+
+def test_steps_are_removed_though_nothing_can_point_to_the_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "latest").mkdir()
+    with Manager(tmp_path, engine=BytesEngine(), keep=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        assert manager.steps() == [2]
+    assert "Step 2 is committed, but 'latest' does not name it" in caplog.text
 
 
 def test_a_job_that_begins_anew_keeps_its_steps_and_is_told_of_newer_ones(

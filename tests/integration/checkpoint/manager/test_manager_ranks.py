@@ -3,16 +3,20 @@
 import errno
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.support.bytes_engine import BytesEngine
 from tests.support.gloo_ranks import on_gloo_ranks
 from tests.support.known_states import restored, save_state
 from tests.support.known_steps import files_below
 
+from penstock.checkpoint.commit import transaction
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import (
     OutOfSpace,
@@ -137,6 +141,60 @@ def test_a_step_that_one_rank_finds_damaged_is_skipped_by_all(tmp_path: Path) ->
     assert len(passed) == 1
     assert "Step 7 is not committed" in absent
     assert "1, 2, 3" in absent
+
+
+class _Broken:
+    """A progress bar that fails."""
+
+    def begin(self, phase: str, total: float) -> None:
+        raise ValueError(f"no bar for {phase} of {total}")
+
+    def advance(self, amount: float) -> None:
+        """Is never called."""
+
+
+def restore_with_an_error_of_its_own(rank: int, root: Path) -> str:
+    with Manager(root) as manager:
+        for step in (1, 2):
+            manager.save(step, {"step": step, "bytes": torch.full((SIZE,), float(step))})
+        failed = error_of(
+            lambda: manager.restore({"bytes": torch.zeros(SIZE)}, progress=None if rank else _Broken())
+        )
+        assert isinstance(failed, RankFailed)
+        assert manager.skipped_steps == ()
+        assert manager.restore({"bytes": torch.zeros(SIZE)}) == 2
+    return str(failed)
+
+
+def test_an_error_of_a_rank_s_own_does_not_restore_an_older_step(tmp_path: Path) -> None:
+    one, other = on_gloo_ranks(2, restore_with_an_error_of_its_own, tmp_path)
+    assert one == other
+    assert "Rank 0" in one
+    assert "ValueError: no bar for loading" in one
+
+
+def save_without_a_thread_for_the_lease(rank: int, root: Path) -> str:
+    with Manager(root) as manager:
+        manager.save(1, {"rank": rank})
+        with ExitStack() as undo:
+            if rank == 0:
+                undo.enter_context(patch.object(transaction, "_LeaseRenewer", refuse_a_thread))
+            failed = error_of(lambda: manager.save(2, {"rank": rank}))
+        if rank == 0:
+            assert list(root.glob(".penstock-save-*")) == []
+        manager.save(3, {"rank": rank})
+    return str(failed)
+
+
+def refuse_a_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_save_that_cannot_keep_its_lease_fails_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+    one, other = on_gloo_ranks(2, save_without_a_thread_for_the_lease, tmp_path)
+    assert one == other
+    assert "Rank 0" in one
+    assert "RuntimeError: can't start new thread" in one
 
 
 def misuse(rank: int, root: Path) -> None:
