@@ -74,6 +74,22 @@ def test_saves_are_committed_when_the_program_ends_with_an_error(tmp_path: Path)
     assert StepCatalog(open_here(tmp_path / "run")).committed() == [1, 2]
 
 
+WITHIN = """
+import sys, torch
+import penstock.checkpoint as pc
+with pc.Manager(sys.argv[1]) as manager:
+    manager.save(1, {"w": torch.ones(5)})
+    manager.save_async(2, {f"w{number}": torch.ones(1 << 20) for number in range(8)})
+    {rest}
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "raise ValueError"])
+def test_a_block_that_is_left_by_an_exit_or_an_error_finishes_its_saves(tmp_path: Path, end: str) -> None:
+    _run(tmp_path / "run", end, WITHIN)
+    assert StepCatalog(open_here(tmp_path / "run")).committed() == [1, 2]
+
+
 def leave_a_manager_open(_rank: int, folder: Path) -> None:
     manager = Manager(folder)
     manager.save_async(1, {"w": 1})

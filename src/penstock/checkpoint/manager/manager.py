@@ -333,11 +333,11 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close. After an error in the block, pending saves are finished in silence; Ctrl-C cancels them."""
+        """Close. After an error or `sys.exit`, pending saves are finished in silence; Ctrl-C cancels them."""
         if kind is None or self._owner != os.getpid():
             self.close()
             return
-        if not issubclass(kind, Exception):
+        if issubclass(kind, KeyboardInterrupt):
             self._in_flight.cancel()
         self._close_resources()
 
