@@ -13,7 +13,6 @@ every other one (`gather`) grows with the job; `carry` has operations that do no
 
 import os
 import pickle
-import struct
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -24,7 +23,15 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.cluster import rounds as message_rounds
-from penstock.cluster.rounds import Carrying, Number, Reduction, Round, Rounds, reduce_values
+from penstock.cluster.rounds import (
+    Carrying,
+    Number,
+    Reduction,
+    Round,
+    Rounds,
+    move_messages,
+    reduce_values,
+)
 from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, WaitTimeout
 from penstock.optional_libraries import missing_library
 
@@ -392,38 +399,6 @@ class RankWait:
 
 BEGINNING = "all ranks to begin "
 """How what is awaited begins where ranks have yet to tell each other which call they make."""
-
-CARRIED = 20_011
-"""The tag of messages of `BaseComm.carry`: other transfers between the same ranks use small numbers."""
-
-
-_SIZE = struct.Struct("<q")
-
-
-def move_messages(transfer: PointToPoint, round_: Round, *, awaiting: str, timeout_s: float) -> list[bytes]:
-    """Send and receive the messages of one round; sizes travel first where they differ."""
-
-    def move(sends: list[tuple[int, bytes]], sizes: list[tuple[int, int]]) -> list[bytearray]:
-        buffers = [bytearray(size) for _, size in sizes]
-        pending = [
-            transfer.receive(source, memoryview(buffer), tag=CARRIED)
-            for (source, _), buffer in zip(sizes, buffers, strict=True)
-        ]
-        pending += [transfer.send(to, memoryview(bytearray(content)), tag=CARRIED) for to, content in sends]
-        for each in pending:
-            each.wait(awaiting=awaiting, timeout_s=timeout_s)
-        return buffers
-
-    if round_.size_bytes is not None:
-        sizes = [(source, round_.size_bytes) for source in round_.sources]
-        return [bytes(buffer) for buffer in move(list(round_.sends), sizes)]
-    heads = move(
-        [(to, _SIZE.pack(len(content))) for to, content in round_.sends],
-        [(source, _SIZE.size) for source in round_.sources],
-    )
-    sizes = [(source, _SIZE.unpack(head)[0]) for source, head in zip(round_.sources, heads, strict=True)]
-    moved = iter(move([each for each in round_.sends if each[1]], [each for each in sizes if each[1]]))
-    return [bytes(next(moved)) if size else b"" for _, size in sizes]
 
 
 class BaseComm(ABC):

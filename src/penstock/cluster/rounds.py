@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from penstock.cluster.comm import PointToPoint
+
     Ints = NDArray[np.int64]
 
 Result = TypeVar("Result")
@@ -86,6 +88,39 @@ class Carrying(Generic[Result]):
         if self._refusal is not None:
             raise self._refusal
         return self._results[0]
+
+
+CARRIED = 20_011
+"""The tag of messages of `BaseComm.carry`: other transfers between the same ranks use small numbers."""
+
+
+_SIZE = struct.Struct("<q")
+
+
+def move_messages(transfer: PointToPoint, round_: Round, *, awaiting: str, timeout_s: float) -> list[bytes]:
+    """Send and receive the messages of one round; sizes travel first where they differ."""
+
+    def move(sends: list[tuple[int, bytes]], sizes: list[tuple[int, int]]) -> list[bytearray]:
+        buffers = [bytearray(size) for _, size in sizes]
+        pending = [
+            transfer.receive(source, memoryview(buffer), tag=CARRIED)
+            for (source, _), buffer in zip(sizes, buffers, strict=True)
+        ]
+        pending += [transfer.send(to, memoryview(bytearray(content)), tag=CARRIED) for to, content in sends]
+        for each in pending:
+            each.wait(awaiting=awaiting, timeout_s=timeout_s)
+        return buffers
+
+    if round_.size_bytes is not None:
+        sizes = [(source, round_.size_bytes) for source in round_.sources]
+        return [bytes(buffer) for buffer in move(list(round_.sends), sizes)]
+    heads = move(
+        [(to, _SIZE.pack(len(content))) for to, content in round_.sends],
+        [(source, _SIZE.size) for source in round_.sources],
+    )
+    sizes = [(source, _SIZE.unpack(head)[0]) for source, head in zip(round_.sources, heads, strict=True)]
+    moved = iter(move([each for each in round_.sends if each[1]], [each for each in sizes if each[1]]))
+    return [bytes(next(moved)) if size else b"" for _, size in sizes]
 
 
 def combine(

@@ -7,12 +7,13 @@ leaves the state before it or the one after it.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Literal, ParamSpec, Protocol, TypeGuard, TypeVar, runtime_checkable
 
-from penstock.errors import Unavailable
+from penstock.errors import PenstockError, Unavailable
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import ObjectInfo, Storage, WrappedStorage
 
@@ -162,6 +163,8 @@ class SupportsSpans(Protocol):
 
 
 Capability = TypeVar("Capability")
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 def offers(thing: object, capability: Callable[..., Capability]) -> TypeGuard[Capability]:
@@ -229,6 +232,24 @@ def sync_names(storage: Storage, folder: str) -> None:
     """Make the names directly in a folder survive a power cut; object services have nothing to do."""
     if (tree := find_folder_tree(storage)) is not None:
         tree.sync(folder)
+
+
+def submit_or_run(
+    threads: Executor,
+    work: Callable[Arguments, Result],
+    *arguments: Arguments.args,
+    **options: Arguments.kwargs,
+) -> Future[Result]:
+    """Have a thread wait for the disk, or this one, if it may start no more: that only takes longer."""
+    try:
+        return threads.submit(work, *arguments, **options)
+    except RuntimeError:
+        done = Future[Result]()
+        try:
+            done.set_result(work(*arguments, **options))
+        except (OSError, PenstockError) as error:
+            done.set_exception(error)
+        return done
 
 
 def name_mount(storage: Storage) -> str:

@@ -1,11 +1,9 @@
 """Loading on one rank: every format into every kind of place, chosen parts, and what is refused."""
 
 import io
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,34 +136,6 @@ def test_memory_of_any_stride_is_filled(tmp_path: Path) -> None:
     turned = torch.zeros(6, 4)
     load({"w": turned.t()}, tmp_path / "step")
     assert turned.equal(full.t())
-
-
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_the_work_of_saves_and_loads_grows_with_the_tensors_and_no_faster(
-    tmp_path: Path, *, is_nested: bool
-) -> None:
-    def count_calls(work: Callable[[], object]) -> int:
-        calls = 0
-
-        def count(_frame: object, event: str, _argument: object) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(count)
-        try:
-            work()
-        finally:
-            sys.setprofile(None)
-        return calls
-
-    counts = []
-    for number in (500, 4000):
-        tensors = {f"w{each}": torch.ones(1) for each in range(number)}
-        state: Any = {"model": tensors} if is_nested else tensors
-        path = tmp_path / f"{number}"
-        counts.append([count_calls(partial(act, state, path)) for act in (save, load)])
-    for few, many in zip(*counts, strict=True):
-        assert many < 10 * few, counts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.uint8])

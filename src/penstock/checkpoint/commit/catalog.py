@@ -24,8 +24,13 @@ from penstock.checkpoint.commit.record_commit import RecordCatalog
 from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
 from penstock.errors import ObjectNotFound, StorageError, Unavailable, UsageError, name_some
 from penstock.storage import Storage
-from penstock.storage.capabilities import defer_sync, find_folder_tree, find_local_root, offers
-from penstock.storage.files.durable import submit_or_run
+from penstock.storage.capabilities import (
+    defer_sync,
+    find_folder_tree,
+    find_local_root,
+    offers,
+    submit_or_run,
+)
 from penstock.storage.protocol import Sink, SupportsEarlySync, exists, read_object
 from penstock.storage.uri import open_here, parse_uri
 

@@ -359,9 +359,9 @@ class FolderDraftStore(DraftStore):
         is_there = require_replaceable(self._storage, self._tree, name)
         self._older[save_id] = read_identity(self._storage, name) if is_there else b""
         draft = Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
-        self.renew(draft)
         with ExitStack() as undo:
             undo.callback(self._end_lease, draft)
+            self.renew(draft)
             self._tree.make(draft.folder, keep_name=False)
             undo.pop_all()
         return draft
@@ -541,17 +541,13 @@ IDENTITY_BYTES: Final = 128
 def read_identity(storage: Storage, folder: str) -> bytes:
     """What tells the checkpoint in a folder from any other; empty if there is none."""
     below = f"{folder}/" if folder else ""
-    try:
-        with closing(storage.open(below + MANIFEST_NAME)) as source:
-            head = bytearray(min(IDENTITY_BYTES, source.size_bytes))
-            source.read_into(0, memoryview(head))
-            return bytes(head)
-    except ObjectNotFound:
-        pass
-    try:
+    with suppress(ObjectNotFound), closing(storage.open(below + MANIFEST_NAME)) as source:
+        head = bytearray(min(IDENTITY_BYTES, source.size_bytes))
+        source.read_into(0, memoryview(head))
+        return bytes(head)
+    with suppress(ObjectNotFound):
         return checksum_of(read_object(storage, below + METADATA_NAME))
-    except ObjectNotFound:
-        return b""
+    return b""
 
 
 def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> bool:

@@ -7,33 +7,8 @@ tests replace those one by one. Invariant: after `write_durably` or
 """
 
 import os
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import IO, ParamSpec, TypeVar
-
-from penstock.errors import PenstockError
-
-Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
-
-
-def submit_or_run(
-    threads: Executor,
-    work: Callable[Arguments, Result],
-    *arguments: Arguments.args,
-    **options: Arguments.kwargs,
-) -> Future[Result]:
-    """Have a thread wait for the disk, or this one, if it may start no more: that only takes longer."""
-    try:
-        return threads.submit(work, *arguments, **options)
-    except RuntimeError:
-        done = Future[Result]()
-        try:
-            done.set_result(work(*arguments, **options))
-        except (OSError, PenstockError) as error:
-            done.set_exception(error)
-        return done
+from typing import IO
 
 
 def sync_open_file(file: IO[bytes] | IO[str] | int) -> None:

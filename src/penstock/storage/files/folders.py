@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
-from penstock.storage.capabilities import FolderEntry
-from penstock.storage.files.durable import submit_or_run
+from penstock.storage.capabilities import FolderEntry, submit_or_run
 from penstock.storage.files.system_calls import FileCalls, map_name_clash, map_os_error, translate_os_errors
 from penstock.storage.protocol import check_key, check_prefix
 

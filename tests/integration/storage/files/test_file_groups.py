@@ -3,6 +3,7 @@
 import ctypes
 import errno
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.support.open_files import open_below
 
 from penstock.errors import StorageError
+from penstock.storage.capabilities import submit_or_run
 from penstock.storage.files import system_calls
 from penstock.storage.files.file_io import BufferedAccess, DirectAccess
 from penstock.storage.files.file_storage import DirectOptions, FileOptions, FileStorage
@@ -132,3 +134,17 @@ def test_a_file_that_was_made_durable_early_only_gets_its_name_at_the_end(tmp_pa
         assert calls.names == ["rename" if end == "finish" else "unlink"]
     assert [path.name for path in tmp_path.iterdir()] == ["finish"]
     assert read_object(storage, "finish") == CONTENT
+
+
+def test_what_no_thread_can_wait_for_is_waited_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def fail() -> None:
+        raise OSError("no disk")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    with ThreadPoolExecutor(1) as threads:
+        assert submit_or_run(threads, divmod, 7, 2).result() == (3, 1)
+        with pytest.raises(OSError, match="no disk"):
+            submit_or_run(threads, fail).result()

@@ -2,7 +2,6 @@
 
 import ast
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import penstock
 from penstock.storage.files.durable import (
     rename_durably,
     replace_durably,
-    submit_or_run,
     sync_file,
     sync_folder,
     sync_open_file,
@@ -135,17 +133,3 @@ def test_fsync_is_called_nowhere_else() -> None:
 
     callers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if calls_fsync(path)}
     assert callers == CALLERS_OF_FSYNC
-
-
-def test_what_no_thread_can_wait_for_is_waited_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    def fail() -> None:
-        raise OSError("no disk")
-
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
-    with ThreadPoolExecutor(1) as threads:
-        assert submit_or_run(threads, divmod, 7, 2).result() == (3, 1)
-        with pytest.raises(OSError, match="no disk"):
-            submit_or_run(threads, fail).result()
