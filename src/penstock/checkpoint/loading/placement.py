@@ -304,7 +304,8 @@ class Destinations:
             share.on_device[start : end - share.begin].copy_(part)
             return
         copied = content[skipped : end - begin]
-        target = memoryview(self._memory(span).data)[start : end - share.begin]
+        memory = self._new_memory(share, span) if len(copied) == share.num_bytes else self._memory(span)
+        target = memoryview(memory.data)[start : end - share.begin]
         if len(copied) <= FEW_BYTES:
             target[:] = copied
         else:
@@ -316,10 +317,14 @@ class Destinations:
         begin, end = share.begin, share.begin + share.num_bytes
         begin = max(begin, part.begin)
         end = min(end, part.end)
-        with self._lock:
-            if end > begin:
-                share.num_missing -= end - begin
-            is_whole = share.num_missing == 0
+        if end - begin == share.num_bytes:
+            # No other thread has a part of it, and among a hundred thousand each lock is waited for.
+            is_whole = True
+        else:
+            with self._lock:
+                if end > begin:
+                    share.num_missing -= end - begin
+                is_whole = share.num_missing == 0
         if is_whole and share.memory is not None:
             self._pass_on(part.span, share, share.memory)
             share.memory = None
@@ -340,11 +345,13 @@ class Destinations:
         if share.memory is not None:
             return share.memory
         with self._lock:
-            if share.memory is None:
-                own = self._own_memory(number)
-                share.is_own = own is not None
-                share.memory = np.empty(share.num_bytes, dtype=np.uint8) if own is None else own
-            return share.memory
+            return self._new_memory(share, number) if share.memory is None else share.memory
+
+    def _new_memory(self, share: _Share, number: int) -> ByteArray:
+        own = self._own_memory(number)
+        share.is_own = own is not None
+        share.memory = np.empty(share.num_bytes, dtype=np.uint8) if own is None else own
+        return share.memory
 
     def _device_memory(self, number: int) -> torch.Tensor | None:
         """The place on a device that a share belongs to, if it is needed nowhere else."""
