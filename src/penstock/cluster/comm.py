@@ -30,6 +30,7 @@ from penstock.cluster.rounds import (
     Round,
     Rounds,
     move_messages,
+    name_call,
     reduce_values,
 )
 from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, WaitTimeout
@@ -397,10 +398,6 @@ class RankWait:
     absent: tuple[int, ...]
 
 
-BEGINNING = "all ranks to begin "
-"""How what is awaited begins where ranks have yet to tell each other which call they make."""
-
-
 class BaseComm(ABC):
     """A `Comm` on top of three collective moves of bytes. Subclasses start transfers and never block.
 
@@ -510,11 +507,12 @@ class BaseComm(ABC):
 
     def _mover(self, wait: PollingWait) -> Callable[[Round], list[bytes]]:
         """A function that waits for one round of messages."""
+        call = name_call(self._call, wait.awaiting)
         transfer = self._message_transfer()
-        return partial(move_messages, transfer, awaiting=wait.awaiting, timeout_s=wait.timeout_s)
+        return partial(move_messages, transfer, call=call, awaiting=wait.awaiting, timeout_s=wait.timeout_s)
 
     def _message_transfer(self) -> PointToPoint:
-        """The transfer for `carry`, whose messages have the tag `CARRIED`."""
+        """The transfer for `carry`, whose messages have tags from `CARRIED` on."""
         raise Unavailable(
             f"{type(self).__name__} cannot move bytes between two ranks",
             fix="Run under MPI or torch.distributed.",

@@ -16,7 +16,6 @@ import secrets
 import select
 import socket
 import struct
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,8 +25,8 @@ from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 from penstock.cluster import rounds
-from penstock.cluster.comm import BEGINNING, BaseComm, PointToPoint, PollingWait, open_point_to_point
-from penstock.cluster.rounds import Carrying, Round
+from penstock.cluster.comm import BaseComm, PointToPoint, PollingWait, open_point_to_point
+from penstock.cluster.rounds import Carrying, Round, name_call
 from penstock.errors import RankError, Unavailable
 from penstock.storage.process_id import current_process
 
@@ -214,7 +213,7 @@ class HostComm(BaseComm):
         carrying.run(partial(self._move, wait))
 
     def _move(self, wait: PollingWait, round_: Round) -> list[bytes]:
-        call = self._name_call(wait)
+        call = name_call(self._call, wait.awaiting)
         for to, content in round_.sends:
             self._peers[to].unsent += _HEAD.pack(len(content), call) + content
         sending, awaited = {to for to, _ in round_.sends}, set(round_.sources)
@@ -228,10 +227,6 @@ class HostComm(BaseComm):
                 events = select.POLLIN * (rank in awaited) | select.POLLOUT * (rank in sending)
                 poll.register(self._peers[rank].connection, events)
             poll.poll(1e3 * wait.next_check_s())
-
-    def _name_call(self, wait: PollingWait) -> int:
-        about = BEGINNING if wait.awaiting.startswith(BEGINNING) else wait.awaiting
-        return zlib.crc32(f"{self._call} {about}".encode())
 
     def _take(self, rank: int, call: int, wait: PollingWait) -> bytes:
         of_call, message = self._peers[rank].take()

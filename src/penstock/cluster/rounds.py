@@ -90,23 +90,36 @@ class Carrying(Generic[Result]):
         return self._results[0]
 
 
-CARRIED = 20_011
-"""The tag of messages of `BaseComm.carry`: other transfers between the same ranks use small numbers."""
+BEGINNING = "all ranks to begin "
+"""How what is awaited begins where ranks have yet to tell each other which call they make."""
+
+CARRIED, NUM_TAGS = 20_011, 8_192
+"""Tags of messages of `BaseComm.carry`. Other transfers between the same ranks use small numbers, and MPI
+promises tags up to 32,767."""
+
+
+def name_call(number: int, awaiting: str) -> int:
+    """A number that differs between calls: ranks that are in different ones must not hear each other."""
+    about = BEGINNING if awaiting.startswith(BEGINNING) else awaiting
+    return zlib.crc32(f"{number} {about}".encode())
 
 
 _SIZE = struct.Struct("<q")
 
 
-def move_messages(transfer: PointToPoint, round_: Round, *, awaiting: str, timeout_s: float) -> list[bytes]:
-    """Send and receive the messages of one round; sizes travel first where they differ."""
+def move_messages(
+    transfer: PointToPoint, round_: Round, *, call: int, awaiting: str, timeout_s: float
+) -> list[bytes]:
+    """Send and receive the messages of one round of `call`; sizes travel first where they differ."""
+    tag = CARRIED + call % NUM_TAGS
 
     def move(sends: list[tuple[int, bytes]], sizes: list[tuple[int, int]]) -> list[bytearray]:
         buffers = [bytearray(size) for _, size in sizes]
         pending = [
-            transfer.receive(source, memoryview(buffer), tag=CARRIED)
+            transfer.receive(source, memoryview(buffer), tag=tag)
             for (source, _), buffer in zip(sizes, buffers, strict=True)
         ]
-        pending += [transfer.send(to, memoryview(bytearray(content)), tag=CARRIED) for to, content in sends]
+        pending += [transfer.send(to, memoryview(bytearray(content)), tag=tag) for to, content in sends]
         for each in pending:
             each.wait(awaiting=awaiting, timeout_s=timeout_s)
         return buffers

@@ -1,12 +1,15 @@
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.gloo_ranks import on_gloo_ranks
 
+from penstock.cluster import rounds
 from penstock.cluster.comm import SoloComm
+from penstock.errors import WaitTimeout
 from penstock.testing.comm_contract import check_comm
 
 BIN = Path(sys.executable).parent
@@ -55,6 +58,23 @@ def keep_every_promise(_rank: int) -> None:
     comm = TorchComm("here")
     check_comm(comm)
     comm.close()
+
+
+def test_a_message_of_another_call_is_never_an_answer() -> None:
+    told = on_gloo_ranks(2, hear_another_call)[0]
+    assert "answers of 0" in told, told
+
+
+def hear_another_call(rank: int) -> str:
+    from penstock.cluster.torch_comm import TorchComm
+
+    comm = TorchComm("here")
+    comm.barrier(awaiting="all to begin")
+    # Rank 1 has left what rank 0 waits for, by an error of its own, and makes the next call.
+    telling = rounds.tell_rank0(comm.rank, comm.size, b"an answer of another call")
+    with suppress(WaitTimeout) if rank else pytest.raises(WaitTimeout) as caught:
+        comm.carry(telling, awaiting=f"answers of {rank}", timeout_s=2)
+    return "" if rank else str(caught.value)
 
 
 def test_a_rank_missing_under_mpi_is_noticed_by_all_others(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any
 
 from penstock.checkpoint.engine import ProgressState, RankSaveStats, SaveCancelled, SaveProgress, StagedSave
-from penstock.cluster.comm import BEGINNING, Comm, format_cause, gather_unusual
+from penstock.cluster.comm import Comm, format_cause, gather_unusual
+from penstock.cluster.rounds import BEGINNING
 from penstock.errors import RankFailed, UsageError, WaitTimeout
 
 logger = logging.getLogger(__name__)
