@@ -20,6 +20,7 @@ from penstock.checkpoint.saving.saver import TorchEngine
 from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
 from penstock.errors import UsageError
+from tests.support.gloo_ranks import on_gloo_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -149,13 +150,27 @@ def test_a_writer_can_save_repeatedly_to_other_paths(tmp_path: Path) -> None:
         _assert_same(_stock_load(tmp_path / name), _state())
 
 
+def test_a_process_without_others_saves_without_collectives(tmp_path: Path) -> None:
+    stock_save(_state(), storage_writer=Writer(tmp_path / "step"), no_dist=True, use_collectives=False)
+    _assert_same(_stock_load(tmp_path / "step"), _state())
+
+
+def _save_without_collectives(rank: int, folder: Path) -> str:
+    with pytest.raises(UsageError, match="use_collectives") as caught:
+        Writer(folder / "step").set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_communicate_save_nothing_together(tmp_path: Path) -> None:
+    assert len(on_gloo_ranks(2, _save_without_collectives, tmp_path)) == 2
+    assert not (tmp_path / "step").exists()
+
+
 def test_a_writer_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="writers=0"):
         Writer(tmp_path / "step", writers=0)
     with pytest.raises(UsageError, match="writers=0"):
         save(_state(), tmp_path / "step", writers=0)
-    with pytest.raises(UsageError, match="use_collectives"):
-        Writer(tmp_path / "step").set_up_storage_writer(True, rank=0, use_collectives=False)
     with pytest.raises(BaseException, match="fsync=False is for file systems"):
         stock_save({}, storage_writer=Writer("s3://bucket/run/step", fsync=False))
 

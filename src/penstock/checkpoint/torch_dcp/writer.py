@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
@@ -264,8 +265,9 @@ class Writer(BlockingAsyncStager, StorageWriter):
         *args: Any,  # noqa: ARG002
         **kwargs: Any,
     ) -> None:
-        """All ranks, first: refuse saves without collectives."""
-        if kwargs.get("use_collectives", True) is False:
+        """All ranks, first: refuse saves without collectives, unless there is nobody to communicate with."""
+        has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if has_others and kwargs.get("use_collectives", True) is False:
             raise UsageError(
                 "Ranks that do not communicate cannot commit one checkpoint together",
                 fix="Keep use_collectives=True.",
