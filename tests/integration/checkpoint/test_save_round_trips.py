@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
@@ -20,7 +21,6 @@ from penstock.checkpoint.saving.saver import TorchEngine
 from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
 from penstock.errors import UsageError
-from tests.support.gloo_ranks import on_gloo_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

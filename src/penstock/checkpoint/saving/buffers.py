@@ -231,7 +231,7 @@ class WarmMemory:
         except OSError as error:
             raise Unavailable(
                 f"There is no memory for buffers of {format_bytes(mapped_bytes)}: {error.strerror}",
-                fix="Free memory, raise the job's limit (ulimit -v), or use smaller buffers: staging_bytes.",
+                fix="Free memory, raise the job's limit (ulimit -v), or let saves use fewer staging_bytes.",
             ) from error
         _ask_for_huge_pages(pages)
         whole = memoryview(pages)
