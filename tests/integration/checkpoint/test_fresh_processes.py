@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.fsdp import fully_shard
 
 import penstock.checkpoint as pc
-from penstock.checkpoint.loading import stateful_parts
+from penstock.checkpoint.loading import optimizer_parts, stateful_parts
 from penstock.errors import UsageError
 from penstock.testing.child_processes import run_children
 
@@ -212,12 +212,12 @@ def test_optimizer_that_gets_no_places_is_an_error_that_names_its_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(0, tmp_path / "saved", "ours", "ours", "raw")
-    begin_optimizer = stateful_parts._begin_optimizer
+    begin_optimizer = optimizer_parts.begin_optimizer
 
     def begin_without_places(key: str, part: Any, stored: Any, _: str, names: Any) -> Any:
         return begin_optimizer(key, part, stored, "nothing.", names)
 
-    monkeypatch.setattr(stateful_parts, "_begin_optimizer", begin_without_places)
+    monkeypatch.setattr(stateful_parts, "begin_optimizer", begin_without_places)
     with pytest.raises(UsageError, match=r"holds 'optimizer\.state\.0\.\w+', .* no part of the state takes"):
         go_on(0, tmp_path / "saved", "ours", "ours", "raw")
 

@@ -330,7 +330,9 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
             "This is one file of a checkpoint", where=uri, fix=f"Give the folder: {uri.rpartition('/')[0]}."
         )
     with open_ranges(storage, name) as (source, read):
-        if source.size_bytes >= 4 and bytes(read(0, 2)) in (b"PK", b"\x80\x02"):
+        # A header of safetensors may be so long that its length begins like one of these.
+        is_safetensors = source.size_bytes >= 9 and safetensors.begins(bytes(read(0, 9)), source.size_bytes)
+        if not is_safetensors and source.size_bytes >= 4 and bytes(read(0, 2)) in (b"PK", b"\x80\x02"):
             archive = torch_save.read_archive(read, source.size_bytes, name, uri)
             return CheckpointSource(
                 uri=uri,

@@ -54,6 +54,11 @@ class StoredTensor:
     offset: int
 
 
+def begins(first: bytes, size_bytes: int) -> bool:
+    """Whether a file of so many bytes, of which these are the first 9, begins as ours do: length and JSON."""
+    return int.from_bytes(first[:8], "little") <= min(LARGEST_HEADER, size_bytes - 8) and first[8:] == b"{"
+
+
 def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTensor]:
     """The tensors of one file, in the order of their payloads."""
     if size_bytes < 8:

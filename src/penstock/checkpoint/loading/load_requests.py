@@ -254,6 +254,13 @@ class LeafSelection:
     stored_names: Mapping[str, str]
     left: tuple[str, ...]
     unused: tuple[str, ...]
+    missing: tuple[str, ...]
+    """Those of the `left` ones that the checkpoint lacks."""
+
+    def warn_of_missing(self, rank: int) -> None:
+        """Name what a load that is not strict has left as it was. Ranks hardly differ there, so one tells."""
+        if self.missing and rank == 0:
+            logger.warning("Left as it was, as the checkpoint lacks it: %s", name_some(self.missing, 10))
 
 
 def select_leaves(
@@ -290,7 +297,9 @@ def select_leaves(
         return name in used or (is_of_one_rank(name, paths) and name.partition(RANK_MARK)[0] in used)
 
     unused = (name for name in stored if not is_known(name))
-    return LeafSelection(stored_names=stored_names, left=(*left, *missing), unused=tuple(unused))
+    return LeafSelection(
+        stored_names=stored_names, left=(*left, *missing), unused=tuple(unused), missing=tuple(missing)
+    )
 
 
 def apply_rename(name: str, rename: Mapping[str, str]) -> str:

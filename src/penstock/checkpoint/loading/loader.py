@@ -226,6 +226,7 @@ class CheckpointLoader:
         for leaf in matched.leaves:
             if leaf.name in values:
                 leaf.put(values[leaf.name])
+        matched.selection.warn_of_missing(comm.rank)
         parts.filled, parts.left = matched.selection.stored_names.keys(), matched.selection.left
         return _report(matched.selection, totals, planned_s - start_s, time.perf_counter() - planned_s)
 

@@ -304,8 +304,10 @@ class Destinations:
             share.on_device[start : end - share.begin].copy_(part)
             return
         copied = content[skipped : end - begin]
-        memory = self._new_memory(share, span) if len(copied) == share.num_bytes else self._memory(span)
-        target = memoryview(memory.data)[start : end - share.begin]
+        if len(copied) == share.num_bytes:
+            # No other thread has a part of it, and among a hundred thousand each lock is waited for.
+            self._allocate(share, span)
+        target = memoryview(self._memory(span).data)[start : end - share.begin]
         if len(copied) <= FEW_BYTES:
             target[:] = copied
         else:
@@ -318,7 +320,6 @@ class Destinations:
         begin = max(begin, part.begin)
         end = min(end, part.end)
         if end - begin == share.num_bytes:
-            # No other thread has a part of it, and among a hundred thousand each lock is waited for.
             is_whole = True
         else:
             with self._lock:
@@ -342,16 +343,18 @@ class Destinations:
 
     def _memory(self, number: int) -> ByteArray:
         share = self._shares[number]
-        if share.memory is not None:
-            return share.memory
-        with self._lock:
-            return self._new_memory(share, number) if share.memory is None else share.memory
-
-    def _new_memory(self, share: _Share, number: int) -> ByteArray:
-        own = self._own_memory(number)
-        share.is_own = own is not None
-        share.memory = np.empty(share.num_bytes, dtype=np.uint8) if own is None else own
+        if share.memory is None:
+            with self._lock:
+                self._allocate(share, number)
+        assert share.memory is not None, "it was allocated"
         return share.memory
+
+    def _allocate(self, share: _Share, number: int) -> None:
+        """Unless another thread has, while this one waited."""
+        if share.memory is None:
+            own = self._own_memory(number)
+            share.is_own = own is not None
+            share.memory = np.empty(share.num_bytes, dtype=np.uint8) if own is None else own
 
     def _device_memory(self, number: int) -> torch.Tensor | None:
         """The place on a device that a share belongs to, if it is needed nowhere else."""

@@ -135,6 +135,10 @@ class SaveHandle:
             raise WaitTimeout(f"step {self.step} to be committed", timeout_s) from error
 
 
+MOST_PENDING = 8
+"""So many background saves may be pending on a rank."""
+
+
 class SavesInFlight:
     """One rank's saves that are pending, or failed without having been reported."""
 
@@ -143,11 +147,21 @@ class SavesInFlight:
         self._folder = folder
         self._timeout_s = timeout_s
         self.handles: list[SaveHandle] = []
+        self._has_told = False
         self.tell = partial(_tell_of_failures, self.handles)
 
     def add(self, handle: SaveHandle) -> None:
-        """Watch one more save."""
+        """Watch one more save. Wait if too many are pending: each has threads, and is lost in a crash."""
         self.handles.append(handle)
+        if len(self.handles) <= MOST_PENDING:
+            return
+        first = self.handles[-MOST_PENDING - 1]
+        if not (first.done or self._has_told):
+            self._has_told = True
+            logger.warning(
+                "Saves take longer than the time between them: %d are pending, so calls wait", MOST_PENDING
+            )
+        first.wait_done(self._timeout_s)
 
     def wait(self) -> None:
         """Return when all are over, successful or not."""

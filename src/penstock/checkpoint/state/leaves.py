@@ -105,9 +105,13 @@ def _walk(path: Path, value: object, place: tuple[Any, Any], rules: _Rules) -> I
         yield Leaf(".".join(map(str, path)), path, plain, *place)
 
 
+class Room:
+    """A place in a list for a value that a load brings, where the list was entered when it was saved."""
+
+
 def _is_entered(values: list[Any], is_tensor: IsTensor) -> bool:
     return any(
-        isinstance(entry, Mapping)
+        isinstance(entry, Mapping | Room)
         or is_tensor(entry)
         or (isinstance(entry, list) and _is_entered(entry, is_tensor))
         for entry in values

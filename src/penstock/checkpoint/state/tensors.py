@@ -223,6 +223,13 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 """What compiled and wrapped modules add to the names of parameters; `get_state_dict` omits it, too."""
 
 
+def bare_name(name: str) -> str:
+    """A parameter's name without its wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
     """By identity of a parameter, its name as `get_state_dict` has it, from the modules in the state."""
     names: dict[int, str] = {}
@@ -230,9 +237,7 @@ def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
         if isinstance(module, torch.nn.Module):
             bare = module.module if isinstance(module, DistributedDataParallel) else module
             for name, parameter in bare.named_parameters():
-                for wrapper in _WRAPPERS:
-                    name = name.replace(wrapper, "")  # noqa: PLW2901 - the same name, shorter
-                names.setdefault(id(parameter), name)
+                names.setdefault(id(parameter), bare_name(name))
     return names
 
 
@@ -323,6 +328,8 @@ def _pieces_of_dtensor(name: str, value: DTensor) -> list[LocalShard]:
             fix="Reduce it first, for example with redistribute(placements=[Replicate()]).",
         )
     local = value.to_local()
+    if (offsets := _even_offsets(value, local)) is not None:
+        return [LocalShard(offsets, tuple(local.size()), _plain(name, local))]
     chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call] # torch leaves it untyped
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.size()):
         raise UsageError(
@@ -331,6 +338,27 @@ def _pieces_of_dtensor(name: str, value: DTensor) -> list[LocalShard]:
             fix="Save it with even shards, or redistribute it to Shard placements first.",
         )
     return [LocalShard(tuple(chunks[0].offsets), tuple(chunks[0].sizes), _plain(name, local))]
+
+
+def _even_offsets(value: DTensor, local: torch.Tensor) -> tuple[int, ...] | None:
+    """Where this rank's part begins, if no dimension is sharded twice; None: torch has to say it.
+
+    Torch lists the indices of all rows for that: twice the memory of a shard of float32 in one dimension.
+    """
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - whoever has a DTensor has loaded it
+
+    coordinate, offsets = value.device_mesh.get_coordinate() or (), [0] * value.dim()
+    sharded: set[int] = set()
+    for placement, size, place in zip(value.placements, value.device_mesh.shape, coordinate, strict=True):
+        if type(placement) is Shard and placement.dim not in sharded:
+            sharded.add(placement.dim)
+            rows = -(-value.size(placement.dim) // size)
+            offsets[placement.dim] = rows * place
+            if not 0 < local.size(placement.dim) == min(rows, value.size(placement.dim) - rows * place):
+                return None
+        elif type(placement) is not Replicate:
+            return None
+    return tuple(offsets)
 
 
 def _pieces_of_chunks(name: str, value: Any) -> list[LocalShard]:

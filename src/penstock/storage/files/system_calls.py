@@ -131,7 +131,7 @@ _FIXES_BY_NUMBER = {
     errno.EROFS: "It is mounted read-only: use another file system, or mount it for writing.",
     errno.EIO: "Look at the kernel log (dmesg): the device or the server reported an error.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n), or keep fewer objects open.",
-    errno.EFBIG: "Raise the limit of a file's size (ulimit -f), or use a file system that allows larger files.",
+    errno.EFBIG: "Raise the limit of files' sizes (ulimit -f), or use a file system for larger files.",
     errno.ENAMETOOLONG: "Use shorter names: most file systems allow 255 bytes a name.",
     errno.EINVAL: "With direct I/O, raise alignment_bytes to the block size of the device, or use file://.",
 }
