@@ -117,6 +117,25 @@ def test_a_flipped_byte_in_a_cache_is_found_and_rebuilt(tmp_path: Path) -> None:
     assert victim.read_bytes() == before
 
 
+def restore_on_next_host(rank: int, root: Path, scheme: Scheme) -> int | None:
+    host = (rank + 1) % HOSTS
+    with manager_of(host, root, scheme) as manager:
+        # Rank 1 is where the files of rank 2 are, now.
+        found = blank(rank) | blank(2)
+        step = manager.restore(found)
+    assert step is not None
+    assert_same(found, rank, step)
+    assert_same(found, 2, step)
+    return step
+
+
+@pytest.mark.parametrize("scheme", [Partner(group=2), Xor(group=4), DoubleParity(group=4)], ids=str)
+def test_a_damaged_share_is_rebuilt_for_ranks_that_have_moved(scheme: Scheme, tmp_path: Path) -> None:
+    on_gloo_ranks(HOSTS, save, tmp_path, scheme, 1, None)
+    spoil(max((tmp_path / "host-2/step-1").glob("*.distcp"), key=lambda path: path.stat().st_size))
+    assert on_gloo_ranks(HOSTS, restore_on_next_host, tmp_path, scheme) == [1] * HOSTS
+
+
 def spoil(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

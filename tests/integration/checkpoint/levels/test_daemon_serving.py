@@ -15,6 +15,7 @@ from tests.support.flush_daemons import wait_until
 from tests.support.flush_orders import files_of, order, serve
 from tests.support.gloo_ranks import on_gloo_ranks
 
+from penstock.checkpoint.commit.shared_draft import MarkProgress, SharedDraft
 from penstock.checkpoint.levels.flush.daemon import Daemon
 from penstock.checkpoint.levels.flush.daemon_client import read_flush_states
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, JournalReader, SaveState, parse_entries
@@ -97,6 +98,28 @@ def state(folder: FlushFolder, step: int) -> FlushState:
 
 def durable(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "durable").iterdir())
+
+
+def test_a_draft_that_another_node_has_removed_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_cached(tmp_path, 1)
+    mark, removed = SharedDraft.mark, list[str]()
+
+    def mark_after_removal(draft: SharedDraft, progress: MarkProgress) -> None:
+        # As a node does that knows already that the step is superseded.
+        if progress == "done" and not removed:
+            removed.append(progress)
+            draft.clear_up()
+        mark(draft, progress)
+
+    monkeypatch.setattr(SharedDraft, "mark", mark_after_removal)
+    folder = order(tmp_path, 1)
+    serve(folder)
+    assert removed
+    serve(folder)
+    assert [entry.what for entry in parse_entries(folder.journal.read_bytes())].count("failed") == 0
+    assert verify(f"{tmp_path}/durable/step-1").is_whole
 
 
 def test_durable_files_are_not_copied_again_after_a_full_disk(tmp_path: Path) -> None:

@@ -103,7 +103,13 @@ class FlushTask:
             self._draft.clear_up()
             return self._end("superseded", f"{', '.join(map(str, newer))} are durable and no more are kept")
         if not self.state.is_marked:
-            self._copy(take, yields)
+            try:
+                self._copy(take, yields)
+            except ObjectNotFound:
+                if self.order.node in self._draft.marks():
+                    raise
+                # Another node has removed the draft: it knew already that the step is durable or superseded.
+                return self._restart()
         return self.state.is_marked and self._publish_if_all_are_done()
 
     def _flushed_since(self) -> set[int]:

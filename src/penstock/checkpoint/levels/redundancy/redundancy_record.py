@@ -370,11 +370,17 @@ def place_lost(
 def _assess_save(save_id: str, nodes: Sequence[NodeShares], damaged: Collection[int]) -> Assessment:
     having = [node for node in nodes if node.save_id == save_id]
     records = {number: record for node in having for number, record in node.records.items()}
-    shares = {node.ranks[0]: find_complete_shares(node, records) - set(damaged) for node in having}
+    complete = {node.ranks: find_complete_shares(node, records) for node in having}
+    shares = {ranks[0]: found - set(damaged) for ranks, found in complete.items()}
     saved = range(len(next(iter(records.values())).domains))
     num_present = sum(len(node.ranks) for node in nodes)
     homes = {rank: choose_home_rank(rank, len(saved), num_present) for rank in saved}
-    holders = dict(homes)
+    # A damaged share is rebuilt where it is: a node that kept it would go on reading it.
+    holders = homes | {
+        rank: _choose_holder(rank, [ranks])
+        for ranks, found in complete.items()
+        for rank in found & set(damaged)
+    }
     present: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in saved}
     for node in having:
         for rank in shares[node.ranks[0]]:
