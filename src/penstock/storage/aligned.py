@@ -11,6 +11,8 @@ from typing import cast
 
 import numpy as np
 
+from penstock.errors import Unavailable
+
 PAGE_BYTES = mmap.PAGESIZE
 FEW_BYTES = 4096
 """So few are copied by a plain assignment before `copy_bytes` has begun."""
@@ -18,11 +20,14 @@ FEW_BYTES = 4096
 
 def aligned_buffer(size_bytes: int) -> memoryview:
     """A writable buffer of `size_bytes` zeros at a page boundary; its memory is freed with its last view."""
-    pages = mmap.mmap(
-        -1,
-        round_up(max(size_bytes, 1), PAGE_BYTES),
-        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE,
-    )
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    try:
+        pages = mmap.mmap(-1, round_up(max(size_bytes, 1), PAGE_BYTES), flags=flags)
+    except OSError as error:
+        raise Unavailable(
+            f"There is no memory for a buffer of {size_bytes:,} bytes: {error.strerror}",
+            fix="Free memory, or raise the job's limit (ulimit -v).",
+        ) from error
     return memoryview(pages)[:size_bytes]
 
 

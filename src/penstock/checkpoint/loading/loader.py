@@ -160,9 +160,9 @@ class CheckpointLoader:
         )
         prefixes = {key: load_requests.apply_rename(f"{key}.", choice.rename or {}) for key in state}
         with loading_into(state, stored, prefixes) as parts:
-            if group.comm.rank == 0 and (lost := parts.of_other_ranks(group.comm.size)):
-                told = "Saved by more ranks: not loaded, as they were of ranks that this job lacks: %s"
-                logger.warning(told, name_some(lost, 10))
+            if group.comm.rank == 0:
+                num_saved = source.manifest.world_size if source.manifest else group.comm.size
+                parts.warn_of_other_ranks(num_saved, group.comm.size)
             return self._load(
                 parts, opened, group, choice, progress=progress or Silent(), readable=readable, ahead=ahead
             )

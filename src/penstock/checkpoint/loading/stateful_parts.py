@@ -8,6 +8,7 @@ Invariant: no part changes before all of it has arrived, or if nothing of it is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from penstock.checkpoint.state.leaves import Leaf, Path, Stateful, is_stateful
 from penstock.checkpoint.state.regions import TensorFacts
 from penstock.checkpoint.state.tensors import EXTRA_STATE, parameter_names
 from penstock.errors import UsageError, name_some
+
+logger = logging.getLogger(__name__)
 
 
 class _Part(Protocol):
@@ -157,6 +160,21 @@ class LoadedParts:
     def _owner(self, stored_name: str) -> str | None:
         matching = (key for key, prefix in self.prefixes.items() if stored_name.startswith(prefix))
         return next(matching, None)
+
+    def warn_of_other_ranks(self, num_saved: int, num_ranks: int) -> None:
+        """Name the values of single ranks that are lost, or that others get, with another number of ranks."""
+        if lost := self.of_other_ranks(num_ranks):
+            logger.warning(
+                "Saved by more ranks: not loaded, as they were of ranks that this job lacks: %s",
+                name_some(lost, 10),
+            )
+        elif num_ranks > num_saved and (own := self.of_other_ranks(1)):
+            names = dict.fromkeys(name.rpartition(RANK_MARK)[0] for name in own)
+            logger.warning(
+                "Saved by %d ranks: those from %d on get rank 0's values of %s, which were other ones on each"
+                " rank. Give random generators another seed there",
+                *(num_saved, num_saved, name_some(list(names), 10)),
+            )
 
     def of_other_ranks(self, num_ranks: int) -> list[str]:
         """The names of values that only ranks beyond those of this job had."""

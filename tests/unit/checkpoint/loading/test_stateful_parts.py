@@ -123,13 +123,17 @@ def test_part_gets_the_structure_that_was_saved(fresh: dict[str, Any], saved: di
     assert in_order(part.state) == in_order(saved)
 
 
-def test_values_of_ranks_that_are_gone_are_known_by_name() -> None:
+def test_values_of_ranks_that_are_gone_or_new_are_known_by_name(caplog: pytest.LogCaptureFixture) -> None:
     names = stored(
         {"part": {"x": 1}, "part.x@rank1": 2, "part.x@rank3": 4, "other.x@rank3": 4, "seed@rank3": 1}
     )
     with loading_into({"part": Part({}), "seed": 0}, names, {"part": "part.", "seed": "seed."}) as parts:
         assert parts.of_other_ranks(2) == ["part.x@rank3", "seed@rank3"]
         assert parts.of_other_ranks(4) == []
+        parts.warn_of_other_ranks(4, 4)
+        assert not caplog.records
+        parts.warn_of_other_ranks(4, 5)
+    assert "Saved by 4 ranks: those from 4 on get rank 0's values of part.x, seed," in caplog.text
 
 
 @pytest.mark.parametrize("kind", [UserDict, ChainMap])
