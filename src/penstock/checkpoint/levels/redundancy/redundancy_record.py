@@ -375,12 +375,9 @@ def _assess_save(save_id: str, nodes: Sequence[NodeShares], damaged: Collection[
     saved = range(len(next(iter(records.values())).domains))
     num_present = sum(len(node.ranks) for node in nodes)
     homes = {rank: choose_home_rank(rank, len(saved), num_present) for rank in saved}
-    # A damaged share is rebuilt where it is: a node that kept it would go on reading it.
-    holders = homes | {
-        rank: _choose_holder(rank, [ranks])
-        for ranks, found in complete.items()
-        for rank in found & set(damaged)
-    }
+    # A damaged share is rebuilt where it was read: a node that kept it would go on reading it.
+    having_damaged = {rank: [ranks for ranks, found in complete.items() if rank in found] for rank in damaged}
+    holders = homes | {rank: _choose_holder(rank, ranks) for rank, ranks in having_damaged.items() if ranks}
     present: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in saved}
     for node in having:
         for rank in shares[node.ranks[0]]:
