@@ -251,6 +251,10 @@ class _Listing:
         for line in lines:
             tid, ts_us, text = _split_line(line, self._task)
             process = self._process_of(tid)
+            if text.startswith("+++") and tid in self._begun:
+                # The thread ended within a call.
+                ts_us, head = self._begun.pop(tid)
+                yield self._call(process, tid, ts_us, head + ")")
             if text.startswith(("+++", "---")) or "???" in text[:8]:
                 # Exits, signals, and calls of a thread that ended before strace could read them.
                 continue

@@ -69,6 +69,33 @@ def test_strace_resolves_descriptors_and_joins_interrupted_calls(tmp_path: Path)
     assert lost.text == STRACE.splitlines()[lost.line - 1]
 
 
+KILLED = """7 1727387307.000100 clone3({flags=CLONE_VM|CLONE_THREAD} => {parent_tid=[8]}, 88) = 8 <0.000040>
+8 1727387307.000200 exit(0 <unfinished ...>
+7 1727387307.000300 exit_group(0 <unfinished ...>
+8 1727387307.000400 +++ exited with 0 +++
+7 1727387307.000400 <... exit_group resumed>) = ?
+7 1727387307.000500 +++ exited with 0 +++
+9 1727387307.000600 read(3,  <unfinished ...>
+9 1727387307.000700 +++ killed by SIGKILL +++
+9 1727387307.000800 read(3,  <unfinished ...>
+9 1727387307.000900 write(3,  <unfinished ...>
+9 1727387307.001000 <... write resumed>"x", 1) = 1 <0.000100>
+"""
+
+
+def test_each_call_of_a_thread_that_was_killed_within_it_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "out.strace"
+    path.write_text(KILLED)
+    rows, account = read(path)
+    told = [(row["tid"], row["pid"], row["name"]) for row in rows]
+    assert told == [
+        *((7, 7, "clone3"), (8, 7, "exit"), (7, 7, "exit_group")),
+        *((9, 9, "read"), (9, 9, "read"), (9, 9, "write")),
+    ]
+    assert account.salvaged_reasons == {"never returned": 2}
+    assert [one.line for one in account.samples] == [7, 9]
+
+
 @pytest.mark.skipif(shutil.which("strace") is None, reason="no strace here")
 def test_a_real_listing_of_strace_has_every_byte(tmp_path: Path) -> None:
     listing, data = tmp_path / "real.strace", tmp_path / "data.bin"

@@ -37,6 +37,8 @@ _CALL: Final = re.compile(
 )
 _RESUMED: Final = re.compile(r"<\.\.\. (\w+) resumed>\s?(.*)", re.DOTALL)
 _UNFINISHED: Final = "<unfinished ...>"
+_ENDS_TASK: Final = frozenset(("exit", "exit_group"))
+"""Calls that never return."""
 _REMARK: Final = re.compile(r"strace: Process \d+ .*|\[ Process PID=\d+ .*| > .*")
 """What strace says about itself, where its listing goes to the terminal, and lines of a stack (-k)."""
 _SUMMARY: Final = "% time     seconds  usecs/call"
@@ -171,31 +173,45 @@ class Strace:
         tid = int(bracketed or plain or self._task.tid)
         ts_ns = _nanoseconds(seconds, fraction)
         if rest.startswith(("+++", "---", *_UNREAD)):
-            if rest.startswith("+++") and tid != self._task.tid:
-                # The system may use its number again.
-                self._processes.pop(tid, None)
-            return ParsedLine(LineFate.METADATA)
+            return self._ended(tid) if rest.startswith("+++") else ParsedLine(LineFate.METADATA)
         if rest.endswith(_UNFINISHED):
+            before = self._ended_within(tid)
             self._process_of(tid)
             self._unfinished[tid] = (ts_ns, rest.removesuffix(_UNFINISHED).rstrip())
             self._begun[tid] = (self._num_lines, line)
-            return ParsedLine(LineFate.METADATA)
+            return before
         return self._finished(tid, ts_ns, rest)
 
     def finish(self) -> Iterable[ParsedLine]:
         """Calls that never returned."""
-        for tid, (ts_ns, text) in self._unfinished.items():
-            name = text.partition("(")[0]
-            if name.isidentifier():
-                row = self._row(tid, ts_ns, _examine(name, text.partition("(")[2], None))
-                yield ParsedLine(LineFate.SALVAGED, row=row, reason="never returned", begun=self._begun[tid])
-            else:
-                yield ParsedLine(LineFate.DROPPED, reason="cut short", begun=self._begun[tid])
+        for tid in list(self._unfinished):
+            yield self._ended_within(tid)
 
     def faults(self) -> Iterable[str]:
         """Whether durations are missing."""
         if self._num_timeless:
             yield f"{self._num_timeless} calls have no duration: run strace with -T"
+
+    def _ended(self, tid: int) -> ParsedLine:
+        """Forget a thread: the system may use its number again."""
+        within = self._ended_within(tid)
+        if tid != self._task.tid:
+            self._processes.pop(tid, None)
+        return within
+
+    def _ended_within(self, tid: int) -> ParsedLine:
+        """The call that a thread was in when it ended; metadata if it was in none."""
+        if tid not in self._unfinished:
+            return ParsedLine(LineFate.METADATA)
+        ts_ns, text = self._unfinished.pop(tid)
+        begun = self._begun.pop(tid)
+        name = text.partition("(")[0]
+        if not name.isidentifier():
+            return ParsedLine(LineFate.DROPPED, reason="cut short", begun=begun)
+        row = self._row(tid, ts_ns, _examine(name, text.partition("(")[2], None))
+        if name in _ENDS_TASK:
+            return ParsedLine(LineFate.EVENT, row=row)
+        return ParsedLine(LineFate.SALVAGED, row=row, reason="never returned", begun=begun)
 
     def _finished(self, tid: int, ts_ns: int, text: str) -> ParsedLine:
         resumed = _RESUMED.fullmatch(text)
