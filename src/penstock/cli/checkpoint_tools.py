@@ -140,7 +140,8 @@ class _DiffOptions:
 def diff(options: _DiffOptions, terminal: Terminal) -> int:
     """Compare two checkpoints tensor by tensor, whatever their formats and sharding.
 
-    Exits with 0 if nothing differs and with 1 otherwise. Tensors with equal checksums are not read.
+    Exits with 0 if nothing differs and with 1 otherwise. Tensors whose checksums are equal were written equal
+    and are not read: `verify` finds what was damaged since.
 
     Examples:
 

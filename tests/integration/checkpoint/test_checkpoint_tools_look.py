@@ -69,6 +69,26 @@ def test_one_checkpoint_can_be_listed_alone_and_none_is_an_error(
     assert asked("ls", tmp_path / "nothing") == (2, None)
 
 
+def test_ls_says_why_there_is_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "step-5" / ".metadata").unlink()
+    reasons = {"step-5": "has no .metadata", "step-7": "does not exist", "stock/.metadata": "one file of"}
+    for name, reason in reasons.items():
+        assert main(["checkpoint", "ls", str(run / name)]) == 2
+        assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["step-5", "stock"])
+def test_a_file_that_is_gone_is_no_equal_one(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / name / "__0_0.distcp").unlink()
+    for pair in ((run / name, run / "step-10"), (run / "step-10", run / name)):
+        assert main(["checkpoint", "diff", *map(str, pair)]) == 2
+        told = capsys.readouterr().err
+        assert "__0_0.distcp is missing" in told
+        assert "penstock checkpoint verify" in told
+
+
 def test_a_stock_file_that_is_too_short_is_damaged(run: Path, asked: Asked) -> None:
     path = run / "stock" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])

@@ -112,6 +112,27 @@ class CheckpointSource:
                 fix="Load it again, or load a step that no job still writes.",
             )
 
+    def require_files(self) -> None:
+        """Raise unless all files of the folder exist and are as long as they must be."""
+        sizes = {info.key: info.size_bytes for info in self.storage.list(self.folder)}
+        for name, needed in self._needed_sizes().items():
+            actual = sizes.get(self.key(name))
+            if actual is None:
+                raise ObjectNotFound(f"The file {name} is missing", uri=self.uri)
+            wrong = actual != needed if self.manifest is not None else actual < needed
+            if wrong:
+                raise StorageError(f"The file {name} has {actual} bytes, {needed} are needed", uri=self.uri)
+
+    def _needed_sizes(self) -> dict[str, int]:
+        if self.manifest is not None:
+            return {file.name: file.size_bytes for file in self.manifest.files}
+        stored = self.index.stored
+        ends = np.zeros(len(self.index.files), dtype=np.int64)
+        np.maximum.at(ends, stored.file, stored.item_offset + stored.item_bytes)
+        for each in self.index.objects:
+            ends[each.file] = max(int(ends[each.file]), each.offset + each.size_bytes)
+        return dict(zip(self.index.files, ends.tolist(), strict=True))
+
     @contextmanager
     def explaining_damage(self) -> Iterator[None]:
         """Say why files are not as they should be: replaced by another save, or copied in part."""

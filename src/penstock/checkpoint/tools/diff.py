@@ -1,7 +1,7 @@
 """Compare two checkpoints tensor by tensor, whatever their formats and however they were sharded.
 
 If both have the same regions and checksums, equal checksums mean equal bytes and nothing is read. Invariant:
-memory is two slabs, and what is reported as the same was compared to the last byte.
+memory is two slabs, and what is reported as the same was written the same, to the last byte.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.checkpoint.commit.catalog import AnyPath
-from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
+from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, Format, open_checkpoint
 from penstock.checkpoint.formats.torch_save import is_plain
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.state.regions import StoredObject, TensorFacts
@@ -74,6 +74,11 @@ def compare(
     """Compare the checkpoints at two paths or URIs; `only` are patterns of names."""
     progress = progress or Silent()
     pair = open_checkpoint(first), open_checkpoint(second)
+    for checkpoint in pair:
+        # Equal checksums say nothing about files that are gone.
+        if checkpoint.format is Format.DCP:
+            with checkpoint.explaining_damage():
+                checkpoint.require_files()
     with closing(_TensorComparer(*pair, progress)) as comparer:
         tensors = list(comparer.compare_all(only))
     objects = list(_compare_all_objects(*pair, only))

@@ -24,7 +24,7 @@ from penstock.checkpoint.formats.checkpoint_source import (
 from penstock.checkpoint.formats.dcp_item import ALIGNED_BYTES, HEAD_BYTES, PAYLOAD_ALIGNMENT
 from penstock.checkpoint.state.regions import UNKNOWN, StoredObject, element_sizes
 from penstock.checkpoint.tools.diff import format_value
-from penstock.errors import AccessRefused, ObjectNotFound, PenstockError, StorageError
+from penstock.errors import AccessRefused, ObjectNotFound, PenstockError
 from penstock.storage import Storage
 from penstock.storage.uri import open_here
 
@@ -69,6 +69,8 @@ def list_checkpoints(path: AnyPath) -> list[CheckpointListing]:
     try:
         return [_list_checkpoint(storage, name)]
     except ObjectNotFound as error:
+        # One that is there in part, or not at all, has an error of its own.
+        open_checkpoint(path)
         raise ObjectNotFound(
             "There are no checkpoints here",
             uri=checkpoint_uri(storage, name),
@@ -107,7 +109,7 @@ def _list_checkpoint(storage: Storage, name: str) -> CheckpointListing:
         source = open_folder(storage, committed.folder, checkpoint_uri(storage, name))
         num_tensors = len(source.index.tensors)
         step = source.manifest.step if source.manifest and source.manifest.step is not None else step
-        _require_sizes(source, sizes)
+        source.require_files()
         state = CheckpointState.UNSUMMED if source.manifest is None else CheckpointState.COMMITTED
     except AccessRefused:
         raise
@@ -123,28 +125,6 @@ def _list_checkpoint(storage: Storage, name: str) -> CheckpointListing:
         modified_s=modified_s,
         complaint=complaint,
     )
-
-
-def _require_sizes(source: CheckpointSource, sizes: Mapping[str, int]) -> None:
-    """Raise unless all files exist and are as long as they must be."""
-    for name, needed in _needed_sizes(source).items():
-        actual = sizes.get(source.key(name))
-        if actual is None:
-            raise ObjectNotFound(f"The file {name} is missing", uri=source.uri)
-        wrong = actual != needed if source.manifest is not None else actual < needed
-        if wrong:
-            raise StorageError(f"The file {name} has {actual} bytes, {needed} are needed", uri=source.uri)
-
-
-def _needed_sizes(source: CheckpointSource) -> dict[str, int]:
-    if source.manifest is not None:
-        return {file.name: file.size_bytes for file in source.manifest.files}
-    index = source.index
-    ends = np.zeros(len(index.files), dtype=np.int64)
-    np.maximum.at(ends, index.stored.file, index.stored.item_offset + index.stored.item_bytes)
-    for stored in index.objects:
-        ends[stored.file] = max(int(ends[stored.file]), stored.offset + stored.size_bytes)
-    return dict(zip(index.files, ends.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
