@@ -42,7 +42,15 @@ class Location:
 
     @property
     def text(self) -> str:
-        """The location as a URI with its options: `parse_uri` makes the same location of it."""
+        """The location as a path or as a URI with options: `parse_uri` makes the same location of it."""
+        if self.scheme == "file" and not self.options:
+            # A path may have a question mark, which begins the options of a URI.
+            return self.root
+        if "?" in self.root:
+            raise UsageError(
+                f"{self.root!r} cannot be written as a URI with options, because of its '?'",
+                fix="Rename the folder.",
+            )
         query = "&".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.uri}?{query}" if query else self.uri
 

@@ -15,6 +15,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.tools.verify import verify
@@ -219,3 +220,18 @@ def test_ranks_that_give_different_folders_are_told_which(places: Path, tmp_path
     assert said[0] == said[1]
     for what in said[0]:
         assert re.search(r"rank 0:? .*of-rank-0.*rank 1:? .*of-rank-1", what), what
+
+
+@pytest.mark.parametrize("folder", ["why?", "lr=1e-3?bs=8", "run?fsync=false"])
+def test_a_question_mark_in_a_path_is_part_of_it(tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder).mkdir()
+    pc.save(weights(), tmp_path / folder.partition("?")[0] / "saved")
+    pc.save({"weight": torch.ones(4, 4)}, str(tmp_path / folder / "saved"))
+    state = {"weight": torch.zeros(4, 4)}
+    pc.load(state, tmp_path / folder / "saved")
+    assert state["weight"].all()
+    assert verify(tmp_path / folder / "saved").is_whole
+    with pytest.raises(CheckpointException, match="Rename the folder"):
+        stock_save(
+            weights(), storage_writer=pc.Writer(tmp_path / folder / "other", fsync=False), no_dist=True
+        )
