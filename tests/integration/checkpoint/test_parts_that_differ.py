@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map
 
 import penstock.checkpoint as pc
 from penstock.errors import UsageError
@@ -172,3 +173,83 @@ def test_long_shards_need_no_list_of_their_rows(tmp_path: Path) -> None:
     pc.save({"w": torch.arange(SHARD_BYTES // 2, dtype=torch.int32)}, tmp_path / "saved")
     # Torch's list of rows would be twice a shard.
     assert max(on_gloo_ranks(2, shard_growth, tmp_path / "saved")) < SHARD_BYTES * 1.5
+
+
+def grown() -> dict[str, Any]:
+    return {
+        "best": torch.arange(3.0),
+        "history": [{"loss": 1.0}, {"loss": 0.5, "at": torch.ones(2)}],
+        "metrics": {"train": {7: torch.ones(3), 8: "x"}},
+        "trainer": {"ema": [torch.ones(2)], "last": {"step": 3}, "tags": ["a"], "nothing": None},
+        "steps": 2,
+    }
+
+
+def as_list(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def fresh() -> dict[str, Any]:
+    return {
+        "best": None,
+        "history": [],
+        "metrics": {},
+        "trainer": {"ema": [], "last": None, "tags": [], "nothing": 5},
+        "steps": 0,
+    }
+
+
+def test_a_fresh_state_gets_what_was_saved_where_it_has_nothing_yet(tmp_path: Path) -> None:
+    pc.save(grown(), tmp_path / "saved")
+    state = fresh()
+    metrics, history, trainer = state["metrics"], state["history"], state["trainer"]
+    pc.load(state, tmp_path / "saved")
+    assert tree_map(as_list, state) == tree_map(as_list, grown())
+    assert state["metrics"] is metrics
+    assert state["history"] is history
+    assert state["trainer"] is trainer
+
+
+def test_a_failed_load_leaves_what_is_empty(tmp_path: Path) -> None:
+    pc.save(grown(), tmp_path / "saved")
+    state = {**fresh(), "steps": 0, "lost": torch.ones(1)}
+    with pytest.raises(UsageError, match="'lost'"):
+        pc.load(state, tmp_path / "saved")
+    (tmp_path / "saved" / "__0_0.distcp").unlink()
+    del state["lost"]
+    with pytest.raises(FileNotFoundError):
+        pc.load(state, tmp_path / "saved")
+    assert state == fresh()
+
+
+def test_what_is_excluded_below_something_empty_is_left_out(tmp_path: Path) -> None:
+    pc.save(grown(), tmp_path / "saved")
+    state = fresh()
+    pc.load(state, tmp_path / "saved", exclude=["best", "history.1.*", "metrics.train.7", "trainer.*"])
+    found = {"history": [{"loss": 1.0}], "metrics": {"train": {8: "x"}}, "steps": 2}
+    assert state == {**fresh(), **found}
+
+
+def test_a_fresh_dict_of_an_optimizer_gets_its_state(tmp_path: Path) -> None:
+    saved, other = (torch.optim.AdamW(model().parameters()) for _ in range(2))
+    for parameter in saved.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    pc.save({"optimizer": saved.state_dict()}, tmp_path / "saved")
+    state = {"optimizer": other.state_dict()}
+    pc.load(state, tmp_path / "saved")
+    torch.testing.assert_close(state["optimizer"], saved.state_dict(), rtol=0, atol=0)
+
+
+def load_where_one_rank_has_nothing(rank: int, folder: Path) -> Any:
+    pc.save({"stage": {"w": torch.ones(2)}, "history": [{"at": 1}]}, folder / "saved")
+    state: dict[str, Any] = {"stage": {} if rank else {"w": torch.zeros(2)}, "history": []}
+    pc.load(state, folder / "saved")
+    return {**state, "stage": {name: part.tolist() for name, part in state["stage"].items()}}
+
+
+def test_a_dict_that_another_rank_has_filled_stays_empty(tmp_path: Path) -> None:
+    assert on_gloo_ranks(2, load_where_one_rank_has_nothing, tmp_path) == [
+        {"stage": {"w": [1.0, 1.0]}, "history": [{"at": 1}]},
+        {"stage": {}, "history": [{"at": 1}]},
+    ]

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -421,13 +421,30 @@ class StoredNames:
         """
         found: dict[Path, TensorFacts | Skipped | None] = {}
         for name in self.names:
-            if name.startswith(prefix) and not self.is_of_one_rank(name):
-                rest = _rest_of(self._paths.get(name, ()), prefix)
-                if rest:
-                    own = rank_object_name(name, self._rank)
-                    facts = self._tensors.get(own if own in self._known else name)
-                    found[rest] = facts if self.find(f"{key}.{name[len(prefix) :]}") == name else SKIPPED
+            if name.startswith(prefix):
+                found |= self._place(name, prefix, key)
         return found
+
+    def below_each(self, keys: Mapping[str, str]) -> dict[str, StoredPlaces]:
+        """`below` for several names, `keys` by prefix: none of them is empty, or below another one."""
+        found: dict[str, dict[Path, TensorFacts | Skipped | None]] = {prefix: {} for prefix in keys}
+        for name in self.names if keys else ():
+            ends = accumulate(f"{step}." for step in name.split("."))
+            if (prefix := next((end for end in ends if end in keys), None)) is not None:
+                found[prefix] |= self._place(name, prefix, keys[prefix])
+        return dict(found)
+
+    def facts(self, name: str) -> TensorFacts | Skipped | None:
+        """What is stored under a name, as this rank had it; skipped if it is nothing."""
+        own = rank_object_name(name, self._rank)
+        found = own if own in self._known else name
+        return self._tensors.get(found) if found in self._known else SKIPPED
+
+    def _place(self, name: str, prefix: str, key: str) -> Mapping[Path, TensorFacts | Skipped | None]:
+        """The place below `prefix`, if this name has one, and what is stored there."""
+        rest = () if self.is_of_one_rank(name) else _rest_of(self._paths.get(name, ()), prefix)
+        is_chosen = rest and self.find(f"{key}.{name[len(prefix) :]}") == name
+        return {rest: self.facts(name) if is_chosen else SKIPPED} if rest else {}
 
 
 def _rest_of(path: Path, prefix: str) -> Path:

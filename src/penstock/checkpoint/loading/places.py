@@ -23,7 +23,7 @@ def joined(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _place(facts: TensorFacts | None, parameter: torch.Tensor | None) -> Any:
+def new_place(facts: TensorFacts | None, parameter: torch.Tensor | None) -> Any:
     """A place to load into: for a tensor memory, like its parameter's where the shape is the same."""
     if facts is None:
         return None
@@ -69,12 +69,12 @@ class Places:
             _drop_rest(own, below)
         for step, rests in below.items():
             taken = {rest: facts for rest, facts in rests.items() if facts is not SKIPPED}
-            if not taken or not _has(own, (step,)):
+            if not taken or not has_entry(own, (step,)):
                 if self.parameter is not None or isinstance(own, list):
                     for rest, facts in taken.items():
-                        self._put(own, (step, *rest), _place(facts, self.parameter), at)
+                        self.put(own, (step, *rest), new_place(facts, self.parameter), at)
                 continue
-            key = _own_key(own, step)
+            key = own_key(own, step)
             if taken.keys() == {()}:
                 if not _is_place(own, own[key], taken[()]):
                     self._leave(own, key, taken[()])
@@ -86,8 +86,8 @@ class Places:
 
     def add(self, own: Any, path: Path, facts: TensorFacts | None) -> None:
         """Make a place. A dict that is empty on one rank and not on another one stays."""
-        if not (_has(own, path) and _at(own, path)):
-            self._put(own, path, _place(facts, None))
+        if not (has_entry(own, path) and _at(own, path)):
+            self.put(own, path, new_place(facts, None))
 
     def end(self) -> None:
         """After the load: let dicts that are empty now be of the kinds that they were."""
@@ -99,9 +99,9 @@ class Places:
         if isinstance(own[key], MutableMapping):
             own[key].clear()
             self._emptied.append((own, key, own[key]))
-        _set(own, key, _place(facts, self.parameter))
+        _set(own, key, new_place(facts, self.parameter))
 
-    def _put(self, holder: Any, path: Path, value: Any, at: Path = ()) -> None:
+    def put(self, holder: Any, path: Path, value: Any, at: Path = ()) -> None:
         """Put a value at a place; missing dicts and lists on the way are made."""
         for number, step in enumerate(path):
             is_last = number + 1 == len(path)
@@ -119,7 +119,7 @@ class Places:
             holder = holder[key]
 
     def _new_key(self, holder: Any, step: str | int, at: Path) -> Any:
-        key = _own_key(holder, step)
+        key = own_key(holder, step)
         if key in holder or not isinstance(key, str):
             return key
         kind = self.key_types.get(f"{self.prefix}{'.'.join(map(str, at))}".removesuffix("."))
@@ -146,7 +146,7 @@ def _drop_rest(own: Any, stored: Collection[str | int]) -> None:
 
 def _at(holder: Any, path: Path) -> Any:
     for step in path:
-        holder = holder[_own_key(holder, step)]
+        holder = holder[own_key(holder, step)]
     return holder
 
 
@@ -160,17 +160,18 @@ def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:
     return tuple(value.shape) == facts.shape and str(value.dtype) == f"torch.{facts.dtype}"
 
 
-def _own_key(holder: Any, step: str | int) -> Any:
+def own_key(holder: Any, step: str | int) -> Any:
     """The key of a step of a place, which is text even where the state counts with integers."""
     if not isinstance(holder, Mapping) or step in holder:
         return step
     return next((key for key in holder if not isinstance(key, str) and str(key) == step), step)
 
 
-def _has(holder: Any, path: Path) -> bool:
+def has_entry(holder: Any, path: Path) -> bool:
+    """Whether there is anything at a place."""
     for step in path:
         if isinstance(holder, Mapping):
-            key = _own_key(holder, step)
+            key = own_key(holder, step)
             if key not in holder:
                 return False
         elif isinstance(holder, list):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from penstock.checkpoint.loading.optimizer_parts import (
     begin_optimizer,
     number_names,
 )
-from penstock.checkpoint.loading.places import Places, copied, joined
+from penstock.checkpoint.loading.places import Places, copied, has_entry, joined, new_place, own_key
 from penstock.checkpoint.plan.save_plan import RANK_MARK
 from penstock.checkpoint.state.leaves import Leaf, Path, Stateful, is_stateful
 from penstock.checkpoint.state.regions import TensorFacts
@@ -46,14 +46,88 @@ class _Part(Protocol):
 
 
 @dataclass(slots=True)
+class _EmptyPlaces:
+    """Fills what is empty in a plain state with places for what is stored there: dicts, lists and None."""
+
+    stored: StoredNames
+    _emptied: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    _begun: dict[int, Any] = field(default_factory=dict)
+    """Dicts that were empty, by identity."""
+
+    def fill(self, state: MutableMapping[str, Any], prefixes: Mapping[str, str]) -> None:
+        """Fill lists and None, in which nothing else can be stored, wherever they are in `state`."""
+        empty: dict[str, tuple[str, Any, Any]] = {}
+        for key in state:
+            if prefixes[key]:
+                self._find(empty, (state, key), key, prefixes[key])
+        below = self.stored.below_each({prefix: name for prefix, (name, *_) in empty.items()})
+        for prefix, places in below.items():
+            _, holder, key = empty[prefix]
+            taken = {path: facts for path, facts in places.items() if facts is not SKIPPED}
+            is_list = all(isinstance(path[0], int) for path in taken)
+            if taken and (holder[key] is None or is_list):
+                self._begin(holder, key, [] if is_list else {})
+                making = Places(self.stored.key_types, prefix)
+                for path, facts in taken.items():
+                    making.put(holder[key], path, new_place(facts, None))
+
+    def add(self, own: Any, path: Path, facts: TensorFacts | None, prefix: str) -> bool:
+        """Make a place below a dict that is empty on all ranks; False if there is none on the way."""
+        holder = own
+        for number, step in enumerate(path):
+            if isinstance(holder, MutableMapping) and (not holder or id(holder) in self._begun):
+                self._begun[id(holder)] = holder
+                making = Places(self.stored.key_types, prefix)
+                making.put(holder, path[number:], new_place(facts, None), path[:number])
+                return True
+            if not has_entry(holder, (step,)):
+                return False
+            holder = holder[own_key(holder, step)]
+        return False
+
+    def undo(self) -> None:
+        """Let everything be as empty as before."""
+        for emptied in self._begun.values():
+            emptied.clear()
+        for holder, key, value in reversed(self._emptied):
+            if value is not None:
+                value.clear()
+            holder[key] = value
+
+    def _find(
+        self, empty: dict[str, tuple[str, Any, Any]], place: tuple[Any, Any], name: str, prefix: str
+    ) -> None:
+        """Put what is empty at a place, and may have something below it, into `empty` by prefix."""
+        holder, key = place
+        value = holder[key]
+        if value is None or (isinstance(value, list) and not value):
+            stored = prefix.removesuffix(".")
+            facts = self.stored.facts(stored)
+            if facts is SKIPPED:
+                empty[prefix] = name, holder, key
+            elif facts is not None and value is None and self.stored.find(name) == stored:
+                self._begin(holder, key, new_place(facts, None))
+        elif isinstance(value, MutableMapping | list):
+            for step in list(value) if isinstance(value, MutableMapping) else range(len(value)):
+                self._find(empty, (value, step), f"{name}.{step}", f"{prefix}{step}.")
+
+    def _begin(self, holder: Any, key: Any, value: Any) -> None:
+        self._emptied.append((holder, key, holder[key]))
+        if holder[key] is None:
+            holder[key] = value
+
+
+@dataclass(slots=True)
 class _Plain:
     """A value that is filled or replaced where it is."""
 
     inner: Any
+    prefix: str
+    places: _EmptyPlaces
 
-    def add(self, path: Path, facts: TensorFacts | None) -> bool:  # noqa: ARG002 - the same for all parts
-        """Nothing is added."""
-        return False
+    def add(self, path: Path, facts: TensorFacts | None) -> bool:
+        """Places are made where a dict is empty; any other one names what it wants."""
+        return self.places.add(self.inner, path, facts, self.prefix)
 
     def take(self, loaded: Any) -> Any:
         """It is what was loaded."""
@@ -206,17 +280,28 @@ def loading_into(
     raises, no part is changed.
     """
     names = parameter_names(state)
-    parts = {key: _begin(key, part, stored, prefixes[key], names) for key, part in state.items()}
+    empty = _EmptyPlaces(stored)
+    parts = {
+        key: _begin(key, part, stored, prefixes[key], names) or _Plain(part, prefixes[key], empty)
+        for key, part in state.items()
+    }
     containers = (Mapping, list)
-    asked = {key: prefixes[key] for key, part in parts.items() if isinstance(part.inner, containers)}
-    loading = LoadedParts(parts, {key: prefix for key, prefix in asked.items() if prefix}, stored)
     fixed = [key for key, part in parts.items() if not isinstance(part.inner, (*containers, torch.Tensor))]
     if fixed and not isinstance(state, MutableMapping):
         raise UsageError(
             f"The state is a {type(state).__name__}, in which {name_some(fixed)} cannot be replaced",
             fix="Load into a dict.",
         )
-    yield loading
+    plain = {key: part.inner for key, part in parts.items() if isinstance(part, _Plain)}
+    empty.fill(plain, prefixes)
+    for key, inner in plain.items():
+        parts[key].inner = inner
+    asked = {key: prefixes[key] for key, part in parts.items() if isinstance(part.inner, containers)}
+    loading = LoadedParts(parts, {key: prefix for key, prefix in asked.items() if prefix}, stored)
+    with ExitStack() as after_failure:
+        after_failure.callback(empty.undo)
+        yield loading
+        after_failure.pop_all()
     for key, part in parts.items():
         if loading.is_left(key):
             continue
@@ -225,7 +310,7 @@ def loading_into(
             state[key] = taken
 
 
-def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping[int, str]) -> _Part:
+def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping[int, str]) -> _Part | None:
     if isinstance(part, torch.nn.Module):
         return _begin_module(key, part, stored, prefix)
     if is_stateful(part):
@@ -240,7 +325,7 @@ def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping
         numbered = number_names(part, stored.below(prefix, key))
         if numbered is not None:
             return NamedState(key, part, numbered)
-    return _Plain(part)
+    return None
 
 
 def _begin_module(key: str, part: torch.nn.Module, stored: StoredNames, prefix: str) -> _ModuleState:
