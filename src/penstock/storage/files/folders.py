@@ -33,6 +33,8 @@ class VerifiedFolders:
         self._inside = _Remembered()
         self._made = _Remembered()
         self._durable = _Remembered()
+        self._root_facts: os.stat_result | None = None
+        """Of the root when it was first used."""
 
     def uri_of(self, path: str) -> str:
         """The URI of a path, for errors."""
@@ -44,6 +46,7 @@ class VerifiedFolders:
         if path not in self._inside:
             self.resolve(path)
             self._inside.add(path)
+            self._note_root()
         return path
 
     def ready(self, folder: str, *, keep_names: bool) -> str:
@@ -97,6 +100,29 @@ class VerifiedFolders:
                 fix="Open its parent folder, and use the file's name as key.",
             )
 
+    def require_same_root(self) -> None:
+        """Raise if the root is gone together with its file system: a write would go to the one below.
+
+        A root that neither is the folder of before nor on its device, and has at most leases, is where it was
+        mounted. File systems that were mounted again may have another device, and some of them other numbers.
+        """
+        before, path = self._root_facts, self.root
+        if before is None:
+            return
+        while not os.path.lexists(path):
+            path = os.path.dirname(path)
+        with translate_os_errors("Looking at the root folder", self.uri_of(self.root)):
+            facts = os.stat(path)
+            is_gone = facts.st_dev != before.st_dev and (
+                path != self.root or (facts.st_ino != before.st_ino and _has_only_hidden(path))
+            )
+        if is_gone:
+            raise StorageError(
+                "The file system of this folder is not mounted any more",
+                uri=self.uri_of(self.root),
+                fix="Mount it again, and repeat what failed.",
+            )
+
     def resolve(self, path: str) -> str:
         """`path` with all symbolic links followed; refused if it is outside the root."""
         with translate_os_errors("Resolving the path", self.uri_of(path)):
@@ -131,6 +157,7 @@ class VerifiedFolders:
 
     def _make_root(self) -> None:
         """Create the root and its missing parents; their names are always made durable."""
+        self.require_same_root()
         missing: list[str] = []
         path = self.root
         while not os.path.lexists(path):
@@ -139,6 +166,12 @@ class VerifiedFolders:
         for folder in reversed(missing):
             self._make_folder(folder)
             self.sync_folder(os.path.dirname(folder))
+        self._note_root()
+
+    def _note_root(self) -> None:
+        if self._root_facts is None:
+            with translate_os_errors("Looking at the root folder", self.uri_of(self.root)):
+                self._root_facts = os.stat(self.root)
 
     def _sync(self, path: str, flags: int) -> None:
         with translate_os_errors("Syncing", self.uri_of(path)):
@@ -163,6 +196,11 @@ def _listing(calls: FileCalls, path: str) -> list[os._ScandirIterator[str]]:
         return [calls.scandir(path)]
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _has_only_hidden(path: str) -> bool:
+    with os.scandir(path) as listing:
+        return all(entry.name.startswith(".") for entry in listing)
 
 
 class _Remembered:
@@ -204,6 +242,7 @@ class FileFolderTree:
 
     def make(self, folder: str, *, keep_name: bool = True) -> None:
         """Make a new folder, and durably what is missing above it."""
+        self._folders.require_same_root()
         path = self._path(folder, make_parent=True)
         try:
             self._calls.mkdir(path)
@@ -215,6 +254,7 @@ class FileFolderTree:
 
     def entries(self, folder: str = "", *, prefix: str = "") -> Iterator[FolderEntry]:
         """What lies directly in a folder; what vanishes meanwhile is left out."""
+        self._folders.require_same_root()
         try:
             path = self._folders.existing(check_prefix(folder, self._folders.uri_of(self._folders.root)))
             with translate_os_errors("Listing", self._folders.uri_of(path)):

@@ -1,4 +1,4 @@
-"""Loads, and verbs that only read, work on a file system that is mounted read-only, and write nothing."""
+"""File systems that are mounted read-only, where all that reads works and writes nothing, or that go away."""
 
 import shutil
 import subprocess
@@ -83,14 +83,43 @@ with tempfile.TemporaryDirectory() as out:
 """
 
 
-def run_read_only(folder: Path, program: str) -> str:
+UNMOUNTED = 'mount -t tmpfs tmpfs "$1" && exec "$2" -c "$3" "$1"'
+
+GOES_AWAY = """
+import subprocess, sys, torch
+import penstock.checkpoint as pc
+from penstock.errors import StorageError
+root = sys.argv[1]
+state = {"w": torch.zeros(3)}
+for folder in (root, f"{root}/run"):
+    manager = pc.Manager(folder)
+    manager.save(1, state)
+    subprocess.run(["umount", "--lazy", root], check=True)
+    for call in (
+        lambda: manager.save(2, state),
+        lambda: manager.save_async(3, state).result(),
+        manager.steps,
+        lambda: manager.restore(state),
+    ):
+        try:
+            print("done", call())
+        except StorageError as error:
+            assert "is not mounted any more" in str(error), error
+            print("refused")
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root], check=True)
+    manager.save(4, state)
+    print(manager.steps())
+"""
+
+
+def run_mounted(folder: Path, program: str, mounted: str = MOUNTED) -> str:
     """What `program` prints when everything below `folder` is mounted read-only for it alone."""
     unshare = shutil.which("unshare")
     if unshare is None:
         pytest.skip("unshare is not installed")
     if subprocess.run([unshare, "-m", "true"], check=False, capture_output=True).returncode:
         pytest.skip("mounts need privileges that this user lacks")
-    command = [unshare, "-m", "sh", "-c", MOUNTED, "sh", str(folder), sys.executable, program]
+    command = [unshare, "-m", "sh", "-c", mounted, "sh", str(folder), sys.executable, program]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -109,16 +138,16 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_every_format_is_loaded_and_restored_from_a_read_only_mount(saved: Path) -> None:
-    printed = run_read_only(saved, LOADS)
+    printed = run_mounted(saved, LOADS)
     assert printed.split("\n")[-2] == "restored"
 
 
 def test_verbs_that_only_read_work_on_a_read_only_mount(saved: Path) -> None:
-    run_read_only(saved, VERBS)
+    run_mounted(saved, VERBS)
 
 
 def test_saves_to_a_read_only_mount_name_the_checkpoint_that_was_asked_for(saved: Path) -> None:
-    assert run_read_only(saved, SAVES) == "refused new\nrefused managed/step-8\n"
+    assert run_mounted(saved, SAVES) == "refused new\nrefused managed/step-8\n"
 
 
 def test_loads_touch_no_folder(saved: Path) -> None:
@@ -127,3 +156,10 @@ def test_loads_touch_no_folder(saved: Path) -> None:
     with Manager(saved / "managed") as manager:
         manager.restore({"w": torch.zeros(3000)})
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_nothing_is_saved_below_a_mount_that_went_away(tmp_path: Path) -> None:
+    (tmp_path / "mount").mkdir()
+    said = run_mounted(tmp_path / "mount", GOES_AWAY, UNMOUNTED).splitlines()
+    assert said == [*["refused"] * 4, "[4]"] * 2
+    assert {path.name for path in (tmp_path / "mount").iterdir()} <= {".penstock-writer.lease"}
