@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as stock_as
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
+from penstock.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -84,6 +85,28 @@ def test_metadata_has_the_version_and_the_save_id_of_the_writer(tmp_path: Path) 
     assert metadata.version == "1.0.0"
     assert metadata.storage_meta.save_id == writer.storage_meta().save_id
     assert {UUID(before), UUID(metadata.storage_meta.save_id)}
+
+
+def test_a_reader_tells_its_loads_apart(tmp_path: Path) -> None:
+    writer = pc.Writer(tmp_path / "saved")
+    stock_save(state_of(1), storage_writer=writer)
+    reader = pc.Reader(tmp_path / "saved")
+    first = reader.read_metadata().storage_meta
+    assert first is not None
+    assert (first.save_id, first.load_id) == (writer.storage_meta().save_id, reader.load_id)
+    reader.reset()
+    assert {UUID(reader.load_id), UUID(first.load_id)} > {UUID(first.load_id)}
+
+
+def test_only_known_storages_are_valid(tmp_path: Path) -> None:
+    for kind in (pc.Writer, pc.Reader):
+        assert kind.validate_checkpoint_id(tmp_path / "new")
+        assert kind.validate_checkpoint_id("mem://bucket/new")
+        assert not kind.validate_checkpoint_id("abc://abc.abc")
+        assert not kind.validate_checkpoint_id("abc://bucket/new")
+        assert not kind.validate_checkpoint_id("")
+    with pytest.raises(UsageError, match="Unsupported storage scheme 'abc'"):
+        pc.save(state_of(1), "abc://abc.abc")
 
 
 def test_overwrite_can_be_forbidden(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Final
 from penstock.checkpoint.commit import protocol
 from penstock.checkpoint.commit.record_commit import RecordCatalog
 from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
-from penstock.errors import ObjectNotFound, StorageError, Unavailable, UsageError, name_some
+from penstock.errors import ObjectNotFound, PenstockError, StorageError, Unavailable, UsageError, name_some
 from penstock.storage import Storage
 from penstock.storage.capabilities import (
     defer_sync,
@@ -84,12 +84,23 @@ def split_path(path: AnyPath) -> tuple[str, str]:
     text = os.fspath(path)
     parts = parse_uri(text).split_name()
     if parts is None:
+        # An unknown scheme is the better reason.
+        open_here(text)
         raise UsageError(
             f"{text!r} is the root of a storage, not a checkpoint",
             fix="Add the name of the checkpoint, as in /data/run/step-100 or s3://bucket/run/step-100.",
         )
     parent, name = parts
     return parent.text, name
+
+
+def can_be_named(path: AnyPath) -> bool:
+    """Whether a checkpoint may be at this path or URI."""
+    try:
+        open_parent(path)
+    except (PenstockError, ValueError):
+        return False
+    return True
 
 
 def absolute_path(path: Any) -> str:

@@ -12,15 +12,17 @@ import pickle
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from penstock.checkpoint.api import DEFAULT_TIMEOUT_S
-from penstock.checkpoint.commit.catalog import AnyPath
+from penstock.checkpoint.commit.catalog import AnyPath, can_be_named
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
 from penstock.checkpoint.formats.dcp_item import object_bytes
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
@@ -81,6 +83,7 @@ class Reader(StorageReader):
 
     def __init__(self, path: AnyPath, *, trust: bool = False, convert_dtypes: bool = False) -> None:
         self.checkpoint_id: AnyPath = path
+        self.load_id = str(uuid4())
         self._trust = trust
         self._converts = convert_dtypes
         self._buffers = ReadBuffers(ReadSettings())
@@ -98,6 +101,7 @@ class Reader(StorageReader):
         """Begin a new load, perhaps of another checkpoint."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
+        self.load_id = str(uuid4())
         self._opened = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - torch's signature
@@ -108,6 +112,7 @@ class Reader(StorageReader):
         described = checkpoint.metadata or DcpMetadata(index=checkpoint.index, paths=checkpoint.paths)
         # These are our own bytes, made of columns that were checked: no pickle of the checkpoint is loaded.
         metadata: Metadata = pickle.loads(metadata_bytes(described))  # noqa: S301
+        metadata.storage_meta = replace(metadata.storage_meta or StorageMeta(), load_id=self.load_id)
         return metadata
 
     def set_up_storage_reader(
@@ -223,7 +228,7 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether torch may choose this reader for a path; it only asks its own readers."""
-        return bool(os.fspath(checkpoint_id))
+        return can_be_named(checkpoint_id)
 
     @property
     def _checkpoint(self) -> CheckpointSource:

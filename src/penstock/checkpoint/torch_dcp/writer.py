@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
+from penstock.checkpoint.commit.catalog import AnyPath, can_be_named, open_catalog, open_parent
 from penstock.checkpoint.commit.protocol import Draft, Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.engine import WrittenFile, WrittenShare
@@ -317,8 +317,8 @@ class Writer(BlockingAsyncStager, StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept any path or URI."""
-        return bool(os.fspath(checkpoint_id))
+        """Accept any path, and URIs of known storages."""
+        return can_be_named(checkpoint_id)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         assigned: _WriteAssignment = _ARRIVED.pop(self._uri(), plan.storage_data)
