@@ -1,5 +1,6 @@
 """`pc.Writer`, `pc.Reader` and our planners where torch's own calls expect theirs."""
 
+import io
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,15 @@ import torch
 from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.state_dict_saver import async_save as stock_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
+from penstock.checkpoint.tools.verify import verify
 from penstock.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -107,6 +110,36 @@ def test_only_known_storages_are_valid(tmp_path: Path) -> None:
         assert not kind.validate_checkpoint_id("")
     with pytest.raises(UsageError, match="Unsupported storage scheme 'abc'"):
         pc.save(state_of(1), "abc://abc.abc")
+
+
+class PlanWithVoid(DefaultSavePlanner):
+    """Plans two empty shards where another one begins, as Megatron does where a tensor has few rows."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        (item,) = (item for item in plan.items if item.index.fqn == "model.w")
+        assert item.tensor_data is not None
+        facts = replace(item.tensor_data, chunk=ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((0, 5))))
+        index = MetadataIndex("model.w", torch.Size((0, 0)))
+        void = replace(item, index=index, type=WriteItemType.SHARD, tensor_data=facts)
+        return replace(plan, items=[*plan.items, void, void])
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data = super().resolve_data(write_item)
+        is_void = write_item.tensor_data is not None and not write_item.tensor_data.chunk.sizes.numel()
+        return data[:0] if is_void and isinstance(data, torch.Tensor) else data
+
+    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        return all_plans
+
+
+def test_empty_shards_at_the_place_of_another_one_are_not_written(tmp_path: Path) -> None:
+    stock_save(state_of(3), storage_writer=pc.Writer(tmp_path / "saved"), planner=PlanWithVoid())
+    assert verify(tmp_path / "saved").num_items == 3
+    assert_loaded(tmp_path / "saved", 3)
+    found = state_of(0)
+    stock_load(found, checkpoint_id=tmp_path / "saved")
+    assert torch.equal(found["model"]["w"], state_of(3)["model"]["w"])
 
 
 def test_overwrite_can_be_forbidden(tmp_path: Path) -> None:

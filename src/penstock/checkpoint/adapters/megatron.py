@@ -95,12 +95,14 @@ class PenstockLoadStrategy(stock.TorchDistLoadShardedStrategy):
     """Megatron's `torch_dist` load strategy with the engine's reader.
 
     Bytes that several ranks need are read once; checksums are verified if there is a manifest. Sharded
-    objects must be plain data, unless `trust`.
+    objects must be plain data, unless `trust`; another dtype than the checkpoint's is an error, unless
+    `convert_dtypes`. Megatron's own strategy allows both.
     """
 
-    def __init__(self, *, trust: bool = False) -> None:
+    def __init__(self, *, trust: bool = False, convert_dtypes: bool = False) -> None:
         super().__init__()
         self._trust = trust
+        self._converts = convert_dtypes
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
         """All ranks: the state, in which tensors and objects replace their descriptions."""
@@ -112,7 +114,7 @@ class PenstockLoadStrategy(stock.TorchDistLoadShardedStrategy):
                 strict_shapes.append(value)
         renamed, flat, renames = stock._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)  # noqa: SLF001 - the parent's own
         state = stock.mcore_to_pyt_state_dict(renamed, is_loading=True)
-        reader = Reader(checkpoint_dir, trust=self._trust)
+        reader = Reader(checkpoint_dir, trust=self._trust, convert_dtypes=self._converts)
         planner = stock.MCoreLoadPlanner(
             shapes_validation_sharded_tensors=strict_shapes, allow_shape_mismatch_sharded_tensors=free_shapes
         )

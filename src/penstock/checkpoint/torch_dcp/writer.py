@@ -17,7 +17,12 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -68,7 +73,7 @@ class RankItems:
             for item in items
             if item.type is WriteItemType.BYTE_IO
         }
-        tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO]
+        tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO and not _is_void(item)]
         self._items = {(item.index.fqn, _box_of(item)[0]): item for item in tensors}
         facts = {item.index.fqn: _facts_of(item) for item in tensors}
         numbers = {name: number for number, name in enumerate(facts)}
@@ -139,6 +144,9 @@ def build_seal(
         for result in all_results
         if not isinstance(result.storage_data, WrittenShare)
     }
+    metadata.state_dict_metadata = {
+        name: _without_void(facts) for name, facts in metadata.state_dict_metadata.items()
+    }
     metadata.storage_meta = meta
     metadata.version = VERSION
     # This pickle is only written, never loaded: torch's readers expect this form.
@@ -157,6 +165,19 @@ def build_seal(
 
 def _object_bytes(resolved: Any) -> bytes:
     return bytes(resolved.getbuffer())
+
+
+def _is_void(item: WriteItem) -> bool:
+    """Whether it is an empty shard of a tensor that has elements: another one may begin at the same place."""
+    facts = item.tensor_data
+    return facts is not None and facts.chunk.sizes.numel() == 0 < facts.size.numel()
+
+
+def _without_void(facts: STORAGE_TYPES) -> STORAGE_TYPES:
+    """The description of an entry without the shards that were not written."""
+    if not isinstance(facts, TensorStorageMetadata) or not facts.size.numel():
+        return facts
+    return replace(facts, chunks=[chunk for chunk in facts.chunks if chunk.sizes.numel()])
 
 
 def _box_of(item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
