@@ -488,11 +488,14 @@ class BaseComm(ABC):
                 broken.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            run()  # Too many threads here already; the other ranks wait for these messages all the same.
         while thread.is_alive():
             thread.join(wait.next_check_s())
-        if broken:
-            raise broken[0]
+        for error in broken:
+            raise error
 
     @contextmanager
     def receiving(

@@ -252,6 +252,14 @@ def submit_or_run(
         return done
 
 
+def no_thread(error: RuntimeError) -> Unavailable:
+    """The error where no thread may be started for work that must not hold up this one."""
+    return Unavailable(
+        f"No more threads can be started: {error}",
+        fix="Raise the job's limit of threads (ulimit -u, the container's pids), or of memory (ulimit -v).",
+    )
+
+
 def name_mount(storage: Storage) -> str:
     """Equal for processes of which one can make durable what the others did in a folder; "" if unknown.
 

@@ -43,6 +43,7 @@ from penstock.storage.capabilities import (
     defer_sync,
     find_folder_tree,
     name_mount,
+    no_thread,
     offers,
     prefer_direct_access,
     require_conditional_writes,
@@ -241,7 +242,10 @@ class _LeaseRenewer:
         self._every_s = every_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"lease of {draft.name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise no_thread(error) from error
 
     def stop(self) -> None:
         self._stopped.set()

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from penstock.checkpoint.loading import placement, reader
 from penstock.checkpoint.loading.host_links import HostLinks
 from penstock.checkpoint.loading.host_sharing import HostSharing, settings_for_sharing
 from penstock.checkpoint.loading.load_requests import ByteItemIndex
-from penstock.checkpoint.loading.transport import GlooTransport, Outbox, run_rounds
+from penstock.checkpoint.loading.transport import GlooTransport, Incoming, Outbox, run_rounds
 from penstock.checkpoint.plan.load_plan import LoadPlan, payload_starts
 from penstock.checkpoint.plan.region_arithmetic import distinct, find_overlaps
 from penstock.checkpoint.saving.buffers import pin_memory
@@ -32,11 +33,11 @@ from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, element_sizes
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, format_cause
-from penstock.errors import RankError, RankFailed, WaitTimeout
+from penstock.errors import PenstockError, RankError, RankFailed, WaitTimeout
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES
-from penstock.storage.capabilities import find_local_paths
+from penstock.storage.capabilities import find_local_paths, no_thread, submit_or_run
 from penstock.storage.files.files_in_memory import ReadAhead
 from penstock.storage.protocol import Source
 
@@ -121,7 +122,7 @@ def run_with_heartbeat(
         limit_s = comm.timeout_s if limit_s is None else limit_s
         heartbeat = _Heartbeat(comm, cancel_token, awaiting, limit_s)
         # The heartbeat's thread starts the work, so that an interrupt finds both running or neither.
-        beating = heartbeats.submit(heartbeat.beat, lambda: workers.submit(work, cancel_token))
+        beating = submit_or_run(heartbeats, heartbeat.beat, partial(_start, workers, work, cancel_token))
         # With time limits, because Ctrl-C does not end a wait that it precedes by an instant.
         while wait([beating], timeout=HEARTBEAT_S).not_done:
             pass
@@ -134,6 +135,21 @@ def run_with_heartbeat(
             own = working.exception() if rank == comm.rank else None
             raise RankFailed(rank, status.host, status.cause) from own
     return working.result()
+
+
+def _start(
+    threads: Executor, work: Callable[[CancelToken], Result], cancel_token: CancelToken
+) -> Future[Result]:
+    """Start the work. If no thread may be started, it is cancelled, which ends what others wait for."""
+    try:
+        return threads.submit(work, cancel_token)
+    except RuntimeError as error:
+        cancel_token.cancel()
+        failed: Future[Result] = Future()
+        with suppress(PenstockError):
+            work(cancel_token)
+        failed.set_exception(no_thread(error))
+        return failed
 
 
 @dataclass(slots=True)
@@ -287,8 +303,9 @@ def _move(
 
     What other ranks wait for is then sent with whatever content it has, so that they end as well.
     """
-    tensors, timeout_s = context.item_index.tensors, context.group.comm.timeout_s
     begin, end = _payload_ranges(plan, context)
+    destinations, outbox = _open_destinations(plan, begin, targets, context)
+    incoming = placement.incoming_messages(plan.receives, context.item_index.tensors, targets)
     items = _find_whole_items(plan, begin, end, context)
     spans = _plan_spans(plan, context.item_index.stored.file, begin, end, items)
     settings, own_spans = context.buffers.settings, spans[: plan.num_own]
@@ -300,7 +317,6 @@ def _move(
     blocks = reader.plan_blocks(own_spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
     if context.ahead is not None:
         context.ahead.settle({context.key(block.file) for block in blocks})
-    destinations, outbox = _open_destinations(plan, begin, targets, context)
     is_for_cuda = any(target.memory.device.type == "cuda" for target in targets)
     sharing = _open_sharing(plan, spans, destinations, context, is_for_cuda=is_for_cuda)
     files = reader.OpenFiles(blocks, context.open_file)
@@ -314,18 +330,21 @@ def _move(
         wait_for_room=outbox.wait_for_room,
         viewers=sharing,
     )
-    incoming = placement.incoming_messages(plan.receives, tensors, targets)
     context.progress.begin("loading", sum(block.end - block.begin for block in blocks))
-    num_threads = settings.streams + 1 + (len(context.links.links) if context.links is not None else 0)
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-load") as threads:
+    stops = [block_reader.stop, outbox.give_up] + ([sharing.stop] if sharing is not None else [])
+    num_links = len(context.links.links) if context.links is not None else 0
+    with (
+        _exchanging(outbox, incoming, context) as exchange,
+        ThreadPoolExecutor(settings.streams, thread_name_prefix="penstock-load") as readers,
+        ThreadPoolExecutor(num_links or 1, thread_name_prefix="penstock-share") as listeners,
+        ExitStack() as undo,
+    ):
+        for stop in stops:
+            undo.callback(stop)
         pin = pin_memory if is_for_cuda else None
-        futures = list(block_reader.start(context.buffers, threads, pin, streams=settings.streams))
+        futures = [*exchange, *block_reader.start(context.buffers, readers, pin, streams=settings.streams)]
         if sharing is not None:
-            futures += sharing.start(threads)
-        if context.group.torch_group is not None and (outbox.messages or incoming):
-            transport = GlooTransport(context.group.torch_group)
-            futures.append(threads.submit(run_rounds, transport, outbox, incoming, timeout_s))
-        stops = [block_reader.stop, outbox.give_up] + ([sharing.stop] if sharing is not None else [])
+            futures += sharing.start(listeners)
         _wait(futures, stops, cancel_token)
     files.close()
     for future in futures:
@@ -336,6 +355,27 @@ def _move(
         received_bytes=received_bytes + (sharing.seen_bytes if sharing is not None else 0),
         num_verified=len(items),
     )
+
+
+@contextmanager
+def _exchanging(
+    outbox: Outbox, incoming: Sequence[Incoming], context: LoadContext
+) -> Iterator[list[Future[None]]]:
+    """Send and receive beside the reading. Others wait for what is sent, also if reading never begins."""
+    group = context.group
+    if group.torch_group is None or not (outbox.messages or incoming):
+        yield []
+        return
+    run = partial(run_rounds, GlooTransport(group.torch_group), outbox, incoming, group.comm.timeout_s)
+    with ThreadPoolExecutor(1, thread_name_prefix="penstock-exchange") as threads, ExitStack() as undo:
+        undo.callback(outbox.give_up)
+        try:
+            exchange = threads.submit(run)
+        except RuntimeError as error:
+            outbox.give_up()
+            run()
+            raise no_thread(error) from error
+        yield [exchange]
 
 
 def _open_sharing(

@@ -26,6 +26,7 @@ from penstock.checkpoint.plan.load_plan import LoadPlan
 from penstock.checkpoint.state.regions import Ints
 from penstock.errors import RankError, WaitTimeout
 from penstock.storage.aligned import address_of, copy_bytes
+from penstock.storage.capabilities import no_thread
 
 _MESSAGE = struct.Struct("<iqqqq")
 _SHOWN, _RETURNED, _GAVE_UP = range(3)
@@ -152,7 +153,10 @@ class HostSharing:
 
     def start(self, threads: Executor) -> list[Future[None]]:
         """Begin to copy what others show, in a thread for each of them."""
-        return [threads.submit(self._serve, rank) for rank in self._links.links]
+        try:
+            return [threads.submit(self._serve, rank) for rank in self._links.links]
+        except RuntimeError as error:
+            raise no_thread(error) from error
 
     def stop(self) -> None:
         """Tell the others that this rank gives up, unless it is done, and end all threads."""

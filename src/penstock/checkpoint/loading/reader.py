@@ -21,7 +21,7 @@ from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import DataDamaged, PenstockError
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
-from penstock.storage.capabilities import SupportsViews, offers
+from penstock.storage.capabilities import SupportsViews, no_thread, offers
 from penstock.storage.protocol import Source
 
 LEAST_BLOCKS = 3
@@ -239,7 +239,15 @@ class BlockReader:
         self._buffers = shown or buffers.blocks(len(self._blocks), prepare)
         self._free = list(range(len(self._buffers)))
         num_threads = min(streams or buffers.settings.streams, len(self._blocks))
-        return [threads.submit(self._work) for _ in range(num_threads)]
+        started: list[Future[None]] = []
+        for _ in range(num_threads):
+            try:
+                started.append(threads.submit(self._work))
+            except RuntimeError as error:
+                # With fewer threads, it only takes longer.
+                if not started:
+                    raise no_thread(error) from error
+        return started
 
     def stop(self) -> None:
         """Read no further blocks."""

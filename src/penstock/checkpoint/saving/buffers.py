@@ -24,6 +24,7 @@ import numpy as np
 
 from penstock.errors import PenstockError, StorageTimeout, Unavailable, WaitTimeout
 from penstock.storage.aligned import PAGE_BYTES, address_of, round_up
+from penstock.storage.capabilities import no_thread
 from penstock.storage.protocol import Release
 from penstock.units import format_bytes
 
@@ -175,10 +176,7 @@ class WorkerGroup:
         try:
             future = self._threads.submit(self._run, work, *arguments)
         except RuntimeError as error:
-            raise Unavailable(
-                f"A thread of the save could not be started: {error}",
-                fix="Raise the limit of processes and threads (ulimit -u, or that of the container).",
-            ) from error
+            raise no_thread(error) from error
         self._started.append(future)
         return future
 

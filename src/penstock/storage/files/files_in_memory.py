@@ -138,7 +138,11 @@ class ReadAhead:
         self._is_over = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="penstock-read-ahead")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.info("Nothing is read ahead: %s", error)
+            self._end()
 
     def settle(self, wanted: Collection[str]) -> None:
         """Go on with these files alone, now that the load is planned, and begin no others."""
@@ -161,7 +165,8 @@ class ReadAhead:
     def close(self) -> None:
         """End the thread and close the files; what was read is not used any more."""
         self.settle(())
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         for file in self._files.values():
             file.source.close()
 

@@ -7,6 +7,7 @@ the tree is when its folder is first used; verified folders are remembered.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import threading
@@ -17,6 +18,8 @@ from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, Storage
 from penstock.storage.capabilities import FolderEntry, submit_or_run
 from penstock.storage.files.system_calls import FileCalls, map_name_clash, map_os_error, translate_os_errors
 from penstock.storage.protocol import check_key, check_prefix
+
+logger = logging.getLogger(__name__)
 
 NUM_REMEMBERED = 4096
 """Folders whose check is not repeated; beyond it the oldest one is forgotten."""
@@ -163,6 +166,8 @@ class VerifiedFolders:
         while not os.path.lexists(path):
             missing.append(path)
             path = os.path.dirname(path)
+        if missing and self._root_facts is not None:
+            logger.warning("%s was removed or renamed, with all that was in it: it is made anew", self.root)
         for folder in reversed(missing):
             self._make_folder(folder)
             self.sync_folder(os.path.dirname(folder))
