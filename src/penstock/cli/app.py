@@ -8,6 +8,7 @@ import errno
 import sys
 import traceback as traceback_module
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -235,5 +236,7 @@ def _explain(message: str, exit_code: int, *, traceback: bool = False) -> int:
     clear_progress()
     if traceback:
         traceback_module.print_exc()
-    print(printable(f"penstock: {message}"), file=sys.stderr)
+    # Where even this cannot be written, the exit code still tells.
+    with suppress(OSError):
+        print(printable(f"penstock: {message}"), file=sys.stderr, flush=True)
     return exit_code

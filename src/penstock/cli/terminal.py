@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from click import get_current_context
 
-from penstock.errors import printable
+from penstock.errors import UsageError, printable
 from penstock.progress import RunProgress, Silent
 
 if TYPE_CHECKING:
@@ -180,6 +180,8 @@ class Terminal:
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one document on stdout, with its schema first. NaN is an error, because it is no JSON."""
+    if sys.stdout is None:
+        raise UsageError("The standard output is closed", fix="Write the document to a file or a pipe.")
     json.dump({**_name_schema(document), **document}, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
 

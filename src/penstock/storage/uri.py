@@ -232,7 +232,7 @@ def open_storage(
     """
     location = parse_uri(uri)
     merged = Location(location.scheme, location.root, {**location.options, **(options or {})})
-    storage = _opener(merged.scheme)(merged, environment, rank)
+    storage = find_opener(merged.scheme)(merged, environment, rank)
     for variable, wrapper in WRAPPERS.items():
         if environment.get(variable):
             wrap: Wrapper = resolve_name(wrapper)
@@ -267,7 +267,8 @@ def _open_untraced(uri: str, environment: Environment | None) -> Storage | None:
         return None
 
 
-def _opener(scheme: str) -> Opener:
+def find_opener(scheme: str) -> Opener:
+    """What opens storages of a scheme; `UsageError` for one that nobody offers."""
     opener: Opener
     if scheme in SCHEMES:
         opener = resolve_name(SCHEMES[scheme])

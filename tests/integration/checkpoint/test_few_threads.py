@@ -51,11 +51,11 @@ def told(call: Any) -> str:
     return "done"
 
 
-def begin(rank: int, folder: Path) -> pc.Manager:
-    manager = pc.Manager(folder / "run", timeout_s=30)
+def begin(rank: int, folder: Path, **options: Any) -> pc.Manager:
+    manager = pc.Manager(folder / "run", timeout_s=30, **options)
     manager.save(1, state_of(1))
     if rank == 0:
-        for file in (folder / "run" / "step-1").iterdir():
+        for file in (folder / "run").glob("step-1/*"):
             evict_file(str(file))
     dist.barrier()
     return manager
@@ -77,9 +77,9 @@ def load_with_one_thread_less(rank: int, folder: Path) -> list[str]:
     return said
 
 
-def save_with_one_thread_less(rank: int, folder: Path) -> list[str]:
+def save_with_one_thread_less(rank: int, folder: Path, **options: Any) -> list[str]:
     said = []
-    with begin(rank, folder) as manager:
+    with begin(rank, folder, **options) as manager:
         for number in range(1, MOST_STARTS):
             step = 2 * number
             save = manager.save if number % 2 else lambda *given: manager.save_async(*given).result()
@@ -91,7 +91,17 @@ def save_with_one_thread_less(rank: int, folder: Path) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("program", [load_with_one_thread_less, save_with_one_thread_less])
+def save_with_parity_and_one_thread_less(rank: int, folder: Path) -> list[str]:
+    cache = folder / f"node-{rank}"
+    return save_with_one_thread_less(
+        rank, folder, cache=cache, failure_domain=f"node-{rank}", redundancy=pc.Xor(group=2), flush=None
+    )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [load_with_one_thread_less, save_with_one_thread_less, save_with_parity_and_one_thread_less],
+)
 def test_a_thread_that_cannot_be_started_fails_the_call_on_all_ranks(tmp_path: Path, program: Any) -> None:
     said = on_gloo_ranks(2, program, tmp_path)
     assert said[0] == said[1]

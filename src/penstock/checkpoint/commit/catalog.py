@@ -32,7 +32,7 @@ from penstock.storage.capabilities import (
     submit_or_run,
 )
 from penstock.storage.protocol import Sink, SupportsEarlySync, exists, read_object
-from penstock.storage.uri import open_here, parse_uri
+from penstock.storage.uri import find_opener, open_here, parse_uri
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +82,11 @@ def split_path(path: AnyPath) -> tuple[str, str]:
             fix="The state comes first: save(state, path), load(state, path).",
         )
     text = os.fspath(path)
-    parts = parse_uri(text).split_name()
+    location = parse_uri(text)
+    parts = location.split_name()
     if parts is None:
         # An unknown scheme is the better reason.
-        open_here(text)
+        find_opener(location.scheme)
         raise UsageError(
             f"{text!r} is the root of a storage, not a checkpoint",
             fix="Add the name of the checkpoint, as in /data/run/step-100 or s3://bucket/run/step-100.",

@@ -204,13 +204,14 @@ class DraftStore(ABC):
         metadata = write_object(self._seals, draft.key(METADATA_NAME), seal.metadata_parts())
         return {MANIFEST_NAME: manifest.size_bytes, METADATA_NAME: metadata.size_bytes}
 
-    def _clear_up(self, draft: Draft, remove_older: Callable[[], None]) -> None:
-        """Remove the older checkpoint and the lease. The save is committed: failures are left to a sweep."""
-        for remove in (remove_older, partial(self._end_lease, draft)):
+    def _clear_up(self, draft: Draft, *removals: Callable[[], None]) -> None:
+        """Remove the lease, and the older checkpoint after a commit. Failures are left to a sweep."""
+        steps: tuple[Callable[[], None], ...] = (*removals, partial(self._end_lease, draft))
+        for remove in steps:
             try:
                 remove()
             except StorageError as error:
-                logger.warning("Could not remove all that %s replaced: %s", draft.name, error)
+                logger.warning("Could not remove all that a save of %s left: %s", draft.name, error)
 
     def _end_lease(self, draft: Draft) -> None:
         with suppress(ObjectNotFound):
@@ -360,7 +361,7 @@ class FolderDraftStore(DraftStore):
         self._older[save_id] = read_identity(self._storage, name) if is_there else b""
         draft = Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
         with ExitStack() as undo:
-            undo.callback(self._end_lease, draft)
+            undo.callback(self._clear_up, draft)  # Raises nothing in the place of what failed.
             self.renew(draft)
             self._tree.make(draft.folder, keep_name=False)
             undo.pop_all()

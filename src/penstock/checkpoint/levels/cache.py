@@ -45,6 +45,7 @@ from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import FolderTree, defer_sync, find_folder_tree, prefer_direct_access
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import parse_uri
@@ -540,6 +541,7 @@ def identify_cache(storage: Storage, rank: int) -> tuple[str, int, int]:
     """Identifies a cache: the running kernel, and the folder on it."""
     require_folders(storage)
     root = parse_uri(storage.uri).root
-    os.makedirs(root, exist_ok=True)  # noqa: PTH103 - the storage's own root, which may not be there yet
-    facts = os.stat(root)  # noqa: PTH116 - likewise
+    with translate_os_errors("Making the cache's folder", storage.uri):
+        os.makedirs(root, exist_ok=True)  # noqa: PTH103 - the storage's own root, which may not be there yet
+        facts = os.stat(root)  # noqa: PTH116 - likewise
     return current_process().kernel or f"rank {rank}", facts.st_dev, facts.st_ino

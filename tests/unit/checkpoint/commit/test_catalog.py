@@ -13,13 +13,14 @@ from penstock.errors import ObjectNotFound, UsageError
 @pytest.mark.parametrize(
     ("path", "above", "name"),
     [
-        ("/data/run/step-1", "file:///data/run", "step-1"),
-        ("/data/run/step-1/", "file:///data/run", "step-1"),
-        ("/step-1", "file:///", "step-1"),
-        ("file:///data/step-1", "file:///data", "step-1"),
+        ("/data/run/step-1", "/data/run", "step-1"),
+        ("/data/run/step-1/", "/data/run", "step-1"),
+        ("/step-1", "/", "step-1"),
+        ("file:///data/step-1", "/data", "step-1"),
         ("direct:///data/step-1?fsync=no", "direct:///data?fsync=no", "step-1"),
+        ("/data?x=y/step-1", "/data?x=y", "step-1"),
         ("s3://bucket/step-1?client=minio&attempts=2", "s3://bucket?client=minio&attempts=2", "step-1"),
-        (Path("/data/step-1"), "file:///data", "step-1"),
+        (Path("/data/step-1"), "/data", "step-1"),
     ],
 )
 def test_a_path_splits_into_storage_and_name(path: str | Path, above: str, name: str) -> None:

@@ -74,7 +74,9 @@ class SumWriter:
         for each in sums:
             self._free.put(each)
         self._pending: deque[Future[None]] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-parity-file")
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            1, thread_name_prefix="penstock-parity-file"
+        )
         self._submit(lambda: self._create(create))
 
     def take(self) -> list[memoryview]:
@@ -94,7 +96,14 @@ class SumWriter:
     def _submit(self, work: Callable[[], None]) -> None:
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
-        self._pending.append(self._thread.submit(work))
+        if self._thread is not None:
+            try:
+                self._pending.append(self._thread.submit(work))
+            except RuntimeError:
+                # No thread may be started here, so this one writes: the others wait for its blocks.
+                self._thread = None
+        if self._thread is None:
+            work()
 
     def _create(self, create: Callable[[], ConcatenatedWriter]) -> None:
         with self._failure.noted():
@@ -113,7 +122,8 @@ class SumWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(wait=True)
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
         if self._file is not None:
             self._file.__exit__()
 

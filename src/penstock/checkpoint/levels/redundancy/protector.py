@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self
@@ -46,9 +46,10 @@ from penstock.checkpoint.levels.redundancy.ring import (
 )
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.cluster.comm import Comm, PointToPoint, open_point_to_point
+from penstock.errors import StorageError
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, aligned_buffer, round_up
-from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.capabilities import no_thread, prefer_direct_access
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.protocol import Draft
@@ -157,7 +158,15 @@ class Protector:
         blocks = self._take_blocks(block_bytes, 1 + (NUM_SUMS + NUM_SPARE) * plan.num_kept)
         feed = ByteFeed(blocks[0])
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-parity") as thread:
-            encoding = thread.submit(self._encode, plan, feed, blocks[1:], storage, key)
+            encode = partial(self._encode, plan, feed, blocks[1:], storage, key)
+            try:
+                encoding = thread.submit(encode)
+            except RuntimeError as error:
+                # The others of the group wait for blocks of this rank, with any content.
+                feed.abandon()
+                with suppress(StorageError):
+                    encode()
+                raise no_thread(error) from error
             with ExitStack() as undo:
                 undo.callback(feed.abandon)
                 share = staged.write_to(FedStorage(storage, feed), key, progress)
