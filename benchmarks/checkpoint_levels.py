@@ -232,7 +232,7 @@ def system_calls(folder: Path) -> Figures:
     """Calls on a checkpoint's data files: a plain save's and two more beside those of cached saves."""
     if shutil.which("strace") is None:
         return {}
-    calls = {way: calls_of(folder / way, way) for way in ("plain", "single", "parity", "flushed")}
+    calls = {way: calls_of(folder / f"calls-{way}", way) for way in ("plain", "single", "parity", "flushed")}
     for way, counted in calls.items():
         print(f"  {way}: {', '.join(f'{op} {number:g}' for op, number in counted.items())} a file")
     allowed = sum(calls["plain"].values()) + 2

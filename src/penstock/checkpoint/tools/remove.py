@@ -5,7 +5,7 @@ step and durably, before the first of its files is removed.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent, split_path
@@ -14,6 +14,7 @@ from penstock.checkpoint.tools.inspection import CheckpointListing, CheckpointSt
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import UsageError
 from penstock.progress import Progress, Silent
+from penstock.storage.uri import parse_uri
 
 _COMPLETE: Final = (CheckpointState.COMMITTED, CheckpointState.UNSUMMED)
 
@@ -68,12 +69,11 @@ def remove(
 def _require_another(
     path: AnyPath, checkpoints: Sequence[CheckpointListing], name: str, *, verified: bool, progress: Progress
 ) -> str:
-    parent, _ = split_path(path)
+    parent = parse_uri(split_path(path)[0])
 
     def is_whole(other: str) -> bool:
-        # The options of a URI stay behind the name.
-        root, question, query = parent.partition("?")
-        return not verified or verify(f"{root.rstrip('/')}/{other}{question}{query}", progress).is_whole
+        location = replace(parent, root=f"{parent.root.rstrip('/')}/{other}")
+        return not verified or verify(location.text, progress).is_whole
 
     other = find_other_whole(checkpoints, name, is_whole)
     if other is None:
