@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
+from penstock.checkpoint.tools.remove import remove
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import DataDamaged, PenstockError, StorageError, UsageError
 
@@ -231,6 +232,9 @@ def test_a_question_mark_in_a_path_is_part_of_it(tmp_path: Path, folder: str) ->
     pc.load(state, tmp_path / folder / "saved")
     assert state["weight"].all()
     assert verify(tmp_path / folder / "saved").is_whole
+    pc.save(weights(), tmp_path / folder / "newer")
+    assert remove(tmp_path / folder / "saved").stays == "newer"
+    assert not (tmp_path / folder / "saved").exists()
     with pytest.raises(CheckpointException, match="Rename the folder"):
         stock_save(
             weights(), storage_writer=pc.Writer(tmp_path / folder / "other", fsync=False), no_dist=True

@@ -306,55 +306,63 @@ def _move(
     begin, end = _payload_ranges(plan, context)
     destinations, outbox = _open_destinations(plan, begin, targets, context)
     incoming = placement.incoming_messages(plan.receives, context.item_index.tensors, targets)
-    items = _find_whole_items(plan, begin, end, context)
-    spans = _plan_spans(plan, context.item_index.stored.file, begin, end, items)
-    settings, own_spans = context.buffers.settings, spans[: plan.num_own]
-    if context.links is not None:
-        settings = settings_for_sharing(context.links, settings)
-    if find_local_paths(context.storage) is not None:
-        # Services are asked for few and large ranges, whatever the size of a load.
-        settings = settings.fit(sum(span.end - span.begin for span in own_spans))
-    blocks = reader.plan_blocks(own_spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
-    if context.ahead is not None:
-        context.ahead.settle({context.key(block.file) for block in blocks})
     is_for_cuda = any(target.memory.device.type == "cuda" for target in targets)
-    sharing = _open_sharing(plan, spans, destinations, context, is_for_cuda=is_for_cuda)
-    files = reader.OpenFiles(blocks, context.open_file)
-    block_reader = reader.BlockReader(
-        blocks,
-        spans,
-        files=files,
-        sink=destinations,
-        items=items,
-        progress=context.progress,
-        wait_for_room=outbox.wait_for_room,
-        viewers=sharing,
-    )
-    context.progress.begin("loading", sum(block.end - block.begin for block in blocks))
-    stops = [block_reader.stop, outbox.give_up] + ([sharing.stop] if sharing is not None else [])
-    num_links = len(context.links.links) if context.links is not None else 0
-    with (
-        _exchanging(outbox, incoming, context) as exchange,
-        ThreadPoolExecutor(settings.streams, thread_name_prefix="penstock-load") as readers,
-        ThreadPoolExecutor(num_links or 1, thread_name_prefix="penstock-share") as listeners,
-        ExitStack() as undo,
-    ):
-        for stop in stops:
-            undo.callback(stop)
-        pin = pin_memory if is_for_cuda else None
-        futures = [*exchange, *block_reader.start(context.buffers, readers, pin, streams=settings.streams)]
-        if sharing is not None:
-            futures += sharing.start(listeners)
-        _wait(futures, stops, cancel_token)
+    with _exchanging(outbox, incoming, context) as exchange:
+        items = _find_whole_items(plan, begin, end, context)
+        spans = _plan_spans(plan, context.item_index.stored.file, begin, end, items)
+        settings, blocks = _plan_blocks(spans[: plan.num_own], context)
+        sharing = _open_sharing(plan, spans, destinations, context, is_for_cuda=is_for_cuda)
+        files = reader.OpenFiles(blocks, context.open_file)
+        block_reader = reader.BlockReader(
+            blocks,
+            spans,
+            files=files,
+            sink=destinations,
+            items=items,
+            progress=context.progress,
+            wait_for_room=outbox.wait_for_room,
+            viewers=sharing,
+        )
+        num_read = sum(block.end - block.begin for block in blocks)
+        context.progress.begin("loading", num_read)
+        stops = [block_reader.stop, outbox.give_up] + ([sharing.stop] if sharing is not None else [])
+        num_links = len(context.links.links) if context.links is not None else 0
+        with (
+            ThreadPoolExecutor(settings.streams, thread_name_prefix="penstock-load") as readers,
+            ThreadPoolExecutor(num_links or 1, thread_name_prefix="penstock-share") as listeners,
+            ExitStack() as undo,
+        ):
+            for stop in stops:
+                undo.callback(stop)
+            pin = pin_memory if is_for_cuda else None
+            reading = block_reader.start(context.buffers, readers, pin, streams=settings.streams)
+            futures = [*exchange, *reading, *(sharing.start(listeners) if sharing is not None else [])]
+            _wait(futures, stops, cancel_token)
     files.close()
     for future in futures:
         future.result()
     received_bytes = sum(message.size_bytes for message in incoming)
     return LoadTotals(
-        read_bytes=sum(block.end - block.begin for block in blocks),
+        read_bytes=num_read,
         received_bytes=received_bytes + (sharing.seen_bytes if sharing is not None else 0),
         num_verified=len(items),
     )
+
+
+def _plan_blocks(
+    spans: Sequence[reader.Span], context: LoadContext
+) -> tuple[reader.ReadSettings, list[reader.Block]]:
+    """How this rank reads its own spans."""
+    settings = context.buffers.settings
+    if context.links is not None:
+        settings = settings_for_sharing(context.links, settings)
+    if find_local_paths(context.storage) is not None:
+        # Services are asked for few and large ranges, whatever the size of a load.
+        settings = settings.fit(sum(span.end - span.begin for span in spans))
+    blocks = reader.plan_blocks(spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
+    if context.ahead is not None:
+        context.ahead.settle({context.key(block.file) for block in blocks})
+    return settings, blocks
 
 
 @contextmanager
