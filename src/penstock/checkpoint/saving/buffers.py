@@ -170,9 +170,14 @@ class WorkerGroup:
         self._stop = stop
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-pipe")
         self._started: list[Future[None]] = []
+        self._is_closed = False
 
     def start(self, work: Callable[..., None], *arguments: object) -> Future[None]:
         """Run `work` in a thread; `Unavailable` where this process may have no more."""
+        if self._is_closed:
+            stopped: Future[None] = Future()
+            stopped.set_exception(PipelineStopped())
+            return stopped
         try:
             future = self._threads.submit(self._run, work, *arguments)
         except RuntimeError as error:
@@ -196,6 +201,7 @@ class WorkerGroup:
         try:
             self._stop()
         finally:
+            self._is_closed = True
             self._threads.shutdown(wait=True)
             # `stop` belongs to the object that owns this group: keeping it would make a reference cycle.
             self._stop = lambda: None
