@@ -232,7 +232,7 @@ def open_storage(
     """
     location = parse_uri(uri)
     merged = Location(location.scheme, location.root, {**location.options, **(options or {})})
-    storage = find_opener(merged.scheme)(merged, environment, rank)
+    storage = _find_opener(merged.scheme)(merged, environment, rank)
     for variable, wrapper in WRAPPERS.items():
         if environment.get(variable):
             wrap: Wrapper = resolve_name(wrapper)
@@ -267,8 +267,12 @@ def _open_untraced(uri: str, environment: Environment | None) -> Storage | None:
         return None
 
 
-def find_opener(scheme: str) -> Opener:
-    """What opens storages of a scheme; `UsageError` for one that nobody offers."""
+def require_storage(location: Location) -> None:
+    """Raise `UsageError` if nobody offers a storage of this scheme."""
+    _find_opener(location.scheme)
+
+
+def _find_opener(scheme: str) -> Opener:
     opener: Opener
     if scheme in SCHEMES:
         opener = resolve_name(SCHEMES[scheme])
