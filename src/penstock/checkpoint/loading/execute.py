@@ -356,12 +356,18 @@ def _plan_blocks(
     settings = context.buffers.settings
     if context.links is not None:
         settings = settings_for_sharing(context.links, settings)
-    if find_local_paths(context.storage) is not None:
+    is_local = find_local_paths(context.storage) is not None
+    if is_local:
         # Services are asked for few and large ranges, whatever the size of a load.
         settings = settings.fit(sum(span.end - span.begin for span in spans))
-    blocks = reader.plan_blocks(spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
+    blocks = reader.plan_blocks(
+        spans,
+        block_bytes=settings.block_bytes,
+        alignment_bytes=PAGE_BYTES,
+        tapered_for=settings.streams if is_local else 0,
+    )
     if context.ahead is not None:
-        context.ahead.settle({context.key(block.file) for block in blocks})
+        context.ahead.stop()
     return settings, blocks
 
 
@@ -517,8 +523,9 @@ def _verify_cut_items(
         for row in _find_cut_rows(plan, context).tolist()
         if (item := _find_loaded_item(row, wanted, targets, context)) is not None
     ]
-    with ThreadPoolExecutor(NUM_VERIFYING_THREADS) as threads:
-        list(threads.map(lambda item: _verify(item, context), loaded))
+    if loaded:
+        with ThreadPoolExecutor(NUM_VERIFYING_THREADS) as threads:
+            list(threads.map(lambda item: _verify(item, context), loaded))
     return len(loaded)
 
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -65,7 +65,6 @@ from penstock.cluster.host_messages import name_host
 from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
-from penstock.storage.capabilities import find_local_paths
 from penstock.storage.files.files_in_memory import MappedStorage, ReadAhead
 from penstock.storage.protocol import exists
 from penstock.storage.residency import are_resident
@@ -113,25 +112,22 @@ class CheckpointLoader:
         progress: Progress | None = None,
     ) -> LoadReport:
         """Fill `state` from a committed checkpoint. Collective."""
-        ahead = self._read_ahead(stored, group.comm, choice)
-        with nullcontext() if ahead is None else closing(ahead):
-            opened = open_on_all_ranks(stored, group.comm)
-            return self.load_from(
-                state, opened, group, choice, progress, readable=stored.readable, ahead=ahead
-            )
+        ahead = self._expect(stored, group.comm, choice)
+        with closing(ahead):
+            opened = open_on_all_ranks(stored, group.comm, ahead.begin)
+            readable = stored.readable
+            return self.load_from(state, opened, group, choice, progress, readable=readable, ahead=ahead)
 
-    def _read_ahead(self, stored: CheckpointRef, comm: Comm, choice: LoadChoice) -> ReadAhead | None:
-        """Begin with what this rank wrote: as many ranks as before, who load everything, mostly want that."""
-        storage, paths = stored.storage, find_local_paths(stored.storage)
-        if paths is None or choice.only is not None or choice.exclude is not None:
-            return None
+    def _expect(self, stored: CheckpointRef, comm: Comm, choice: LoadChoice) -> ReadAhead:
+        """What this rank wrote: as many ranks as before, who load everything, mostly want that."""
 
-        def is_of_as_many() -> bool:
+        def is_likely() -> bool:
             last, none = (stored.key(file_name(rank, 0)) for rank in (comm.size - 1, comm.size))
-            return exists(storage, last) and not exists(storage, none)
+            is_all = choice.only is None and choice.exclude is None
+            return is_all and exists(stored.storage, last) and not exists(stored.storage, none)
 
         keys = [stored.key(file_name(comm.rank, number)) for number in range(SaveOptions().writers)]
-        return ReadAhead(storage, paths, keys, self._buffers.ahead(), is_of_as_many)
+        return ReadAhead(stored.storage, keys, self._buffers.ahead, is_likely)
 
     @paused_garbage_collection()
     def load_from(
@@ -348,13 +344,17 @@ class CheckpointLoader:
         )
 
 
-def open_on_all_ranks(stored: CheckpointRef, comm: Comm) -> CheckpointSource | SharedCheckpoint:
-    """Open a committed checkpoint. Collective."""
+def open_on_all_ranks(
+    stored: CheckpointRef, comm: Comm, when_read: Callable[[], object]
+) -> CheckpointSource | SharedCheckpoint:
+    """Open a committed checkpoint. Collective. `when_read` is called once its description has been read."""
     folder, uri = stored.committed.folder, stored.uri
     # What only some ranks can read is divided by those who know of all files.
     if comm.size >= rounds.FAN_IN and stored.readable is None:
-        return open_shared(comm, stored.storage, lambda: open_folder(stored.storage, folder, uri))
-    return open_together(stored.storage, folder, uri, comm)
+        opened = open_shared(comm, stored.storage, lambda: open_folder(stored.storage, folder, uri))
+        when_read()
+        return opened
+    return open_together(stored.storage, folder, uri, comm, when_read)
 
 
 def open_path_on_all_ranks(path: AnyPath, comm: Comm) -> CheckpointSource | SharedCheckpoint:

@@ -28,6 +28,9 @@ LEAST_BLOCKS = 3
 """For each stream, unless blocks would be smaller than `LEAST_BLOCK_BYTES`."""
 LEAST_BLOCK_BYTES = 2 << 20
 
+LAST_BLOCK_BYTES = 1 << 20
+"""All streams get their last block at nearly the same time, and then the device has nothing more to do."""
+
 MOST_COPYING_THREADS = 4
 """As many saturate memory; ranks of one host share it."""
 
@@ -435,18 +438,27 @@ class Block:
     """Whether the first part's item began in the block before, which must be checksummed first."""
 
 
-def plan_blocks(spans: Sequence[Span], *, block_bytes: int, alignment_bytes: int) -> list[Block]:
+def plan_blocks(
+    spans: Sequence[Span], *, block_bytes: int, alignment_bytes: int, tapered_for: int = 0
+) -> list[Block]:
     """Blocks for `spans`, which are in runs that are sorted by file and beginning.
 
     Blocks begin at multiples of `alignment_bytes`, as `block_bytes` is one; they end where the spans do, and
-    a reader may round the end up within its file.
+    a reader may round the end up within its file. `tapered_for` so many streams, the last blocks are smaller.
     """
     blocks: list[Block] = []
-    for first, last, begin, end in _extents(spans):
+    extents = list(_extents(spans))
+    left_bytes = sum(end - begin for _, _, begin, end in extents)
+    for first, last, begin, end in extents:
         file = spans[first].file
         pending = first
-        for block_begin in range(begin - begin % alignment_bytes, end, block_bytes):
-            block_end = min(block_begin + block_bytes, end)
+        block_end = begin - begin % alignment_bytes
+        while block_end < end:
+            block_begin = block_end
+            tapered = left_bytes // (2 * tapered_for) if tapered_for else block_bytes
+            size = min(block_bytes, max(tapered - tapered % alignment_bytes, LAST_BLOCK_BYTES))
+            block_end = min(block_begin + size, end)
+            left_bytes -= block_end - max(block_begin, begin)
             while pending < last and spans[pending].end <= block_begin:
                 pending += 1
             parts = tuple(_parts(spans, range(pending, last), block_begin, block_end))

@@ -12,13 +12,13 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
 from penstock.storage.aligned import PAGE_BYTES, copy_bytes, flat, round_up
-from penstock.storage.capabilities import SupportsLocalPaths, prefer_direct_access, uses_page_cache
+from penstock.storage.capabilities import find_local_paths, prefer_direct_access, uses_page_cache
 from penstock.storage.files.file_io import FileSource
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.protocol import Counters, Source, Storage, WrappedSource, WrappedStorage
@@ -98,8 +98,7 @@ class MappedSource(WrappedSource):
         self.inside.close()
 
 
-AHEAD_STEP_BYTES = 4 << 20
-"""One request of so many bytes keeps a device busy."""
+LEAST_STEP_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -116,59 +115,82 @@ class _AheadFile:
 class ReadAhead:
     """Reads the first bytes of files that a rank most likely wants, in a thread, while the load is planned.
 
-    Only local files past the page cache, if `is_likely` says in the thread that it is worth it. What nobody
-    wants is forgotten, and what cannot be read is left to the load, which says why.
+    Only local files past the page cache, if `is_likely` says that it is worth it. What nobody wants is
+    forgotten, and what cannot be read is left to the load, which says why.
     """
 
     def __init__(
         self,
         storage: Storage,
-        paths: SupportsLocalPaths,
         keys: Sequence[str],
-        memory: memoryview,
+        memory: Callable[[], memoryview],
         is_likely: Callable[[], bool],
     ) -> None:
         self._storage = storage
-        self._paths = paths
         self._keys = keys
         self._memory = memory
         self._is_likely = is_likely
         self._files: dict[str, _AheadFile] = {}
-        self._wanted: Collection[str] = keys
-        self._is_over = False
+        self._is_stopped = False
+        self._is_over = True
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="penstock-read-ahead")
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            logger.info("Nothing is read ahead: %s", error)
-            self._end()
 
-    def settle(self, wanted: Collection[str]) -> None:
-        """Go on with these files alone, now that the load is planned, and begin no others."""
+    def begin(self) -> None:
+        """Open the files, and begin to read them.
+
+        Small reads that others wait for come before this, or the device makes them wait for all of it. Files
+        are opened here because the interpreter is busy with the plan: the thread would get it much later.
+        """
+        try:
+            self._open_files()
+            self._is_over = not self._files
+            if self._files:
+                self._thread.start()
+        except (PenstockError, RuntimeError) as error:
+            self._is_over = True
+            logger.info("Nothing is read ahead: %s", error)
+
+    def stop(self) -> None:
+        """Begin no further request. A load reads the rest itself: one thread beside its own would be last."""
         with self._changed:
-            self._wanted = [key for key in wanted if key in self._files]
+            self._is_stopped = True
 
     def open(self, key: str) -> Source | None:
         """A file of which some is read ahead; None for others, and for one that is no longer of this name."""
         file = self._files.get(key)
         return None if file is None or _identify(file.path) != file.identity else _AheadSource(self, file)
 
-    def wait_for(self, file: _AheadFile, end: int) -> memoryview | None:
-        """The first bytes of a file, up to `end`, once they are there; None if they are not read ahead."""
-        if end > len(file.content):
-            return None
+    def wait_for(self, file: _AheadFile, end: int) -> memoryview:
+        """The first bytes of a file, up to `end`, once they are there; fewer if no more are read ahead."""
+        end = min(end, len(file.content))
         with self._changed:
             self._changed.wait_for(lambda: file.num_read >= end or self._is_over)
-        return file.content[:end] if file.num_read >= end else None
+        return file.content[: min(file.num_read, end)]
 
     def close(self) -> None:
         """End the thread and close the files; what was read is not used any more."""
-        self.settle(())
+        self.stop()
         if self._thread.ident is not None:
             self._thread.join()
         for file in self._files.values():
             file.source.close()
+
+    def _open_files(self) -> None:
+        paths = find_local_paths(self._storage)
+        if paths is None or not self._is_likely() or are_resident(self._storage, self._keys[:1]):
+            return
+        direct = prefer_direct_access(self._storage, reads=self._keys[0])
+        if uses_page_cache(direct):
+            return
+        room = self._memory()
+        for key in self._keys:
+            if not room:
+                return
+            path = paths.local_path(key)
+            identity, source = _identify(path), direct.open(key)
+            file = self._files[key] = _AheadFile(source, path, identity, room[: source.size_bytes])
+            room = room[round_up(len(file.content), PAGE_BYTES) :]
 
     def _work(self) -> None:
         with ExitStack() as always:
@@ -184,35 +206,17 @@ class ReadAhead:
             self._changed.notify_all()
 
     def _read(self) -> None:
-        if not self._is_likely() or are_resident(self._storage, self._keys[:1]):
-            return
-        direct = prefer_direct_access(self._storage, reads=self._keys[0])
-        if uses_page_cache(direct):
-            return
-        room = self._memory
-        for key in self._keys:
-            file = self._begin(direct, key, room)
-            if file is None:
-                return
-            while file.num_read < len(file.content) and key in self._wanted:
-                step = file.content[file.num_read :][:AHEAD_STEP_BYTES]
+        """Read in few and large steps, as each waits for the interpreter; the last ones are soon there."""
+        left_bytes = sum(len(file.content) for file in self._files.values())
+        for file in self._files.values():
+            while file.num_read < len(file.content) and not self._is_stopped:
+                step_bytes = max(round_up(left_bytes // 2, PAGE_BYTES), LEAST_STEP_BYTES)
+                step = file.content[file.num_read :][:step_bytes]
                 file.source.read_into(file.num_read, step)
+                left_bytes -= len(step)
                 with self._changed:
                     file.num_read += len(step)
                     self._changed.notify_all()
-            room = room[round_up(len(file.content), PAGE_BYTES) :]
-
-    def _begin(self, direct: Storage, key: str, room: memoryview) -> _AheadFile | None:
-        if not room:
-            return None
-        path = self._paths.local_path(key)
-        identity, source = _identify(path), direct.open(key)
-        with self._changed:
-            if key not in self._wanted:
-                source.close()
-                return None
-            file = self._files[key] = _AheadFile(source, path, identity, room[: source.size_bytes])
-        return file
 
 
 def _identify(path: str) -> tuple[int, int]:
@@ -232,17 +236,16 @@ class _AheadSource(WrappedSource):
 
     def view(self, offset: int, size_bytes: int) -> memoryview | None:
         """A part of what is read ahead."""
-        content = self._ahead.wait_for(self._file, offset + size_bytes)
-        return None if content is None else content[offset:].toreadonly()
+        content = self._ahead.wait_for(self._file, offset + size_bytes)[offset:]
+        return content.toreadonly() if len(content) == size_bytes else None
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Read what is not read ahead."""
-        rest, end = flat(buffer), len(self._file.content)
-        if offset < end and (content := self._ahead.wait_for(self._file, end)) is not None:
-            known = content[offset : offset + len(rest)]
-            copy_bytes(rest[: len(known)], known)
-            offset, rest = offset + len(known), rest[len(known) :]
-        self.inside.read_into(offset, rest)
+        rest = flat(buffer)
+        known = self._ahead.wait_for(self._file, offset + len(rest))[offset:]
+        copy_bytes(rest[: len(known)], known)
+        if len(known) < len(rest):
+            self.inside.read_into(offset + len(known), rest[len(known) :])
 
     def close(self) -> None:
         """Leave the file open: whoever reads ahead closes it."""

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.loading.reader import GAP_BYTES, Block, Span, plan_blocks
+from penstock.checkpoint.loading.reader import GAP_BYTES, LAST_BLOCK_BYTES, Block, Span, plan_blocks
 
 PAGE = 4096
 
@@ -56,3 +56,17 @@ def test_neighbours_share_a_block_and_wide_gaps_are_not_read() -> None:
 
 def test_without_spans_nothing_is_read() -> None:
     assert blocks_of([]) == []
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 8))
+def test_for_several_streams_the_last_blocks_are_smaller(file_sizes: list[int], streams: int) -> None:
+    spans = [Span(file, 0, size * LAST_BLOCK_BYTES + 7) for file, size in enumerate(file_sizes)]
+    largest = 8 * LAST_BLOCK_BYTES
+    blocks = plan_blocks(spans, block_bytes=largest, alignment_bytes=PAGE, tapered_for=streams)
+    left = sum(span.end for span in spans)
+    assert sum(block.end - block.begin for block in blocks) == left
+    for block in blocks:
+        size = block.end - block.begin
+        assert size <= min(largest, max(left // (2 * streams), LAST_BLOCK_BYTES))
+        assert size >= LAST_BLOCK_BYTES or block.end == spans[block.file].end
+        left -= size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,12 +15,11 @@ from penstock.storage import open_storage, residency
 from penstock.storage.aligned import aligned_buffer
 from penstock.storage.capabilities import (
     SupportsViews,
-    find_local_paths,
     offers,
     prefer_direct_access,
     uses_page_cache,
 )
-from penstock.storage.files.files_in_memory import AHEAD_STEP_BYTES, MappedSource, MappedStorage, ReadAhead
+from penstock.storage.files.files_in_memory import LEAST_STEP_BYTES, MappedSource, MappedStorage, ReadAhead
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import Storage, read_object, write_object
 from penstock.storage.residency import are_resident, evict_file
@@ -114,8 +112,8 @@ def test_of_a_large_file_the_kernel_looks_at_pieces_up_to_the_end(
     assert sum(asked) == 64 << 20
 
 
-ROOM_BYTES = AHEAD_STEP_BYTES + 4 * len(CONTENT) // 4096 * 4096
-LARGE = os.urandom(2 * AHEAD_STEP_BYTES + 5)
+ROOM_BYTES = LEAST_STEP_BYTES + 4 * len(CONTENT) // 4096 * 4096
+LARGE = os.urandom(2 * LEAST_STEP_BYTES + 5)
 
 
 @pytest.fixture
@@ -131,13 +129,13 @@ def cold_files(files: Storage, tmp_path: Path) -> Storage:
 
 
 def _ahead(files: Storage, *keys: str, is_likely: Callable[[], bool] = lambda: True) -> ReadAhead:
-    paths = find_local_paths(files)
-    assert paths is not None
-    return ReadAhead(files, paths, keys, aligned_buffer(ROOM_BYTES), is_likely)
+    return ReadAhead(files, keys, lambda: aligned_buffer(ROOM_BYTES), is_likely)
 
 
-def _wait_for_end(ahead: ReadAhead) -> None:
-    ahead._thread.join()
+def _read_all(ahead: ReadAhead) -> None:
+    ahead.begin()
+    if ahead._thread.ident is not None:
+        ahead._thread.join()
 
 
 def _view(ahead: ReadAhead, key: str, offset: int, size_bytes: int) -> bytes | None:
@@ -149,7 +147,7 @@ def _view(ahead: ReadAhead, key: str, offset: int, size_bytes: int) -> bytes | N
 def test_what_was_read_ahead_is_in_memory_and_the_rest_is_read_once(cold_files: Storage) -> None:
     direct = prefer_direct_access(cold_files)
     with closing(_ahead(cold_files, "small", "large")) as ahead:
-        _wait_for_end(ahead)
+        _read_all(ahead)
         for key, content in (("small", CONTENT), ("large", LARGE)):
             assert _view(ahead, key, 4096, 8192) == content[4096:12288]
         before = direct.counters.read_bytes
@@ -158,28 +156,34 @@ def test_what_was_read_ahead_is_in_memory_and_the_rest_is_read_once(cold_files: 
         assert source is not None
         source.read_into(0, whole)
         assert whole == LARGE
-        assert len(LARGE) - ROOM_BYTES <= direct.counters.read_bytes - before < len(LARGE) - AHEAD_STEP_BYTES
+        assert len(LARGE) - ROOM_BYTES <= direct.counters.read_bytes - before < len(LARGE) - LEAST_STEP_BYTES
 
 
 def test_a_file_that_was_replaced_since_it_was_read_ahead_is_opened_anew(
     cold_files: Storage, tmp_path: Path
 ) -> None:
     with closing(_ahead(cold_files, "small")) as ahead:
-        _wait_for_end(ahead)
+        _read_all(ahead)
         assert ahead.open("small") is not None
         (tmp_path / "large").replace(tmp_path / "small")
         assert ahead.open("small") is None
 
 
-def test_nothing_is_read_ahead_that_is_unlikely_missing_cached_or_not_wanted(cold_files: Storage) -> None:
+def test_nothing_is_read_ahead_that_is_unlikely_missing_or_cached(cold_files: Storage) -> None:
     write_object(cold_files, "cached", [CONTENT])
     for keys, is_likely in (("small",), False), (("missing", "small"), True), (("cached", "small"), True):
         with closing(_ahead(cold_files, *keys, is_likely=partial(bool, is_likely))) as ahead:
-            _wait_for_end(ahead)
+            _read_all(ahead)
             assert all(ahead.open(key) is None for key in keys)
-    may_begin = threading.Event()
-    with closing(_ahead(cold_files, "small", is_likely=may_begin.wait)) as ahead:
-        ahead.settle(())
-        may_begin.set()
-        _wait_for_end(ahead)
-        assert ahead.open("small") is None
+
+
+def test_what_was_not_read_when_a_load_began_is_read_by_the_load(cold_files: Storage) -> None:
+    with closing(_ahead(cold_files, "small", "large")) as ahead:
+        ahead.stop()
+        _read_all(ahead)
+        for key, content in (("small", CONTENT), ("large", LARGE)):
+            assert _view(ahead, key, 4096, 8192) is None
+            source, whole = ahead.open(key), aligned_buffer(len(content))
+            assert source is not None
+            source.read_into(0, whole)
+            assert whole == content
