@@ -72,10 +72,10 @@ class Sides:
 
 
 class BareRank:
-    """One rank of the least that saves can do: new files from huge pages, durable, and the old ones removed.
+    """One rank of the least that saves can do: new files from huge pages, durable, and the old ones hidden.
 
     Parity is XOR of all other ranks, each of which sends a share; it is exchanged, summed and written while
-    the data is. Making one is collective, and so are the calls.
+    the data is. Making one is collective, and so are the saves.
     """
 
     def __init__(self, folder: Path, rank: int, size_bytes: int) -> None:
@@ -85,6 +85,7 @@ class BareRank:
         self._folder.mkdir(parents=True)
         self._old = self._folder / "old"
         self._new = self._folder / "new"
+        self._gone = self._folder / "gone"
         self._data = RawFiles(self._new, size_bytes)
         self._own = Window.make_huge(size_bytes)
         self._others = self._windows(size_bytes)
@@ -95,7 +96,7 @@ class BareRank:
     def plain(self) -> None:
         """The data alone."""
         self._data.write()
-        self._remove_old()
+        self._hide_old()
 
     def over_gloo(self) -> None:
         """Parity of what arrives from the others through sockets."""
@@ -129,7 +130,7 @@ class BareRank:
             data.result()
         path.rename(self._new / "parity")
         sync_folder(self._new)
-        self._remove_old()
+        self._hide_old()
 
     def _shared_sums(self) -> Iterator[memoryview]:
         for stripe in range(self._stripes):
@@ -168,10 +169,15 @@ class BareRank:
         for send in sends:
             send.wait()
 
-    def _remove_old(self) -> None:
+    def _hide_old(self) -> None:
         if self._old.exists():
-            shutil.rmtree(self._old)
+            self._old.rename(self._gone)
         self._new.rename(self._old)
+
+    def clear_up(self) -> None:
+        """Remove what is hidden, when nobody waits for it."""
+        if self._gone.exists():
+            shutil.rmtree(self._gone)
 
 
 def _copy_or_add(total: memoryview, piece: memoryview, *, is_first: bool) -> None:

@@ -73,7 +73,7 @@ class PenstockIO(CheckpointIO):
         storage, name = open_parent(path)
         catalog = open_catalog(storage)
         with suppress(ObjectNotFound):
-            catalog.remove(catalog.find(name))
+            catalog.hide(catalog.find(name))()
 
     def teardown(self) -> None:
         """Free the staging memory."""

@@ -174,7 +174,11 @@ class StepCatalog:
 
     def remove(self, step: int) -> None:
         """Remove a step."""
-        self._catalog.remove(self._catalog.find(step_dirname(step)))
+        self.hide(step)()
+
+    def hide(self, step: int) -> Callable[[], None]:
+        """Take a step's name away; the call that this gives removes its files."""
+        return self._catalog.hide(self._catalog.find(step_dirname(step)))
 
     def set_latest(self, step: int) -> None:
         """Point `latest` at a step, where there is such a pointer."""
@@ -256,23 +260,37 @@ def find_surplus(
     return choose_surplus(committed, keep, lambda step: step == whole or catalog.find(step).is_whole())
 
 
+NOT_ALL_REMOVED: Final = "Step %d is committed, but not all old steps could be removed: %s"
+
+
 def apply_retention(
     catalog: StepCatalog, step: int, keep: int | None, show_latest: Callable[[], None] | None = None
-) -> None:
-    """Point to the newest step and remove the surplus. Never raises `StorageError`: `step` is committed.
+) -> Callable[[], None]:
+    """Point to the newest step and hide the surplus; the call that this gives removes its files.
 
-    Steps beyond `step` do not count: a job that begins anew, or from an older step, keeps what it saves. What
-    points to `step` may have been written already, see `StepCatalog.pointing_to`.
+    Neither raises `StorageError`: `step` is committed. Steps beyond `step` do not count: a job that begins
+    anew, or from an older step, keeps what it saves. What points to `step` may have been written already, see
+    `StepCatalog.pointing_to`.
     """
+    hidden: list[Callable[[], None]] = []
+
+    def remove_hidden() -> None:
+        try:
+            for remove in hidden:
+                remove()
+        except StorageError as error:
+            logger.warning(NOT_ALL_REMOVED, step, error)
+
     try:
         committed = catalog.committed()
         if step == max(committed, default=None):
             _try_to_show(show_latest or partial(catalog.set_latest, step), step)
         for removed in find_surplus(catalog, [each for each in committed if each <= step], keep, step):
             logger.info("Removing step %d: the newest %s are kept", removed, keep)
-            catalog.remove(removed)
+            hidden.append(catalog.hide(removed))
     except StorageError as error:
-        logger.warning("Step %d is committed, but not all old steps could be removed: %s", step, error)
+        logger.warning(NOT_ALL_REMOVED, step, error)
+    return remove_hidden
 
 
 def _try_to_show(show_latest: Callable[[], None], step: int) -> None:

@@ -133,8 +133,8 @@ class Catalog(Protocol):
     def find(self, name: str) -> Committed:
         """The committed checkpoint of this name; `ObjectNotFound` if there is none."""
 
-    def remove(self, committed: Committed) -> None:
-        """Remove a checkpoint: first its name, at once, then its files. Safe if it is gone already."""
+    def hide(self, committed: Committed) -> Callable[[], None]:
+        """Take its name away, at once, if it has one still; the call that this gives removes its files."""
 
 
 class DraftStore(ABC):
@@ -380,14 +380,14 @@ class FolderDraftStore(DraftStore):
         self._tree.sync()
         # Under the name of the draft, the older checkpoint is out of sight, and durably so by now.
         is_hidden = left_behind == draft.folder
-        remove = self._tree.remove if is_hidden else partial(remove_folder, self._tree)
-        self._clear_up(draft, partial(remove, left_behind))
+        tree, hide = self._tree, hide_folder
+        self._clear_up(draft, lambda: tree.remove(left_behind) if is_hidden else hide(tree, left_behind)())
         return Committed(name=draft.name, folder=draft.name)
 
     def drop(self, draft: Draft) -> None:
         """Remove the draft, unless it was published: then its folder holds the older checkpoint by now."""
         if draft.save_id not in self._published:
-            remove_folder(self._tree, draft.folder)
+            hide_folder(self._tree, draft.folder)()
         self._end_lease(draft)
 
     def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
@@ -416,7 +416,7 @@ class FolderDraftStore(DraftStore):
         elif marks := _MARKS.fullmatch(name):
             return self._sweep_marks(name, f"{HIDDEN_PREFIX}save-{marks['draft']}", age_s)
         elif _DRAFT.fullmatch(name) and self._is_dead(name, age_s):
-            remove_folder(self._tree, name)
+            hide_folder(self._tree, name)()
             with suppress(ObjectNotFound):
                 self._storage.delete(name + LEASE_ENDING)
         else:
@@ -440,7 +440,7 @@ class FolderDraftStore(DraftStore):
     def _settle_old(self, folder: str, name: str) -> None:
         """Finish or roll back an interrupted replacement on a file system without exchange."""
         if exists(self._storage, f"{name}/{METADATA_NAME}"):
-            remove_folder(self._tree, folder)
+            hide_folder(self._tree, folder)()
         else:
             self._tree.move(folder, name)
             self._tree.sync()
@@ -511,9 +511,9 @@ class FolderCatalog:
             fix="`penstock checkpoint ls` lists the committed ones.",
         )
 
-    def remove(self, committed: Committed) -> None:
-        """Rename it durably to a hidden name, then remove its files."""
-        remove_folder(self._tree, committed.folder)
+    def hide(self, committed: Committed) -> Callable[[], None]:
+        """Rename it durably to a hidden name; the call that this gives removes its files."""
+        return hide_folder(self._tree, committed.folder)
 
     def _may_be_checkpoint(self, folder: str) -> bool:
         try:
@@ -589,12 +589,12 @@ def _names_in_manifest(storage: Storage, folder: str) -> set[str]:
     return {file.name for file in manifest.files}
 
 
-def remove_folder(tree: FolderTree, folder: str) -> None:
-    """Take a folder's name away durably, then remove its files: a kill leaves nothing that looks complete."""
+def hide_folder(tree: FolderTree, folder: str) -> Callable[[], None]:
+    """Take a folder's name away durably, as files go one by one; what this gives removes them."""
     gone = f"{HIDDEN_PREFIX}gone-{secrets.token_hex(8)}"
     try:
         tree.move(folder, gone)
     except ObjectNotFound:
-        return
+        return lambda: None
     tree.sync()
-    tree.remove(gone)
+    return partial(tree.remove, gone)

@@ -164,13 +164,13 @@ class RecordCatalog:
         record = _parse_record(text, f"{self._storage.uri}/{key}")
         return protocol.Committed(name=name, folder=record.folder, version=info.checksum or "")
 
-    def remove(self, committed: protocol.Committed) -> None:
-        """Delete the record, then the files."""
+    def hide(self, committed: protocol.Committed) -> Callable[[], None]:
+        """Delete the record; the call that this gives deletes the files."""
         if committed.folder == committed.name:
             self._storage.delete(committed.key(protocol.METADATA_NAME))
         else:
             self._storage.delete(f"{committed.name}/{RECORD_NAME}")
-        _delete_all(self._storage, self._storage.list(committed.folder))
+        return lambda: _delete_all(self._storage, self._storage.list(committed.folder))
 
 
 class _Record(BaseModel):

@@ -149,7 +149,7 @@ class SharedDraft:
         """Remove what is left of the draft, its marks and lease. Failures are left to a sweep."""
         for folder in (self.draft.folder, self._marks):
             try:
-                protocol.remove_folder(self._tree, folder)
+                protocol.hide_folder(self._tree, folder)()
             except StorageError as error:
                 logger.warning("Could not remove %s: %s", folder, error)
         try:
@@ -190,7 +190,7 @@ class SharedDraft:
             self._tree.move(aside, self.draft.name)
             return
         self._tree.sync()
-        protocol.remove_folder(self._tree, aside)
+        protocol.hide_folder(self._tree, aside)()
 
     def _sizes(self) -> dict[str, int]:
         return {entry.name: entry.size_bytes for entry in self._tree.entries(self.draft.folder)}

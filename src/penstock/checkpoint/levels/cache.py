@@ -182,16 +182,17 @@ class NodeCache:
             self.confirm(draft.name)
             committed = self._catalog.find(draft.name)
             if draft.save_id.encode() in read_object(self.storage, committed.key(MANIFEST_NAME)):
-                self._catalog.remove(committed)
+                self._catalog.hide(committed)()
         except StorageError as error:
             logger.debug("Nothing to roll back of %s: %s", draft.name, error)
 
-    def remove(self, name: str) -> None:
-        """Remove this node's share of a step."""
+    def hide(self, name: str) -> Callable[[], None]:
+        """Take the name of this node's share of a step away; the call that this gives removes its files."""
         try:
-            self._catalog.remove(self._catalog.find(name))
+            return self._catalog.hide(self._catalog.find(name))
         except ObjectNotFound:
             logger.debug("%s was not in the cache %s", name, self.storage.uri)
+            return lambda: None
 
     def _records(self, share: CheckpointRef, names: Iterable[str]) -> dict[int, GroupRecord]:
         """The records in a share, by the number of the group."""
@@ -452,7 +453,7 @@ class CacheLevel:
     def remove(self, name: str) -> None:
         """Remove a step from all caches: the lead of each node removes its share."""
         if self.is_lead:
-            self.node.remove(name)
+            self.node.hide(name)()
 
     def close(self) -> None:
         """Close the connections between ranks."""

@@ -246,7 +246,7 @@ def drop(caches: Sequence[Path], steps: Collection[int]) -> None:
                 flush_orders.remove(order)
         node = _open_node(cache)
         for step in steps:
-            node.remove(step_dirname(step))
+            node.hide(step_dirname(step))()
             node.confirm(step_dirname(step))
 
 

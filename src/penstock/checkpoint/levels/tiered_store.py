@@ -7,7 +7,7 @@ next before an older step is; a step that is to become durable stays in the cach
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -182,7 +182,6 @@ class TieredStore:
                 self._flusher.wait(self._durable.timeout_s)
                 require_durable(self._flusher, step)
         self._saved = step
-        self._apply_cache_retention()
         return cached
 
     def candidates(self, wanted: int | None) -> list[int]:
@@ -223,24 +222,24 @@ class TieredStore:
             if self._flusher:
                 self._flusher.close()
                 # The last save kept what was still to be flushed.
-                self._apply_cache_retention()
+                for remove in self.hide_surplus():
+                    remove()
             self._cache.close()
             self._lease.release()
             self._durable.close()
 
-    def _apply_cache_retention(self) -> None:
-        """Remove the oldest steps of this node's cache, except those still to be flushed.
+    def hide_surplus(self) -> list[Callable[[], None]]:
+        """Hide the oldest steps of this node's cache, except those still to be flushed; what removes them.
 
         As on the durable level, steps beyond the one saved last do not count; who saved none removes none.
         """
         saved = self._saved
         if saved is None or self._keep_cached is None or not self._cache.is_lead:
-            return
+            return []
         states = self._flusher.states() if self._flusher else {}
         flushing = {step for step, state in states.items() if not state.is_over}
-        for step in [step for step in self._local_steps() if step <= saved][: -self._keep_cached]:
-            if step not in flushing:
-                self._cache.remove(step_dirname(step))
+        surplus = [step for step in self._local_steps() if step <= saved][: -self._keep_cached]
+        return [self._cache.node.hide(step_dirname(step)) for step in surplus if step not in flushing]
 
     def _local_steps(self) -> list[int]:
         return sorted(step for name in self._cache.node.names() if (step := parse_step(name)) is not None)
@@ -320,6 +319,7 @@ class CachedSlot:
         self._draft = draft
         self._is_last = is_last
         self._until = until
+        self._hidden: list[Callable[[], None]] = []
 
     def path(self, file_name: str) -> Path:
         """A path in this node's draft."""
@@ -331,8 +331,14 @@ class CachedSlot:
         """Protect and commit it, and hand it to the flusher if its turn has come."""
         with self._until:
             cached = self._store.save(self._draft, prepared, staged, progress, is_last=self._is_last)
+            self._hidden = self._store.hide_surplus()
         self._draft = replace(self._draft, folder="")
         return f"{self._store.uri}/{cached.name}", cached.stats
+
+    def clear_up(self) -> None:
+        """Remove what is hidden now of this node's cache."""
+        while self._hidden:
+            self._hidden.pop()()
 
     def abandon(self) -> None:
         """Remove this node's draft."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -205,34 +205,25 @@ class Manager:
         prepared = self._engine.prepare(state, self._front, choice)
         meter = SaveProgress(progress)
         staged = stage_on_all_ranks(prepared, urgent, self._front.comm)
-        complete = partial(self._complete, step, prepared, staged, meter, is_last=bool(self.stop_reason))
+        later: list[Callable[[], None]] = []
+        open_slot = partial(self._store.open, step_dirname(step), is_last=bool(self.stop_reason))
+        complete = partial(
+            _complete, step, open_slot, prepared, staged, meter=meter, rank=self._rank, later=later
+        )
         if self._rank == 0 and not self._num_saves:
             self._worker.submit(step_store.warn_of_newer_steps, self._store, step)
         with ExitStack() as undo:
             undo.callback(staged.cancel)
             future = self._worker.submit(self._stop.time_save, complete)
             undo.pop_all()
-        future.add_done_callback(partial(log_failure, f"Step {step}"))
+        # When nobody waits any more: files may take as long to remove as to write.
+        removal = self._worker.submit(lambda: [clear_up() for clear_up in later])
+        removal.add_done_callback(partial(log_failure, "Not all old steps were removed"))
+        future.add_done_callback(partial(log_failure, f"Step {step} was not saved"))
         self._num_saves += 1
         handle = SaveHandle(step, self._num_saves, staged, future, meter=meter, timeout_s=self._timeout_s)
         self._in_flight.add(handle)
         return handle
-
-    def _complete(
-        self, step: int, prepared: PreparedSave, staged: StagedSave, meter: SaveProgress, *, is_last: bool
-    ) -> SaveReport:
-        """The rest of a save: write, commit, retention.
-
-        Runs on the worker's one thread, so that saves follow each other in the same order on all ranks.
-        """
-        with ExitStack() as undo:
-            undo.callback(staged.cancel)
-            slot = self._store.open(step_dirname(step), is_last=is_last)
-            uri, stats = slot.complete(prepared, staged, meter)
-            undo.pop_all()
-        report = SaveReport(step=step, uri=uri, ranks=stats)
-        logger.info("Committed %s", report.format_line(self._rank))
-        return report
 
     def restore(  # noqa: PLR0913 - as many options as `load` has
         self,
@@ -355,6 +346,31 @@ class Manager:
         self._worker.shutdown()
         for part in (self._stop, self._store, self._engine, self._front, self._back):
             part.close()
+
+
+def _complete(
+    step: int,
+    open_slot: Callable[[], step_store.StepSlot],
+    prepared: PreparedSave,
+    staged: StagedSave,
+    *,
+    meter: SaveProgress,
+    rank: int,
+    later: list[Callable[[], None]],
+) -> SaveReport:
+    """The rest of a save: write, commit, hide older steps; `later` gets what removes their files.
+
+    Runs on the worker's one thread, so that saves follow each other in the same order on all ranks.
+    """
+    with ExitStack() as undo:
+        undo.callback(staged.cancel)
+        slot = open_slot()
+        uri, stats = slot.complete(prepared, staged, meter)
+        undo.pop_all()
+    report = SaveReport(step=step, uri=uri, ranks=stats)
+    logger.info("Committed %s", report.format_line(rank))
+    later.append(slot.clear_up)
+    return report
 
 
 def _open_storage(location: AnyPath | Storage, rank: int) -> Storage:

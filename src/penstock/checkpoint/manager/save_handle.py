@@ -233,7 +233,7 @@ def log_failure(what: object, future: Future[Any]) -> None:
     """Log a failure: the program may end before it asks for the result."""
     error = None if future.cancelled() else future.exception()
     if error is not None and not isinstance(error, SaveCancelled):
-        logger.error("%s was not saved: %s", what, format_cause(error))
+        logger.error("%s: %s", what, format_cause(error))
 
 
 def _tell_of_failures(handles: Sequence[SaveHandle]) -> None:

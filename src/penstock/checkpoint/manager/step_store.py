@@ -86,6 +86,9 @@ class StepSlot(Protocol):
     ) -> tuple[str, tuple[RankSaveStats, ...]]:
         """Write what is staged and commit it; its URI and the statistics of each rank. Collective."""
 
+    def clear_up(self) -> None:
+        """Remove the files of steps that are no longer kept. Not collective, and nobody waits for it."""
+
     def abandon(self) -> None:
         """Remove it. Not collective: call it when no rank writes any more. Safe after `complete`."""
 
@@ -172,6 +175,7 @@ class DurableSlot:
     def __init__(self, store: DurableStore, transaction: SaveTransaction) -> None:
         self._store = store
         self._transaction = transaction
+        self._remove_hidden: Callable[[], None] = lambda: None
 
     def path(self, file_name: str) -> Path:
         """A path in the draft itself."""
@@ -180,7 +184,7 @@ class DurableSlot:
     def complete(
         self, prepared: PreparedSave, staged: StagedSave, progress: Progress
     ) -> tuple[str, tuple[RankSaveStats, ...]]:
-        """Write and commit, then apply retention."""
+        """Write and commit, then hide the steps that are no longer kept."""
         store, step = self._store, parse_step(self._transaction.draft.name)
         write = partial(
             write_into,
@@ -197,8 +201,12 @@ class DurableSlot:
         else:
             with store.catalog.pointing_to(step) as show_latest:
                 committed, stats = write()
-                apply_retention(store.catalog, step, store.keep, show_latest)
+                self._remove_hidden = apply_retention(store.catalog, step, store.keep, show_latest)
         return f"{store.uri}/{committed.name}", stats
+
+    def clear_up(self) -> None:
+        """Remove what is hidden now."""
+        self._remove_hidden()
 
     def abandon(self) -> None:
         """Remove the draft."""

@@ -299,6 +299,7 @@ class UserOutput:
         files = UserFilesSave(tuple(self._names), rank=self._comm.rank, num_ranks=self._comm.size)
         with self._timed:
             self.uri, _ = self._in_turn(lambda: slot.complete(files, files, Silent()))
+            self._in_turn(slot.clear_up)
         logger.info("Committed %s", self.uri)
 
     def _gather_ends(self, own: _BlockEnd) -> Sequence[_BlockEnd]:

@@ -56,7 +56,7 @@ def remove(
     stays = ""
     if not even_last and not removed.is_damaged:
         stays = _require_another(path, checkpoints, name, verified=verified, progress=progress or Silent())
-    catalog.remove(committed)
+    catalog.hide(committed)()
     return RemovedCheckpoint(
         uri=checkpoint_uri(storage, name),
         step=removed.step,

@@ -376,7 +376,7 @@ def test_a_checkpoint_is_removed_by_name_first(tmp_path: Path) -> None:
     storage = files(tmp_path, FailFileCall.and_all_after("unlink", 1, errno.EIO))
     shelf = open_catalog(storage)
     with pytest.raises(PenstockError, match="Removing failed"):
-        shelf.remove(shelf.find(NAME))
+        shelf.hide(shelf.find(NAME))()
     assert open_catalog(files(tmp_path)).names() == []
     (left,) = sweep(tmp_path)
     assert left.startswith(".penstock-gone-")

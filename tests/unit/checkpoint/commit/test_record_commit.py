@@ -57,7 +57,7 @@ def test_a_replaced_checkpoint_and_a_removed_one_leave_nothing() -> None:
     assert assert_known(storage) == {NAME: 1}
     assert len(keys(storage)) == 5
     shelf = open_catalog(storage)
-    shelf.remove(shelf.find(NAME))
+    shelf.hide(shelf.find(NAME))()
     assert keys(storage) == []
 
 
@@ -181,7 +181,7 @@ def test_a_foreign_checkpoint_is_found_and_removed() -> None:
     shelf = RecordCatalog(storage)
     assert shelf.names() == ["plain"]
     assert shelf.find("plain").folder == "plain"
-    shelf.remove(shelf.find("plain"))
+    shelf.hide(shelf.find("plain"))()
     assert keys(storage) == ["no/checkpoint"]
     with pytest.raises(ObjectNotFound):
         shelf.find("plain")

@@ -220,7 +220,7 @@ class FlushTask:
                 ]
             )
             raise
-        apply_retention(self._steps, self.order.step, self.order.keep)
+        apply_retention(self._steps, self.order.step, self.order.keep)()
 
     def _end(self, what: flush_folder.EntryKind, reason: str = "") -> bool:
         self._write(what, reason=reason)

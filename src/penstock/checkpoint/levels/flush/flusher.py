@@ -165,7 +165,7 @@ class TrainerFlusher:
         )
         logger.info("Step %d is durable", step)
         if comm.rank == 0:
-            apply_retention(self._durable.catalog, step, self._durable.keep)
+            apply_retention(self._durable.catalog, step, self._durable.keep)()
 
     def _copy_share(self, cached: CachedSave, transaction: SaveTransaction) -> None:
         names = list(cached.files[self._members.comm.rank])

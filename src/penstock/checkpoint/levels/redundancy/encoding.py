@@ -24,9 +24,11 @@ from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout
 from penstock.checkpoint.levels.redundancy.redundancy_record import ConcatenatedWriter, RecordedFile
 from penstock.checkpoint.levels.redundancy.ring import FirstFailure, Ring
 from penstock.cluster.comm import PendingTransfer
+from penstock.storage.aligned import address_of
 
-NUM_SUMS: Final = 3
-"""One is added to, one gets the first block of the next stripe, one is being written."""
+NUM_SUMS: Final = 8
+"""One is added to, one gets the first block of the next stripe, three are being written and three wait: a
+busy device takes as long for a small request as for a large one, so that several are written at once."""
 NUM_SPARE: Final = 2
 """One is added to the sum while the next one arrives."""
 
@@ -57,20 +59,23 @@ def plan_copies(members: int, place: int) -> list[Route]:
 
 
 class SumWriter:
-    """Writes blocks of sums to a member's parity file, one after another, in a thread of its own.
+    """Writes blocks of sums to a member's parity file in a thread of its own: at once those that have come.
 
-    If the file cannot be written, blocks are still taken, and `failure` says why.
+    If the file cannot be written, blocks are still taken, and `failure` says why. `sums` lie in `memory`.
     """
 
     def __init__(
         self,
         create: Callable[[], ConcatenatedWriter],
         failure: FirstFailure,
-        sums: Sequence[list[memoryview]],
+        sums: Sequence[Sequence[memoryview]],
+        memory: memoryview,
     ) -> None:
+        self._memory = memory
+        self._ready: deque[tuple[Sequence[memoryview], int]] = deque()
         self._file: ConcatenatedWriter | None = None
         self._failure = failure
-        self._free: SimpleQueue[list[memoryview]] = SimpleQueue()
+        self._free: SimpleQueue[Sequence[memoryview]] = SimpleQueue()
         for each in sums:
             self._free.put(each)
         self._pending: deque[Future[None]] = deque()
@@ -79,13 +84,14 @@ class SumWriter:
         )
         self._submit(lambda: self._create(create))
 
-    def take(self) -> list[memoryview]:
+    def take(self) -> Sequence[memoryview]:
         """A buffer for each sum of a stripe; waits until one was written."""
         return self._free.get()
 
-    def put(self, sums: list[memoryview], length: int) -> None:
+    def put(self, sums: Sequence[memoryview], length: int) -> None:
         """Write the first `length` bytes of each sum."""
-        self._submit(lambda: self._write(sums, length))
+        self._ready.append((sums, length))
+        self._submit(self._write_ready)
 
     def finish(self) -> RecordedFile | None:
         """Wait until everything is durable; None if it could not be written."""
@@ -109,14 +115,27 @@ class SumWriter:
         with self._failure.noted():
             self._file = create()
 
-    def _write(self, sums: list[memoryview], length: int) -> None:
+    def _write_ready(self) -> None:
+        taken = [self._ready.popleft() for _ in range(len(self._ready))]
         try:
             with self._failure.noted():
                 if self._file is not None:
-                    for each in sums:
-                        self._file.write(each[:length])
+                    for part in self._joined([each[:length] for sums, length in taken for each in sums]):
+                        self._file.write(part)
         finally:
-            self._free.put(sums)
+            for sums, _ in taken:
+                self._free.put(sums)
+
+    def _joined(self, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+        """The same bytes, neighbours in memory as one part."""
+        begin = end = 0
+        for part in parts:
+            start = address_of(part) - address_of(self._memory)
+            if start != end:
+                yield self._memory[begin:end]
+                begin = start
+            end = start + part.nbytes
+        yield self._memory[begin:end]
 
     def __enter__(self) -> Self:
         return self
@@ -139,8 +158,8 @@ class _Step:
 class _Incoming:
     """Blocks that are arriving: they begin `sums`, or will be added to them."""
 
-    sums: list[memoryview]
-    blocks: list[memoryview]
+    sums: Sequence[memoryview]
+    blocks: Sequence[memoryview]
     pending: list[PendingTransfer | None]
 
 
@@ -153,7 +172,7 @@ class Encoder:
         routes: Sequence[Route],
         feed: ByteFeed,
         out: SumWriter,
-        spare: Sequence[list[memoryview]],
+        spare: Sequence[Sequence[memoryview]],
     ) -> None:
         self._ring = ring
         self._routes = routes
@@ -189,7 +208,7 @@ class Encoder:
                 yield _Step(number, chunk, length)
                 number += 1
 
-    def _receive(self, step: _Step, sums: list[memoryview] | None) -> _Incoming:
+    def _receive(self, step: _Step, sums: Sequence[memoryview] | None) -> _Incoming:
         """Begin to receive, before others send, so that arriving bytes need no buffer of the transport."""
         if sums is None or not step.chunk:
             blocks = sums = self._out.take()

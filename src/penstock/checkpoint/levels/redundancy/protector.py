@@ -126,6 +126,14 @@ class ReportedShare:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Buffers of one size, one after another in `whole`."""
+
+    whole: memoryview
+    blocks: Sequence[memoryview]
+
+
 class Protector:
     """One rank's part in protecting and rebuilding steps; making and closing one is collective.
 
@@ -135,7 +143,7 @@ class Protector:
     def __init__(self, storage: Storage, comm: Comm) -> None:
         self._storage = storage
         self._comm = comm
-        self._blocks: list[memoryview] = []
+        self._memory: _Memory | None = None
         self._num_exchanges = 0
         self._transfer: PointToPoint | None = open_point_to_point(comm) if comm.size > 1 else None
 
@@ -155,10 +163,10 @@ class Protector:
             return ProtectedShare(share=staged.write_to(storage, key, progress))
         self._num_exchanges += 1
         block_bytes = min(plan.block_bytes, max(plan.total_bytes, 1))
-        blocks = self._take_blocks(block_bytes, 1 + (NUM_SUMS + NUM_SPARE) * plan.num_kept)
-        feed = ByteFeed(blocks[0])
+        memory = self._take_memory(block_bytes, 1 + (NUM_SUMS + NUM_SPARE) * plan.num_kept)
+        feed = ByteFeed(memory.blocks[0])
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-parity") as thread:
-            encode = partial(self._encode, plan, feed, blocks[1:], storage, key)
+            encode = partial(self._encode, plan, feed, memory, storage, key)
             try:
                 encoding = thread.submit(encode)
             except RuntimeError as error:
@@ -174,13 +182,14 @@ class Protector:
             feed.close()
             kept = encoding.result()
         # After a failure, bytes may still arrive in them.
-        self._blocks = blocks
+        self._memory = memory
         order = feed.order_of(share.files, [key(file.name) for file in share.files])
         return ProtectedShare(share=share, kept=kept, order=order)
 
     def _encode(
-        self, plan: GroupPlan, feed: ByteFeed, blocks: list[memoryview], storage: Storage, key: KeyOf
+        self, plan: GroupPlan, feed: ByteFeed, memory: _Memory, storage: Storage, key: KeyOf
     ) -> RecordedFile | None:
+        blocks = memory.blocks[1:]
         ring = self._ring(plan.ranks, blocks[0].nbytes)
         place = plan.ranks.index(self._comm.rank)
         routes = plan_copies(len(plan.ranks), place) if plan.is_copy else plan_routes(plan.layout, place)
@@ -193,6 +202,7 @@ class Protector:
                     lambda: ConcatenatedWriter(file, lambda name, size: storage.create(key(name), size)),
                     ring.failure,
                     sets[:NUM_SUMS],
+                    memory.whole,
                 )
             )
             Encoder(ring, routes, feed, out, sets[NUM_SUMS:]).run(plan.total_bytes)
@@ -200,16 +210,16 @@ class Protector:
             ring.failure.raise_noted()
         return written
 
-    def _take_blocks(self, size_bytes: int, number: int) -> list[memoryview]:
+    def _take_memory(self, size_bytes: int, number: int) -> _Memory:
         """Buffers for one save, those of the last one if they fit: touching new memory takes its time."""
-        blocks, self._blocks = self._blocks, []
-        if len(blocks) == number and blocks[0].nbytes == size_bytes:
-            return blocks
+        memory, self._memory = self._memory, None
+        if memory and len(memory.blocks) == number and memory.blocks[0].nbytes == size_bytes:
+            return memory
         # Devices write from huge pages in fewer and larger requests.
         spaced_bytes = round_up(size_bytes, PAGE_BYTES)
-        memory = WarmMemory(number * spaced_bytes)
-        memory.touch()
-        return [memory.view[at * spaced_bytes :][:size_bytes] for at in range(number)]
+        warm = WarmMemory(number * spaced_bytes)
+        warm.touch()
+        return _Memory(warm.view, [warm.view[at * spaced_bytes :][:size_bytes] for at in range(number)])
 
     def rebuild_into(
         self,
