@@ -306,11 +306,15 @@ def connect_within_host(comm: BaseComm) -> BaseComm:
                 found = own.connect(comm.rank, {rank: address for rank, (_, address) in enumerate(seats)})
         except (OSError, Unavailable) as error:
             refusal = str(error)
-        refused = comm.carry(rounds.any_of_all(comm.rank, comm.size, own=bool(refusal)), awaiting=_AWAITED)
-    connections = {rank: greeting.connection for rank, greeting in found.items()}
-    if not refused:
-        return HostComm(comm, connections)
-    for connection in connections.values():
-        connection.close()
-    logger.info("The ranks of this host have no sockets between them: %s", refusal or "another rank refused")
+    connected = HostComm(comm, {rank: greeting.connection for rank, greeting in found.items()})
+    try:
+        # A rank that could not connect to all others closes its ends, which these see as they say that they
+        # could: none hears of all, and none goes on alone.
+        if not refusal:
+            connected.barrier(awaiting=_AWAITED)
+            return connected
+    except RankError as error:
+        refusal = str(error)
+    connected.disconnect()
+    logger.info("The ranks of this host have no sockets between them: %s", refusal)
     return comm

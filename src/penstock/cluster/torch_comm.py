@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.cluster.comm import BaseComm, PollingWait
+from penstock.cluster.rounds import FAN_IN
 from penstock.environment import Environment
 from penstock.errors import RankError, Unavailable, UsageError, WaitTimeout
 
@@ -85,25 +88,22 @@ class TorchComm(BaseComm):
         return received.numpy().tobytes()
 
     def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        padded, sizes = self._pad(payload, wait)
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._finish(dist.all_gather(parts, padded, group=self._group, async_op=True), wait)
-        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+        def gather(parts: list[torch.Tensor], own: torch.Tensor) -> None:
+            self._finish(dist.all_gather(parts, own, group=self._group, async_op=True), wait)
+
+        heads = _Heads.gathered(payload, self.size, gather)
+        return heads.payloads or heads.gather_rest(gather)
 
     def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        padded, sizes = self._pad(payload, wait)
-        parts = [torch.empty_like(padded) for _ in range(self.size if self.rank == 0 else 0)]
-        rank0 = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-        self._finish(dist.gather(padded, parts or None, rank0, group=self._group, async_op=True), wait)
-        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=False)]
+        def gather(parts: list[torch.Tensor], own: torch.Tensor) -> None:
+            self._finish(dist.all_gather(parts, own, group=self._group, async_op=True), wait)
 
-    def _pad(self, payload: bytes, wait: PollingWait) -> tuple[torch.Tensor, list[int]]:
-        """`payload`, padded to the longest one because gloo gathers equal shapes only, and all sizes."""
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        own_size = torch.tensor([len(payload)], dtype=torch.int64)
-        self._finish(dist.all_gather(sizes, own_size, group=self._group, async_op=True), wait)
-        longest = int(max(sizes))
-        return _tensor(payload + bytes(longest - len(payload))), [int(size) for size in sizes]
+        def gather_on_rank0(parts: list[torch.Tensor], own: torch.Tensor) -> None:
+            to = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+            self._finish(dist.gather(own, parts or None, to, group=self._group, async_op=True), wait)
+
+        heads = _Heads.gathered(payload, self.size, gather)
+        return heads.payloads or heads.gather_rest(gather_on_rank0, receives=self.rank == 0)
 
 
 class TorchPointToPoint:
@@ -245,21 +245,21 @@ class GroupComm(BaseComm):
         return received.numpy().tobytes()
 
     def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._finish(self._group.allgather([sizes], [torch.tensor([len(payload)])]), wait)
-        # gloo only gathers equal shapes, so each rank sends as many bytes as the longest payload has.
-        longest = max(int(size) for size in sizes)
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._finish(self._group.allgather([parts], [_padded(longest, payload)]), wait)
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+        def gather(parts: list[torch.Tensor], own: torch.Tensor) -> None:
+            self._finish(self._group.allgather([parts], [own]), wait)
+
+        heads = _Heads.gathered(payload, self.size, gather)
+        return heads.payloads or heads.gather_rest(gather)
 
     def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._finish(self._group.allgather([sizes], [torch.tensor([len(payload)])]), wait)
-        longest = max(int(size) for size in sizes)
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size if self.rank == 0 else 0)]
-        self._finish(self._group.gather(parts, _padded(longest, payload), 0), wait)
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=False)]
+        def gather(parts: list[torch.Tensor], own: torch.Tensor) -> None:
+            self._finish(self._group.allgather([parts], [own]), wait)
+
+        def gather_on_rank0(parts: list[torch.Tensor], own: torch.Tensor) -> None:
+            self._finish(self._group.gather(parts, own, 0), wait)
+
+        heads = _Heads.gathered(payload, self.size, gather)
+        return heads.payloads or heads.gather_rest(gather_on_rank0, receives=self.rank == 0)
 
 
 class GroupTransfer:
@@ -291,6 +291,43 @@ class GroupTransfer:
         except RuntimeError as error:
             raise broken_connection(error, "a connection", self._place) from error
         return TorchPendingTransfer(work, self._place)
+
+
+HEAD_BYTES: Final = 512
+"""gloo gathers equal shapes alone. What each of few ranks gathers mostly fits into so many bytes with its
+size, and travels once instead of after the sizes; of many ranks only sizes go first."""
+
+Gather = Callable[[list[torch.Tensor], torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The sizes of all ranks' payloads, and the payloads if all are short."""
+
+    payload: bytes
+    sizes: list[int]
+    payloads: list[bytes]
+
+    @classmethod
+    def gathered(cls, payload: bytes, num_ranks: int, gather: Gather) -> _Heads:
+        """Begin to gather."""
+        size_of = struct.Struct("<q")
+        room = HEAD_BYTES - size_of.size if num_ranks < FAN_IN else 0
+        parts = [torch.empty(size_of.size + room, dtype=torch.uint8) for _ in range(num_ranks)]
+        gather(parts, _padded(size_of.size + room, size_of.pack(len(payload)) + payload[:room]))
+        heads = [part.numpy().tobytes() for part in parts]
+        sizes = [size_of.unpack_from(head)[0] for head in heads]
+        are_whole = max(sizes) <= room
+        texts = [head[size_of.size :][:size] for head, size in zip(heads, sizes, strict=True)]
+        return cls(payload, sizes, texts if are_whole else [])
+
+    def gather_rest(self, gather: Gather, *, receives: bool = True) -> list[bytes]:
+        """All payloads, each sent with as many bytes as the longest has."""
+        longest = max(self.sizes)
+        sizes = self.sizes if receives else []
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        gather(parts, _padded(longest, self.payload))
+        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
 def _padded(size_bytes: int, payload: bytes | None) -> torch.Tensor:

@@ -171,3 +171,21 @@ def test_ranks_without_sockets_keep_their_library_all_of_them(monkeypatch: pytes
 
     monkeypatch.setattr(Listener, "connect", refused)
     assert on_ranks(NUM_RANKS, program) == [True] * NUM_RANKS
+
+
+def test_if_one_rank_cannot_connect_all_keep_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = Listener.connect
+
+    def break_off(own: Listener, rank: int, addresses: dict[int, str]) -> object:
+        found = connect(own, rank, addresses)
+        if rank != 2:
+            return found
+        for greeting in found.values():
+            greeting.connection.close()
+        raise PermissionError(1, "Operation not permitted")
+
+    def program(comm: ThreadComm) -> bool:
+        return connect_within_host(comm) is comm and comm.gather(comm.rank, awaiting="all") == [0, 1, 2]
+
+    monkeypatch.setattr(Listener, "connect", break_off)
+    assert on_ranks(NUM_RANKS, program) == [True] * NUM_RANKS
