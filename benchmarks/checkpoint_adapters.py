@@ -80,5 +80,6 @@ def _side(name: str, megatron: MegatronSaver, writer_of: Any, state: Mapping[str
 
 if __name__ == "__main__":
     wanted = int(sys.argv[1]) << 20 if len(sys.argv) > 1 else DEFAULT_BYTES
-    for ratio in measure(7, wanted):
+    # A stall spreads by a factor of three, so that few rounds say nothing.
+    for ratio in measure(21, wanted):
         print(ratio.line(None))
