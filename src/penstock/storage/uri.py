@@ -79,6 +79,8 @@ def parse_uri(text: str) -> Location:
     """
     if not text:
         raise UsageError("The storage URI is empty", fix="Give a path or a URI such as s3://bucket/prefix.")
+    if "\0" in text:
+        raise UsageError(f"{text!r} has a NUL character, which no path can have", fix="Remove it.")
     if is_plain_path(text):
         _require_no_scheme(text)
         return Location("file", os.path.abspath(text))

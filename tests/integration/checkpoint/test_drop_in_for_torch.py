@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as stock_as
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
+from penstock.checkpoint.adapters.async_writer import AsyncWriter
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import UsageError
 
@@ -102,7 +103,7 @@ def test_a_reader_tells_its_loads_apart(tmp_path: Path) -> None:
 
 
 def test_only_known_storages_are_valid(tmp_path: Path) -> None:
-    for kind in (pc.Writer, pc.Reader):
+    for kind in (pc.Writer, pc.Reader, AsyncWriter):
         assert kind.validate_checkpoint_id(tmp_path / "new")
         assert kind.validate_checkpoint_id("mem://bucket/new")
         assert not kind.validate_checkpoint_id("abc://abc.abc")

@@ -48,6 +48,7 @@ def test_percent_signs_are_taken_literally() -> None:
         ("file://relative/path", "has no absolute path"),
         ("direct://", "has no absolute path"),
         ("s3://", "has no bucket"),
+        ("/data/a\0b", "NUL"),
         ("s3:///", "has no bucket"),
         ("s3://b?client", "sets nothing"),
     ],

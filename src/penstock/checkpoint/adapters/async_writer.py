@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
 from penstock.checkpoint.adapters.write_task import HostCopy, WriteTask, read_report, release, write
-from penstock.checkpoint.commit.catalog import AnyPath
+from penstock.checkpoint.commit.catalog import AnyPath, can_be_named
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, require_complete
 from penstock.checkpoint.engine import WrittenShare
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
@@ -192,8 +192,8 @@ class AsyncWriter(FileSystemWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept any path or URI."""
-        return bool(os.fspath(checkpoint_id))
+        """Accept any path, and URIs of known storages."""
+        return can_be_named(checkpoint_id)
 
 
 def _memory_of(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from penstock.checkpoint.commit.catalog import AnyPath, StepCatalog, step_dirname
 from penstock.checkpoint.commit.transaction import stage_on_all_ranks
@@ -317,6 +317,10 @@ class Manager:
             self._sync("closing")
         finally:
             self._close_resources()
+
+    def __reduce__(self) -> NoReturn:
+        """Copies are refused: two would number their saves alike."""
+        raise UsageError("A Manager cannot be copied or pickled", fix="Make a new one in each process.")
 
     def __enter__(self) -> Self:
         return self

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import os
+import pickle
 import re
 import signal
 import threading
@@ -35,7 +37,7 @@ from penstock.storage.uri import open_here
 from penstock.testing.file_faults import CallLog, FailFileCall, faulty_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 State = dict[str, bytearray]
@@ -263,6 +265,15 @@ def test_retention_keeps_the_last_whole_step_if_the_newest_are_not(
     assert not steps.find(2).is_whole()
     assert find_surplus(steps, steps.committed(), 1) == [2]
     assert find_surplus(steps, steps.committed(), 2) == []
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_manager_is_not_copied(tmp_path: Path, duplicate: Callable[[Manager], object]) -> None:
+    with (
+        Manager(tmp_path, engine=BytesEngine()) as manager,
+        pytest.raises(UsageError, match="cannot be copied or pickled"),
+    ):
+        duplicate(manager)
 
 
 def test_retention_does_not_read_what_was_just_committed(
