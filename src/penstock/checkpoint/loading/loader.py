@@ -36,19 +36,11 @@ from penstock.checkpoint.formats.checkpoint_source import (
     open_folder,
     open_together,
 )
-from penstock.checkpoint.formats.dcp_item import load_object
 from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
 from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute_plan
 from penstock.checkpoint.loading.host_links import HostLinks, connect_host
-from penstock.checkpoint.loading.placement import (
-    Target,
-    cut_region,
-    find_tied,
-    item_contents,
-    item_targets,
-    untie,
-)
+from penstock.checkpoint.loading.placement import Target, find_tied, item_targets, unpack, untie
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settings_for_cached
 from penstock.checkpoint.loading.shared_opening import SharedCheckpoint, open_shared
 from penstock.checkpoint.loading.stateful_parts import LoadedParts, loading_into
@@ -57,7 +49,7 @@ from penstock.checkpoint.plan.save_plan import SaveOptions, file_name
 from penstock.checkpoint.plan.shared_plan import Place
 from penstock.checkpoint.state.leaves import Leaf, require_dict
 from penstock.checkpoint.state.process_group import RankGroup
-from penstock.checkpoint.state.regions import Bools, CheckpointIndex, Ints, Regions, element_sizes
+from penstock.checkpoint.state.regions import Bools, Ints, Regions, element_sizes
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
@@ -411,16 +403,26 @@ def _match_on_all_ranks(
             return _match_state(parts.state, checkpoint, item_index, choice, comm.rank, is_outline=is_outline)
 
     awaiting = "all ranks to match their state with the checkpoint"
-    matched = run_on_all_ranks(comm, match, awaiting=awaiting)
-    own = parts.untaken(matched.selection.unused)
     patterns = load_requests.patterns_of(choice)
-    state_names = [*(leaf.name for leaf in matched.leaves), *parts.own_names()] if patterns else []
-    met = [pattern.matches(state_names, parts.stored.names) for pattern in patterns]
-    # Nearly always all ranks take everything, so this is one small message.
-    is_unusual = bool(own) or not all(met)
-    if comm.size == 1 and not is_unusual:
-        return matched
-    if not comm.carry(rounds.any_of_all(comm.rank, comm.size, own=is_unusual), awaiting=awaiting):
+    is_usual = False
+
+    def look() -> tuple[_MatchedState, list[str], list[bool]]:
+        found = match()
+        names = [*(leaf.name for leaf in found.leaves), *parts.own_names()] if patterns else []
+        met = [pattern.matches(names, parts.stored.names) for pattern in patterns]
+        return found, parts.untaken(found.selection.unused), met
+
+    def are_all_usual(looked: tuple[_MatchedState, list[str], list[bool]] | None) -> bool:
+        nonlocal is_usual
+        is_usual = looked is not None and not looked[1] and all(looked[2])
+        if comm.size > 1:
+            # Nearly always all ranks take everything, so this small message is the only one.
+            rare = rounds.any_of_all(comm.rank, comm.size, own=not is_usual)
+            is_usual = not comm.carry(rare, awaiting=awaiting)
+        return is_usual
+
+    matched, own, met = run_on_all_ranks(comm, look, awaiting=awaiting, agree=are_all_usual)
+    if is_usual:
         return matched
     (met_anywhere,) = load_requests.on_any_rank(np.array([met], dtype=np.bool_), comm, awaiting)
     load_requests.require_met(patterns, met_anywhere.tolist(), parts.stored.names, tells=comm.rank == 0)
@@ -539,48 +541,6 @@ def _target(
     name, number = requests.names[row]
     shard = local_state.shards[name][number]
     return Target(shard.offsets, shard.memory, item_index.tensors[int(requests.regions.tensor[row])])
-
-
-def unpack(
-    checkpoint: CheckpointSource,
-    item_index: load_requests.ByteItemIndex,
-    requests: load_requests.LoadRequests,
-    targets: Sequence[Target],
-    *,
-    trust: bool,
-) -> dict[str, Any]:
-    """Copy parts of packed items to their tensors, and return the objects by leaf name."""
-    content = item_contents(requests, targets)
-    for unpacking in requests.unpacking:
-        row = int(item_index.packed_rows[unpacking.row])
-        elements = checkpoint.tensor_bytes(row, content[item_index.first_packed + unpacking.row])
-        _put_part(unpacking, elements, checkpoint.index, row, targets[unpacking.want])
-    values = {}
-    for name, number in requests.objects.items():
-        stored = checkpoint.index.objects[number]
-        if checkpoint.archive is not None:
-            values[name] = checkpoint.value(stored, trust=trust)
-            continue
-        values[name] = load_object(
-            content[item_index.first_object + number],
-            stored.name,
-            descriptors=checkpoint.descriptors(stored),
-            trust=trust,
-            where=f"{checkpoint.uri}, {stored.name}",
-        )
-    return values
-
-
-def _put_part(
-    unpacking: load_requests.Unpacking, elements: memoryview, index: CheckpointIndex, row: int, target: Target
-) -> None:
-    """Copy one region from the elements of the stored region around it."""
-    facts = target.facts
-    inner = unpacking.regions.region(unpacking.part, len(facts.shape))
-    outer = index.stored.regions.region(row, len(facts.shape))
-    # The copy is aligned, which views as words of the element size need.
-    content = np.frombuffer(bytes(elements), dtype=np.uint8)
-    target.fill(*inner, cut_region(content, facts.element_bytes, outer, inner))
 
 
 def _report(

@@ -17,11 +17,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.checkpoint.loading.load_requests import ByteItemIndex, LoadRequests
+from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
+from penstock.checkpoint.formats.dcp_item import load_object
+from penstock.checkpoint.loading.load_requests import ByteItemIndex, LoadRequests, Unpacking
 from penstock.checkpoint.loading.reader import Part
 from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
-from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, TensorFacts, element_sizes
+from penstock.checkpoint.state.regions import (
+    ByteArray,
+    CheckpointIndex,
+    Ints,
+    Regions,
+    TensorFacts,
+    element_sizes,
+)
 from penstock.checkpoint.state.tensors import contiguous_bytes, flatten_bytes, narrow_region
 from penstock.errors import UsageError
 from penstock.storage.aligned import FEW_BYTES, copy_bytes
@@ -112,6 +121,48 @@ def item_contents(requests: LoadRequests, targets: Sequence[Target]) -> dict[int
         number: memoryview(targets[len(requests.names) + place].memory.numpy().data)
         for place, number in enumerate(requests.items)
     }
+
+
+def unpack(
+    checkpoint: CheckpointSource,
+    item_index: ByteItemIndex,
+    requests: LoadRequests,
+    targets: Sequence[Target],
+    *,
+    trust: bool,
+) -> dict[str, Any]:
+    """Copy parts of packed items to their tensors, and return the objects by leaf name."""
+    content = item_contents(requests, targets)
+    for unpacking in requests.unpacking:
+        row = int(item_index.packed_rows[unpacking.row])
+        elements = checkpoint.tensor_bytes(row, content[item_index.first_packed + unpacking.row])
+        _put_part(unpacking, elements, checkpoint.index, row, targets[unpacking.want])
+    values = {}
+    for name, number in requests.objects.items():
+        stored = checkpoint.index.objects[number]
+        if checkpoint.archive is not None:
+            values[name] = checkpoint.value(stored, trust=trust)
+            continue
+        values[name] = load_object(
+            content[item_index.first_object + number],
+            stored.name,
+            descriptors=checkpoint.descriptors(stored),
+            trust=trust,
+            where=f"{checkpoint.uri}, {stored.name}",
+        )
+    return values
+
+
+def _put_part(
+    unpacking: Unpacking, elements: memoryview, index: CheckpointIndex, row: int, target: Target
+) -> None:
+    """Copy one region from the elements of the stored region around it."""
+    facts = target.facts
+    inner = unpacking.regions.region(unpacking.part, len(facts.shape))
+    outer = index.stored.regions.region(row, len(facts.shape))
+    # The copy is aligned, which views as words of the element size need.
+    content = np.frombuffer(bytes(elements), dtype=np.uint8)
+    target.fill(*inner, cut_region(content, facts.element_bytes, outer, inner))
 
 
 @cache

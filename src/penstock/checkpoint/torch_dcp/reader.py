@@ -29,8 +29,7 @@ from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
 from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, execute_plan
-from penstock.checkpoint.loading.loader import unpack
-from penstock.checkpoint.loading.placement import Target, item_contents, item_targets
+from penstock.checkpoint.loading.placement import Target, item_contents, item_targets, unpack
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
 from penstock.checkpoint.plan.load_plan import LoadPlan as SharedPlan
