@@ -143,6 +143,19 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_closed_output_and_a_full_one_are_not_defects() -> None:
+    command = f"{sys.executable} -m penstock doctor --json"
+    for where, code, said in (
+        (">&-", 2, "The standard output is closed"),
+        (">/dev/full", 3, "No space left"),
+    ):
+        result = subprocess.run(
+            f"{command} {where}", shell=True, check=False, capture_output=True, text=True, timeout=60
+        )
+        assert (result.returncode, result.stderr.count("\n")) == (code, 1)
+        assert said in result.stderr
+
+
 def test_closed_pipe_is_not_a_defect() -> None:
     result = subprocess.run(
         f"{sys.executable} -m penstock doctor | head -n 1",
