@@ -169,7 +169,7 @@ class WaitTimeout(RankError, TimeoutError):
         super().__init__(
             f"Timed out after {timeout_s:g} s waiting for {awaited}",
             where=where,
-            fix="Look at the ranks that did not arrive; a slow but healthy job needs a longer --timeout.",
+            fix="Look at the ranks that did not arrive; if they are just slow, raise --timeout or timeout_s.",
         )
         self.awaited = awaited
         self.timeout_s = timeout_s

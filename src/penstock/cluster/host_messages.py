@@ -286,16 +286,21 @@ def _disconnect_fork() -> None:
 os.register_at_fork(after_in_child=_disconnect_fork)
 
 
+_REFUSED: Final[list[str]] = []
+"""Why ranks of this process could not connect: they do not try again, which takes `CONNECT_S` each time."""
+
+
 def connect_within_host(comm: BaseComm) -> BaseComm:
     """The same ranks, connected by sockets if all of them are on one host and can be. Collective."""
     if not 1 < comm.size <= MOST_RANKS:
         return comm
     found: dict[int, Greeting] = {}
     with ExitStack() as undo:
-        own, refusal = None, ""
+        own, refusal = None, "".join(_REFUSED[:1])
         try:
-            own = Listener.open(comm.size, socket.SOCK_STREAM)
-            undo.callback(own.listening.close)
+            if not refusal:
+                own = Listener.open(comm.size, socket.SOCK_STREAM)
+                undo.callback(own.listening.close)
         except OSError as error:
             refusal = str(error)
         seats = comm.gather((name_host(), own.address if own else ""), awaiting=_AWAITED)
@@ -306,15 +311,13 @@ def connect_within_host(comm: BaseComm) -> BaseComm:
                 found = own.connect(comm.rank, {rank: address for rank, (_, address) in enumerate(seats)})
         except (OSError, Unavailable) as error:
             refusal = str(error)
-    connected = HostComm(comm, {rank: greeting.connection for rank, greeting in found.items()})
-    try:
-        # A rank that could not connect to all others closes its ends, which these see as they say that they
-        # could: none hears of all, and none goes on alone.
-        if not refusal:
-            connected.barrier(awaiting=_AWAITED)
-            return connected
-    except RankError as error:
-        refusal = str(error)
-    connected.disconnect()
-    logger.info("The ranks of this host have no sockets between them: %s", refusal)
+        refusals = comm.gather(refusal, awaiting=_AWAITED)
+    connections = {rank: greeting.connection for rank, greeting in found.items()}
+    if not any(refusals):
+        return HostComm(comm, connections)
+    for connection in connections.values():
+        connection.close()
+    reason = next(filter(None, refusals))
+    logger.info("The ranks of this host have no sockets between them: %s", reason)
+    _REFUSED.append(reason)
     return comm

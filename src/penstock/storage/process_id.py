@@ -7,6 +7,7 @@ same PID namespace (containers have their own); everywhere else the answer is No
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,14 @@ class ProcessId:
     """The boot ID; empty where the system has none."""
     numbering: str
     """The PID namespace, as /proc names it."""
+
+    @classmethod
+    def of_lease(cls, text: bytes | bytearray) -> ProcessId | None:
+        """Whose lease this is; None if that cannot be read."""
+        try:
+            return cls(**json.loads(bytes(text))["owner"])
+        except (ValueError, TypeError, KeyError):
+            return None
 
     def has_ended(self, *, observer: ProcessId) -> bool | None:
         """Whether this process has ended; None where `observer` cannot know."""

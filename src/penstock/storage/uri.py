@@ -83,7 +83,12 @@ def parse_uri(text: str) -> Location:
         raise UsageError(f"{text!r} has a NUL character, which no path can have", fix="Remove it.")
     if is_plain_path(text):
         _require_no_scheme(text)
-        return Location("file", os.path.abspath(text))
+        try:
+            return Location("file", os.path.abspath(text))
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"{text!r} is below the current folder, which was removed", fix="Change to another one."
+            ) from error
     scheme, _, rest = text.partition("://")
     if not scheme.isalnum():
         raise UsageError(

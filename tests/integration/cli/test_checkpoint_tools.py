@@ -151,3 +151,13 @@ def test_rm_keeps_the_last_complete_checkpoint(saved: Path, tmp_path: Path) -> N
     assert last.returncode == 0
     assert "remains" not in last.stdout
     assert not (run / "step-2").exists()
+
+
+def test_after_rm_the_pointer_names_the_newest_step_that_is_left(saved: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(saved, tmp_path / "run")
+    pointer = run / "latest"
+    pointer.write_text("step-2\n")
+    assert checkpoint("rm", run / "step-2").returncode == 0
+    assert pointer.read_text() == "step-1\n"
+    assert checkpoint("rm", run / "step-1", "--even-last").returncode == 0
+    assert not pointer.exists()

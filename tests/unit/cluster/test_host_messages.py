@@ -170,6 +170,10 @@ def test_ranks_without_sockets_keep_their_library_all_of_them(monkeypatch: pytes
         return connect_within_host(comm) is comm
 
     monkeypatch.setattr(Listener, "connect", refused)
+    monkeypatch.setattr(host_messages, "_REFUSED", [])
+    assert on_ranks(NUM_RANKS, program) == [True] * NUM_RANKS
+    # Nor do they try again, which could take its time.
+    monkeypatch.setattr(Listener, "open", lambda *_: pytest.fail("tried again"))
     assert on_ranks(NUM_RANKS, program) == [True] * NUM_RANKS
 
 
@@ -188,4 +192,5 @@ def test_if_one_rank_cannot_connect_all_keep_their_library(monkeypatch: pytest.M
         return connect_within_host(comm) is comm and comm.gather(comm.rank, awaiting="all") == [0, 1, 2]
 
     monkeypatch.setattr(Listener, "connect", break_off)
+    monkeypatch.setattr(host_messages, "_REFUSED", [])
     assert on_ranks(NUM_RANKS, program) == [True] * NUM_RANKS

@@ -97,3 +97,14 @@ def test_a_prefix_is_a_folder_with_or_without_its_slash(prefix: str, folder: str
 def test_a_prefix_that_leaves_the_root_is_refused(prefix: str) -> None:
     with pytest.raises(AccessRefused):
         check_prefix(prefix, "mem://x")
+
+
+def test_a_relative_path_in_a_folder_that_was_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match="current folder, which was removed"):
+        parse_uri("run")

@@ -27,9 +27,10 @@ from torch.futures import Future
 
 from penstock.checkpoint.adapters.write_task import HostCopy, WriteTask, read_report, release, write
 from penstock.checkpoint.commit.catalog import AnyPath, can_be_named
-from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, require_complete
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.engine import WrittenShare
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
+from penstock.checkpoint.formats.manifest import require_complete
 from penstock.checkpoint.plan.save_plan import SaveOptions
 from penstock.checkpoint.torch_dcp.writer import RankItems, build_seal
 from penstock.errors import ObjectNotFound, PenstockError, UsageError

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -185,6 +185,16 @@ class StepCatalog:
         with self.pointing_to(step) as show:
             show()
 
+    def point_past(self, removed: str) -> None:
+        """Let `latest` name the newest step that is left, if it names a removed one."""
+        with suppress(ObjectNotFound):
+            if bytes(read_object(self.storage, POINTER_NAME)).decode(errors="replace").strip() == removed:
+                newest = max(self.committed(), default=None)
+                if newest is None:
+                    self.storage.delete(POINTER_NAME)
+                else:
+                    self.set_latest(newest)
+
     @contextmanager
     def pointing_to(self, step: int) -> Iterator[Callable[[], None]]:
         """Write a pointer to a step beside the block; it becomes `latest` by a call of what this gives."""
@@ -260,9 +270,6 @@ def find_surplus(
     return choose_surplus(committed, keep, lambda step: step == whole or catalog.find(step).is_whole())
 
 
-NOT_ALL_REMOVED: Final = "Step %d is committed, but not all old steps could be removed: %s"
-
-
 def apply_retention(
     catalog: StepCatalog, step: int, keep: int | None, show_latest: Callable[[], None] | None = None
 ) -> Callable[[], None]:
@@ -273,24 +280,32 @@ def apply_retention(
     `StepCatalog.pointing_to`.
     """
     hidden: list[Callable[[], None]] = []
-
-    def remove_hidden() -> None:
-        try:
-            for remove in hidden:
-                remove()
-        except StorageError as error:
-            logger.warning(NOT_ALL_REMOVED, step, error)
-
-    try:
+    with tolerating_leftovers(step):
         committed = catalog.committed()
         if step == max(committed, default=None):
             _try_to_show(show_latest or partial(catalog.set_latest, step), step)
         for removed in find_surplus(catalog, [each for each in committed if each <= step], keep, step):
             logger.info("Removing step %d: the newest %s are kept", removed, keep)
-            hidden.append(catalog.hide(removed))
+            # One that cannot be removed must not keep the others.
+            with tolerating_leftovers(step):
+                hidden.append(catalog.hide(removed))
+    return partial(remove_leftovers, step, hidden)
+
+
+def remove_leftovers(step: int, removals: Sequence[Callable[[], None]]) -> None:
+    """Remove what a save of `step` has hidden; a failure is a warning."""
+    for remove in removals:
+        with tolerating_leftovers(step):
+            remove()
+
+
+@contextmanager
+def tolerating_leftovers(step: int) -> Iterator[None]:
+    """A warning in place of a `StorageError`: the step is committed, whatever else is left."""
+    try:
+        yield
     except StorageError as error:
-        logger.warning(NOT_ALL_REMOVED, step, error)
-    return remove_hidden
+        logger.warning("Step %d is committed, but not all old steps could be removed: %s", step, error)
 
 
 def _try_to_show(show_latest: Callable[[], None], step: int) -> None:

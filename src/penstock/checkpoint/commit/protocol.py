@@ -30,17 +30,16 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, Protocol
+from weakref import WeakSet
 
-from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
+from penstock.checkpoint.formats.manifest import checksum_of, read_manifest, require_complete
 from penstock.errors import (
     AccessRefused,
     AlreadyThere,
     ObjectNotFound,
-    ShortTransfer,
     StorageError,
     Unavailable,
     UsageError,
-    name_some,
 )
 from penstock.storage import Storage
 from penstock.storage.capabilities import FolderTree, defer_sync
@@ -233,7 +232,7 @@ def is_lease_expired(text: bytes | bytearray, *, age_s: float, observer: Process
     The process decides if it can be looked up from here, else the age. A lease that cannot be parsed is
     judged by its age, too: it must never make a save fail.
     """
-    owner = _lease_owner(bytes(text))
+    owner = ProcessId.of_lease(text)
     has_ended = None if owner is None else owner.has_ended(observer=observer)
     return age_s > LEASE_S if has_ended is None else has_ended
 
@@ -261,6 +260,7 @@ class WriterLease:
         if self._require_ours():
             write_object(self._notes, WRITER_LEASE, [lease_text(self._owner())])
         self._is_held = True
+        _HOLDERS.setdefault(self._storage.uri, WeakSet()).add(self)
 
     def require_free(self) -> None:
         """`RunInUse` if a living job has the lease, for what takes or changes steps without saving any."""
@@ -271,7 +271,7 @@ class WriterLease:
         found = self._read()
         if found == lease_text(self._owner()):
             return False
-        other = _lease_owner(found)
+        other = ProcessId.of_lease(found)
         if other is not None and (self._is_held or other.has_ended(observer=self._owner()) is False):
             raise RunInUse(
                 f"Process {other.pid} on {other.host} saves steps here, too"
@@ -279,12 +279,15 @@ class WriterLease:
                 where=self._storage.uri,
                 fix="Stop one of the two jobs, or give each a run folder and a cache of its own.",
             )
+        if self._is_held:
+            logger.warning("%s/%s is gone. Did another job save steps here?", self._storage.uri, WRITER_LEASE)
         return True
 
     def release(self) -> None:
-        """Give the lease back if it is ours. May be called twice."""
+        """Give the lease back if it is ours, and of no other manager here. May be called twice."""
+        (holders := _HOLDERS.setdefault(self._storage.uri, WeakSet())).discard(self)
         try:
-            if self._is_held and self._read() == lease_text(self._owner()):
+            if self._is_held and not holders and self._read() == lease_text(self._owner()):
                 self._storage.delete(WRITER_LEASE)
         except StorageError as error:
             logger.debug("Could not remove %s: %s", WRITER_LEASE, error)
@@ -297,41 +300,7 @@ class WriterLease:
             return b""
 
 
-def _lease_owner(text: bytes) -> ProcessId | None:
-    """Whose lease it is; None if that cannot be read."""
-    try:
-        return ProcessId(**json.loads(text)["owner"])
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def require_complete(sizes: Mapping[str, int], expected: Mapping[str, int], uri: str) -> None:
-    """Raise unless the files of a draft, `sizes` by name, are exactly those `expected`."""
-    missing = sorted(expected.keys() - sizes.keys())
-    if missing:
-        raise StorageError(
-            f"{len(missing)} of {len(expected)} files of this checkpoint are missing, as rank 0 sees it: "
-            f"{name_some(missing)}",
-            uri=uri,
-            fix="All ranks must write to the same storage: give a path on a shared file system, where nothing"
-            " else removes files.",
-        )
-    for name, size_bytes in sorted(expected.items()):
-        if sizes[name] != size_bytes:
-            raise ShortTransfer(
-                f"{name} has {sizes[name]} bytes, but {size_bytes} were written",
-                uri=f"{uri}/{name}",
-                expected_bytes=size_bytes,
-                actual_bytes=sizes[name],
-                fix="Another program changed this file, or the storage lost data: save again.",
-            )
-    strangers = sorted(sizes.keys() - expected.keys())
-    if strangers:
-        raise StorageError(
-            f"This checkpoint contains {len(strangers)} files that no rank wrote: {name_some(strangers)}",
-            uri=uri,
-            fix="Find out which other program writes there, then save again.",
-        )
+_HOLDERS: Final[dict[str, WeakSet[WriterLease]]] = {}
 
 
 _DRAFT: Final = re.compile(r"\.penstock-save-[0-9a-f]{16}-.+")
@@ -479,6 +448,9 @@ class FolderDraftStore(DraftStore):
             raise overtaken(f"{self._storage.uri}/{draft.name}", draft.name)
 
 
+_NUM_LISTINGS: Final = 20
+
+
 class FolderCatalog:
     """The `Catalog` of folders: those with a `.metadata`, and older ones that a killed save left renamed."""
 
@@ -489,13 +461,26 @@ class FolderCatalog:
 
     def names(self) -> list[str]:
         """The names of all folders with metadata."""
-        names = set()
-        for entry in self._tree.entries():
-            old = _OLD.fullmatch(entry.name)
-            is_hidden = old is None and entry.name.startswith(HIDDEN_PREFIX)
-            if entry.is_folder and not is_hidden and self._may_be_checkpoint(entry.name):
-                names.add(old["name"] if old else entry.name)
-        return list(names)
+        for _ in range(_NUM_LISTINGS):
+            folders = self._visible_folders()
+            others = {folder for folder in folders if not self._may_be_checkpoint(folder)}
+            # Of a folder that goes meanwhile, a newer one may have come, too: an empty run is a new one.
+            if not others or others <= self._visible_folders():
+                found = ((_OLD.fullmatch(folder), folder) for folder in folders - others)
+                return list({old["name"] if old else folder for old, folder in found})
+        raise StorageError(
+            "Checkpoints were removed whenever they were listed",
+            uri=self._storage.uri,
+            fix="Try again.",
+        )
+
+    def _visible_folders(self) -> set[str]:
+        """Those of checkpoints and of others, but not what is hidden for good."""
+        return {
+            entry.name
+            for entry in self._tree.entries()
+            if entry.is_folder and (_OLD.fullmatch(entry.name) or not entry.name.startswith(HIDDEN_PREFIX))
+        }
 
     def find(self, name: str) -> Committed:
         """The folder of this name, or the older one that an interrupted replacement left renamed."""

@@ -21,6 +21,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.checkpoint.commit import protocol
+from penstock.checkpoint.formats.manifest import require_complete
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import SupportsConditionalWrites, defer_sync, find_folder_tree
@@ -64,7 +65,7 @@ class RecordDraftStore(protocol.DraftStore):
         prefix = f"{draft.folder}/"
         objects = self._storage.list(draft.folder)
         sizes = {info.key.removeprefix(prefix): info.size_bytes for info in objects}
-        protocol.require_complete(sizes, expected, f"{self._storage.uri}/{draft.folder}")
+        require_complete(sizes, expected, f"{self._storage.uri}/{draft.folder}")
         older = self._catalog.find_if_any(draft.name)
         # Removed meanwhile is as good as never there; anything else is another save's.
         if older is not None and older != self._older.pop(draft.save_id, older):

@@ -21,6 +21,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.checkpoint.commit import protocol
+from penstock.checkpoint.formats.manifest import require_complete
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import FolderTree
@@ -168,9 +169,7 @@ class SharedDraft:
         write_object(self._storage, self.draft.key(protocol.METADATA_NAME), [seal.metadata])
         own = {protocol.MANIFEST_NAME: len(seal.manifest), protocol.METADATA_NAME: len(seal.metadata)}
         # Not before: if another process has just renamed the folder, the lines above made a new one.
-        protocol.require_complete(
-            self._sizes(), {**seal.sizes, **own}, f"{self._storage.uri}/{self.draft.folder}"
-        )
+        require_complete(self._sizes(), {**seal.sizes, **own}, f"{self._storage.uri}/{self.draft.folder}")
 
     def _give_name(self) -> None:
         """Rename the draft; an older checkpoint is renamed first, to a name where readers still find it."""

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from penstock import __version__
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Ints
-from penstock.errors import AccessRefused, DataDamaged, Unavailable, name_some
+from penstock.errors import AccessRefused, DataDamaged, ShortTransfer, StorageError, Unavailable, name_some
 from penstock.storage import Storage
 from penstock.storage.aligned import aligned_buffer
 from penstock.storage.protocol import check_key
@@ -422,3 +422,32 @@ class _ItemTable:
 
 def _ints(numbers: Iterable[int]) -> Ints:
     return np.fromiter(numbers, dtype=np.int64)
+
+
+def require_complete(sizes: Mapping[str, int], expected: Mapping[str, int], uri: str) -> None:
+    """Raise unless the files of a draft, `sizes` by name, are exactly those `expected`."""
+    missing = sorted(expected.keys() - sizes.keys())
+    if missing:
+        raise StorageError(
+            f"{len(missing)} of {len(expected)} files of this checkpoint are missing, as rank 0 sees it: "
+            f"{name_some(missing)}",
+            uri=uri,
+            fix="All ranks must write to the same storage: give a path on a shared file system, where nothing"
+            " else removes files.",
+        )
+    for name, size_bytes in sorted(expected.items()):
+        if sizes[name] != size_bytes:
+            raise ShortTransfer(
+                f"{name} has {sizes[name]} bytes, but {size_bytes} were written",
+                uri=f"{uri}/{name}",
+                expected_bytes=size_bytes,
+                actual_bytes=sizes[name],
+                fix="Another program changed this file, or the storage lost data: save again.",
+            )
+    strangers = sorted(sizes.keys() - expected.keys())
+    if strangers:
+        raise StorageError(
+            f"This checkpoint contains {len(strangers)} files that no rank wrote: {name_some(strangers)}",
+            uri=uri,
+            fix="Find out which other program writes there, then save again.",
+        )

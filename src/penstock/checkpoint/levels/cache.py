@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, open_catalog
@@ -76,6 +77,7 @@ class NodeCache:
         self._drafts, self._catalog = open_draft_store(storage), open_catalog(storage)
         self._tree = require_folders(storage)
         self._run = ""
+        self._begun: Draft | None = None
 
     def names(self) -> list[str]:
         """The steps of which this node has committed a share, in no particular order."""
@@ -132,7 +134,13 @@ class NodeCache:
         if self._run:
             write_object(self.storage, RUN_NOTE, [self._run.encode()])
             self._run = ""
-        return self._drafts.start(name, save_id)
+        self._begun = self._drafts.start(name, save_id)
+        return self._begun
+
+    def drop_begun(self, save_id: str) -> None:
+        """Remove the draft of a save that another node could not begin, if this one has."""
+        if self._begun is not None and self._begun.save_id == save_id:
+            self.drop(self._begun)
 
     def drop(self, draft: Draft) -> None:
         """Remove a draft."""
@@ -296,11 +304,12 @@ class CacheLevel:
         save_id = self._comm.broadcast(secrets.token_hex(8), awaiting="rank 0 to name the save")
         leads = {self._nodes.leads[rank] for rank in only} if only is not None else self._nodes.ranks_of
         awaiting = f"all nodes to make room for {name}"
-        draft = run_on_all_ranks(
-            self._comm,
-            lambda: self.node.start(name, save_id) if self.is_lead and self._lead in leads else None,
-            awaiting=awaiting,
-        )
+        with ExitStack() as undo:
+            undo.callback(self.node.drop_begun, save_id)
+            is_asked = self.is_lead and self._lead in leads
+            begin = partial(self.node.start, name, save_id) if is_asked else lambda: None
+            draft = run_on_all_ranks(self._comm, begin, awaiting=awaiting)
+            undo.pop_all()
         folder = self._comm.carry(
             rounds.from_first(self._comm.rank, self.node.ranks, draft.folder.encode() if draft else b""),
             awaiting=awaiting,

@@ -14,7 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, parse_step, step_dirname
+from penstock.checkpoint.commit.catalog import (
+    CheckpointRef,
+    local_path,
+    parse_step,
+    remove_leftovers,
+    step_dirname,
+    tolerating_leftovers,
+)
 from penstock.checkpoint.commit.protocol import Draft, WriterLease
 from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
 from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
@@ -222,8 +229,7 @@ class TieredStore:
             if self._flusher:
                 self._flusher.close()
                 # The last save kept what was still to be flushed.
-                for remove in self.hide_surplus():
-                    remove()
+                remove_leftovers(self._saved or 0, self.hide_surplus())
             self._cache.close()
             self._lease.release()
             self._durable.close()
@@ -239,7 +245,12 @@ class TieredStore:
         states = self._flusher.states() if self._flusher else {}
         flushing = {step for step, state in states.items() if not state.is_over}
         surplus = [step for step in self._local_steps() if step <= saved][: -self._keep_cached]
-        return [self._cache.node.hide(step_dirname(step)) for step in surplus if step not in flushing]
+        hidden = []
+        for step in surplus:
+            if step not in flushing:
+                with tolerating_leftovers(saved):
+                    hidden.append(self._cache.node.hide(step_dirname(step)))
+        return hidden
 
     def _local_steps(self) -> list[int]:
         return sorted(step for name in self._cache.node.names() if (step := parse_step(name)) is not None)
@@ -337,8 +348,7 @@ class CachedSlot:
 
     def clear_up(self) -> None:
         """Remove what is hidden now of this node's cache."""
-        while self._hidden:
-            self._hidden.pop()()
+        remove_leftovers(parse_step(self._draft.name) or 0, self._hidden)
 
     def abandon(self) -> None:
         """Remove this node's draft."""

@@ -235,7 +235,7 @@ class WarmMemory:
         except OSError as error:
             raise Unavailable(
                 f"There is no memory for buffers of {format_bytes(mapped_bytes)}: {error.strerror}",
-                fix="Free memory, raise the job's limit (ulimit -v), or let saves use fewer staging_bytes.",
+                fix="Free memory, or raise the job's limit (ulimit -v); staging_bytes is of saves.",
             ) from error
         _ask_for_huge_pages(pages)
         whole = memoryview(pages)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent, split_path
+from penstock.checkpoint.commit.catalog import AnyPath, StepCatalog, open_catalog, open_parent, split_path
 from penstock.checkpoint.formats.checkpoint_source import checkpoint_uri
 from penstock.checkpoint.tools.inspection import CheckpointListing, CheckpointState, list_storage
 from penstock.checkpoint.tools.verify import verify
@@ -57,6 +57,7 @@ def remove(
     if not even_last and not removed.is_damaged:
         stays = _require_another(path, checkpoints, name, verified=verified, progress=progress or Silent())
     catalog.hide(committed)()
+    StepCatalog(storage).point_past(name)
     return RemovedCheckpoint(
         uri=checkpoint_uri(storage, name),
         step=removed.step,

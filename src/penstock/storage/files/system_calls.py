@@ -130,6 +130,7 @@ _KINDS: dict[int, type[StorageError]] = {
 _FIXES_BY_NUMBER = {
     errno.EROFS: "It is mounted read-only: use another file system, or mount it for writing.",
     errno.EIO: "Look at the kernel log (dmesg): the device or the server reported an error.",
+    errno.EXDEV: "Lower layers of overlays (images of containers) rename nothing: use a volume.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n), or keep fewer objects open.",
     errno.EFBIG: "Raise the limit of files' sizes (ulimit -f), or use a file system for larger files.",
     errno.ENAMETOOLONG: "Use shorter names: most file systems allow 255 bytes a name.",

@@ -1,5 +1,6 @@
 """Node-local caches of eight ranks on four hosts: what survives the loss of which, bit for bit."""
 
+import errno
 import shutil
 import subprocess
 import sys
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 from tests.support.bytes_engine import BytesEngine
 
+from penstock.checkpoint.commit.protocol import Draft
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.levels import agreement
-from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
+from penstock.checkpoint.levels.cache import CachedSave, CacheLevel, NodeCache
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
 from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
 from penstock.checkpoint.state.process_group import RankGroup
-from penstock.errors import PenstockError, RankFailed, UsageError
+from penstock.errors import OutOfSpace, PenstockError, RankFailed, UsageError
 from penstock.storage import Storage, open_storage
 from penstock.storage.protocol import Source, WrappedStorage
 from penstock.testing.rank_threads import ThreadComm, on_ranks
@@ -197,6 +199,28 @@ def test_each_step_has_the_scheme_of_its_interval(tmp_path: Path) -> None:
             assert is_right is is_restorable
     names = _run(lambda comm: _level(comm, tmp_path, schemes).names())
     assert names == [["step-1", "step-2"]] * RANKS
+
+
+def test_a_node_that_cannot_begin_leaves_no_node_with_a_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = NodeCache.start
+
+    def start_unless_full(node: NodeCache, name: str, save_id: str) -> Draft:
+        if node.ranks[0] == 4:
+            raise OutOfSpace("The disk is full", uri="file:///full", errno=errno.ENOSPC)
+        return start(node, name, save_id)
+
+    monkeypatch.setattr(NodeCache, "start", start_unless_full)
+
+    def begin(comm: ThreadComm) -> bool:
+        level = _level(comm, tmp_path, [Xor(group=4)])
+        with pytest.raises(RankFailed, match="The disk is full"):
+            level.start("step-1")
+        return True
+
+    _run(begin)
+    assert not list(tmp_path.rglob(".penstock-save*"))
 
 
 def test_a_node_that_cannot_commit_leaves_no_node_with_the_step(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.support.bytes_engine import BytesEngine
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, find_surplus, step_dirname
+from penstock.checkpoint.commit.protocol import FolderCatalog
 from penstock.checkpoint.engine import ProgressState, SaveCancelled, SaveProgress
 from penstock.checkpoint.levels.options import Single
 from penstock.checkpoint.manager.manager import Manager
@@ -359,6 +360,40 @@ def test_a_job_that_begins_anew_keeps_its_steps_and_is_told_of_newer_ones(
         assert manager.steps() == [2, 3, 900, 1000]
     assert caplog.text.count("Step 1 is saved to") == 1
     assert caplog.text.count("newer steps: 900, 1000") == 1
+
+
+def test_a_run_is_not_empty_when_its_step_is_replaced_by_a_newer_one_as_it_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = FolderCatalog._may_be_checkpoint
+    with Manager(tmp_path, keep=1, engine=BytesEngine()) as manager:
+        manager.save(1, state_of(1))
+
+        def save_meanwhile(catalog: FolderCatalog, folder: str) -> bool:
+            monkeypatch.setattr(FolderCatalog, "_may_be_checkpoint", look)
+            manager.save(2, state_of(2))
+            return look(catalog, folder)
+
+        monkeypatch.setattr(FolderCatalog, "_may_be_checkpoint", save_meanwhile)
+        assert StepCatalog(open_here(tmp_path)).committed() == [2]
+
+
+def test_an_old_step_that_cannot_be_removed_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hide = StepCatalog.hide
+
+    def refuse_first(catalog: StepCatalog, step: int) -> Callable[[], None]:
+        if step == 1:
+            raise AccessRefused("Renaming failed: Operation not permitted", uri="step-1")
+        return hide(catalog, step)
+
+    monkeypatch.setattr(StepCatalog, "hide", refuse_first)
+    with Manager(tmp_path, keep=1, engine=BytesEngine()) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, state_of(step))
+        assert manager.steps() == [1, 4]
+    assert caplog.text.count("not all old steps could be removed: Renaming failed") == 3
 
 
 def test_a_step_is_committed_even_if_old_ones_cannot_be_removed(

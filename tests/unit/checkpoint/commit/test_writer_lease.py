@@ -87,3 +87,25 @@ def test_a_second_job_cannot_replace_the_steps_of_a_live_one(tmp_path: Path, lev
             assert manager.restore(state) == 1
             assert state == {"step": 1}
         other.kill()
+
+
+def test_the_last_manager_of_a_process_gives_the_lease_back(tmp_path: Path) -> None:
+    first, second = (lease_of(tmp_path, current_process()) for _ in range(2))
+    first.hold()
+    second.hold()
+    second.release()
+    assert (tmp_path / WRITER_LEASE).exists()
+    first.release()
+    assert not (tmp_path / WRITER_LEASE).exists()
+
+
+def test_a_job_whose_lease_was_taken_and_given_back_meanwhile_is_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = lease_of(tmp_path, current_process())
+    lease.hold()
+    assert not caplog.text
+    (tmp_path / WRITER_LEASE).unlink()
+    lease.hold()
+    assert f"{WRITER_LEASE} is gone. Did another job save steps here?" in caplog.text
+    assert (tmp_path / WRITER_LEASE).exists()
