@@ -101,7 +101,7 @@ class AsyncPenstockIO(PenstockIO):
         self._raise_failure(only_done=True)
         aside = _set_aside(path)
         save = save_tree_in(self._own_worker(), checkpoint, path, self._saver)
-        save.add_done_callback(partial(log_failure, path))
+        save.add_done_callback(partial(log_failure, f"{path} was not saved"))
         self._pending.append(save)
         if aside is not None:
             self._run_after_saves(aside.unlink)
