@@ -172,10 +172,6 @@ class StepCatalog:
         """The checkpoint of a step; `ObjectNotFound` if it is not committed."""
         return CheckpointRef(self.storage, self._catalog.find(step_dirname(step)))
 
-    def remove(self, step: int) -> None:
-        """Remove a step."""
-        self.hide(step)()
-
     def hide(self, step: int) -> Callable[[], None]:
         """Take a step's name away; the call that this gives removes its files."""
         return self._catalog.hide(self._catalog.find(step_dirname(step)))
