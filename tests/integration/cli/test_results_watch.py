@@ -31,6 +31,8 @@ DOCS = Path(__file__).parents[3] / "docs" / "following.md"
 SMALL = (
     "--set", "dataset.num_files_train=28", "--set", "dataset.record_length_bytes=64KiB",
     "--set", "dataset.record_length_bytes_stdev=0", "--set", "train.epochs=1",
+    # Between epochs nothing then lies that a watcher could show instead of one.
+    "--set", "reader.drop_page_cache=false",
 )  # fmt: skip
 
 

@@ -104,12 +104,12 @@ PAGES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
             "Since": "nothing differs in what was asked",
         },
     ),
+    # What limits a probe of memory depends on which of its streams was the fastest: a matter of load.
     "probe": (
         probed,
         {
             "Passed?": "measured",
             "How much": "reads with ",
-            "Limited by": "the storage, or this host: the fastest were ",
             "To do": "Read with at least ",
         },
     ),

@@ -173,9 +173,11 @@ def _say_limit(result: ProbeResult, read: ProbeMeasurement) -> str:
     tried = _of(result, "read", read.mode)
     most, largest = max(seen.streams for seen in tried), max(seen.block_bytes for seen in tried)
     at = f"{describe(read)}, {read.mode}"
-    if len(tried) > 1 and read.streams == most:
+    if len(tried) == 1:
+        return f"what was tried: only {at}. Try more with --streams and --blocks."
+    if read.streams == most:
         return f"the streams tried: {at} were the most, and the fastest. Try more with --streams."
-    if len(tried) > 1 and read.block_bytes == largest and len({seen.block_bytes for seen in tried}) > 1:
+    if read.block_bytes == largest and len({seen.block_bytes for seen in tried}) > 1:
         return f"the storage, or this host: the fastest were {at}; more streams were not faster."
     return f"the storage, or this host: the fastest were {at}; neither more streams nor larger blocks helped."
 
