@@ -280,7 +280,8 @@ class WriterLease:
                 fix="Stop one of the two jobs, or give each a run folder and a cache of its own.",
             )
         if self._is_held:
-            logger.warning("%s/%s is gone. Did another job save steps here?", self._storage.uri, WRITER_LEASE)
+            lease = f"{self._storage.uri}/{WRITER_LEASE}"
+            logger.warning("%s is no longer this job's. Did another job save steps here?", lease)
         return True
 
     def release(self) -> None:

@@ -107,5 +107,5 @@ def test_a_job_whose_lease_was_taken_and_given_back_meanwhile_is_warned(
     assert not caplog.text
     (tmp_path / WRITER_LEASE).unlink()
     lease.hold()
-    assert f"{WRITER_LEASE} is gone. Did another job save steps here?" in caplog.text
+    assert f"{WRITER_LEASE} is no longer this job's. Did another job save steps here?" in caplog.text
     assert (tmp_path / WRITER_LEASE).exists()

@@ -20,7 +20,7 @@ from penstock.checkpoint.levels.redundancy import gf256
 from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout, PieceRole, StripePiece, recover
 from penstock.checkpoint.levels.redundancy.redundancy_record import ConcatenatedReader, ConcatenatedWriter
 from penstock.cluster.comm import PendingTransfer, PointToPoint
-from penstock.errors import PenstockError, WaitTimeout
+from penstock.errors import WaitTimeout
 from penstock.storage.aligned import aligned_buffer
 
 BLOCK_BYTES: Final = 2 << 20
@@ -35,7 +35,7 @@ class FirstFailure:
     """
 
     def __init__(self) -> None:
-        self._error: PenstockError | None = None
+        self._error: Exception | None = None
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -44,7 +44,7 @@ class FirstFailure:
             yield
         except WaitTimeout:
             raise
-        except PenstockError as error:
+        except Exception as error:  # noqa: BLE001 - raised once the others have what they wait for
             self._error = self._error or error
 
     def attempt(self, work: Callable[[], object]) -> None:

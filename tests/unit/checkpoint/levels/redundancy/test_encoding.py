@@ -3,6 +3,8 @@
 import threading
 from typing import Any
 
+import pytest
+
 from penstock.checkpoint.levels.redundancy.encoding import SumWriter
 from penstock.checkpoint.levels.redundancy.redundancy_record import ConcatenatedWriter
 from penstock.checkpoint.levels.redundancy.ring import FirstFailure
@@ -53,3 +55,28 @@ def test_sums_that_have_come_meanwhile_are_written_at_once() -> None:
         assert out.finish() is not None
     assert bytes(read_object(storage, "parity")) == expected
     assert max(lengths) >= (NUM_SUMS - 1) * NUM_KEPT * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("fails_at", ["create", "write"])
+def test_whatever_the_file_fails_with_sums_are_taken_and_the_error_is_kept(
+    fails_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = memoryview(bytearray(BLOCK_BYTES))
+    storage, failure = MemoryStorage(), FirstFailure()
+
+    def fail(*_: object) -> None:
+        raise ValueError("injected")
+
+    def create() -> ConcatenatedWriter:
+        if fails_at == "create":
+            fail()
+        return ConcatenatedWriter([("parity", 3 * BLOCK_BYTES)], storage.create)
+
+    monkeypatch.setattr(ConcatenatedWriter, "write", fail)
+
+    with SumWriter(create, failure, [[memory]], memory) as out:
+        for _ in range(3):
+            out.put(out.take(), BLOCK_BYTES)
+        out.finish()
+    with pytest.raises(ValueError, match="injected"):
+        failure.raise_noted()
