@@ -377,10 +377,11 @@ def test_a_failed_part_is_known_at_the_next_one(faulty: StartFaulty, corner: Ope
 def test_an_upload_that_moves_slowly_is_not_given_up(
     client: str, faulty: StartFaulty, corner: OpenCorner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.storage.objects.object_storage.STALL_GRACE_S", -39.5)
+    # All parts together take longer than the limit of 2.7 s, each of them far less.
+    monkeypatch.setattr("penstock.storage.objects.object_storage.STALL_GRACE_S", -37.3)
     server = faulty(
-        Fault(action="delay", operation="UploadPart", seconds=0.3, times=ALWAYS),
-        Fault(action="delay", operation="CompleteMultipartUpload", seconds=0.4),
+        Fault(action="delay", operation="UploadPart", seconds=0.8, times=ALWAYS),
+        Fault(action="delay", operation="CompleteMultipartUpload", seconds=0.8),
     )
     storage = corner(server.as_server(), client, attempts="1", request_timeout_s="20s", parts_in_flight="1")
     write_object(storage, "slow", [CONTENT])

@@ -1,6 +1,7 @@
 """What a sampler tells of threads: all that they computed, though it looks but now and then."""
 
 import inspect
+import statistics
 import threading
 import time
 from pathlib import Path
@@ -19,14 +20,18 @@ def augment(seconds: float) -> None:
 
 
 def test_bursts_stand_for_the_pauses_between_them() -> None:
-    sampler = WorkSampler(lambda: "", own=threading.get_ident(), reads=OwnReads())
-    began_s = time.thread_time()
-    sampler.start()
-    augment(1.5)
-    sampler.stop()
-    spent_ns = (time.thread_time() - began_s) * 1e9
-    assert sampler.cpu_ns["transform"] == pytest.approx(spent_ns, rel=0.4)
-    assert sampler.spots.total() == pytest.approx(spent_ns, rel=0.4)
+    found = []
+    # On a busy machine a few bursts say little, so it is the usual estimate that must be right.
+    for _ in range(3):
+        sampler = WorkSampler(lambda: "", own=threading.get_ident(), reads=OwnReads())
+        began_s = time.thread_time()
+        sampler.start()
+        augment(1.5)
+        sampler.stop()
+        spent_ns = (time.thread_time() - began_s) * 1e9
+        found.append((sampler.cpu_ns["transform"] / spent_ns, sampler.spots.total() / spent_ns))
+    for shares in zip(*found, strict=True):
+        assert statistics.median(shares) == pytest.approx(1.0, rel=0.4)
 
 
 def test_moments_that_do_not_count_are_left_out() -> None:
