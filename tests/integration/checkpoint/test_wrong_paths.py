@@ -202,7 +202,7 @@ def use_folders_of_their_own(rank: int, root: Path) -> list[str]:
     own = root / f"of-rank-{rank}"
     said = []
     for call in (
-        lambda: pc.save({"model": weights()}, own / "new"),
+        lambda: pc.save({"model": weights()}, own / f"new-{rank}"),
         lambda: pc.load({"model": weights()}, own / "ours"),
         lambda: pc.Manager(own).save(1, {"model": weights()}),
         lambda: pc.Manager(own).restore({"model": weights()}),

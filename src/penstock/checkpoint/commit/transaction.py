@@ -99,7 +99,8 @@ def begin_save(
         draft, mount = run_on_rank0(
             comm,
             lambda: (start(), name_mount(storage)),
-            awaiting=f"rank 0 to make room for {name}",
+            # Without the name: where it differs, that is told, instead of ranks that are out of step.
+            awaiting="rank 0 to make room for the checkpoint",
             same=uri,
         )
         undo.pop_all()
