@@ -1,7 +1,7 @@
 """Loading on one rank: every format into every kind of place, chosen parts, and what is refused."""
 
 import io
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -427,82 +427,6 @@ def test_stateful_parts_load_after_everything_is_read(tmp_path: Path) -> None:
     assert part.taken == {"count": torch.tensor(3), "name": "count 3"}
     with pytest.raises(UsageError):
         load({"counter": Counter(0), "other": torch.ones(1)}, tmp_path / "step")
-
-
-class Whole:
-    """A part that is nothing but its state."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.state = state_dict
-
-
-def odd_structure() -> dict[str, Any]:
-    """What names alone do not tell: empty dicts, and keys that do not look like what they are."""
-    return {
-        "empty": {},
-        "text": {"0": {"skipped": {}}, "12": 1},
-        "numbers": {3: {"7": {}}, 4: [{}, {"at": torch.ones(2)}]},
-        "others": {-1: 0, 0.5: {None: {}}, (1, "a"): True, "a": 2, False: 3},
-        "counts": defaultdict(int),
-        "seen": [torch.ones(2), {}],
-    }
-
-
-@pytest.mark.parametrize("grown", [False, True], ids=["new", "grown"])
-def test_part_gets_back_empty_dicts_and_keys_of_any_plain_type(tmp_path: Path, *, grown: bool) -> None:
-    save({"part": Whole(odd_structure())}, tmp_path / "step")
-    stock_load({"part": {"text": {"12": None}}}, checkpoint_id=tmp_path / "step", no_dist=True)
-    fresh: dict[str, Any] = {"counts": defaultdict(int), "seen": []}
-    if grown:
-        fresh = odd_structure() | {"empty": {1: 2}, "counts": defaultdict(int, a=1), "seen": [{}] * 3}
-        fresh["text"]["13"], fresh["numbers"][5] = 1, {"at": 1}
-    part = Whole(fresh)
-    load({"part": part}, tmp_path / "step")
-    assert in_order(part.state) == in_order(odd_structure())
-    assert type(part.state["counts"]) is defaultdict
-
-
-def in_order(value: Any) -> str:
-    """Values without the order of keys, which a checkpoint does not have."""
-    if isinstance(value, dict):
-        return repr(sorted((repr(key), in_order(inner)) for key, inner in value.items()))
-    return repr([in_order(inner) for inner in value]) if isinstance(value, list) else repr(value)
-
-
-def test_keys_that_no_literal_tells_are_told_at_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save({"part": Whole({"x": {torch.float32: 1}})}, tmp_path / "step")
-    assert "Keys of 'part.x' are saved as text" in caplog.text
-
-
-class Counting(torch.nn.Linear):
-    """A module whose extra state grows."""
-
-    seen: dict[int, Any]
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"seen": self.seen}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
-
-
-@pytest.mark.parametrize("before", [{}, {9: {}}], ids=["new", "grown"])
-def test_module_gets_its_extra_state_in_the_structure_that_was_saved(
-    tmp_path: Path, before: dict[int, Any]
-) -> None:
-    saved, fresh = Counting(2, 2), Counting(2, 2)
-    saved.seen, fresh.seen = {1: torch.ones(2), 3: {}}, before
-    save({"model": torch.nn.Sequential(saved)}, tmp_path / "step")
-    load({"model": torch.nn.Sequential(fresh)}, tmp_path / "step")
-    assert in_order(fresh.seen) == in_order(saved.seen)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from penstock.checkpoint.formats.manifest import (
 )
 from penstock.checkpoint.formats.metadata_rows import read_metadata
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
-from penstock.checkpoint.state.leaves import KEY_TYPES
+from penstock.checkpoint.state.leaves import KEY_TYPES, OWN_ENTRIES, names_lacking
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, StoredObject
 from penstock.cluster.comm import Comm, run_on_rank0
 from penstock.did_you_mean import did_you_mean
@@ -85,6 +85,8 @@ class CheckpointSource:
     archive: torch_save.TorchSaveArchive | None = None
     key_types: Mapping[str, str] = field(default_factory=dict)
     """By name of a dict whose keys do not look like what they are; see `state.leaves.key_types`."""
+    lacking: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """By rank that saved, the names that it lacked in parts of which other ranks had other entries."""
     identity: bytes = b""
     """What differs in any other checkpoint of this name; empty where that is unknown."""
 
@@ -346,6 +348,7 @@ def _open_dcp(
         manifest=manifest,
         metadata=metadata,
         key_types={} if manifest is None else json.loads(str(manifest.facts.get(KEY_TYPES, "{}"))),
+        lacking={} if manifest is None else names_lacking(str(manifest.facts.get(OWN_ENTRIES, ""))),
     )
 
 

@@ -400,19 +400,27 @@ class StoredNames:
         key_types: Mapping[str, str] | None = None,
         rank: int = 0,
         find: Callable[[str], str | None] = str,
+        *,
+        lacking: Collection[str] = (),
     ) -> None:
         self._paths = paths
+        self._lacking = lacking
         self.find = find
         self.key_types = key_types or {}
         self._rank = rank
         self._tensors = {facts.name: facts for facts in index.tensors}
-        names = (*self._tensors, *(stored.name for stored in index.objects))
-        self._known = dict.fromkeys(names)
+        known = dict.fromkeys((*self._tensors, *(stored.name for stored in index.objects)))
+        # Places are in the order of the state that was saved.
+        self._known = {name: None for name in paths if name in known} | known
         self.names = tuple(self._known)
 
     def is_of_one_rank(self, name: str) -> bool:
         """Whether it is a value that a rank had of its own."""
         return is_of_one_rank(name, self._paths)
+
+    def is_of_others(self, name: str) -> bool:
+        """Whether this rank has no place for it: a rank's own value, or an entry that only others had."""
+        return name in self._lacking or self.is_of_one_rank(name)
 
     def below(self, prefix: str, key: str) -> StoredPlaces:
         """What the checkpoint has of the part `key`, below a name that ends with a dot, or at its top level.
@@ -437,12 +445,14 @@ class StoredNames:
     def facts(self, name: str) -> TensorFacts | Skipped | None:
         """What is stored under a name, as this rank had it; skipped if it is nothing."""
         own = rank_object_name(name, self._rank)
+        if name in self._lacking:
+            return SKIPPED
         found = own if own in self._known else name
         return self._tensors.get(found) if found in self._known else SKIPPED
 
     def _place(self, name: str, prefix: str, key: str) -> Mapping[Path, TensorFacts | Skipped | None]:
         """The place below `prefix`, if this name has one, and what is stored there."""
-        rest = () if self.is_of_one_rank(name) else _rest_of(self._paths.get(name, ()), prefix)
+        rest = () if self.is_of_others(name) else _rest_of(self._paths.get(name, ()), prefix)
         is_chosen = rest and self.find(f"{key}.{name[len(prefix) :]}") == name
         return {rest: self.facts(name) if is_chosen else SKIPPED} if rest else {}
 

@@ -142,15 +142,21 @@ class CheckpointLoader:
         source = opened.source if isinstance(opened, SharedCheckpoint) else opened
         if group.comm.rank == 0:
             source.tell_if_unchecked()
-        find = partial(load_requests.asked_name, choice=choice)
+        num_saved = source.manifest.world_size if source.manifest else group.comm.size
         stored = load_requests.StoredNames(
-            source.index, source.paths, source.key_types, group.comm.rank, find
+            source.index,
+            source.paths,
+            source.key_types,
+            group.comm.rank,
+            partial(load_requests.asked_name, choice=choice),
+            lacking=source.lacking.get(group.comm.rank, ()) if num_saved == group.comm.size else (),
         )
         prefixes = {key: load_requests.apply_rename(f"{key}.", choice.rename or {}) for key in state}
         with loading_into(state, stored, prefixes) as parts:
             if group.comm.rank == 0:
-                num_saved = source.manifest.world_size if source.manifest else group.comm.size
                 parts.warn_of_other_ranks(num_saved, group.comm.size)
+                if num_saved != group.comm.size and source.lacking:
+                    parts.warn_of_all_entries(num_saved, set().union(*source.lacking.values()))
             return self._load(
                 parts, opened, group, choice, progress=progress or Silent(), readable=readable, ahead=ahead
             )
@@ -426,7 +432,9 @@ def _match_on_all_ranks(
         return matched
     (met_anywhere,) = load_requests.on_any_rank(np.array([met], dtype=np.bool_), comm, awaiting)
     load_requests.require_met(patterns, met_anywhere.tolist(), parts.stored.names, tells=comm.rank == 0)
-    names = np.array(parts.stored.names, dtype=np.object_)
+    # In a large job, a rank knows of no other's own values.
+    common = [name for name in parts.stored.names if not parts.stored.is_of_one_rank(name)]
+    names = np.array(common, dtype=np.object_)
     whole = [name for name in own if parts.is_whole(name)]
     masks = [
         load_requests.mark(names, some) for some in (matched.selection.stored_names.values(), own, whole)

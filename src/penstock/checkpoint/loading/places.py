@@ -99,7 +99,7 @@ class Places:
         if isinstance(own[key], MutableMapping):
             own[key].clear()
             self._emptied.append((own, key, own[key]))
-        _set(own, key, new_place(facts, self.parameter))
+        set_entry(own, key, new_place(facts, self.parameter))
 
     def put(self, holder: Any, path: Path, value: Any, at: Path = ()) -> None:
         """Put a value at a place; missing dicts and lists on the way are made."""
@@ -115,7 +115,7 @@ class Places:
                 key = self._new_key(holder, step, (*at, *path[:number]))
                 own = holder.get(key)
             if is_last or not isinstance(own, Mapping | list):
-                _set(holder, key, inner)
+                set_entry(holder, key, inner)
             holder = holder[key]
 
     def _new_key(self, holder: Any, step: str | int, at: Path) -> Any:
@@ -123,12 +123,12 @@ class Places:
         if key in holder or not isinstance(key, str):
             return key
         kind = self.key_types.get(f"{self.prefix}{'.'.join(map(str, at))}".removesuffix("."))
-        if kind is None and _counts(holder) and key.isdecimal():
+        if kind is None and _counts(holder) and key.isdecimal() and str(int(key)) == key:
             return int(key)
         return literal_key(key) if kind == "literal" else key
 
 
-def _set(holder: Any, key: Any, value: Any) -> None:
+def set_entry(holder: Any, key: Any, value: Any) -> None:
     """Set an entry. Lists whose entries have names are entered for a value that is to come, too."""
     holder[key] = Room() if value is None and isinstance(holder, list) else value
 

@@ -47,6 +47,8 @@ class _Objects:
     stored: tuple[StoredObject, ...]
     sums: tuple[bytes, ...]
     transforms: Mapping[str, Descriptors]
+    lacking: frozenset[str] = frozenset()
+    """Of one rank: the names that only others had when as many saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,7 @@ def open_shared(
         _hand_out_objects(comm.rank, comm.size, opened[0] if opened else None),
         awaiting="rank 0 to tell which objects are of one rank",
     )
-    source = _source_of(common, own, storage)
+    source = replace(_source_of(common, own, storage), lacking={comm.rank: own.lacking})
     described = _described_by(opened[0]) if opened else _NO_ROWS
     return SharedCheckpoint(source, described, len(common.objects.stored))
 
@@ -153,8 +155,12 @@ def _hand_out_objects(rank: int, size: int, opened: CheckpointSource | None) -> 
             is_own = is_of_one_rank(stored.name, opened.paths)
             if is_own and number.isdecimal() and int(number) < size:
                 by_rank.setdefault(int(number), []).append(stored.name)
-        for other, names in by_rank.items():
-            texts.append((other, pickle.dumps(_choose_objects(opened, set(names).__contains__))))
+        is_alike = opened.manifest is not None and opened.manifest.world_size == size
+        lacking = opened.lacking if is_alike else {}
+        for other in by_rank.keys() | lacking.keys():
+            chosen = _choose_objects(opened, set(by_rank.get(other, ())).__contains__)
+            chosen = replace(chosen, lacking=lacking.get(other, frozenset()))
+            texts.append((other, pickle.dumps(chosen)))
     received = yield from rounds.route_texts(rank, size, texts)
     # Ranks of one job trust each other: a process that can send here already runs code as this user.
     parts: list[_Objects] = [pickle.loads(text) for _, text in received]  # noqa: S301 - as said

@@ -23,7 +23,15 @@ from penstock.checkpoint.loading.optimizer_parts import (
     begin_optimizer,
     number_names,
 )
-from penstock.checkpoint.loading.places import Places, copied, has_entry, joined, new_place, own_key
+from penstock.checkpoint.loading.places import (
+    Places,
+    copied,
+    has_entry,
+    joined,
+    new_place,
+    own_key,
+    set_entry,
+)
 from penstock.checkpoint.plan.save_plan import RANK_MARK
 from penstock.checkpoint.state.leaves import Leaf, Path, Stateful, is_stateful
 from penstock.checkpoint.state.regions import TensorFacts
@@ -85,6 +93,12 @@ class _EmptyPlaces:
             holder = holder[own_key(holder, step)]
         return False
 
+    def end(self) -> None:
+        """After the load: let dicts that are empty now be the ones that were."""
+        for holder, key, value in self._emptied:
+            if isinstance(value, MutableMapping) and type(holder[key]) is dict and not holder[key]:
+                holder[key] = value
+
     def undo(self) -> None:
         """Let everything be as empty as before."""
         for emptied in self._begun.values():
@@ -100,21 +114,24 @@ class _EmptyPlaces:
         """Put what is empty at a place, and may have something below it, into `empty` by prefix."""
         holder, key = place
         value = holder[key]
-        if value is None or (isinstance(value, list) and not value):
+        is_dict = isinstance(value, MutableMapping)
+        if value is None or (isinstance(value, MutableMapping | list) and not value):
             stored = prefix.removesuffix(".")
             facts = self.stored.facts(stored)
-            if facts is SKIPPED:
+            if facts is not SKIPPED:
+                # An empty list is a place for any object, as None is.
+                if (is_dict or (facts is not None and value is None)) and self.stored.find(name) == stored:
+                    self._begin(holder, key, new_place(facts, None))
+            elif not is_dict:
                 empty[prefix] = name, holder, key
-            elif facts is not None and value is None and self.stored.find(name) == stored:
-                self._begin(holder, key, new_place(facts, None))
         elif isinstance(value, MutableMapping | list):
-            for step in list(value) if isinstance(value, MutableMapping) else range(len(value)):
+            for step in list(value) if is_dict else range(len(value)):
                 self._find(empty, (value, step), f"{name}.{step}", f"{prefix}{step}.")
 
     def _begin(self, holder: Any, key: Any, value: Any) -> None:
         self._emptied.append((holder, key, holder[key]))
-        if holder[key] is None:
-            holder[key] = value
+        if not isinstance(holder[key], list):
+            set_entry(holder, key, value)
 
 
 @dataclass(slots=True)
@@ -211,7 +228,7 @@ class LoadedParts:
 
     def untaken(self, unused: Iterable[str]) -> list[str]:
         """Those of the `unused` names of the checkpoint that are below these parts, and chosen."""
-        owned = ((name, self.own_name(name)) for name in unused if not self.stored.is_of_one_rank(name))
+        owned = ((name, self.own_name(name)) for name in unused if not self.stored.is_of_others(name))
         return [name for name, own in owned if own is not None and self.stored.find(own) is not None]
 
     def own_names(self) -> Iterator[str]:
@@ -248,6 +265,15 @@ class LoadedParts:
                 "Saved by %d ranks: those from %d on get rank 0's values of %s, which were other ones on each"
                 " rank. Give random generators another seed there",
                 *(num_saved, num_saved, name_some(list(names), 10)),
+            )
+
+    def warn_of_all_entries(self, num_saved: int, names: Collection[str]) -> None:
+        """Name the parts of which ranks had different entries, when they were not as many as now."""
+        if owners := {owner for name in names if (owner := self._owner(name) or name) in self.parts}:
+            logger.warning(
+                "Saved by %d ranks, which had different entries in %s: what is new there gets those of all",
+                num_saved,
+                name_some(sorted(map(repr, owners))),
             )
 
     def of_other_ranks(self, num_ranks: int) -> list[str]:
@@ -302,6 +328,7 @@ def loading_into(
         after_failure.callback(empty.undo)
         yield loading
         after_failure.pop_all()
+    empty.end()
     for key, part in parts.items():
         if loading.is_left(key):
             continue

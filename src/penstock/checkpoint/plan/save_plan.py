@@ -379,6 +379,19 @@ def is_of_one_rank(stored_name: str, paths: Mapping[str, tuple[str | int, ...]])
     return RANK_MARK in stored_name and paths.get(stored_name, (stored_name,)) == (stored_name,)
 
 
+def require_unmarked(names: Sequence[str]) -> None:
+    """Raise `UsageError` for a name that a rank's own value of another one would get, too."""
+    marked = [name for name in names if RANK_MARK in name]
+    known = set(names) if marked else set()
+    for name in marked:
+        of, _, rank = name.rpartition(RANK_MARK)
+        if of in known and rank.isdecimal():
+            raise UsageError(
+                f"The state has {of!r} and {name!r}, the name of rank {rank}'s own value of the first",
+                fix="Rename one of them.",
+            )
+
+
 def find_own_tensors(small: Sequence[Iterable[HeldObject]]) -> tuple[frozenset[str], ...]:
     """The small tensors of each rank that differ from those of the lowest rank; `small` is in rank order."""
     common: dict[str, bytes] = {}

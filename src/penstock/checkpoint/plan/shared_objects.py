@@ -7,7 +7,9 @@ Invariant: every object is written by a rank that has it; all ranks return or al
 
 from __future__ import annotations
 
+import json
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -207,3 +209,55 @@ def _collect(rank: int, listed: Sequence[tuple[int, HeldObject]], answers: _Answ
             placed.append((order, one))
     placed.sort(key=lambda pair: pair[0])
     return SharedObjects(frozenset(own_tensors), tuple(one for _, one in placed), tuple(compared))
+
+
+MOST_ENTRIES_BYTES = 4 << 20
+"""More is not written down, as all ranks read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedEntries:
+    """Which entries not all ranks have: the parts of the state that they are in, and whose they are as JSON.
+
+    Nothing on other ranks than 0, and no text of too many.
+    """
+
+    parts: tuple[str, ...] = ()
+    text: str = ""
+
+
+def compare_entries(place: Place, names: frozenset[str]) -> Rounds[ComparedEntries]:
+    """Find out on rank 0 which of the names, of which each rank has its own, some ranks lack."""
+    own = "\0".join(sorted(names)).encode(errors="surrogatepass")
+    if (yield from rounds.all_equal(*place, xxhash.xxh3_128_digest(own))):
+        return ComparedEntries()
+    packed = yield from rounds.first_of_all(*place, b"" if place.rank else b"1" + zlib.compress(own))
+    others = zlib.decompress(packed[1:]).decode(errors="surrogatepass")
+    names0 = frozenset(others.split("\0")) if others else frozenset[str]()
+    differing = sorted(names - names0), sorted(names0 - names)
+    parts = sorted({name.partition(".")[0] for some in differing for name in some})
+    is_short = sum(len(name) for some in differing for name in some) <= MOST_ENTRIES_BYTES // place.size
+    told = json.dumps([parts, *(differing if is_short else ())]).encode()
+    heard = yield from rounds.route_texts(*place, [(0, told)])
+    if place.rank:
+        return ComparedEntries()
+    found = [json.loads(text) for _, text in heard]
+    text = _describe_entries([(more, less) for _, more, less in found]) if all(map(_is_whole, found)) else ""
+    in_parts = tuple(sorted({repr(part) for parts, *_ in found for part in parts}))
+    return ComparedEntries(in_parts, text if len(text) <= MOST_ENTRIES_BYTES else "")
+
+
+def _is_whole(told: list[list[str]]) -> bool:
+    return len(told) > 1
+
+
+def _describe_entries(found: Sequence[tuple[list[str], list[str]]]) -> str:
+    """From what each rank has more and less than rank 0."""
+    some = sorted({name for names in found for part in names for name in part})
+    numbers = {name: number for number, name in enumerate(some)}
+    added = {name for more, _ in found for name in more}
+    lacking = {
+        str(rank): sorted(numbers[name] for name in added.difference(more).union(less))
+        for rank, (more, less) in enumerate(found)
+    }
+    return json.dumps({"names": some, "lacking": lacking}, separators=(",", ":"))

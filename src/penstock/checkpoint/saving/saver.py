@@ -17,12 +17,11 @@ cannot be pickled, is raised on all ranks before anything is written.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast, get_args
 from weakref import WeakKeyDictionary
@@ -50,7 +49,12 @@ from penstock.checkpoint.formats.manifest import Fact, Manifest, build_manifest,
 from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport
 from penstock.checkpoint.plan import save_plan
-from penstock.checkpoint.plan.shared_objects import SharedObjects, names_of_objects, share_objects
+from penstock.checkpoint.plan.shared_objects import (
+    SharedObjects,
+    compare_entries,
+    names_of_objects,
+    share_objects,
+)
 from penstock.checkpoint.plan.shared_plan import Numbers, Path, Place, RankShare, digest_tensors, plan_share
 from penstock.checkpoint.saving import file_layout
 from penstock.checkpoint.saving.replicas import compare_replicas
@@ -63,7 +67,7 @@ from penstock.checkpoint.saving.staging import (
     choose_pipeline_settings,
 )
 from penstock.checkpoint.state.leaves import (
-    KEY_TYPES,
+    OWN_ENTRIES,
     Leaf,
     expand_stateful,
     flatten_state,
@@ -83,10 +87,12 @@ from penstock.checkpoint.state.tensors import (
     LocalState,
     collect_leaves,
     device_mesh_sizes,
+    entries_of,
     free_places,
     is_tensor,
     kept_places,
     number_parameters,
+    tell_of_entries,
     warn_of_attributes,
     warn_of_keys,
     warn_of_trust,
@@ -94,7 +100,7 @@ from penstock.checkpoint.state.tensors import (
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.cluster.rounds import Round, Rounds
-from penstock.errors import UsageError, name_some
+from penstock.errors import UsageError
 from penstock.progress import Progress
 from penstock.storage.aligned import round_up
 
@@ -112,6 +118,8 @@ class AgreedSave:
     objects: tuple[save_plan.PlacedObject, ...]
     plan: save_plan.SavePlan
     """Both, divided among the rank's files."""
+    facts: Mapping[str, Fact]
+    """What else the manifest says as long as the plan holds; on rank 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,6 +129,7 @@ class _KeptPlan:
     number: int
     share: RankShare
     objects: SharedObjects
+    facts: Mapping[str, Fact] = field(default_factory=dict)
 
 
 class SavePlanCache:
@@ -195,7 +204,17 @@ class SavePlanCache:
             self._plans.popitem(last=False)
         share, objects = kept.share, kept.objects.placed
         plan = save_plan.plan_files(self._comm.rank, share.tensors, share.regions, objects, options)
-        return AgreedSave(share=share, objects=objects, plan=plan)
+        return AgreedSave(share=share, objects=objects, plan=plan, facts=kept.facts)
+
+    def compare_entries(self, agreed: AgreedSave, names: frozenset[str]) -> AgreedSave:
+        """Collective: the save that was just planned, and whose entries are not those of all ranks."""
+        place = Place(self._comm.rank, self._comm.size)
+        compared = self._comm.carry(compare_entries(place, names), awaiting=AWAITED)
+        tell_of_entries(compared.parts, are_noted=bool(compared.text))
+        facts = {OWN_ENTRIES: compared.text} if compared.text else {}
+        key = next(reversed(self._plans))
+        self._plans[key] = replace(self._plans[key], facts=facts)
+        return replace(agreed, facts=facts)
 
     def _plan(
         self,
@@ -291,7 +310,7 @@ class Saver:
         agreed = agreed or planner.plan(local_state.holdings, self._options, paths)
         if planner.num_planned > num_planned:
             warn_of_attributes(local_state, comm.rank, self._told)
-            _warn_of_other_structures(state, local_state, comm)
+            agreed = planner.compare_entries(agreed, entries_of(state, local_state))
         return TensorSave(
             numbers=agreed.share.numbers,
             make_share=partial(self._share, agreed, paths, local_state, choice),
@@ -303,7 +322,8 @@ class Saver:
             writers=self._options.writers,
             transforms=self._transforms,
             timeout_s=comm.timeout_s,
-            own_facts=_facts_of(local_state),
+            own_facts={**local_state.facts(), **agreed.facts},
+            order=tuple(paths),
         )
 
     def _share(
@@ -344,6 +364,8 @@ class TensorSave:
     transforms: tuple[str, ...]
     timeout_s: float
     own_facts: Mapping[str, Fact]
+    order: Sequence[str]
+    """The names of this rank in the order of its state, which a load gives to new dicts."""
     """What rank 0 adds to the facts of the commit."""
 
     def stage(self, urgent: Urgency = "copy") -> StagedFiles:
@@ -403,9 +425,10 @@ class TensorSave:
 
     def _seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         index = index_written_files(shares, packed=bool(self.transforms))
-        paths = {facts.name: path for share in shares for facts, path in share.contents.tensors}
+        found = {facts.name: path for share in shares for facts, path in share.contents.tensors}
         for share in shares:
-            paths |= dict(each for objects in share.contents.objects for each in objects)
+            found |= dict(each for objects in share.contents.objects for each in objects)
+        paths = {name: found[name] for name in self.order if name in found} | found
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
         described = DcpMetadata(index=index, paths=paths, save_id=save_id)
         if self.transforms:
@@ -431,32 +454,6 @@ class TensorSave:
             metadata=metadata,
             sizes={file.name: file.size_bytes for share in shares for file in share.files},
         )
-
-
-def _warn_of_other_structures(state: State, local_state: LocalState, comm: Comm) -> None:
-    """Say that ranks have different entries, of which a fresh rank will not know its own. Collective."""
-    is_free = free_places(state)
-    names = {leaf.name for leaf in local_state.leaves if is_free(leaf.path[:1])}
-    digest = xxhash.xxh3_128_digest("\0".join(sorted(names)).encode())
-    if comm.carry(rounds.all_equal(comm.rank, comm.size, digest), awaiting=AWAITED):
-        return
-    names0 = comm.broadcast(names, awaiting=AWAITED)
-    # No more than a line from each rank, however many entries differ.
-    more, less = (name_some(sorted(map(repr, some))) for some in (names - names0, names0 - names))
-    own = " and ".join([f"also has {more}"] * bool(more) + [f"lacks {less}"] * bool(less))
-    found = comm.gather_on_rank0((own, {name.split(".")[0] for name in names ^ names0}), awaiting=AWAITED)
-    if comm.rank == 0:
-        logger.warning(
-            "Not all ranks have the same entries in %s (all are saved; compared with rank 0, %s): a part that"
-            " has none yet when it is loaded gets those of all ranks",
-            name_some(sorted({repr(part) for _, parts in found for part in parts})),
-            name_some([f"rank {rank} {own}" for rank, (own, _) in enumerate(found) if own], separator="; "),
-        )
-
-
-def _facts_of(local_state: LocalState) -> dict[str, Fact]:
-    known = {name: kind for name, kind in local_state.key_types.items() if kind != "unknown"}
-    return {KEY_TYPES: json.dumps(known)} if known else {}
 
 
 def _named(facts: Mapping[str, object]) -> dict[str, Fact]:
@@ -498,6 +495,8 @@ def _collect(state: State, choice: SaveChoice, *, is_alone: bool) -> LocalState:
     expanded = expand_stateful(state)
     is_kept = kept_places(state)
     leaves = _chosen(flatten_state(expanded, is_tensor, is_kept), choice.only)
+    if not is_alone:
+        save_plan.require_unmarked([leaf.name for leaf in leaves])
     local_state = collect_leaves(
         leaves, pack_objects=True, may_differ=is_free_nowhere if is_alone else free_places(state)
     )

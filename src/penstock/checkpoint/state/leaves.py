@@ -1,7 +1,7 @@
 """A nested state as a flat list of named leaves, with the names that torch's DCP uses.
 
 Mappings are always entered, lists only if they contain a tensor or a mapping; everything else is a leaf.
-Empty mappings are leaves in parts that get back the structure that was saved: torch has no names for them.
+Empty mappings are leaves in parts that get back what was saved: torch has no names for them.
 Invariant: a leaf knows its place in the state, so a loaded value is put back into that place.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import json
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
@@ -94,7 +95,7 @@ def _walk_part(key: Any, value: object, state: Mapping[Any, Any], rules: _Rules)
 
 def _walk(path: Path, value: object, place: tuple[Any, Any], rules: _Rules) -> Iterator[Leaf]:
     is_tensor, is_free = rules
-    if isinstance(value, Mapping) and (value or len(path) == 1 or not is_free(path)):
+    if isinstance(value, Mapping) and (value or not is_free(path)):
         for key, inner in value.items():
             yield from _walk((*path, str(key)), inner, (value, key), rules)
     elif isinstance(value, list) and _is_entered(value, is_tensor):
@@ -137,6 +138,21 @@ KEY_TYPES: Final = "key_types"
 """The fact of a manifest that has `key_types`, as JSON."""
 
 
+OWN_ENTRIES: Final = "own_entries"
+"""The fact of a manifest that says which names a rank lacks that others have, as JSON."""
+
+
+def names_lacking(fact: str) -> dict[int, frozenset[str]]:
+    """By rank, the names that it lacked when the fact was written."""
+    if not fact:
+        return {}
+    told = json.loads(fact)
+    return {
+        int(rank): frozenset(told["names"][number] for number in numbers)
+        for rank, numbers in told["lacking"].items()
+    }
+
+
 def key_types(state: Mapping[Any, Any], is_free: IsFree) -> dict[str, str]:
     """By name of a dict with keys that a reader of names would take for others: "text" or "literal".
 
@@ -145,7 +161,8 @@ def key_types(state: Mapping[Any, Any], is_free: IsFree) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for key, value in state.items():
-        if is_free((str(key),)):
+        # Of a part that keeps its structure, all places below its own one do.
+        if is_free((str(key), "")):
             _look_at_keys((str(key),), value, found)
         elif isinstance(value, dict):
             for name, inner in value.items():

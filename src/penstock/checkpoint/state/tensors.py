@@ -7,6 +7,7 @@ into it loads the state, and writing from it saves the current value.
 from __future__ import annotations
 
 import io
+import json
 import logging
 import pickle
 import sys
@@ -22,7 +23,15 @@ from torch.nn.parameter import is_lazy
 
 from penstock.checkpoint.formats.data_classes import names_beyond_data
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
-from penstock.checkpoint.state.leaves import IsFree, Leaf, Path, flatten_state, is_free_nowhere, is_stateful
+from penstock.checkpoint.state.leaves import (
+    KEY_TYPES,
+    IsFree,
+    Leaf,
+    Path,
+    flatten_state,
+    is_free_nowhere,
+    is_stateful,
+)
 from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
 from penstock.errors import UsageError, name_some
 
@@ -67,6 +76,11 @@ class LocalState:
     more_than_data: Mapping[str, Sequence[str]] = field(default_factory=dict)
     key_types: Mapping[str, str] = field(default_factory=dict)
     """By leaf, the classes and functions for which a load will need `trust`."""
+
+    def facts(self) -> dict[str, str]:
+        """What a manifest says of the keys of dicts."""
+        known = {name: kind for name, kind in self.key_types.items() if kind != "unknown"}
+        return {KEY_TYPES: json.dumps(known)} if known else {}
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The memory of a region, which is inside one of the shards of tensor `name`."""
@@ -165,14 +179,44 @@ EXTRA_STATE = "_extra_state"
 
 
 def kept_places(state: Mapping[str, Any]) -> IsFree:
-    """The places whose structure is saved: free ones, and those within the state that optimizers keep."""
+    """The places whose structure is saved: all but in modules, and in what optimizers know of themselves."""
     is_free = free_places(state)
     optimizers = {str(key) for key, part in state.items() if isinstance(part, torch.optim.Optimizer)}
+    plain = {str(key) for key, part in state.items() if is_plain(part)}
 
     def is_kept(path: Path) -> bool:
-        return is_free(path) or (path[0] in optimizers and len(path) > 3 and path[1] == "state")
+        return (
+            path[0] in plain
+            or (is_free(path) and len(path) > 1)
+            or (path[0] in optimizers and len(path) > 3 and path[1] == "state")
+        )
 
     return is_kept
+
+
+def entries_of(state: Mapping[str, Any], local_state: LocalState) -> frozenset[str]:
+    """Names for which a load may make places that this rank did not have.
+
+    Not those of modules and optimizers, which know their own, as stages of pipelines do; nor tensors of plain
+    dicts, which are often a model's: that another rank had None instead of such a dict is told by this None.
+    """
+    tied = (torch.nn.Module, torch.optim.Optimizer)
+    free = {str(key) for key, part in state.items() if is_stateful(part) and not isinstance(part, tied)}
+    plain = {str(key) for key, part in state.items() if is_plain(part)}
+
+    def counts(leaf: Leaf) -> bool:
+        if leaf.path[0] not in plain:
+            return leaf.path[0] in free
+        return leaf.name not in local_state.shards or any(type(step) is int for step in leaf.path)
+
+    return frozenset(leaf.name for leaf in local_state.leaves if counts(leaf))
+
+
+def is_plain(part: object) -> bool:
+    """Whether a part of a state is neither an object with a state nor the state of an optimizer."""
+    if is_stateful(part):
+        return False
+    return not (isinstance(part, Mapping) and {"state", "param_groups"} <= part.keys())
 
 
 def free_places(state: Mapping[str, Any]) -> IsFree:
@@ -438,6 +482,18 @@ def warn_of_keys(local_state: LocalState, rank: int, told: set[str]) -> None:
         logger.warning(
             "Keys of %s are saved as text: a part that has none yet when it is loaded gets text",
             name_some([repr(name) for name in unknown]),
+        )
+
+
+def tell_of_entries(parts: Sequence[str], *, are_noted: bool) -> None:
+    """Say on rank 0 that ranks have different entries in some parts."""
+    if are_noted:
+        logger.info("Not all ranks have the same entries in %s: each gets back its own", name_some(parts))
+    elif parts:
+        logger.warning(
+            "Not all ranks have the same entries in %s, and they are too many to note whose is which: a part"
+            " that has none yet when it is loaded gets those of all ranks",
+            name_some(parts),
         )
 
 

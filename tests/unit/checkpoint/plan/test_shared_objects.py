@@ -15,8 +15,9 @@ from penstock.checkpoint.plan.save_plan import (
     rank_object_name,
     require_same_numbering,
 )
-from penstock.checkpoint.plan.shared_objects import share_objects
+from penstock.checkpoint.plan.shared_objects import compare_entries, share_objects
 from penstock.checkpoint.plan.shared_plan import Place
+from penstock.checkpoint.state.leaves import names_lacking
 from penstock.checkpoint.state.regions import Regions
 from penstock.errors import UsageError
 
@@ -104,3 +105,18 @@ def refusal(work: Callable[[], object]) -> str | None:
     except UsageError as error:
         return str(error)
     return None
+
+
+names_of_ranks = st.lists(
+    st.frozensets(st.sampled_from(["a.b", "a.c", "d", "e.\ud800"])), min_size=1, max_size=6
+)
+
+
+@given(job=names_of_ranks)
+def test_rank_0_learns_which_rank_lacks_which_entry(job: list[frozenset[str]]) -> None:
+    found = simulate(len(job), lambda rank: compare_entries(Place(rank, len(job)), job[rank]))
+    differing = frozenset().union(*job) - frozenset.intersection(*job)
+    lacking = {rank: differing - names for rank, names in enumerate(job)} if differing else {}
+    assert names_lacking(found[0].text) == lacking
+    assert found[0].parts == tuple(sorted({repr(name.partition(".")[0]) for name in differing}))
+    assert not any(each.text or each.parts for each in found[1:])

@@ -1,0 +1,120 @@
+"""Ranks whose states have other entries get back their own, in parts that have nothing yet when they load."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
+from torch.utils._pytree import tree_map
+
+import penstock.checkpoint as pc
+from penstock.checkpoint.plan import shared_load, shared_objects
+from penstock.cluster import rounds
+from penstock.errors import RankFailed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Loader:
+    """A data loader with a buffer, whose state says so only when it has one."""
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        self.state = state or {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    """Each kind of entry that only some ranks have, with lists that are of another length on each."""
+    buffer = [{"document": 10 * rank + n, "tokens": torch.full((2,), rank)} for n in range(rank + 1)]
+    return {
+        "loader": Loader({"buffer": buffer, "worker": {"at": 1} if rank == 1 else None, "skipped": {}}),
+        "best": {"loss": 0.5, "w": torch.ones(2)} if rank == 1 else None,
+        "history": [torch.ones(1)] * (rank + 1),
+        "metrics": {f"of {rank}": [rank]},
+    }
+
+
+def fresh() -> dict[str, Any]:
+    return {"loader": Loader(), "best": None, "history": [], "metrics": {}}
+
+
+def plain(state: dict[str, Any]) -> Any:
+    return tree_map(
+        lambda value: value.tolist() if isinstance(value, torch.Tensor) else value,
+        {**state, "loader": state["loader"].state},
+    )
+
+
+def save_twice_and_load(rank: int, folder: Path, fan_in: int) -> bool:
+    with ExitStack() as undo:
+        for module in (rounds, shared_load):
+            undo.enter_context(patch.object(module, "FAN_IN", fan_in))
+        manager = undo.enter_context(pc.Manager(folder))
+        manager.save(1, state_of(rank))
+        # Not planned anew.
+        manager.save(2, state_of(rank))
+        found = fresh()
+        manager.restore(found)
+    return bool(plain(found) == plain(state_of(rank)))
+
+
+@pytest.mark.parametrize("fan_in", [64, 2], ids=["few", "many"])
+def test_each_rank_gets_back_its_own_entries(tmp_path: Path, fan_in: int) -> None:
+    assert all(on_gloo_ranks(3, save_twice_and_load, tmp_path, fan_in))
+
+
+def load_elsewhere(rank: int, folder: Path) -> tuple[list[str], Any]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+    found = fresh()
+    pc.load(found, folder / "step-2")
+    return told, found["metrics"]
+
+
+def test_with_another_number_of_ranks_they_get_those_of_all_and_are_told(tmp_path: Path) -> None:
+    on_gloo_ranks(3, save_twice_and_load, tmp_path, 64)
+    told, metrics = on_gloo_ranks(2, load_elsewhere, tmp_path)[0]
+    assert "Saved by 3 ranks, which had different entries in 'best', 'history', 'loader'" in "\n".join(told)
+    assert sorted(metrics) == ["of 0", "of 1", "of 2"]
+
+
+def save_many_entries(rank: int, folder: Path) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+    with patch.object(shared_objects, "MOST_ENTRIES_BYTES", 100):
+        pc.save({"part": Loader({f"{rank} {number}": 1 for number in range(20)})}, folder / "saved")
+    return told
+
+
+def test_too_many_entries_to_note_are_told_at_save(tmp_path: Path) -> None:
+    told, others = on_gloo_ranks(2, save_many_entries, tmp_path)
+    assert "Not all ranks have the same entries in 'part', and they are too many to note" in "\n".join(told)
+    assert not others
+
+
+def save_a_name_of_a_rank(rank: int, folder: Path) -> str:
+    with pytest.raises(RankFailed) as caught:
+        pc.save({"x": rank, "x@rank1": 42}, folder / "saved")
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_name_that_a_rank_s_own_value_would_get_is_refused(tmp_path: Path) -> None:
+    for told in on_gloo_ranks(2, save_a_name_of_a_rank, tmp_path):
+        assert "The state has 'x' and 'x@rank1', the name of rank 1's own value of the first" in told

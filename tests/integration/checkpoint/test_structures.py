@@ -1,0 +1,126 @@
+"""The structure of plain values, data loaders and extra states comes back: keys, order, empty dicts."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+
+from penstock.checkpoint.api import load, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Whole:
+    """A part that is nothing but its state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict
+
+
+def odd_structure() -> dict[str, Any]:
+    """What names alone do not tell: empty dicts, and keys that do not look like what they are."""
+    return {
+        "empty": {},
+        "text": {"0": {"skipped": {}}, "12": 1},
+        "numbers": {3: {"7": {}}, 4: [{}, {"at": torch.ones(2)}]},
+        "others": {-1: 0, 0.5: {None: {}}, (1, "a"): True, "a": 2, False: 3},
+        "counts": defaultdict(int),
+        "seen": [torch.ones(2), {}],
+    }
+
+
+@pytest.mark.parametrize("grown", [False, True], ids=["new", "grown"])
+def test_part_gets_back_empty_dicts_and_keys_of_any_plain_type(tmp_path: Path, *, grown: bool) -> None:
+    save({"part": Whole(odd_structure())}, tmp_path / "step")
+    stock_load({"part": {"text": {"12": None}}}, checkpoint_id=tmp_path / "step", no_dist=True)
+    fresh: dict[str, Any] = {"counts": defaultdict(int), "seen": []}
+    if grown:
+        fresh = odd_structure() | {"empty": {1: 2}, "counts": defaultdict(int, a=1), "seen": [{}] * 3}
+        fresh["text"]["13"], fresh["numbers"][5] = 1, {"at": 1}
+    part = Whole(fresh)
+    load({"part": part}, tmp_path / "step")
+    assert in_order(part.state) == in_order(odd_structure())
+    assert type(part.state["counts"]) is defaultdict
+
+
+@pytest.mark.parametrize("fresh", [None, {}], ids=["None", "empty"])
+def test_plain_dict_gets_back_empty_dicts_and_keys_of_any_plain_type(tmp_path: Path, fresh: Any) -> None:
+    saved = {"nested": odd_structure(), "padded": {"00": 1, "01": {}}, "list": [{}, 1], "nothing": {}}
+    save({**saved, "top": {}}, tmp_path / "step")
+    state = {"nested": fresh, "padded": {}, "list": [], "nothing": fresh, "top": fresh}
+    load(state, tmp_path / "step")
+    assert in_order(state) == in_order({**saved, "top": {}})
+
+
+@pytest.mark.parametrize("value", [5, (1, 2), [3, 4], "text"], ids=repr)
+def test_an_empty_dict_takes_whatever_was_saved_there(tmp_path: Path, value: Any) -> None:
+    save({"x": value, "n": {"x": value}}, tmp_path / "step")
+    state: dict[str, Any] = {"x": {}, "n": {"x": {}}}
+    load(state, tmp_path / "step")
+    assert state == {"x": value, "n": {"x": value}}
+
+
+def test_an_empty_dict_that_was_empty_stays_the_same_one(tmp_path: Path) -> None:
+    save({"x": {}, "n": {"x": {}}}, tmp_path / "step")
+    own: dict[str, Any] = {}
+    state: dict[str, Any] = {"x": {}, "n": {"x": own}}
+    load(state, tmp_path / "step")
+    assert state["n"]["x"] is own
+
+
+@pytest.mark.parametrize("writers", [1, 3])
+def test_new_dicts_have_their_keys_in_the_order_that_they_had(tmp_path: Path, writers: int) -> None:
+    sources = {"wiki": 10, "code": torch.ones(2), "books": [1], "arxiv": {"z": 1, "a": torch.ones(1)}}
+    save({"part": Whole({"sources": sources}), "plain": sources}, tmp_path / "step", writers=writers)
+    part = Whole({})
+    state: dict[str, Any] = {"part": part, "plain": None}
+    load(state, tmp_path / "step")
+    for found in (part.state["sources"], state["plain"]):
+        assert list(found) == list(sources)
+        assert list(found["arxiv"]) == ["z", "a"]
+
+
+def in_order(value: Any) -> str:
+    """Values without the order of keys, which a checkpoint does not have."""
+    if isinstance(value, dict):
+        return repr(sorted((repr(key), in_order(inner)) for key, inner in value.items()))
+    return repr([in_order(inner) for inner in value]) if isinstance(value, list) else repr(value)
+
+
+def test_keys_that_no_literal_tells_are_told_at_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save({"part": Whole({"x": {torch.float32: 1}})}, tmp_path / "step")
+    assert "Keys of 'part.x' are saved as text" in caplog.text
+
+
+class Counting(torch.nn.Linear):
+    """A module whose extra state grows."""
+
+    seen: dict[int, Any]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("before", [{}, {9: {}}], ids=["new", "grown"])
+def test_module_gets_its_extra_state_in_the_structure_that_was_saved(
+    tmp_path: Path, before: dict[int, Any]
+) -> None:
+    saved, fresh = Counting(2, 2), Counting(2, 2)
+    saved.seen, fresh.seen = {1: torch.ones(2), 3: {}}, before
+    save({"model": torch.nn.Sequential(saved)}, tmp_path / "step")
+    load({"model": torch.nn.Sequential(fresh)}, tmp_path / "step")
+    assert in_order(fresh.seen) == in_order(saved.seen)
