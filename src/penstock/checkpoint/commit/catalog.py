@@ -21,8 +21,16 @@ from typing import Any, Final
 
 from penstock.checkpoint.commit import protocol
 from penstock.checkpoint.commit.record_commit import RecordCatalog
-from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
-from penstock.errors import ObjectNotFound, PenstockError, StorageError, Unavailable, UsageError, name_some
+from penstock.checkpoint.formats.manifest import Manifest, checksum_of, read_manifest
+from penstock.errors import (
+    DataDamaged,
+    ObjectNotFound,
+    PenstockError,
+    StorageError,
+    Unavailable,
+    UsageError,
+    name_some,
+)
 from penstock.storage import Storage
 from penstock.storage.capabilities import (
     defer_sync,
@@ -63,15 +71,22 @@ class CheckpointRef:
         A checkpoint without a manifest cannot be checked, and counts as incomplete.
         """
         try:
-            manifest = read_manifest(read_object(self.storage, self.key(protocol.MANIFEST_NAME)), self.uri)
-            metadata = read_object(self.storage, self.key(protocol.METADATA_NAME))
+            _, seal = self.read_seal()
             sizes = {info.key: info.size_bytes for info in self.storage.list(self.committed.folder)}
         except (StorageError, Unavailable) as error:
             logger.info("%s is incomplete: %s", self.uri, error)
             return False
-        return checksum_of(metadata) == manifest.metadata_sum and all(
-            sizes.get(self.key(file.name)) == file.size_bytes for file in manifest.files
-        )
+        return all(sizes.get(self.key(name)) == size_bytes for name, size_bytes in seal.sizes.items())
+
+    def read_seal(self) -> tuple[Manifest, protocol.Seal]:
+        """Its manifest, parsed, and what sealed it; `DataDamaged` if that is not as it was written."""
+        content = bytes(read_object(self.storage, self.key(protocol.MANIFEST_NAME)))
+        manifest = read_manifest(content, self.uri)
+        metadata = bytes(read_object(self.storage, self.key(protocol.METADATA_NAME)))
+        if checksum_of(metadata) != manifest.metadata_sum:
+            raise DataDamaged("The checksum of its .metadata differs", where=self.uri)
+        sizes = {file.name: file.size_bytes for file in manifest.files}
+        return manifest, protocol.Seal(manifest=content, metadata=metadata, sizes=sizes)
 
 
 def split_path(path: AnyPath) -> tuple[str, str]:

@@ -26,6 +26,7 @@ from penstock.checkpoint.saving.shared_description import pack_report, unpack_fi
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks
 from penstock.cluster.rounds import Rounds
+from penstock.errors import DataDamaged
 from penstock.storage.volumes import find_room
 
 if TYPE_CHECKING:
@@ -128,14 +129,27 @@ def list_names(comm: Comm, node: NodeCache) -> tuple[set[str], set[str]]:
 def fetch_seal(
     comm: Comm, node: NodeCache, name: str, assessment: Assessment, ranks: Collection[int]
 ) -> tuple[bytes, bytes] | None:
-    """Manifest and metadata of a step on some ranks, from the first node that has a share. Collective."""
+    """Manifest and metadata of a step on some ranks, from the first node that has them undamaged. Collective.
+
+    A share whose manifest is lost still counts for a rebuild, so the first node need not have it.
+    `DataDamaged` on all ranks if no node does.
+    """
     if not ranks:
         return None
-    sender = min(lead for lead, shares in assessment.shares.items() if shares)
-    awaiting = f"rank {sender} to send the manifest of {name}"
-    own = run_on_all_ranks(comm, lambda: node.seal(name) if comm.rank == sender else None, awaiting=awaiting)
+    awaiting = f"all nodes to look for the manifest of {name}"
+    has_share = bool(assessment.shares.get(comm.rank))
+    own = run_on_all_ranks(comm, lambda: node.seal(name) if has_share else None, awaiting=awaiting)
+    first = comm.carry(
+        rounds.lowest_of_all(comm.rank, comm.size, comm.rank.to_bytes(8) if own else b""), awaiting=awaiting
+    )
+    if not first:
+        raise DataDamaged(f"No cache has manifest and .metadata of {name} undamaged")
+    sender = int.from_bytes(first)
     others = sorted(set(ranks) - {sender})
-    told = comm.carry(tell_seal(comm.rank, [sender, *others], own), awaiting=awaiting)
+    told = comm.carry(
+        tell_seal(comm.rank, [sender, *others], own),
+        awaiting=f"rank {sender} to send the manifest of {name}",
+    )
     return told if comm.rank in ranks else None
 
 

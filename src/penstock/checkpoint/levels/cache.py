@@ -43,7 +43,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
 from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
-from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.errors import ObjectNotFound, StorageError, Unavailable, UsageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import FolderTree, defer_sync, find_folder_tree, prefer_direct_access
 from penstock.storage.files.system_calls import translate_os_errors
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from penstock.progress import Progress
 
 
-_SEAL_NAMES: Final = (MANIFEST_NAME, METADATA_NAME)
 RECORD_PREFIX: Final = "redundancy-"
 DOUBT_PREFIX: Final = ".penstock-doubt-"
 """Prefix of a note beside a step, until all nodes are known to have committed it."""
@@ -94,13 +93,13 @@ class NodeCache:
         return {info.key.removeprefix(prefix): info.size_bytes for info in objects}
 
     def seal(self, name: str) -> tuple[bytes, bytes] | None:
-        """Manifest and metadata of the whole step; None if this node does not have the step."""
+        """Manifest and metadata of the whole step; None if this node does not have both undamaged."""
         try:
-            share = self.find(name)
-        except ObjectNotFound:
+            _, seal = self.find(name).read_seal()
+        except (StorageError, Unavailable) as error:
+            logger.warning("The cache %s cannot describe %s: %s", self.storage.uri, name, error)
             return None
-        manifest, metadata = (read_object(self.storage, share.key(file)) for file in _SEAL_NAMES)
-        return bytes(manifest), bytes(metadata)
+        return seal.manifest, seal.metadata
 
     def shares(self, name: str) -> NodeShares:
         """What this node can contribute to a step."""
@@ -413,7 +412,7 @@ class CacheLevel:
     def view(self, name: str, assessment: Assessment) -> CheckpointRef:
         """A complete step as this rank can read it: the files of its node, the others through other ranks.
 
-        Manifest and metadata come from one node that has them, as this node may have nothing.
+        Manifest and metadata come from one node that has them undamaged, as this node may have nothing.
         """
         lacking = [rank for rank, lead in enumerate(self._nodes.leads) if not assessment.shares.get(lead)]
         seal = agreement.fetch_seal(self._comm, self.node, name, assessment, lacking)

@@ -23,7 +23,6 @@ from penstock.checkpoint.formats.manifest import (
     Manifest,
     ManifestFile,
     checksum_object,
-    checksum_of,
     read_manifest,
 )
 from penstock.checkpoint.levels import agreement
@@ -33,7 +32,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment, 
 from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
 from penstock.checkpoint.tools.verify import find_damage
 from penstock.cluster.comm import Comm, gather_unusual, run_on_all_ranks, run_on_rank0
-from penstock.errors import DataDamaged, RankFailed, StorageError
+from penstock.errors import RankFailed, StorageError
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
@@ -62,7 +61,7 @@ def find_damaged_shares(cache: CacheLevel, comm: Comm, name: str, assessment: As
             return []
         share = cache.node.find(name)
         try:
-            manifest = _read_sound_manifest(share)
+            manifest, _ = share.read_seal()
         except StorageError as error:
             logger.warning("%s: %s", share.uri, error)
             return own_ranks
@@ -89,13 +88,6 @@ def _is_damaged(share: CheckpointRef, manifest: Manifest, assessment: Assessment
 def _sum_of(share: CheckpointRef, file_name: str) -> str:
     key = share.key(file_name)
     return checksum_object(prefer_direct_access(share.storage, reads=key), key).hex()
-
-
-def _read_sound_manifest(share: CheckpointRef) -> Manifest:
-    manifest = read_manifest(read_object(share.storage, share.key(MANIFEST_NAME)), share.uri)
-    if checksum_of(read_object(share.storage, share.key(METADATA_NAME))) != manifest.metadata_sum:
-        raise DataDamaged("The checksum of its .metadata differs", where=share.uri)
-    return manifest
 
 
 NUM_THREADS = 2

@@ -184,6 +184,23 @@ def test_a_file_that_is_missing_or_short_costs_its_rank_and_comes_back(tmp_path:
     assert _tree(tmp_path) == before
 
 
+def test_a_rebuild_takes_the_manifest_from_a_node_that_has_it_undamaged(tmp_path: Path) -> None:
+    scheme = Xor(group=4)
+    _run(lambda comm: _save(comm, tmp_path, [scheme]))
+    original = (tmp_path / "host-3/step-1/penstock.json").read_bytes()
+    shutil.rmtree(tmp_path / "host-3")
+    (tmp_path / "host-0/step-1/penstock.json").unlink()
+    damaged = tmp_path / "host-1/step-1/penstock.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b"step", b"stop"))
+
+    def repair(comm: ThreadComm) -> None:
+        level = _level(comm, tmp_path, [scheme])
+        level.repair("step-1", level.assess("step-1"))
+
+    _run(repair)
+    assert (tmp_path / "host-3/step-1/penstock.json").read_bytes() == original
+
+
 def test_each_step_has_the_scheme_of_its_interval(tmp_path: Path) -> None:
     schemes: list[Scheme] = [Single(every=1), Xor(group=4, every=2)]
 

@@ -142,15 +142,17 @@ def spoil(path: Path) -> None:
     path.write_bytes(content)
 
 
-def restore_spoilt(rank: int, root: Path, places: list[str], lost: list[int]) -> tuple[int | None, list[str]]:
-    """Save by two parities, spoil one byte of each of these files, lose some hosts, restore."""
-    scheme = DoubleParity(group=4)
+def restore_spoilt(
+    rank: int, root: Path, scheme: Scheme, places: list[str], lost: list[str]
+) -> tuple[int | None, list[str]]:
+    """Save, spoil one byte of each of `places`, lose files or hosts, restore."""
     save(rank, root, scheme, 1, None)
     dist.barrier()
     if rank == 0:
         for place in places:
             spoil(root / place)
-        lose(root, *lost)
+        for path in (root / place for place in lost):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     dist.barrier()
     return restore(rank, root, scheme)
 
@@ -158,19 +160,30 @@ def restore_spoilt(rank: int, root: Path, places: list[str], lost: list[int]) ->
 @pytest.mark.parametrize(
     ("places", "lost"),
     [
-        (["host-1/step-1/parity-1.bin"], [2]),
+        (["host-1/step-1/parity-1.bin"], ["host-2"]),
         (["host-0/step-1/penstock.json", "host-3/step-1/.metadata"], []),
+        (["host-1/step-1/penstock.json"], ["host-0"]),
+        ([], ["host-0", "host-1/step-1/penstock.json"]),
     ],
-    ids=["parity beside a lost host", "what describes the step, on two hosts"],
+    ids=[
+        "parity beside a lost host",
+        "what describes the step, on two hosts",
+        "the manifest of the first host that is left",
+        "no manifest on the first host that is left",
+    ],
 )
 def test_damage_of_any_file_of_a_share_counts_as_its_loss(
-    places: list[str], lost: list[int], tmp_path: Path
+    places: list[str], lost: list[str], tmp_path: Path
 ) -> None:
-    assert on_gloo_ranks(HOSTS, restore_spoilt, tmp_path, places, lost) == [(1, [])] * HOSTS
-    for place in places:
-        original = tmp_path / place.replace(place[:6], "host-2")
-        if place.endswith("json"):
-            assert (tmp_path / place).read_bytes() == original.read_bytes()
+    scheme = DoubleParity(group=4)
+    assert on_gloo_ranks(HOSTS, restore_spoilt, tmp_path, scheme, places, lost) == [(1, [])] * HOSTS
+    first, original = (tmp_path / f"host-{host}/step-1/penstock.json" for host in (0, 2))
+    assert first.read_bytes() == original.read_bytes()
+
+
+def test_a_share_that_has_only_lost_its_manifest_still_rebuilds_others(tmp_path: Path) -> None:
+    lost = ["host-0", "host-1/step-1/penstock.json"]
+    assert on_gloo_ranks(HOSTS, restore_spoilt, tmp_path, Xor(group=4), [], lost) == [(1, [])] * HOSTS
 
 
 def save_many(rank: int, root: Path) -> tuple[list[int], list[int]]:
