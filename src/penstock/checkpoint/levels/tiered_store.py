@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,10 +33,10 @@ from penstock.checkpoint.levels.redundancy import gf256
 from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
 from penstock.checkpoint.manager import step_store
 from penstock.cluster.comm import gather_unusual, run_on_all_ranks, run_on_rank0
-from penstock.errors import RankFailed, StorageError
+from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage
-from penstock.storage.capabilities import find_folder_tree
+from penstock.storage.capabilities import find_folder_tree, find_local_root
 from penstock.storage.uri import has_option, parse_uri
 
 if TYPE_CHECKING:
@@ -94,6 +94,21 @@ def _build_daemon_uri(path: str) -> str:
     return location.text
 
 
+def _require_apart(cache: Storage, durable: Storage) -> None:
+    """`UsageError` if the cache, which exists, is the durable folder: old steps would leave both at once."""
+    own, shared = find_local_root(cache), find_local_root(durable)
+    if own is None or shared is None:
+        return
+    with suppress(OSError):
+        # What cannot be looked at is not the cache, which could.
+        if own.samefile(shared):
+            raise UsageError(
+                f"The cache is the durable folder itself, {durable.uri}",
+                where=cache.uri,
+                fix="Give a folder of the node's own as cache=, or none.",
+            )
+
+
 def open_tiered_store(
     durable: step_store.DurableStore,
     cache: Storage,
@@ -111,6 +126,11 @@ def open_tiered_store(
         gf256.load_loops()
     flushers.comm.timeout_s = durable.timeout_s
     level = CacheLevel(cache, durable.comm, schemes=schemes, domain=domain)
+    run_on_all_ranks(
+        durable.comm,
+        lambda: _require_apart(cache, durable.catalog.storage),
+        awaiting="all ranks to see that their caches are not the durable folder",
+    )
     level.claim(durable.uri)
     for shortfall in level.shortfalls:
         step_store.warn_once_per_job(logger, durable.comm.rank, "Redundancy: %s", shortfall)

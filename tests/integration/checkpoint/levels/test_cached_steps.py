@@ -273,3 +273,28 @@ def test_a_cache_with_the_steps_of_another_run_is_refused_until_it_is_empty(tmp_
         manager.save(2, state_of(0, 2))
     with pytest.raises(UsageError, match=r"steps of another run, file://.*/second"):
         open_run("first")
+
+
+def open_on_one_folder(rank: int, root: Path, cache: str) -> str:
+    try:
+        Manager(root / "durable", cache=root / cache, redundancy=Single(), timeout_s=60).close()
+    except PenstockError as error:
+        return str(error)
+    return "it was accepted"
+
+
+@pytest.mark.parametrize("cache", ["durable", "link"])
+def test_a_cache_that_is_the_durable_folder_is_refused(cache: str, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("durable")
+    (tmp_path / "durable").mkdir()
+    for told in on_gloo_ranks(2, open_on_one_folder, tmp_path, cache):
+        assert f"The cache is the durable folder itself, file://{tmp_path}/durable" in told
+        assert f"file://{tmp_path}/{cache}" in told
+
+
+def test_a_cache_within_the_durable_folder_is_one_of_its_own(tmp_path: Path) -> None:
+    with Manager(tmp_path, cache=tmp_path / "cache", flush=Flush(by="trainer"), keep_cached=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(0, step))
+    assert manager.steps() == [1, 2]
+    assert [path.name for path in tmp_path.glob("cache/step-*")] == ["step-2"]
