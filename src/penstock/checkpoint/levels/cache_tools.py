@@ -139,8 +139,22 @@ def inspect_flush(cache: Path) -> CacheFlush:
         flushing=now.step if now else None,
         bytes_per_s=now.bytes_per_s if now else 0.0,
         is_paused=now.is_paused if now else False,
-        states=read_flush_states(folder, JournalReader(folder.journal)),
+        states={**_read_due(folder), **read_flush_states(folder, JournalReader(folder.journal))},
     )
+
+
+def _read_due(folder: FlushFolder) -> dict[int, FlushState]:
+    """The steps that a trainer's threads are to flush: it does so now, or ended before."""
+    steps = folder.due.all()
+    if not steps:
+        return {}
+    if folder.trainers.any_alive():
+        return dict.fromkeys(steps, FlushState(phase="given", reason="a trainer flushes it"))
+    reason = (
+        "it is cached, and the trainer that was to flush it has ended; the next one of its run flushes it, "
+        "or `penstock checkpoint scavenge --step`"
+    )
+    return dict.fromkeys(steps, FlushState(phase="failing", reason=reason))
 
 
 def _inspect_steps(folders: Sequence[Path]) -> list[CachedStep]:
@@ -195,10 +209,11 @@ def list_content(cache: Path, rank: int = 0) -> CacheContent:
     """The steps of a cache that `rank` can reach."""
     node = _open_node(cache)
     steps = [step for name in node.names() if (step := parse_step(name)) is not None]
+    folder = FlushFolder(cache)
     return CacheContent(
         identity=identify_cache(node.storage, rank),
         size_bytes={step: sum(node.shares(step_dirname(step)).sizes.values()) for step in steps},
-        ordered=frozenset(FlushFolder(cache).orders.steps()),
+        ordered=frozenset((*folder.orders.steps(), *folder.due.all())),
     )
 
 
@@ -240,10 +255,14 @@ def require_durable(steps: Sequence[DroppableStep]) -> None:
 def drop(caches: Sequence[Path], steps: Collection[int]) -> None:
     """Remove steps from these caches: their orders first, so that no daemon looks for removed files."""
     for cache in caches:
-        flush_orders = FlushFolder(cache).orders
+        folder = FlushFolder(cache)
+        flush_orders = folder.orders
         for step, order in flush_orders.all().items():
             if step in steps and isinstance(order, FlushOrder):
                 flush_orders.remove(order)
+        for step, save_id in folder.due.all().items():
+            if step in steps:
+                folder.due.remove(step, save_id)
         node = _open_node(cache)
         for step in steps:
             node.hide(step_dirname(step))()
@@ -271,7 +290,10 @@ class _CacheDrain:
 
     def states(self) -> States:
         states = read_flush_states(self._folder, self._journal)
-        return {step: state for step, state in states.items() if step in self.steps}
+        return {
+            **_read_due(self._folder),
+            **{step: state for step, state in states.items() if step in self.steps},
+        }
 
     def is_over(self) -> bool:
         return not self.steps & set(self._folder.orders.steps())

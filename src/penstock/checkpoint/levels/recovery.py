@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, parse_step, step_dirname
-from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
+from penstock.checkpoint.commit.catalog import (
+    CheckpointRef,
+    StepCatalog,
+    local_path,
+    parse_step,
+    step_dirname,
+)
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, RunInUse, Seal, WriterLease
 from penstock.checkpoint.commit.transaction import SaveTransaction
 from penstock.checkpoint.engine import RankSaveStats, WrittenFile, WrittenShare
 from penstock.checkpoint.formats.manifest import (
@@ -26,13 +32,16 @@ from penstock.checkpoint.formats.manifest import (
     read_manifest,
 )
 from penstock.checkpoint.levels import agreement
+from penstock.checkpoint.levels.cache import CachedSave
 from penstock.checkpoint.levels.flush.file_copy import FileCopy, RateLimiter, copy_files
+from penstock.checkpoint.levels.flush.flush_folder import DueSteps, FlushFolder
 from penstock.checkpoint.levels.flush.flusher import copy_share, flush_step
 from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment, choose_home_rank
+from penstock.checkpoint.manager.step_store import warn_once_per_job
 from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
 from penstock.checkpoint.tools.verify import find_damage
 from penstock.cluster.comm import Comm, gather_unusual, run_on_all_ranks, run_on_rank0
-from penstock.errors import RankFailed, StorageError
+from penstock.errors import RankFailed, StorageError, Unavailable
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
@@ -40,6 +49,7 @@ from penstock.storage.protocol import read_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.levels.cache import CacheLevel
+    from penstock.checkpoint.levels.flush.flusher import Flusher
 
 
 logger = logging.getLogger(__name__)
@@ -231,17 +241,23 @@ def _make_durable(
 ) -> str:
     name = step_dirname(step)
     uri = f"{durable.storage.uri}/{name}"
-    seal: Seal | None = None
-    if found := agreement.fetch_seal(comm, cache.node, name, assessment, [0]):
-        manifest, metadata = found
-        sizes = {file.name: file.size_bytes for file in read_manifest(manifest, uri).files}
-        seal = Seal(manifest=manifest, metadata=metadata, sizes=sizes)
+    seal = _fetch_seal(cache, comm, name, assessment)
     if _is_durable(comm, durable, step, seal):
         return uri
     flush_step(name, seal, durable.storage, comm, partial(_copy_shares, cache, assessment, comm.rank))
     if comm.rank == 0 and step == max(durable.committed()):
         durable.set_latest(step)
     return uri
+
+
+def _fetch_seal(cache: CacheLevel, comm: Comm, name: str, assessment: Assessment) -> Seal | None:
+    """What seals a cached step, on rank 0."""
+    found = agreement.fetch_seal(comm, cache.node, name, assessment, [0])
+    if found is None:
+        return None
+    manifest, metadata = found
+    sizes = {file.name: file.size_bytes for file in read_manifest(manifest, name).files}
+    return Seal(manifest=manifest, metadata=metadata, sizes=sizes)
 
 
 def _is_durable(comm: Comm, durable: StepCatalog, step: int, seal: Seal | None) -> bool:
@@ -262,3 +278,59 @@ def _copy_shares(cache: CacheLevel, assessment: Assessment, rank: int, transacti
     names = [file.name for saved_rank in saved for file in assessment.files_of(saved_rank)]
     if names:
         copy_share(cache.node.find(transaction.draft.name), names, transaction)
+
+
+def resume_flushes(cache: CacheLevel, comm: Comm, flusher: Flusher, durable: StepCatalog) -> None:
+    """Hand over again what the trainer of an earlier job was to make durable, and did not. Collective.
+
+    What the caches cannot provide now stays noted: the nodes that have it may come back.
+    """
+    notes = FlushFolder(local_path(cache.storage, "")).due
+    awaiting = "all nodes to list what is still to become durable"
+    own = run_on_all_ranks(comm, lambda: _list_due(cache, notes) if cache.is_lead else {}, awaiting=awaiting)
+    answers = gather_unusual(comm, own, is_usual=not own, awaiting=awaiting)
+    for step, save_id in sorted({save for answer in answers or () for save in answer.items()}):
+        try:
+            is_left = _resume_flush(cache, comm, flusher, durable, (step, save_id))
+        except (StorageError, Unavailable, RankFailed) as error:
+            warn_once_per_job(logger, comm.rank, "Step %d is not durable, only cached: %s", step, error)
+            is_left = True
+        if not is_left and cache.is_lead:
+            notes.remove(step, save_id)
+
+
+def _list_due(cache: CacheLevel, notes: DueSteps) -> dict[int, str]:
+    try:
+        WriterLease(cache.storage).require_free()
+    except RunInUse:
+        # A living job flushes them.
+        return {}
+    return notes.all()
+
+
+def _resume_flush(
+    cache: CacheLevel, comm: Comm, flusher: Flusher, durable: StepCatalog, save: tuple[int, str]
+) -> bool:
+    """Hand a step over; False if this very save is durable already, was replaced by another, or removed."""
+    step, save_id = save
+    name = step_dirname(step)
+    repaired, found = _repair_step(cache, comm, step, verified=True)
+    if not found.records:
+        return False
+    if repaired.reason:
+        raise StorageError(repaired.reason)
+    assessment = cache.assess_all(name)
+    if assessment.save_id != save_id:
+        return False
+    seal = _fetch_seal(cache, comm, name, assessment)
+    try:
+        if _is_durable(comm, durable, step, seal):
+            return False
+    except (StorageError, Unavailable, RankFailed) as error:
+        logger.info("Whether step %d is durable is not known: %s", step, error)
+    files: list[dict[str, int]] = [{} for _ in range(comm.size)]
+    for saved, holder in assessment.holders.items():
+        files[holder].update({file.name: file.size_bytes for file in assessment.files_of(saved)})
+    warn_once_per_job(logger, comm.rank, "Step %d of an earlier job is not durable yet: flushing it", step)
+    flusher.take_over(step, CachedSave(name=name, save_id=save_id, files=tuple(files), stats=(), seal=seal))
+    return True

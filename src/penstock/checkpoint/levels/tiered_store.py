@@ -26,9 +26,10 @@ from penstock.checkpoint.commit.protocol import Draft, WriterLease
 from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
 from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
 from penstock.checkpoint.levels.flush.daemon_client import DaemonFlusher
+from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
 from penstock.checkpoint.levels.flush.flusher import Flusher, TrainerFlusher, require_durable
 from penstock.checkpoint.levels.options import Flush, Scheme
-from penstock.checkpoint.levels.recovery import FetchedFiles, find_damaged_shares
+from penstock.checkpoint.levels.recovery import FetchedFiles, find_damaged_shares, resume_flushes
 from penstock.checkpoint.levels.redundancy import gf256
 from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
 from penstock.checkpoint.manager import step_store
@@ -135,6 +136,8 @@ def open_tiered_store(
     for shortfall in level.shortfalls:
         step_store.warn_once_per_job(logger, durable.comm.rank, "Redundancy: %s", shortfall)
     flusher = None if flush is None else _open_flusher(level, durable, flushers, flush, path=path)
+    if flusher is not None:
+        resume_flushes(level, durable.comm, flusher, durable.catalog)
     return TieredStore(level, durable, flusher, flush=flush, keep_cached=keep_cached)
 
 
@@ -163,6 +166,7 @@ class TieredStore:
         self._flush = flush
         self._keep_cached = keep_cached
         self._lease = WriterLease(cache.storage)
+        self._due = FlushFolder(local_path(cache.storage, "")).due
         self._num_saves = 0
         self._saved: int | None = None
         self._is_open = True
@@ -265,11 +269,20 @@ class TieredStore:
         states = self._flusher.states() if self._flusher else {}
         flushing = {step for step, state in states.items() if not state.is_over}
         surplus = [step for step in self._local_steps() if step <= saved][: -self._keep_cached]
+        due = self._due.all() if surplus else {}
         hidden = []
         for step in surplus:
             if step not in flushing:
                 with tolerating_leftovers(saved):
                     hidden.append(self._cache.node.hide(step_dirname(step)))
+                if step in due:
+                    logger.warning(
+                        "Step %d leaves the cache %s before it is durable: its trainer ended first, and none "
+                        "could flush it since",
+                        step,
+                        self.uri,
+                    )
+                    self._due.remove(step, due[step])
         return hidden
 
     def _local_steps(self) -> list[int]:

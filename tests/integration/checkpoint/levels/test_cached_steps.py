@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 from tests.support.gloo_ranks import on_gloo_ranks
 
+from penstock.checkpoint.levels.cache_tools import drain_caches, inspect_flush
 from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Scheme, Single, Xor
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.manager.save_policy import EverySteps
+from penstock.checkpoint.tools.verify import verify
 from penstock.errors import PenstockError, UsageError
+from penstock.progress import Silent
 
 HOSTS = 4
 
@@ -209,9 +212,9 @@ def test_old_steps_leave_the_caches_and_the_durable_level_apart(tmp_path: Path) 
     assert [path.name for path in (tmp_path / "durable").glob("step-*")] == ["step-6"]
 
 
-def flush_badly(rank: int, root: Path) -> str:
+def flush_badly(rank: int, root: Path, scheme: Scheme) -> str:
     durable = root / "durable"
-    with manager_of(rank, root, Single()) as manager:
+    with manager_of(rank, root, scheme) as manager:
         if rank == 0:
             durable.mkdir(exist_ok=True)
             (durable / "step-1").mkdir()
@@ -225,10 +228,37 @@ def flush_badly(rank: int, root: Path) -> str:
 
 
 def test_a_failed_flush_is_reported_and_the_step_stays_cached(tmp_path: Path) -> None:
-    for told in on_gloo_ranks(2, flush_badly, tmp_path):
+    for told in on_gloo_ranks(2, flush_badly, tmp_path, Single()):
         assert "making durable step 1 in the background" in told
         assert "notes.txt" in told
     assert on_gloo_ranks(2, restore, tmp_path, Single())[0][0] == 1
+
+
+def test_what_a_trainer_could_not_flush_the_next_one_does(tmp_path: Path) -> None:
+    on_gloo_ranks(2, flush_badly, tmp_path, Xor(group=2))
+    first = tmp_path / "host-0"
+    for states in (inspect_flush(first).states, drain_caches([first], Silent(), timeout_s=5)[first]):
+        assert "the trainer that was to flush it has ended" in states[1].reason
+        assert not states[1].is_over
+    shutil.rmtree(tmp_path / "durable/step-1")
+    # Whatever is lost meanwhile is rebuilt before it is flushed.
+    lose(tmp_path, 1)
+    assert on_gloo_ranks(2, restore, tmp_path, Xor(group=2)) == [(1, [])] * 2
+    assert verify(str(tmp_path / "durable/step-1")).is_whole
+    assert inspect_flush(first).is_over
+
+
+def test_a_step_that_was_to_become_durable_does_not_leave_a_cache_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flush_badly(0, tmp_path, Single())
+    with manager_of(0, tmp_path, Single(), flush=None, keep_cached=1) as manager:
+        manager.save(2, state_of(0, 2))
+    assert "Step 1 leaves the cache" in caplog.text
+    caplog.clear()
+    with manager_of(0, tmp_path, Single(), flush=None, keep_cached=1) as manager:
+        manager.save(3, state_of(0, 3))
+    assert "leaves the cache" not in caplog.text, "step 2 was not to become durable"
 
 
 def save_when_due(rank: int, root: Path) -> list[int]:

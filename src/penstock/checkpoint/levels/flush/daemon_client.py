@@ -261,6 +261,11 @@ class DaemonFlusher:
             # one rank alone, it would say that the step was not saved.
             self._failed[step] = error
 
+    def take_over(self, step: int, cached: CachedSave) -> None:
+        """Write the order on every node."""
+        self.hand_over(step, cached)
+        self._own_steps.discard(step)
+
     def states(self) -> Mapping[int, FlushState]:
         """The states of this node's share, from orders and journal."""
         return read_flush_states(self._folder, self._journal)
@@ -361,6 +366,8 @@ class DaemonFlusher:
                 given_s=time.time(),
             )
         )
+        # A trainer's threads need no longer flush it.
+        self._folder.due.remove(step, cached.save_id)
 
     def _free_cores(self) -> list[int]:
         comm, ranks = self._members.comm, self._nodes[self._node]

@@ -1,6 +1,7 @@
 """The flush folder of one cache, where trainers, the daemon and `status` meet. Only here are its file names.
 
     orders/step-N.json   what is to become durable       trainers/, saving/   presence files of live processes
+    due/step-N           likewise, by trainers' threads
     journal              what happened to it             progress.json        the current rate
     lock                 held by the daemon, names it    log                  the log of the daemon
 
@@ -26,7 +27,7 @@ from typing import IO, Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.checkpoint.commit.catalog import step_dirname
+from penstock.checkpoint.commit.catalog import parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import is_lease_expired, lease_text
 from penstock.errors import DataDamaged
 from penstock.storage.files.durable import sync_folder, sync_open_file, write_durably
@@ -202,6 +203,35 @@ class FlushOrders:
         sync_folder(self._folder)
 
 
+class DueSteps:
+    """The steps that threads of a trainer are to make durable, which end with it: the next one goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "due"
+
+    def put(self, step: int, save_id: str) -> None:
+        """Note a save of a step, durably."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_durably(self._folder / step_dirname(step), save_id.encode())
+
+    def all(self) -> dict[int, str]:
+        """The save ID of each step."""
+        saves = {}
+        for name in _list_names(self._folder):
+            step = parse_step(name)
+            if step is not None:
+                with suppress(FileNotFoundError):
+                    saves[step] = (self._folder / name).read_text()
+        return dict(sorted(saves.items()))
+
+    def remove(self, step: int, save_id: str) -> None:
+        """Remove the note of a save, unless a newer one of its step has replaced it."""
+        path = self._folder / step_dirname(step)
+        with suppress(FileNotFoundError):
+            if path.read_text() == save_id:
+                path.unlink()
+
+
 LOG_TAIL_BYTES: Final = 4096
 
 
@@ -225,6 +255,7 @@ class FlushFolder:
         self.cache = cache
         self.path = cache / FOLDER
         self.orders = FlushOrders(self.path)
+        self.due = DueSteps(self.path)
         self.trainers = PresenceFiles(self.path, "trainers")
         self.saving = PresenceFiles(self.path, "saving")
         self.journal = self.path / "journal"

@@ -8,17 +8,18 @@ and a durable step has the same manifest as the cached one, so its checksums pro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, apply_retention
+from penstock.checkpoint.commit.catalog import CheckpointRef, apply_retention, local_path
 from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.levels.flush.file_copy import BURST_S, FileCopy, RateLimiter, copy_files
+from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
 from penstock.checkpoint.manager.step_store import DurableStore, start_lasting_worker
 from penstock.cluster.comm import Comm, format_cause, run_on_all_ranks
 from penstock.errors import StorageError, WaitTimeout
@@ -65,13 +66,16 @@ def require_durable(flusher: Flusher, step: int) -> None:
 
 
 class Flusher(Protocol):
-    """Makes cached steps durable. All ranks call `hand_over` and `close`, in the same order."""
+    """Makes cached steps durable. All ranks call `hand_over`, `take_over` and `close`, in the same order."""
 
     def saving(self) -> AbstractContextManager[None]:
         """Encloses each save to the caches, so that the flusher can pause meanwhile."""
 
     def hand_over(self, step: int, cached: CachedSave) -> None:
         """Accept a step that all caches have committed. Collective; does not wait for the copy."""
+
+    def take_over(self, step: int, cached: CachedSave) -> None:
+        """The same for a step of an earlier job, whose failure is only logged. Collective."""
 
     def states(self) -> Mapping[int, FlushState]:
         """The steps handed over, by this process or earlier ones. Not collective."""
@@ -107,16 +111,31 @@ class TrainerFlusher:
         self._sizes: dict[int, int] = {}
         self._reported: set[int] = set()
         self._worker = start_lasting_worker("penstock-flush")
+        self._is_lead = cache.is_lead
+        self._folder = FlushFolder(local_path(cache.storage, ""))
+        self._undo = ExitStack()
+        self._undo.callback(members.close)
+        if self._is_lead:
+            self._undo.enter_context(self._folder.trainers.present())
 
     def saving(self) -> AbstractContextManager[None]:
         """Do nothing: this flusher does not pause."""
         return nullcontext()
 
     def hand_over(self, step: int, cached: CachedSave) -> None:
-        """Queue the step."""
+        """Queue the step, and note it on each node for the next job, should this one not finish."""
         self._reported.discard(step)
+        if self._is_lead:
+            with _tolerating_notes(step):
+                self._folder.due.put(step, cached.save_id)
         self._sizes[step] = sum(cached.files[self._members.comm.rank].values())
         self._flushes[step] = self._worker.submit(self._flush, step, cached)
+
+    def take_over(self, step: int, cached: CachedSave) -> None:
+        """Queue the step; a failure must not keep this job from restoring."""
+        self.hand_over(step, cached)
+        self._reported.add(step)
+        self._flushes[step].add_done_callback(partial(_warn_of_failure, step))
 
     def states(self) -> Mapping[int, FlushState]:
         """The states of the queued copies."""
@@ -141,8 +160,8 @@ class TrainerFlusher:
 
     def close(self) -> None:
         """Wait for the thread."""
-        self._worker.shutdown()
-        self._members.close()
+        with self._undo:
+            self._worker.shutdown()
 
     def _state(self, step: int, flush: Future[None]) -> FlushState:
         size_bytes = self._sizes[step]
@@ -164,6 +183,9 @@ class TrainerFlusher:
             timeout_s=self._durable.timeout_s,
         )
         logger.info("Step %d is durable", step)
+        if self._is_lead:
+            with _tolerating_notes(step):
+                self._folder.due.remove(step, cached.save_id)
         if comm.rank == 0:
             apply_retention(self._durable.catalog, step, self._durable.keep)()
 
@@ -171,6 +193,20 @@ class TrainerFlusher:
         names = list(cached.files[self._members.comm.rank])
         share = self._cache.node.find(cached.name)
         copy_share(share, names, transaction, threads=self._settings.threads, pace=self._pace)
+
+
+def _warn_of_failure(step: int, flush: Future[None]) -> None:
+    if not flush.cancelled() and (error := flush.exception()) is not None:
+        logger.warning("Step %d of an earlier job is not durable: %s", step, format_cause(error))
+
+
+@contextmanager
+def _tolerating_notes(step: int) -> Iterator[None]:
+    """A warning in place of an `OSError`: the step is cached, and is flushed all the same."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("The note that step %d is to become durable: %s", step, error)
 
 
 def flush_step(
