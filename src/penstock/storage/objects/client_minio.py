@@ -23,6 +23,7 @@ from urllib3 import exceptions
 from penstock.storage.objects.client import RemoteObject, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings
 from penstock.storage.objects.object_requests import FailureKind, RequestFailed
+from penstock.storage.objects.own_process import PerProcess
 
 if TYPE_CHECKING:
     import http.client
@@ -67,32 +68,11 @@ class MinioClient:
 
     def __init__(self, settings: ClientSettings) -> None:
         self._bucket = settings.bucket
-        options, credentials = settings.options, settings.credentials
-        tls: dict[str, Any] = {"cert_reqs": "CERT_REQUIRED" if options.tls_verify else "CERT_NONE"}
-        if settings.ca_bundle:
-            tls["ca_certs"] = settings.ca_bundle
-        pool = urllib3.PoolManager(
-            timeout=urllib3.Timeout(
-                connect=min(options.request_timeout_s, 10.0), read=options.request_timeout_s
-            ),
-            maxsize=options.parts_in_flight + options.ranges_in_flight,
-            retries=False,
-            **tls,
-        )
-        self._minio = _Minio(
-            endpoint=urlsplit(settings.endpoint).netloc,
-            access_key=credentials.access_key,
-            secret_key=credentials.secret_key,
-            session_token=credentials.session_token or None,
-            secure=settings.uses_tls,
-            region=options.region,
-            http_client=pool,
-        )
-        self._minio.signs_payload = options.payload == "signed"
-        if options.path_style:
-            self._minio.disable_virtual_style_endpoint()  # type: ignore[no-untyped-call] # minio's omission
-        else:
-            self._minio.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call] # likewise
+        self._own_minio = PerProcess(lambda: _make_minio(settings))
+
+    @property
+    def _minio(self) -> _Minio:
+        return self._own_minio.get()
 
     def head(self, key: str) -> RemoteObject:
         """Describe one object."""
@@ -159,6 +139,34 @@ class MinioClient:
         """Drop the upload."""
         with _translated():
             self._minio._abort_multipart_upload(self._bucket, key, upload)  # noqa: SLF001 - see the module
+
+
+def _make_minio(settings: ClientSettings) -> _Minio:
+    options, credentials = settings.options, settings.credentials
+    tls: dict[str, Any] = {"cert_reqs": "CERT_REQUIRED" if options.tls_verify else "CERT_NONE"}
+    if settings.ca_bundle:
+        tls["ca_certs"] = settings.ca_bundle
+    pool = urllib3.PoolManager(
+        timeout=urllib3.Timeout(connect=min(options.request_timeout_s, 10.0), read=options.request_timeout_s),
+        maxsize=options.parts_in_flight + options.ranges_in_flight,
+        retries=False,
+        **tls,
+    )
+    made = _Minio(
+        endpoint=urlsplit(settings.endpoint).netloc,
+        access_key=credentials.access_key,
+        secret_key=credentials.secret_key,
+        session_token=credentials.session_token or None,
+        secure=settings.uses_tls,
+        region=options.region,
+        http_client=pool,
+    )
+    made.signs_payload = options.payload == "signed"
+    if options.path_style:
+        made.disable_virtual_style_endpoint()  # type: ignore[no-untyped-call] # minio's omission
+    else:
+        made.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call] # likewise
+    return made
 
 
 def _as_body(content: memoryview) -> bytes:

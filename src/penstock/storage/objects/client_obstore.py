@@ -3,6 +3,7 @@
 Buffers go down uncopied; reads come back in obstore's own memory and are copied once. Retries are ours,
 except for the parts of a stream: obstore retries those itself, unseen until it fails, because only it still
 has their bytes. A console's folder marker (`a/`) is listed as an empty object (`a`).
+Its threads do not survive a fork, and not even a new store starts others: requests are refused there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from penstock.errors import Unavailable
 from penstock.storage.objects.client import RemoteObject, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings
 from penstock.storage.objects.object_requests import FailureKind, RequestFailed
+from penstock.storage.objects.own_process import LibraryThreads
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -35,6 +37,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _RETRIES = re.compile(r"retries: (\d+)")
 _LIST_CHUNK = 1000
+_THREADS = LibraryThreads("obstore")
 _MAX_RETRY_S = 280.0
 """object_store signs once and not again for a retry: beyond five minutes the signature is stale."""
 
@@ -214,6 +217,7 @@ def _remote(meta: ObjectMeta) -> RemoteObject:
 
 @contextmanager
 def _translated() -> Iterator[None]:
+    _THREADS.require()
     try:
         yield
     except (BaseError, FileNotFoundError) as error:

@@ -3,7 +3,7 @@
 One client per process: settings other than the first storage's are refused, uploads in parts go to its
 endpoint. It sends a request up to 3 times by itself (a read 9), which cannot be switched off; our attempts
 come on top. Listings go through obstore, because s3dlio lists names without sizes. Its `get_into_async` takes
-whole objects only and asks HEAD first, so ranges are copied.
+whole objects only and asks HEAD first, so ranges are copied. Its threads do not survive a fork.
 """
 
 import math
@@ -22,8 +22,10 @@ from penstock.storage.objects.client import ObjectClient, RemoteObject, bare_eta
 from penstock.storage.objects.client_obstore import ObstoreClient
 from penstock.storage.objects.client_settings import ClientSettings, ProcessWideSettings, export_credentials
 from penstock.storage.objects.object_requests import FailureKind, RequestFailed
+from penstock.storage.objects.own_process import LibraryThreads
 
 _LIBRARY = ProcessWideSettings("s3dlio")  # the library's state is the process's, and so is what we know of it
+_THREADS = LibraryThreads("s3dlio")
 _SECRETS = frozenset({"AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"})
 _STATUS = re.compile(r"(?:HTTP|status) (\d{3})\b")
 _CODE = re.compile(r"service error: (?:unhandled error )?\(?(\w+)")
@@ -145,6 +147,7 @@ def _write_all(writer: Any, parts: Iterator[memoryview]) -> None:
 
 @contextmanager
 def _translated() -> Iterator[None]:
+    _THREADS.require()
     try:
         yield
     except RuntimeError as error:

@@ -20,6 +20,7 @@ from penstock.errors import UsageError
 from penstock.storage.objects.client import RemoteObject, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings, export_credentials
 from penstock.storage.objects.object_requests import FailureKind, RequestFailed
+from penstock.storage.objects.own_process import PerProcess
 
 T = TypeVar("T")
 
@@ -68,14 +69,20 @@ class S3TorchClient:
         options = settings.options
         self._bucket = settings.bucket
         self._timeout_s = options.request_timeout_s
-        self._native = MountpointS3Client(
-            region=options.region,
-            endpoint=settings.endpoint,
-            part_size=options.part_bytes,
-            force_path_style=options.path_style,
-            max_attempts=_LEAST_ATTEMPTS,
-            user_agent_prefix="penstock",
+        self._own_native = PerProcess(
+            lambda: MountpointS3Client(
+                region=options.region,
+                endpoint=settings.endpoint,
+                part_size=options.part_bytes,
+                force_path_style=options.path_style,
+                max_attempts=_LEAST_ATTEMPTS,
+                user_agent_prefix="penstock",
+            )
         )
+
+    @property
+    def _native(self) -> MountpointS3Client:
+        return self._own_native.get()
 
     def head(self, key: str) -> RemoteObject:
         """Describe one object."""

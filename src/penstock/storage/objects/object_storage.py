@@ -36,6 +36,7 @@ from penstock.storage.objects.object_requests import (
     RetryingRequests,
 )
 from penstock.storage.objects.object_sink import NewObject, ObjectSink, flat_bytes, split_range
+from penstock.storage.objects.own_process import PerProcess
 from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, check_key, check_prefix
 from penstock.storage.uri import Location
 
@@ -131,7 +132,7 @@ class ObjectStorage:
         self._location = location
         self._confirms = True
         self._lock = threading.Lock()
-        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._own_pools: PerProcess[dict[str, ThreadPoolExecutor]] = PerProcess(dict)
         self._requests = RetryingRequests(
             [Endpoint(settings.endpoint or location.uri, connect(settings)) for settings in location.clients],
             bucket=location.bucket,
@@ -155,9 +156,10 @@ class ObjectStorage:
     def _pool(self, name: str, num_threads: int) -> Executor:
         """Threads for parts or ranges, started when first needed."""
         with self._lock:
-            if name not in self._pools:
-                self._pools[name] = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
-            return self._pools[name]
+            pools = self._own_pools.get()
+            if name not in pools:
+                pools[name] = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
+            return pools[name]
 
     def create(self, key: str, size_bytes: int | None = None) -> ObjectSink:
         """Begin an object; a declared size saves requests and lets parts grow to fit it."""
