@@ -189,6 +189,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
             return False
+        if fault.action == "page":
+            self._answer(200, b"<html><body>Please log in</body></html>", Content_Type="text/html")
+            return False
         if fault.action == "refuse":
             raise Refused(fault.status, fault.code)
         return True

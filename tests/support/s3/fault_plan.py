@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-Action = Literal["delay", "drop", "refuse", "truncate", "lose", "resize", "stall"]
+Action = Literal["delay", "drop", "refuse", "truncate", "lose", "page", "resize", "stall"]
 
 ALWAYS = 1 << 62
 
@@ -19,8 +19,8 @@ class Fault:
 
     `delay`: answer `seconds` late. `drop`: close the connection without an answer. `refuse`: answer
     `status` and `code`. `truncate`: announce the whole body, send half of it, close. `lose`: say 200 to an
-    upload and keep nothing of it. `resize`: report the object one byte longer. `stall`: no answer within
-    `seconds`.
+    upload and keep nothing of it. `page`: say 200 and give a web page, as a console does. `resize`: report
+    the object one byte longer. `stall`: no answer within `seconds`.
     """
 
     action: Action

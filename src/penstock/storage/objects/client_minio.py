@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
+from xml.etree.ElementTree import ParseError
 
 import urllib3
 from minio import Minio
@@ -100,7 +101,7 @@ class MinioClient:
             found = self._minio.list_objects(
                 bucket_name=self._bucket, prefix=prefix, recursive=True, start_after=after or None
             )
-            for entry in found:
+            while (entry := _next_of(found)) is not None:
                 yield _remote(cast("str", entry.object_name), entry)
 
     def delete(self, key: str) -> None:
@@ -183,6 +184,13 @@ def _receive(response: urllib3.BaseHTTPResponse, buffer: memoryview) -> None:
         if count == 0:
             raise RequestFailed.truncated(received, len(buffer))
         received += count
+
+
+def _next_of(listing: Iterator[Object]) -> Object | None:
+    try:
+        return next(listing, None)
+    except (ValueError, ParseError) as error:
+        raise RequestFailed.foreign(f"an invalid listing: {error}") from error
 
 
 def _remote(key: str, found: Object) -> RemoteObject:

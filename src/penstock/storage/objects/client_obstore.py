@@ -36,6 +36,9 @@ _STATUS = re.compile(r"status: (\d{3})|status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _RETRIES = re.compile(r"retries: (\d+)")
+_FOREIGN = re.compile(
+    r"Unable to extract metadata from headers|Got invalid list response(?!.*UnexpectedEof)", re.DOTALL
+)
 _LIST_CHUNK = 1000
 _THREADS = LibraryThreads("obstore")
 _MAX_RETRY_S = 280.0
@@ -229,6 +232,8 @@ def read_failure(text: str) -> RequestFailed:
     retries = _RETRIES.search(text)
     hidden = int(retries[1]) if retries else 0
     status = _STATUS.search(text)
+    if status is None and _FOREIGN.search(text):
+        return RequestFailed.foreign(text.partition("\n")[0])
     if status is None and "BareRedirect" in text:
         return RequestFailed("answer", "a redirect to nowhere", status=301, hidden_retries=hidden)
     if status is None:

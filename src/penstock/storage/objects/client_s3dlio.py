@@ -89,6 +89,8 @@ class S3dlioClient:
         """Describe one object."""
         with _translated():
             found: dict[str, Any] = s3dlio.stat(self._uri(key))
+        if found["last_modified"] is None:
+            raise RequestFailed.foreign("an object without a date")
         return RemoteObject(
             key=key,
             size_bytes=int(found["size"]),

@@ -30,6 +30,7 @@ from penstock.storage.protocol import Counters
 
 FailureKind = Literal["answer", "connect", "reset", "timeout", "truncated"]
 
+_OK = 200
 _TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _TRANSIENT_CODES = frozenset(
     {
@@ -81,6 +82,16 @@ class RequestFailed(Exception):
         """The failure of a body that ended too early."""
         message = f"{received_bytes} of {expected_bytes} bytes arrived"
         return cls("truncated", message, received_bytes=received_bytes)
+
+    @classmethod
+    def foreign(cls, message: str) -> RequestFailed:
+        """The failure of a request to which something else than an object service says that all is well."""
+        return cls("answer", message, status=_OK)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is such an answer; a service that fails after its 200 names a code."""
+        return self.kind == "answer" and self.status == _OK and not self.code
 
     @property
     def is_transient(self) -> bool:
@@ -164,6 +175,8 @@ def _explain_answer(failure: RequestFailed, request: RequestContext) -> Explanat
          f"The service denied access ({failure})", no_access),
         (status == 507 or code in _FULL_CODES, OutOfSpace, f"The service has no room left ({failure})",
          "Free some space there."),
+        (failure.is_foreign, StorageError, f"The answer is not that of an object service ({failure})",
+         "Check the endpoint: a service's console has another port, and a proxy may want a login."),
         (status == 412, StorageError, f"The object changed since it was opened ({failure})",
          "Open it again; find out which other program writes this key."),
         (status == 416, ShortTransfer, f"The object ends before the requested range ({failure})",

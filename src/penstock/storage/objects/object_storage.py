@@ -7,6 +7,7 @@ raises only when no request still writes into the buffer.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -131,6 +132,7 @@ class ObjectStorage:
         self.counters = Counters()
         self._location = location
         self._confirms = True
+        self._known_services: set[str] = set()
         self._lock = threading.Lock()
         self._own_pools: PerProcess[dict[str, ThreadPoolExecutor]] = PerProcess(dict)
         self._requests = RetryingRequests(
@@ -299,6 +301,9 @@ class ObjectStorage:
                     # Consoles create empty objects with such keys as folders.
                     if not remote.key.endswith("/"):
                         yield _describe(remote.key[num_root:], remote)
+                if after:
+                    self._known_services.add(endpoint.url)
+                self._require_service(endpoint)
             except RequestFailed as failure:
                 request = RequestContext(
                     "ListObjectsV2", uri, self._location.bucket, endpoint.url, attempts=attempt
@@ -307,6 +312,27 @@ class ObjectStorage:
                 attempt += 1
             else:
                 return
+
+    def _require_service(self, endpoint: Endpoint) -> None:
+        """Fail if an endpoint that has listed nothing yet answers to every request, as web pages do.
+
+        To clients a page is an empty listing: a run that is there would look like a new one.
+        """
+        if endpoint.url in self._known_services:
+            return
+        self.counters.add(requests=1, endpoint=endpoint.url)
+        nowhere, client = self._remote(f".penstock-{secrets.token_hex(16)}"), endpoint.client
+        try:
+            if isinstance(client, SupportsWholeGet):
+                client.get_whole(nowhere, 0)
+            else:
+                client.head(nowhere)
+        except RequestFailed as failure:
+            if failure.is_transient or failure.is_foreign:
+                raise
+            self._known_services.add(endpoint.url)
+        else:
+            raise RequestFailed.foreign("an object that does not exist was found")
 
     def sync(self, prefix: str = "") -> None:
         """Do nothing: a service that has acknowledged an object has promised durability."""

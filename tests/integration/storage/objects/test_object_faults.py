@@ -413,6 +413,38 @@ def test_deleting_fails_for_a_missing_bucket_but_not_for_a_missing_object(
     assert storage.counters.errors == 0
 
 
+@pytest.mark.parametrize("client", ["obstore", "minio", "s3dlio"])
+def test_a_web_page_is_not_an_empty_listing(client: str, faulty: StartFaulty, corner: OpenCorner) -> None:
+    server = faulty(Fault(action="page", times=ALWAYS))
+    storage = corner(server.as_server(), client)
+    with pytest.raises(StorageError, match="not that of an object service") as caught:
+        list(storage.list())
+    assert "console has another port" in str(caught.value)
+
+
+def test_an_empty_listing_is_doubted_once_and_a_full_one_never(
+    faulty: StartFaulty, corner: OpenCorner
+) -> None:
+    server = faulty()
+    empty, full = (corner(server.as_server(), "obstore") for _ in range(2))
+    for _ in range(3):
+        assert list(empty.list()) == []
+    assert server.requests == {"ListObjectsV2": 3, "GetObject": 1}
+    assert (empty.counters.requests, empty.counters.errors) == (4, 0)
+    write_object(full, "key", [b"content"])
+    assert len(list(full.list())) == 1
+    assert list(full.list("nothing")) == []
+    assert server.requests["GetObject"] == 1
+
+
+def test_a_listing_is_tried_again_where_its_endpoint_cannot_be_asked(
+    faulty: StartFaulty, corner: OpenCorner
+) -> None:
+    server = faulty(Fault(action="refuse", operation="GetObject"))
+    assert list(corner(server.as_server(), "obstore").list()) == []
+    assert server.requests == {"ListObjectsV2": 2, "GetObject": 2}
+
+
 @every_client
 def test_a_process_that_ends_with_an_unfinished_object_leaves_no_parts(
     client: str, faulty: StartFaulty
