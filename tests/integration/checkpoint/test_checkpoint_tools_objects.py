@@ -75,3 +75,10 @@ def test_a_checkpoint_goes_to_objects_and_comes_back(
     assert asked("rm", f"{run}/step-2")[0] == 2
     assert asked("rm", f"{run}/step-2", "--even-last")[0] == 0
     assert [info.key for info in storage.list()] == ["exported.safetensors"]
+
+    # What a removal that was interrupted after it took the name away has left.
+    write_object(storage, f"step-2/{'a' * 16}/__0_0.distcp", [b"left"])
+    code, found = asked("rm", f"{run}/step-2")
+    assert (code, found["num_files"], found["size_bytes"], found["step"]) == (0, 1, 4, 2)
+    assert asked("rm", f"{run}/step-2")[0] == 2
+    assert [info.key for info in storage.list()] == ["exported.safetensors"]

@@ -45,7 +45,7 @@ from penstock.storage import Storage
 from penstock.storage.capabilities import FolderTree, defer_sync
 from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.process_id import ProcessId, current_process
-from penstock.storage.protocol import exists, read_object, write_object
+from penstock.storage.protocol import ObjectInfo, exists, read_object, write_object
 
 MANIFEST_NAME: Final = "penstock.json"
 METADATA_NAME: Final = ".metadata"
@@ -134,6 +134,9 @@ class Catalog(Protocol):
 
     def hide(self, committed: Committed) -> Callable[[], None]:
         """Take its name away, at once, if it has one still; the call that this gives removes its files."""
+
+    def finish_hiding(self, name: str) -> list[ObjectInfo]:
+        """Remove the files that an interrupted removal of this name left, and what they were."""
 
 
 class DraftStore(ABC):
@@ -500,6 +503,10 @@ class FolderCatalog:
     def hide(self, committed: Committed) -> Callable[[], None]:
         """Rename it durably to a hidden name; the call that this gives removes its files."""
         return hide_folder(self._tree, committed.folder)
+
+    def finish_hiding(self, name: str) -> list[ObjectInfo]:  # noqa: ARG002 - a hidden folder has no name
+        """Nothing: the next save sweeps hidden folders."""
+        return []
 
     def _may_be_checkpoint(self, folder: str) -> bool:
         try:

@@ -25,7 +25,7 @@ from penstock.checkpoint.formats.manifest import require_complete
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import SupportsConditionalWrites, defer_sync, find_folder_tree
-from penstock.storage.protocol import ObjectInfo, read_described
+from penstock.storage.protocol import ObjectInfo, exists, read_described
 
 RECORD_NAME: Final = "penstock-commit.json"
 _SAVE: Final = re.compile(r"(?P<folder>(?P<name>[^/]+)/[0-9a-f]{16})(\.lease|/.+)")
@@ -172,6 +172,29 @@ class RecordCatalog:
         else:
             self._storage.delete(f"{committed.name}/{RECORD_NAME}")
         return lambda: _delete_all(self._storage, self._storage.list(committed.folder))
+
+    def finish_hiding(self, name: str) -> list[ObjectInfo]:
+        """Remove the objects of saves of this name that have no lease and that no record names.
+
+        A save has its lease from before its first object until after its record, so these are nobody's; a
+        sweep, which nobody has asked for this name, waits until they are old.
+        """
+        saves: dict[str, list[ObjectInfo]] = {}
+        for info in self._storage.list(name):
+            if (save := _SAVE.fullmatch(info.key)) and save["folder"].startswith(f"{name}/"):
+                saves.setdefault(save["folder"], []).append(info)
+        # Leases after the listing, in which a save that began meanwhile may be without one; then the record.
+        left = [folder for folder in saves if not exists(self._storage, folder + protocol.LEASE_ENDING)]
+        committed = self.find_if_any(name)
+        removed = [
+            info
+            for folder in left
+            if committed is None or committed.folder != folder
+            for info in saves[folder]
+            if not info.key.endswith(protocol.LEASE_ENDING)
+        ]
+        _delete_all(self._storage, removed)
+        return removed
 
 
 class _Record(BaseModel):

@@ -8,12 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from penstock.checkpoint.commit.catalog import AnyPath, StepCatalog, open_catalog, open_parent, split_path
+from penstock.checkpoint.commit.catalog import (
+    AnyPath,
+    StepCatalog,
+    open_catalog,
+    open_parent,
+    parse_step,
+    split_path,
+)
 from penstock.checkpoint.formats.checkpoint_source import checkpoint_uri
 from penstock.checkpoint.tools.inspection import CheckpointListing, CheckpointState, list_storage
 from penstock.checkpoint.tools.verify import verify
-from penstock.errors import UsageError
+from penstock.errors import ObjectNotFound, UsageError
 from penstock.progress import Progress, Silent
+from penstock.storage import Storage
+from penstock.storage.protocol import ObjectInfo
 from penstock.storage.uri import parse_uri
 
 _COMPLETE: Final = (CheckpointState.COMMITTED, CheckpointState.UNSUMMED)
@@ -46,11 +55,17 @@ def remove(
 
     Another checkpoint of its run must be complete, else this is a `UsageError`, unless `even_last`. It is
     verified to its last byte; without `verified`, only its files and their sizes are checked. A checkpoint
-    that is damaged may always be removed.
+    that is damaged may always be removed, and so may what an interrupted removal left of one on objects.
     """
     storage, name = open_parent(path)
     catalog = open_catalog(storage)
-    committed = catalog.find(name)
+    try:
+        committed = catalog.find(name)
+    except ObjectNotFound:
+        left = catalog.finish_hiding(name)
+        if not left:
+            raise
+        return _removed_rest(storage, name, left)
     checkpoints = list_storage(storage)
     (removed,) = (checkpoint for checkpoint in checkpoints if checkpoint.name == name)
     stays = ""
@@ -64,6 +79,17 @@ def remove(
         size_bytes=removed.size_bytes,
         num_files=removed.num_files,
         stays=stays,
+    )
+
+
+def _removed_rest(storage: Storage, name: str, left: Sequence[ObjectInfo]) -> RemovedCheckpoint:
+    """The rest of a checkpoint that an earlier removal took the name of, before an error or a kill."""
+    return RemovedCheckpoint(
+        uri=checkpoint_uri(storage, name),
+        step=parse_step(name),
+        size_bytes=sum(info.size_bytes for info in left),
+        num_files=len(left),
+        stays="",
     )
 
 

@@ -1,6 +1,6 @@
 """Commit by records, as on object services, in memory: who wins, what is cleared up, what is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -243,4 +243,40 @@ def test_a_lease_that_ends_during_a_sweep_keeps_its_save() -> None:
     dead = RecordDraftStore(storage, storage, owner=always(replace(current_process(), started="1")))
     write_object(storage, dead.start(NAME, "a" * 16).key("__0_0.distcp"), [b"123"])
     assert RecordDraftStore(storage, storage).sweep() == []
+    assert len(keys(storage)) == 1
+
+
+def test_an_interrupted_removal_is_finished_by_the_next_one() -> None:
+    storage = MemoryStorage()
+    save_known(storage, NAME, 0, SoloComm())
+    stuck = RecordCatalog(FailAtCall(storage, "delete", 2))
+    with pytest.raises(StorageError):
+        stuck.hide(stuck.find(NAME))()
+    left = keys(storage)
+    assert left
+    assert sorted(info.key for info in RecordCatalog(storage).finish_hiding(NAME)) == left
+    assert keys(storage) == []
+    assert RecordCatalog(storage).finish_hiding(NAME) == []
+
+
+def test_finishing_a_removal_spares_what_is_committed_and_what_is_being_saved() -> None:
+    storage = MemoryStorage()
+    save_known(storage, NAME, 0, SoloComm())
+    save_known(storage, f"{NAME}0", 1, SoloComm())
+    draft = RecordDraftStore(storage, storage, owner=someone_else).start(NAME, "a" * 16)
+    write_object(storage, draft.key("__0_0.distcp"), [b"123"])
+    before = keys(storage)
+    assert RecordCatalog(storage).finish_hiding(NAME) == []
+    assert keys(storage) == before
+
+
+def test_finishing_a_removal_spares_a_save_whose_lease_a_listing_has_missed() -> None:
+    class _Slow(MemoryStorage):
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            return (info for info in super().list(prefix) if not info.key.endswith(LEASE_ENDING))
+
+    storage = _Slow()
+    draft = RecordDraftStore(storage, storage).start(NAME, "a" * 16)
+    write_object(storage, draft.key("__0_0.distcp"), [b"123"])
+    assert RecordCatalog(storage).finish_hiding(NAME) == []
     assert len(keys(storage)) == 1
