@@ -8,6 +8,7 @@ that a program on files never loads an S3 client.
 from __future__ import annotations
 
 import os
+import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -101,6 +102,12 @@ def parse_uri(text: str) -> Location:
         root = root.strip("/")
         if not root:
             raise UsageError(f"{text!r} has no bucket", fix=f"Write {scheme}://bucket/prefix.")
+        # A client may make one slash of two, so that the objects would be elsewhere than this says.
+        if scheme in _BUCKET_SCHEMES and "//" in root:
+            raise UsageError(
+                f"{text!r} has an empty name between two slashes, which not all services keep",
+                fix=f"Write {scheme}://{re.sub('/+', '/', root)}.",
+            )
     return Location(scheme, root, _parse_query(text, query))
 
 

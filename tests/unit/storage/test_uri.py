@@ -35,6 +35,11 @@ def test_a_plain_path_is_a_file_root_and_takes_no_options() -> None:
     assert parse_uri("some/folder?x=1") == Location("file", str(Path.cwd() / "some/folder?x=1"))
 
 
+def test_two_slashes_are_one_in_a_path_but_not_in_a_bucket_where_they_end() -> None:
+    assert parse_uri("file:///a//b") == Location("file", "/a/b")
+    assert parse_uri("s3://b/a//") == Location("s3", "b/a")
+
+
 def test_percent_signs_are_taken_literally() -> None:
     assert parse_uri("s3://bucket/a%20b").root == "bucket/a%20b"
 
@@ -50,6 +55,8 @@ def test_percent_signs_are_taken_literally() -> None:
         ("s3://", "has no bucket"),
         ("/data/a\0b", "NUL"),
         ("s3:///", "has no bucket"),
+        ("s3://b/a//b", r"empty name between two slashes.* s3://b/a/b\."),
+        ("mem://b//a", "empty name between two slashes"),
         ("s3://b?client", "sets nothing"),
     ],
 )
