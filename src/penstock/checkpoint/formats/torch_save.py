@@ -206,8 +206,11 @@ def _as_checkpoint(archive: _Archive, value: Any, file_name: str) -> TorchSaveAr
     tensors = [leaf for leaf in leaves if isinstance(leaf.value, TensorRef)]
     others = [leaf for leaf in leaves if not isinstance(leaf.value, TensorRef)]
     facts = tuple(_facts(leaf.name, leaf.value) for leaf in tensors)
+    keys = set()
+    for tensor in tensors_inside(value):
+        _require_inside(archive, tensor)
+        keys.add(tensor.storage.key)
     places = list(_places(archive, [leaf.value for leaf in tensors]))
-    keys = {tensor.storage.key for tensor in tensors_inside(value)}
     columns = np.array([place[:3] for place in places], dtype=np.int64).reshape(-1, 3)
     pickle_offset = archive.offset("data.pkl")
     pickle_bytes = archive.record("data.pkl").size_bytes
@@ -247,22 +250,29 @@ def _places(archive: _Archive, tensors: list[TensorRef]) -> Iterator[tuple[int, 
         if name not in begins:
             begins[name] = archive.offset(name)
         record, width = archive.record(name), element_type(tensor.dtype).size_bytes
-        first, last = _extent(tensor)
-        if min(first, *tensor.shape, 0) < 0 or last * width > record.size_bytes:
-            raise DataDamaged(f"A tensor reaches outside of its record {name}", where=archive.where)
         if _is_row_major(tensor) and not (tensor.is_conjugate or tensor.is_negative):
-            offset = begins[name] + first * width
+            offset = begins[name] + tensor.offset * width
             yield offset, math.prod(tensor.shape) * width, offset
         else:
             yield begins[name], record.size_bytes, UNKNOWN
 
 
-def _extent(tensor: TensorRef) -> tuple[int, int]:
-    """The first element in its record, and the one after the last."""
-    if len(tensor.shape) != len(tensor.strides) or 0 in tensor.shape:
-        return tensor.offset, tensor.offset
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
-    return tensor.offset, tensor.offset + reach + 1
+def _require_inside(archive: _Archive, tensor: TensorRef) -> None:
+    """Raise `DataDamaged` for a tensor, or one in an object, with elements that are not in its record."""
+    name = f"data/{tensor.storage.key}"
+    end_bytes = _end(tensor) * element_type(tensor.dtype).size_bytes
+    is_view = len(tensor.shape) == len(tensor.strides)
+    is_view &= min(tensor.offset, *tensor.shape, *tensor.strides, 0) == 0
+    if not is_view or end_bytes > archive.record(name).size_bytes:
+        raise DataDamaged(f"A tensor reaches outside of its record {name}", where=archive.where)
+
+
+def _end(tensor: TensorRef) -> int:
+    """The element after a tensor's last in its record."""
+    if 0 in tensor.shape:
+        return tensor.offset
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=False))
+    return tensor.offset + reach + 1
 
 
 def _is_row_major(tensor: TensorRef) -> bool:

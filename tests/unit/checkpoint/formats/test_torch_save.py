@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import zipfile
 from collections import OrderedDict
 from typing import Any
 
@@ -124,13 +125,25 @@ def test_files_before_the_zip_format_are_reported_as_old() -> None:
         opened(saved({"x": torch.ones(1)}, _use_new_zipfile_serialization=False))
 
 
-def test_a_tensor_outside_of_its_record_is_damage() -> None:
-    content = saved({"x": torch.ones(200)})
-    # The pickle says how large the tensor is; the record does not grow with it.
-    larger = content.replace(b"K\xc8\x85", b"K\xf0\x85")
-    assert larger != content
+@pytest.mark.parametrize("value", [torch.ones(200), (torch.ones(200), "in an object")])
+@pytest.mark.parametrize(
+    "damage", [(b"K\xc8\x85", b"K\xf0\x85"), (b"K\x01\x85", b"J\xff\xff\xff\xff\x85"), (b"K\x01\x85", b")")]
+)
+def test_a_tensor_outside_of_its_record_is_damage(value: object, damage: tuple[bytes, bytes]) -> None:
+    with zipfile.ZipFile(io.BytesIO(saved({"x": value}))) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    # The pickle says how large the tensor is, and its strides; the record does not grow with it.
+    changed = {
+        name: content.replace(*damage) if name.endswith(".pkl") else content
+        for name, content in records.items()
+    }
+    assert changed != records
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in changed.items():
+            archive.writestr(name, content)
     with pytest.raises(DataDamaged, match="outside of its record"):
-        opened(larger)
+        opened(file.getvalue())
 
 
 def test_numbers_of_a_big_endian_machine_are_refused() -> None:
