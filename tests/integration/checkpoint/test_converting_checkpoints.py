@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa:
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save  # noqa: E402
 
+import penstock.checkpoint as pc  # noqa: E402
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -236,6 +238,53 @@ def test_tensors_inside_objects_keep_their_shared_memory_and_come_along(tmp_path
     assert_same(inner, back)
     assert back[0].data_ptr() + 8 == back[1].data_ptr()
     assert compare(tmp_path / "stock", tmp_path / "x.pt").are_same
+
+
+def quantized() -> dict[str, Any]:
+    values, scales, zeros = (
+        torch.arange(6.0).reshape(3, 2),
+        torch.tensor([0.1, 0.2, 0.5]),
+        torch.tensor([0, 1, 2]),
+    )
+    return {
+        "whole": torch.quantize_per_tensor(values, 0.1, 3, torch.qint8),
+        "turned": torch.quantize_per_tensor(values, 0.5, 0, torch.quint8).t(),
+        "rows": torch.quantize_per_channel(values, scales, zeros, 0, torch.qint32),
+        "floats": torch.quantize_per_channel(values, scales, zeros.float(), 0, torch.quint8),
+        "inside": (torch.quantize_per_tensor(values, 0.1, 3, torch.qint8), 1),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*:UserWarning", "ignore:TypedStorage is deprecated")
+def test_quantized_tensors_come_out_of_an_archive_and_go_into_one(tmp_path: Path, capsys: Any) -> None:
+    archive, folder, back = tmp_path / "q.pt", tmp_path / "q", tmp_path / "back.pt"
+    torch.save({"q": quantized(), "w": torch.ones(3)}, archive)
+    state = {"q": dict.fromkeys(quantized()), "w": torch.zeros(3)}
+    pc.load(state, archive)
+    assert torch.equal(state["w"], torch.ones(3))
+    for source, target in ((archive, folder), (folder, back)):
+        assert main(["checkpoint", "convert", str(source), str(target)]) == 0
+        assert main(["checkpoint", "diff", str(source), str(target)]) == 0
+    for found in (state["q"], torch.load(back, weights_only=True)["q"]):
+        pairs = [(found[name], made) for name, made in quantized().items() if name != "inside"]
+        for one, other in [*pairs, (found["inside"][0], quantized()["inside"][0])]:
+            assert one.qscheme() == other.qscheme()
+            assert one.dtype == other.dtype
+            assert torch.equal(one.dequantize(), other.dequantize())
+    assert main(["checkpoint", "show", str(archive)]) == 0
+    assert "<qint32 [3, 2]>" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*:UserWarning")
+def test_a_quantized_tensor_that_only_torch_reads_stops_nothing_else(tmp_path: Path) -> None:
+    scales, zeros = torch.ones(3), torch.zeros(3)
+    packed = torch.quantize_per_channel(torch.ones(3, 2), scales, zeros, 0, torch.quint4x2)
+    torch.save({"packed": packed, "w": torch.ones(3)}, tmp_path / "q.pt")
+    state = {"w": torch.zeros(3)}
+    pc.load(state, tmp_path / "q.pt")
+    assert torch.equal(state["w"], torch.ones(3))
+    with pytest.raises(UsageError, match=r"holds <quantized tensor>.*torch\.load"):
+        pc.load({"packed": None}, tmp_path / "q.pt")
 
 
 def test_compressed_tensors_are_said_to_be_read_whole(archive: Path, tmp_path: Path, capsys: Any) -> None:

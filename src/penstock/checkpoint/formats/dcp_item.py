@@ -15,12 +15,13 @@ import math
 import pickle
 import struct
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.checkpoint.formats.restricted_pickle import TensorRef
+from penstock.checkpoint.formats.restricted_pickle import QuantizedRef, TensorRef
 from penstock.checkpoint.formats.torch_save import TorchSaveArchive, read_archive, row_major
 from penstock.checkpoint.state.regions import UNKNOWN, ElementType, contiguous_strides, element_type
 from penstock.errors import DataDamaged, Unavailable, UsageError
@@ -110,7 +111,7 @@ def load_object(item: Bytes, name: str, *, descriptors: Sequence[str] = (), trus
 
 
 def with_tensors(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
-    """A value with its `TensorRef`s replaced by tensors; `elements` returns theirs in row-major order."""
+    """A value with its references replaced by tensors; `elements` returns theirs in row-major order."""
     if isinstance(value, TensorRef):
         import torch  # noqa: PLC0415 - see `load_object`
 
@@ -118,11 +119,38 @@ def with_tensors(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
         content = elements(value)
         flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
         return flat.reshape(value.shape)
+    if isinstance(value, QuantizedRef):
+        integers, quantizer = with_tensors((value.integers, value.quantizer), elements)
+        return _quantized(value.dtype, integers, quantizer)
     if isinstance(value, Mapping):
         return type(value)((key, with_tensors(inner, elements)) for key, inner in value.items())  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
         return type(value)(with_tensors(inner, elements) for inner in value)
     return value
+
+
+def _quantized(dtype: str, integers: Any, quantizer: tuple[Any, ...]) -> Any:
+    import torch  # noqa: PLC0415 - see `load_object`
+
+    # torch has no public function that takes scales per channel; archives name this one.
+    rebuild: Any = torch._utils._rebuild_qtensor  # noqa: SLF001 - as above
+    make_storage: Any = torch.storage.TypedStorage
+    integers_as = make_storage(
+        wrap_storage=integers.untyped_storage(), dtype=getattr(torch, dtype), _internal=True
+    )
+    scheme, *parameters = quantizer
+    try:
+        return rebuild(
+            integers_as,
+            storage_offset=0,
+            size=integers.shape,
+            stride=integers.stride(),
+            quantizer_params=(getattr(torch, scheme), *parameters),
+            requires_grad=False,
+            backward_hooks=OrderedDict(),
+        )
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise DataDamaged(f"A quantized tensor is not as torch writes them: {error}") from error
 
 
 def object_bytes(value: Any, *, descriptors: Sequence[str] = ()) -> bytes:

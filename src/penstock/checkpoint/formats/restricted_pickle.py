@@ -96,6 +96,19 @@ class TensorRef:
     """The elements stand for their negatives."""
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class QuantizedRef:
+    """A quantized tensor: its integers, and what they stand for. It has no bytes of its own."""
+
+    dtype: str
+    integers: TensorRef
+    quantizer: tuple[Any, ...]
+    """Its scheme, scales, zero points and axis, as torch's rebuilding function takes them."""
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype} {list(self.integers.shape)}>"
+
+
 class Opaque:
     """A value of a class that is not rebuilt here; `kind` names it. Its state and items are dropped."""
 
@@ -199,7 +212,7 @@ def _rebuild_typed(
     storage: StorageRef, offset: int, size: Any, strides: Any, *rest: Any
 ) -> TensorRef | Opaque:
     _, _, *notes = rest
-    if storage.dtype is None:
+    if storage.dtype is None or storage.dtype in QUANTIZED:
         raise DataDamaged("A tensor has elements without a type")
     return _view_of(TensorRef(storage, storage.dtype, tuple(size), tuple(strides), int(offset)), notes)
 
@@ -210,6 +223,27 @@ def _rebuild_untyped(
     _, _, dtype, *notes = rest
     kind = element_type(dtype)
     return _view_of(TensorRef(storage, kind.name, tuple(size), tuple(strides), int(offset)), notes)
+
+
+_SCHEMES = ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams")
+
+
+class _UnknownQuantized(Opaque):
+    """A quantized tensor with several elements in a byte, or of a scheme that torch cannot save either."""
+
+    kind = "quantized tensor"
+
+
+def _rebuild_quantized(
+    storage: StorageRef, offset: int, size: Any, strides: Any, quantizer: Any, *_: Any
+) -> QuantizedRef | Opaque:
+    dtype = storage.dtype or ""
+    integers = QUANTIZED.get(dtype, ("", None))[1]
+    is_known = isinstance(quantizer, tuple) and len(quantizer) > 2 and quantizer[0] in _SCHEMES
+    if integers is None or not is_known:
+        return _UnknownQuantized()
+    held = replace(storage, dtype=integers)
+    return QuantizedRef(dtype, TensorRef(held, integers, tuple(size), tuple(strides), int(offset)), quantizer)
 
 
 def _view_of(tensor: TensorRef, notes: list[Any]) -> TensorRef | Opaque:
@@ -236,10 +270,13 @@ _ARCHIVE_NAMES: StandIns = {
         for module in ("torch", "torch.storage")
         for storage, kind in BY_STORAGE.items()
     },
+    **{("torch", storage): name for name, (storage, _) in QUANTIZED.items()},
+    **{("torch", scheme): scheme for scheme in _SCHEMES},
     ("torch.storage", "UntypedStorage"): None,
     ("torch.storage", "TypedStorage"): None,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_typed,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_untyped,
+    ("torch._utils", "_rebuild_qtensor"): _rebuild_quantized,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_subclass,

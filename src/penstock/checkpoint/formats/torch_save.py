@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.checkpoint.formats.restricted_pickle import Opaque, TensorRef, read_torch_pickle
+from penstock.checkpoint.formats.restricted_pickle import Opaque, QuantizedRef, TensorRef, read_torch_pickle
 from penstock.checkpoint.state.leaves import flatten_state
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
@@ -321,6 +321,8 @@ def with_elements(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any
     """A value with each tensor in it replaced by (type, shape, bytes)."""
     if isinstance(value, TensorRef):
         return value.dtype, value.shape, bytes(elements(value))
+    if isinstance(value, QuantizedRef):
+        return value.dtype, with_elements((value.integers, value.quantizer), elements)
     if isinstance(value, Mapping):
         return {key: with_elements(inner, elements) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -334,6 +336,8 @@ def _inside(value: object) -> Iterator[object]:
     if isinstance(value, Mapping):
         for pair in value.items():
             yield from _inside(pair)
+    elif isinstance(value, QuantizedRef):
+        yield from _inside((value.integers, value.quantizer))
     elif isinstance(value, list | tuple | set | frozenset):
         for inner in value:
             yield from _inside(inner)

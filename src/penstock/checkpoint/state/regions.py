@@ -246,8 +246,19 @@ ELEMENT_TYPES: Mapping[str, ElementType] = _table(
 )
 """By name. Types that torch itself cannot save (sub-byte and bare quantized ones) are left out."""
 
-QUANTIZED: frozenset[str] = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
-"""Types of tensors with a scale: what has one is read as an object, by torch itself."""
+QUANTIZED: Mapping[str, tuple[str, str | None]] = MappingProxyType(
+    {
+        "qint8": ("QInt8Storage", "int8"),
+        "quint8": ("QUInt8Storage", "uint8"),
+        "qint32": ("QInt32Storage", "int32"),
+        "quint4x2": ("QUInt4x2Storage", None),
+        "quint2x4": ("QUInt2x4Storage", None),
+    }
+)
+"""Types of tensors with a scale, which are objects here: their storage, and the type of their integers.
+
+None where a byte has several.
+"""
 
 BY_STORAGE: Mapping[str, ElementType] = MappingProxyType(
     {kind.typed_storage: kind for kind in ELEMENT_TYPES.values() if kind.typed_storage}
