@@ -43,7 +43,8 @@ class _Entry(BaseModel):
 
 
 _HEADER: Final = TypeAdapter(dict[str, dict[str, str] | _Entry])
-_INDEX: Final = TypeAdapter(dict[str, str])
+_LONGEST_VALUE: Final = 40
+_FETCH: Final = "Fetch or save it again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +86,36 @@ def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTens
 
 
 def _damaged(what: str, where: str) -> DataDamaged:
-    return DataDamaged(
-        f"This is not a complete safetensors file: {what}", where=where, fix="Fetch or save it again."
-    )
+    return DataDamaged(f"This is not a complete safetensors file: {what}", where=where, fix=_FETCH)
 
 
 def _parsed_header(content: bytes, where: str) -> Mapping[str, _Entry]:
     try:
         header = _HEADER.validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise _damaged(f"its header {place}: {first['msg']}", where) from error
+        raise _damaged(_explain(error), where) from error
     header.pop(_METADATA_KEY, None)
     entries = {name: entry for name, entry in header.items() if isinstance(entry, _Entry)}
     if len(entries) != len(header):
         raise _damaged("its header has texts where tensors should be", where)
     return entries
+
+
+def _explain(error: ValidationError) -> str:
+    """What is wrong with a header, in its own words: ours has a union, which appears in those of pydantic."""
+    found = error.errors()
+    if len(found[0]["loc"]) == 0:
+        return f"its header cannot be parsed: {found[0]['msg'].removeprefix('Invalid JSON: ')}"
+    name = found[0]["loc"][0]
+    wanted = "dict[str,str]" if name == _METADATA_KEY else _Entry.__name__
+    first = next(each for each in found if each["loc"][1] == wanted)
+    place = ".".join(map(str, first["loc"][2:]))
+    of_what = f"{place} of {name!r}" if place else repr(name)
+    if first["type"] in ("missing", "extra_forbidden"):
+        return f"{of_what} is {'missing' if first['type'] == 'missing' else 'unknown'} in its header"
+    value = repr(first["input"])
+    short = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}…"
+    return f"{of_what} is {short} in its header and {first['msg'].replace('Input should', 'should')}"
 
 
 def _facts(name: str, entry: _Entry, where: str) -> TensorFacts:
@@ -140,9 +154,15 @@ def read_index(content: bytes | bytearray, where: str) -> Mapping[str, str]:
     """File name by tensor name, of a Hugging Face index."""
     try:
         document: Any = json.loads(content)
-        return _INDEX.validate_python(document["weight_map"], strict=True)
-    except (ValueError, ValidationError, KeyError, TypeError) as error:
-        raise DataDamaged(f"This index does not list a file for each tensor: {error}", where=where) from error
+    except (ValueError, RecursionError) as error:
+        raise DataDamaged(f"This index cannot be parsed: {error}", where=where, fix=_FETCH) from error
+    file_of = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(file_of, dict):
+        raise DataDamaged("This index does not list a file for each tensor", where=where, fix=_FETCH)
+    for name, file in file_of.items():
+        if not isinstance(file, str):
+            raise DataDamaged(f"This index does not list a file for {name!r}", where=where, fix=_FETCH)
+    return file_of
 
 
 def check_index(file_of: Mapping[str, str], index: CheckpointIndex, where: str) -> None:

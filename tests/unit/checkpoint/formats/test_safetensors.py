@@ -97,7 +97,44 @@ def test_several_files_are_one_checkpoint_if_the_index_agrees() -> None:
         build_index([("1.safetensors", first), ("3.safetensors", first)], "here")
 
 
-@pytest.mark.parametrize("content", [b"{}", b"[]", b"no json", b'{"weight_map": {"a": 1}}'])
-def test_an_index_without_files_is_damage(content: bytes) -> None:
-    with pytest.raises(DataDamaged, match="does not list a file"):
+@pytest.mark.parametrize(
+    ("header", "complaint"),
+    [
+        ({"x": entry("F32", [2, -1], 0, 4)}, "shape.1 of 'x' is -1 in its header and should be greater"),
+        (
+            {"x": {**entry("F32", [1], 0, 4), "shape": [1.5]}},
+            "shape.0 of 'x' is 1.5 in its header and should",
+        ),
+        ({"x": entry("F32", [1 << 70], 0, 4)}, "shape.0 of 'x' is 1180591620717411303424 in its header"),
+        ({"x": {"dtype": "F32", "shape": [1]}}, "data_offsets of 'x' is missing in its header"),
+        ({"x": [1, 2]}, "'x' is [1, 2] in its header and should be an object"),
+        ({"__metadata__": [1]}, "'__metadata__' is [1] in its header and should be an object"),
+        (
+            {"__metadata__": {"epoch": 3}},
+            "epoch of '__metadata__' is 3 in its header and should be a valid s",
+        ),
+        (b"[" * 5000, "its header cannot be parsed: recursion limit exceeded"),
+        (b'{"x": %s}' % (b"9" * 5000), "its header cannot be parsed: number out of range"),
+    ],
+)
+def test_a_wrong_header_is_told_by_tensor(header: object, complaint: str) -> None:
+    with pytest.raises(DataDamaged) as raised:
+        header_of(made(header))
+    assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"{}", "does not list a file for each tensor"),
+        (b"[]", "does not list a file for each tensor"),
+        (b'{"weight_map": []}', "does not list a file for each tensor"),
+        (b'{"weight_map": {"a": 1}}', "does not list a file for 'a'"),
+        (b"no json", "cannot be parsed: Expecting value"),
+        (b"[" * 200_000, "cannot be parsed: maximum recursion depth"),
+        (b'{"weight_map": ' + b'{"a": ' * 200_000, "cannot be parsed: maximum recursion depth"),
+    ],
+)
+def test_an_index_without_files_is_damage(content: bytes, complaint: str) -> None:
+    with pytest.raises(DataDamaged, match=complaint):
         read_index(content, "here")
