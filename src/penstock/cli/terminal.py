@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.cluster.comm import RankWait
 
 _WIDE = 1000
+_MANY_ROWS = 500
 SCHEMA_VERSIONS: Mapping[str, int] = {}
 """The versions of verbs' documents that lost a key, or changed the meaning of one, since version 1."""
 
@@ -47,6 +48,9 @@ class TextTable:
         """Print the table; its title alone if it has no rows."""
         if not self.rows:
             console.print(f"{self.title}: none")
+            return
+        if len(self.rows) > _MANY_ROWS:
+            self._print_lines(console)
             return
         if self.is_wide:
             console = _open_console(file=console.file, width=_WIDE, color_system=None)
@@ -70,14 +74,34 @@ class TextTable:
             title=self.title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
         )
         for column in self.rows[0]:
-            texts = [row[column] for row in self.rows]
-            # A column is aligned as a whole: dashes for unknown values stand among its numbers.
-            is_numeric = all(text[:1].isdecimal() or text in ("", "-") for text in texts)
+            is_numeric = self._is_numeric(column)
             justify: JustifyMethod = "right" if is_numeric else "left"
             grid.add_column(name_column(column), justify=justify, no_wrap=is_numeric)
         for row in self.rows:
             grid.add_row(*(printable(text, keep="") for text in row.values()))
         return grid
+
+    def _is_numeric(self, column: str) -> bool:
+        """Whether it has numbers. It is aligned as a whole: dashes for unknown values stand among them."""
+        texts = (row[column] for row in self.rows)
+        return all(text[:1].isdecimal() or text in ("", "-") for text in texts)
+
+    def _print_lines(self, console: Console) -> None:
+        """Print a row a line, as wide as it is: rich takes minutes for 100,000 rows, before the first."""
+        from rich.cells import cell_len
+
+        names = list(self.rows[0])
+        lines = [names, *([printable(text, keep="") for text in row.values()] for row in self.rows)]
+        widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+        are_numeric = [self._is_numeric(name) for name in names]
+        lines.insert(1, [("-" if console.options.ascii_only else "─") * width for width in widths])
+        console.print(self.title)
+        for line in lines:
+            padded = (
+                " " * (width - cell_len(text)) + text if is_right else text + " " * (width - cell_len(text))
+                for text, width, is_right in zip(line, widths, are_numeric, strict=True)
+            )
+            console.file.write("  ".join(padded).rstrip() + "\n")
 
     def _list(self, console: Console) -> None:
         """Print each row as a paragraph, where the terminal is too narrow for a table."""

@@ -143,6 +143,18 @@ def test_a_table_that_would_be_cut_is_a_paragraph_for_each_row() -> None:
     assert "…" in render_text(table("Cut already", [{"a": "b…"}]))
 
 
+def test_a_long_table_has_a_line_for_each_row_as_wide_as_it_is() -> None:
+    rows = [
+        {"name": f"{'w' * 200}.{number}", "parts": str(number), "where": "中 a\n"} for number in range(600)
+    ]
+    title, names, rule, *lines = render_text(table("Tensors", rows)).splitlines()
+    assert title == "Tensors"
+    assert names.split() == ["name", "parts", "where"]
+    assert set(rule) == {"─", " "}
+    assert lines[7] == f"{'w' * 200}.7        7  中 a\\n"
+    assert len(lines) == len(rows)
+
+
 def test_names_of_columns_fold_before_numbers_do() -> None:
     file = StringIO()
     rows = [{"p50 of a read": "1.5 MiB", "largest of the 7": "2.5 MiB"}]
