@@ -9,6 +9,7 @@ import sys
 import traceback as traceback_module
 from collections.abc import Callable
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import Any
 
 import click
@@ -192,6 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
     """Run a program of ours to its exit code, and explain whatever ends it."""
+    _escape_unknown_characters()
     try:
         return int(program() or 0)
     except SystemExit as leaving:
@@ -201,6 +203,13 @@ def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
         return _explain("interrupted", INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the command line's edge: whatever arrives here is explained
         return _explain_error(error, traceback=debug)
+
+
+def _escape_unknown_characters() -> None:
+    """Let what the locale's encoding lacks be printed as escapes: names in checkpoints are any Unicode."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def take_debug(arguments: list[str]) -> tuple[list[str], bool]:

@@ -1,6 +1,7 @@
 """The edge of the command line: exit codes, errors as one paragraph, and words that it takes for itself."""
 
 import errno
+import io
 import sys
 
 import click
@@ -52,6 +53,16 @@ def test_defect_is_reported_as_such_and_debug_shows_where(capsys: pytest.Capture
 def test_output_that_cannot_be_written_is_no_defect(capsys: pytest.CaptureFixture[str]) -> None:
     assert failing(OSError(errno.ENOSPC, "No space left on device")) == 3
     assert capsys.readouterr().err == "penstock: The output cannot be written: No space left on device\n"
+
+
+def test_a_name_that_the_locale_cannot_write_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True) for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    assert run_at_edge(lambda: out.write("a.ünï\n") and None, debug=False) == 0
+    assert failing(UsageError("no name 中")) == 2
+    assert out.buffer.getvalue() == b"a.\\xfcn\\xef\n"
+    assert err.buffer.getvalue() == b"penstock: no name \\u4e2d\n"
 
 
 def test_a_missing_library_names_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
