@@ -331,7 +331,7 @@ def _open_dcp(
         raise DataDamaged(
             f"{METADATA_NAME} is not as it was written: its checksum differs from the manifest's",
             where=uri,
-            fix="Load an older checkpoint.",
+            fix=f"Load an older one, or remove {MANIFEST_NAME} if another program has saved here since.",
         )
     metadata = read_metadata(content, f"{uri}/{METADATA_NAME}")
     summed = join_manifest(metadata.index, manifest, uri) if manifest is not None else None
