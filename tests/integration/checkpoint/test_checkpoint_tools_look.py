@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.cli import main
+from penstock.errors import DataDamaged
 
 torch = pytest.importorskip("torch")
 
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save  # noqa: E402 - torch may be missing
 
 from penstock.checkpoint.api import save  # noqa: E402 - needs torch
+from penstock.checkpoint.formats.checkpoint_source import open_checkpoint  # noqa: E402 - as above
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +77,29 @@ def test_ls_says_why_there_is_nothing(run: Path, capsys: pytest.CaptureFixture[s
     for name, reason in reasons.items():
         assert main(["checkpoint", "ls", str(run / name)]) == 2
         assert reason in capsys.readouterr().err
+
+
+def test_ls_names_the_verb_for_checkpoints_that_it_does_not_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    (tmp_path / "hub").mkdir()
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file({"w": torch.ones(2)}, tmp_path / "hub" / "model.safetensors")
+    for name, kind in {"hub": "a checkpoint of safetensors", "x.pt": "an archive of torch.save"}.items():
+        assert main(["checkpoint", "ls", str(tmp_path / name)]) == 2
+        told = capsys.readouterr().err
+        assert f"This is {kind}" in told
+        assert "`penstock checkpoint show` describes it" in told
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_a_save_of_another_program_over_ours_is_told_how_to_open(run: Path) -> None:
+    stock_save({"w": torch.ones(2)}, checkpoint_id=run / "step-5", no_dist=True)
+    with pytest.raises(DataDamaged, match=r"or remove penstock\.json if another program has saved here"):
+        open_checkpoint(run / "step-5")
+    (run / "step-5" / "penstock.json").unlink()
+    assert [facts.name for facts in open_checkpoint(run / "step-5").index.tensors] == ["w"]
 
 
 @pytest.mark.parametrize("name", ["step-5", "stock"])

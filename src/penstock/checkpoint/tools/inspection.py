@@ -70,11 +70,12 @@ def list_checkpoints(path: AnyPath) -> list[CheckpointListing]:
         return [_list_checkpoint(storage, name)]
     except ObjectNotFound as error:
         # One that is there in part, or not at all, has an error of its own.
-        open_checkpoint(path)
+        is_archive = open_checkpoint(path).format is Format.TORCH_SAVE
+        kind = "an archive of torch.save" if is_archive else "a checkpoint of safetensors"
         raise ObjectNotFound(
-            "There are no checkpoints here",
+            f"This is {kind}, and only folders with distributed checkpoints are listed",
             uri=checkpoint_uri(storage, name),
-            fix="Give the folder of a run, or of a checkpoint; `penstock checkpoint show` describes files.",
+            fix="`penstock checkpoint show` describes it, and `verify` reads all of it.",
         ) from error
 
 
