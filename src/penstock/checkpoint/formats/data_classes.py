@@ -67,12 +67,21 @@ def load_data(item: io.BytesIO) -> Any:
         return torch.load(item, map_location="cpu", weights_only=True)
 
 
-def names_beyond_data(archive: bytes) -> list[str]:
-    """The classes and functions in an archive of `torch.save` that `load_data` would refuse."""
+def may_name_classes(archive: bytes | bytearray) -> bool:
+    """Whether an archive of `torch.save` has more than Python's own values; sometimes true of one without."""
     # Nearly all objects name nothing, and the search takes a fraction of the time of unpickling.
-    if _NAMES_ANYTHING.search(archive) is None:
+    return _NAMES_ANYTHING.search(archive) is not None
+
+
+def names_beyond_data(archive: bytes) -> list[str]:
+    """The classes and functions in an archive of `torch.save` for which a load needs `trust`."""
+    if not may_name_classes(archive):
         return []
-    named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive))
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive))
+    except pickle.UnpicklingError as error:
+        # Beside classes, torch does not even look at integers of more than 255 bytes.
+        return [f"what torch cannot check ({error})"]
     return [name for name in named if _find_data(name) is None]
 
 

@@ -90,7 +90,10 @@ def load_object(item: Bytes, name: str, *, descriptors: Sequence[str] = (), trus
     """The object of one item. Without `trust`, `UsageError` names what torch does not know to be harmless."""
     import torch  # noqa: PLC0415 - the rest of this module serves programs without torch
 
-    from penstock.checkpoint.formats.data_classes import load_data  # noqa: PLC0415 - it loads torch
+    from penstock.checkpoint.formats.data_classes import (  # noqa: PLC0415 - it loads torch
+        load_data,
+        may_name_classes,
+    )
 
     plain = io.BytesIO(undo_transforms(item, descriptors, where) if descriptors else item)
     try:
@@ -98,6 +101,9 @@ def load_object(item: Bytes, name: str, *, descriptors: Sequence[str] = (), trus
     except pickle.UnpicklingError as error:
         if trust:
             raise DataDamaged(f"The object {name} cannot be unpickled: {error}", where=where) from error
+        if not may_name_classes(plain.getvalue()):
+            # Of Python's own values, torch refuses only integers of more than 255 bytes.
+            return open_item(plain.getvalue(), where).value
         reason = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
         raise UsageError(
             f"The object {name} is more than data: {reason or error}",

@@ -270,5 +270,9 @@ def _format_object(checkpoint: CheckpointSource, stored: StoredObject) -> str:
 
 def format_value(value: object) -> str:
     """A value in a few words: itself, if it is short and plain."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no integers of more than 4300 digits.
+        return f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST_TEXT and is_plain(value) else f"<{type(value).__name__}>"

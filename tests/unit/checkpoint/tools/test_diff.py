@@ -52,6 +52,7 @@ def test_bools_are_numbers_too() -> None:
     [
         (7, "7"),
         ("x" * 200, "<str>"),
+        pytest.param(1 << 20_000, "<int>", id="a number of more digits than Python writes"),
         ([1, None], "[1, None]"),
         (Opaque(), "<Opaque>"),
         ([Opaque()], "<list>"),
