@@ -77,13 +77,17 @@ class TorchComm(BaseComm):
         work.wait()
 
     def _move_nothing(self, wait: PollingWait) -> None:
-        self._finish(dist.all_reduce(torch.zeros(1), group=self._group, async_op=True), wait)
+        self._finish(dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group, async_op=True), wait)
 
     def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
         source = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-        size_bytes = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
+        size_bytes = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64, device="cpu")
         self._finish(dist.broadcast(size_bytes, source, group=self._group, async_op=True), wait)
-        received = torch.empty(int(size_bytes), dtype=torch.uint8) if payload is None else _tensor(payload)
+        received = (
+            torch.empty(int(size_bytes), dtype=torch.uint8, device="cpu")
+            if payload is None
+            else _tensor(payload)
+        )
         self._finish(dist.broadcast(received, source, group=self._group, async_op=True), wait)
         return received.numpy().tobytes()
 
@@ -235,10 +239,10 @@ class GroupComm(BaseComm):
         work.wait()
 
     def _move_nothing(self, wait: PollingWait) -> None:
-        self._finish(self._group.allreduce([torch.zeros(1)]), wait)
+        self._finish(self._group.allreduce([torch.zeros(1, device="cpu")]), wait)
 
     def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
-        size_bytes = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
+        size_bytes = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64, device="cpu")
         self._finish(self._group.broadcast(size_bytes, 0), wait)
         received = _padded(int(size_bytes), payload)
         self._finish(self._group.broadcast(received, 0), wait)
@@ -313,7 +317,7 @@ class _Heads:
         """Begin to gather."""
         size_of = struct.Struct("<q")
         room = HEAD_BYTES - size_of.size if num_ranks < FAN_IN else 0
-        parts = [torch.empty(size_of.size + room, dtype=torch.uint8) for _ in range(num_ranks)]
+        parts = [torch.empty(size_of.size + room, dtype=torch.uint8, device="cpu") for _ in range(num_ranks)]
         gather(parts, _padded(size_of.size + room, size_of.pack(len(payload)) + payload[:room]))
         heads = [part.numpy().tobytes() for part in parts]
         sizes = [size_of.unpack_from(head)[0] for head in heads]
@@ -325,14 +329,14 @@ class _Heads:
         """All payloads, each sent with as many bytes as the longest has."""
         longest = max(self.sizes)
         sizes = self.sizes if receives else []
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        parts = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in sizes]
         gather(parts, _padded(longest, self.payload))
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
 def _padded(size_bytes: int, payload: bytes | None) -> torch.Tensor:
     """`payload`, padded with zeros to `size_bytes`."""
-    padded = torch.zeros(size_bytes, dtype=torch.uint8)
+    padded = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")
     if payload:
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     return padded

@@ -66,6 +66,21 @@ def test_every_value_comes_back_as_it_was_on_one_and_two_ranks(tmp_path: Path) -
     assert all(second.values())
 
 
+def round_trip_with_another_default_device(rank: int, path: Path) -> dict[str, bool]:
+    values = {**data_values(), "own": (rank, frozenset({rank}))}
+    found = places(values)
+    with torch.device("meta"):
+        pc.save(values, path)
+        pc.load(found, path)
+    return compare(found, values)
+
+
+def test_default_device_of_the_program_does_not_matter(tmp_path: Path) -> None:
+    assert all(round_trip_with_another_default_device(0, tmp_path / "alone").values())
+    for of_rank in on_gloo_ranks(2, round_trip_with_another_default_device, tmp_path / "two"):
+        assert all(of_rank.values())
+
+
 def test_stock_torch_loads_every_value_that_is_saved_here(tmp_path: Path) -> None:
     values = data_values()
     pc.save(values, tmp_path / "saved")

@@ -96,7 +96,7 @@ def _shared_copies(parts: Parts) -> Parts:
     """The same with tensors in main memory copied to one piece of shared memory."""
     in_host = [tensor for tensor in _tensors_of(parts) if tensor.is_cpu]
     sizes = [round_up(tensor.nbytes, PAGE_BYTES) for tensor in in_host]
-    whole: torch.Tensor = torch.empty(sum(sizes), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call] # as torch has it
+    whole: torch.Tensor = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # as torch has it
     places = iter(torch.split(whole, sizes))
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ def release(task: WriteTask) -> None:
 
 def _tensor_in(view: memoryview, like: torch.Tensor) -> torch.Tensor:
     if not view:
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     return torch.frombuffer(view, dtype=like.dtype).view(like.shape)
 
 

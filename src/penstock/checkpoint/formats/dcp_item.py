@@ -123,7 +123,9 @@ def with_tensors(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
 
         dtype = getattr(torch, value.dtype)
         content = elements(value)
-        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        flat = (
+            torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype, device="cpu")
+        )
         return flat.reshape(value.shape)
     if isinstance(value, QuantizedRef):
         integers, quantizer = with_tensors((value.integers, value.quantizer), elements)

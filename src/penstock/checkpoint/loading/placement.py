@@ -112,7 +112,7 @@ class Target:
 def item_targets(requests: LoadRequests, item_index: ByteItemIndex) -> list[Target]:
     """New memory for the whole items that are requested; their targets follow those of the shards."""
     items = [item_index.tensors[number] for number in requests.items]
-    return [Target((0,), torch.empty(facts.shape, dtype=torch.uint8), facts) for facts in items]
+    return [Target((0,), torch.empty(facts.shape, dtype=torch.uint8, device="cpu"), facts) for facts in items]
 
 
 def item_contents(requests: LoadRequests, targets: Sequence[Target]) -> dict[int, memoryview]:
@@ -276,7 +276,7 @@ def wait_for_devices(targets: Sequence[Target]) -> None:
 
 def _words(memory: torch.Tensor, element_bytes: int) -> torch.Tensor:
     """Host memory of any dtype and strides as words of its element size, or as bytes if it is contiguous."""
-    storage = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+    storage = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.untyped_storage())
     own = memory.element_size()
     if element_bytes == 1 and own > 1:
         begin = memory.storage_offset() * own

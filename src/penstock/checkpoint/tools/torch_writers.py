@@ -305,7 +305,7 @@ def write_torch(
         for number, tensor in enumerate(chosen.tensors):
             archive.add_tensor(f"data/{number}", checkpoint, reader, tensor, progress)
         for number, inner in enumerate(pickler.inner, start=len(chosen.tensors)):
-            archive.add(f"data/{number}", bytes(torch.tensor(inner, dtype=torch.uint8).numpy()))
+            archive.add(f"data/{number}", bytes(torch.tensor(inner, dtype=torch.uint8, device="cpu").numpy()))
         archive.add("version", b"3\n")
         archive.close()
         sink.finish()

@@ -81,7 +81,7 @@ class RankItems:
         shared = SharedSavePlan(
             tensors=tuple(facts.values()),
             regions=regions,
-            rank=torch.full((len(regions),), rank, dtype=torch.int64).numpy(),
+            rank=torch.full((len(regions),), rank, dtype=torch.int64, device="cpu").numpy(),
             num_ranks=rank + 1,
         )
         objects = [
