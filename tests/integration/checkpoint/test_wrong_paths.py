@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import re
 import shutil
@@ -188,6 +189,20 @@ def test_a_checkpoint_that_does_not_exist_is_told_with_those_beside_it(places: P
     (tmp_path / "empty").mkdir()
     with pytest.raises(StorageError, match=r"There is no checkpoint here: neither .metadata nor safetensors"):
         pc.load({"model": weights()}, tmp_path / "empty")
+
+
+def test_links_that_lead_nowhere_and_pipes_are_called_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "again").symlink_to("again")
+    os.mkfifo(tmp_path / "pipe.pt")
+    told = {
+        "link": r"a link to nothing \(nowhere does not exist\)",
+        "again": "Too many levels of symbolic links .* a link that leads back to itself",
+        "pipe.pt": "this is a device, a pipe or a socket",
+    }
+    for name, words in told.items():
+        with pytest.raises(StorageError, match=words):
+            pc.load({"model": weights()}, tmp_path / name)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -46,7 +46,7 @@ from penstock.cluster.comm import Comm, run_on_rank0
 from penstock.did_you_mean import did_you_mean
 from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError, name_some
 from penstock.storage import Storage
-from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
+from penstock.storage.capabilities import find_folder_tree, find_local_root, prefer_direct_access
 from penstock.storage.in_memory import MemorySource
 from penstock.storage.protocol import Source, WrappedStorage, exists, read_object
 
@@ -422,6 +422,10 @@ def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Checkpo
 
 def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
     """The error for a folder without a checkpoint, which names those beside it if it does not exist."""
+    if (special := _special_file(storage, folder)) is not None:
+        return ObjectNotFound(
+            f"There is no checkpoint here: {special}", uri=uri, fix="Give the folder or file of a checkpoint."
+        )
     tree = find_folder_tree(storage)
     if any(storage.list(folder)) or (tree and folder in {entry.name for entry in tree.entries()}):
         what = "There is no checkpoint here: neither .metadata nor safetensors files"
@@ -431,6 +435,17 @@ def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
     fix = f"Beside it are {name_some(beside)}." if beside else "No checkpoint is beside it either."
     fix = did_you_mean(folder, beside) + fix
     return ObjectNotFound("This checkpoint does not exist", uri=uri, fix=fix)
+
+
+def _special_file(storage: Storage, name: str) -> str | None:
+    """What a name is in a local file system that is neither a file nor a folder; None for anything else."""
+    root = find_local_root(storage)
+    path = None if root is None else root / name
+    if path is None or path.is_file() or path.is_dir():
+        return None
+    if path.is_symlink():
+        return f"this is a link to nothing ({path.readlink()} does not exist)"
+    return "this is a device, a pipe or a socket" if path.exists() else None
 
 
 def _safetensors_names(storage: Storage, folder: str) -> list[str]:
