@@ -492,7 +492,7 @@ def _match_state(
     targets = [_target(local_state, requests, item_index, row) for row in range(len(requests.names))]
     tied = [pair for pair in find_tied(targets) if not _is_stored_alike(checkpoint, requests, *pair)]
     for _, row in tied:
-        memory = torch.empty(targets[row].memory.shape, dtype=targets[row].memory.dtype)
+        memory = torch.empty_like(targets[row].memory, memory_format=torch.contiguous_format)
         targets[row] = replace(targets[row], memory=memory)
     return _MatchedState(local_state.leaves, selection, requests, targets, tied)
 
