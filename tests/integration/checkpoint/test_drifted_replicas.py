@@ -1,4 +1,4 @@
-"""Replicas of HSDP that have drifted apart: two replicas of a model in two shards, on four gloo ranks."""
+"""Replicas that have drifted apart, as those of a model in two replicas of two shards, on gloo ranks."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import torch
 from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import penstock.checkpoint as pc
 from penstock.errors import RankError
@@ -43,3 +44,22 @@ def test_a_changed_replica_is_refused_by_name_when_asked_to_compare(tmp_path: Pa
     assert "model.0" not in told
     assert all(is_refused and compared_s > 0 for _, is_refused, compared_s in seen)
     assert (tmp_path / "mixed" / ".metadata").exists()
+
+
+def statistics_of_ddp(rank: int, root: Path) -> tuple[list[float], list[float]]:
+    """The running means of this rank when it saved, and those that it loads."""
+    torch.manual_seed(1)
+    norm = torch.nn.BatchNorm1d(4)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), norm))
+    model(torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)))
+    assert norm.running_mean is not None
+    own = norm.running_mean.tolist()
+    pc.save({"model": model}, root / "saved", replicas="compare")
+    pc.load({"model": model}, root / "saved")
+    return own, norm.running_mean.tolist()
+
+
+def test_buffers_of_ddp_are_those_of_its_first_rank(tmp_path: Path) -> None:
+    (first, _), (second, _) = seen = on_gloo_ranks(2, statistics_of_ddp, tmp_path)
+    assert first != second
+    assert [loaded for _, loaded in seen] == [first, first]

@@ -85,6 +85,7 @@ from penstock.checkpoint.state.regions import (
 )
 from penstock.checkpoint.state.tensors import (
     LocalState,
+    buffers_of_others,
     collect_leaves,
     device_mesh_sizes,
     entries_of,
@@ -497,9 +498,8 @@ def _collect(state: State, choice: SaveChoice, *, is_alone: bool) -> LocalState:
     leaves = _chosen(flatten_state(expanded, is_tensor, is_kept), choice.only)
     if not is_alone:
         save_plan.require_unmarked([leaf.name for leaf in leaves])
-    local_state = collect_leaves(
-        leaves, pack_objects=True, may_differ=is_free_nowhere if is_alone else free_places(state)
-    )
+    may_differ, of_others = is_free_nowhere if is_alone else free_places(state), buffers_of_others(state)
+    local_state = collect_leaves(leaves, pack_objects=True, may_differ=may_differ, of_others=of_others)
     local_state = replace(local_state, key_types=key_types(expanded, is_kept))
     holdings = local_state.holdings
     if not is_alone and (numbering := number_parameters(state)):

@@ -11,7 +11,7 @@ import json
 import logging
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
@@ -233,10 +233,30 @@ def free_places(state: Mapping[str, Any]) -> IsFree:
     return is_free
 
 
+def buffers_of_others(state: Mapping[str, Any]) -> frozenset[str]:
+    """The names of buffers that DDP takes from the first rank of its group before each forward pass.
+
+    Between two of these they differ, as the statistics of BatchNorm, and the others' are of no use.
+    """
+    copies = (
+        (key, part)
+        for key, part in state.items()
+        if isinstance(part, DistributedDataParallel) and part.broadcast_buffers and part.process_group.rank()
+    )
+    return frozenset(f"{key}.{name}" for key, part in copies for name, _ in part.named_buffers())
+
+
 def collect_leaves(
-    leaves: Sequence[Leaf], *, pack_objects: bool, may_differ: IsFree = is_free_nowhere
+    leaves: Sequence[Leaf],
+    *,
+    pack_objects: bool,
+    may_differ: IsFree = is_free_nowhere,
+    of_others: Container[str] = (),
 ) -> LocalState:
-    """What this rank holds of some leaves of a state. Tensors that `may_differ` are those of free places."""
+    """What this rank holds of some leaves of a state. Tensors that `may_differ` are those of free places.
+
+    Of those `of_others` it holds nothing.
+    """
     tensors: list[TensorFacts] = []
     rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
     shards: dict[str, list[LocalShard]] = {}
@@ -245,10 +265,15 @@ def collect_leaves(
     small: list[HeldObject] = []
     for leaf in leaves:
         if is_tensor(leaf.value):
-            shards[leaf.name] = local_shards(leaf.name, leaf.value)
+            is_of_others = leaf.name in of_others
+            shards[leaf.name] = [] if is_of_others else local_shards(leaf.name, leaf.value)
             rows += [(len(tensors), shard.offsets, shard.sizes) for shard in shards[leaf.name]]
             tensors.append(tensor_facts(leaf.name, leaf.value))
-            if pack_objects and _may_be_own(leaf.value, OWN_BYTES if may_differ(leaf.path) else 0):
+            if (
+                pack_objects
+                and not is_of_others
+                and _may_be_own(leaf.value, OWN_BYTES if may_differ(leaf.path) else 0)
+            ):
                 small.append(_held_tensor(leaf))
         elif pack_objects:
             objects[leaf.name] = _pack_leaf(leaf, packed)
