@@ -59,7 +59,7 @@ class OptimizerState:
                 raise UsageError(
                     f"Group {place} of {self.key!r} has other parameters than in the checkpoint",
                     where=f"the checkpoint has {name_some(entries)}",
-                    fix="Build the optimizer with the groups that it was saved with.",
+                    fix=f"Build it with the groups that it was saved with, or exclude={f'{self.key}.*'!r}.",
                 )
             own_names = self.part.param_groups[place].get("param_names")
             names = own_names or [told[n] for n in own if n in told]
