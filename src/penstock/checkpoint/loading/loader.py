@@ -180,14 +180,14 @@ class CheckpointLoader:
         if isinstance(opened, SharedCheckpoint):
             outline = load_requests.index_byte_items(opened.source.index)
             matched = _match_on_all_ranks(parts, opened.source, outline, choice, comm, is_outline=True)
-            checkpoint, plan, links, is_cached = self._plan_shared(opened, matched.requests, comm)
+            checkpoint, plan, links, num_near, is_cached = self._plan_shared(opened, matched.requests, comm)
             item_index = load_requests.index_byte_items(checkpoint.index)
         else:
             checkpoint = replace(opened, index=load_requests.locate_payloads(opened, comm))
             item_index = load_requests.index_byte_items(checkpoint.index)
             matched = _match_on_all_ranks(parts, checkpoint, item_index, choice, comm, is_outline=False)
             is_cached = readable is None and _is_cached(checkpoint, item_index, matched.requests)
-            plan, links = self._plan(
+            plan, links, num_near = self._plan(
                 checkpoint, item_index, matched.requests, comm, is_cached=is_cached, readable=readable
             )
         requests = matched.requests
@@ -197,7 +197,7 @@ class CheckpointLoader:
             checkpoint=checkpoint,
             item_index=item_index,
             group=group,
-            buffers=ReadBuffers(settings_for_cached(self._buffers.settings, comm.size))
+            buffers=ReadBuffers(settings_for_cached(self._buffers.settings, num_near))
             if is_cached
             else self._buffers,
             progress=progress,
@@ -233,8 +233,11 @@ class CheckpointLoader:
         *,
         is_cached: bool,
         readable: Sequence[str] | None,
-    ) -> tuple[load_plan.LoadPlan, HostLinks | None]:
-        """What this rank does, and its links to the ranks of its host if they share bytes. Collective."""
+    ) -> tuple[load_plan.LoadPlan, HostLinks | None, int]:
+        """What this rank does, its links to the ranks of its host if they share bytes, and how many it has.
+
+        Collective.
+        """
         nothing = Regions.from_rows(())
         # A rank that finds everything in its page cache takes it from there: each exchange costs more.
         own_wish = (nothing if is_cached else requests.regions, name_host() if comm.size > 1 else "")
@@ -256,6 +259,8 @@ class CheckpointLoader:
             return load_plan.plan_rank_load(shared, element_bytes, comm.rank, self._options, near=near)
 
         links: HostLinks | None = None
+        hosts = [host for _, host in wishes]
+        named = [rank for rank, host in enumerate(hosts) if host and host == hosts[comm.rank]]
         # Where all ranks find everything cached, as all of them know now, nothing is left to share.
         if any(len(regions) for regions in wanted):
             try:
@@ -266,20 +271,18 @@ class CheckpointLoader:
                     uri=checkpoint.uri,
                     fix="Restore the file on one of their nodes, or load another step.",
                 ) from error
-            hosts = [host for _, host in wishes]
-            named = [rank for rank, host in enumerate(hosts) if host and host == hosts[comm.rank]]
             near = np.array(named, dtype=np.int64)
             may_share = len(set(hosts)) < comm.size and (readable is not None or shared.may_exchange)
             planned = plan_own(shared, near) if may_share else None
             links = None if planned is None else self._link(planned, element_bytes, near, comm)
             if not is_cached:
-                return planned if planned and links else plan_own(shared, None), links
+                return planned if planned and links else plan_own(shared, None), links, len(named) or 1
         wanted = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
-        return plan_own(plan_wanted(wanted), None), links
+        return plan_own(plan_wanted(wanted), None), links, len(named) or 1
 
     def _plan_shared(
         self, opened: SharedCheckpoint, requests: load_requests.LoadRequests, comm: Comm
-    ) -> tuple[CheckpointSource, load_plan.LoadPlan, HostLinks | None, bool]:
+    ) -> tuple[CheckpointSource, load_plan.LoadPlan, HostLinks | None, int, bool]:
         """The checkpoint as far as this rank needs it, what `_plan` returns, and whether it is cached."""
         wanted, is_cached = requests.regions, False
 
@@ -326,7 +329,7 @@ class CheckpointLoader:
         links = self._link(planned, element_bytes, near, comm)
         if links is None and planned.shares_on_host:
             planned = plan(np.array([comm.rank]))
-        return checkpoint, planned, links, is_cached
+        return checkpoint, planned, links, len(near), is_cached
 
     def _link(
         self, plan: load_plan.LoadPlan, element_bytes: Ints, near: Ints, comm: Comm

@@ -34,6 +34,9 @@ LAST_BLOCK_BYTES = 1 << 20
 MOST_COPYING_THREADS = 4
 """As many saturate memory; ranks of one host share it."""
 
+CACHED_BLOCK_BYTES = 32 << 20
+"""Nothing is waited for and no buffer is needed, so each block only costs the interpreter."""
+
 AHEAD_BYTES = 16 << 20
 """Read before a load is planned, at most: a fast device gives about as many in those milliseconds."""
 
@@ -64,9 +67,16 @@ class ReadSettings:
 
 
 def settings_for_cached(settings: ReadSettings, num_ranks: int) -> ReadSettings:
-    """For copies out of the page cache, which cost processors and no waiting: no thread more than these."""
+    """For copies out of the page cache by so many ranks of a host: they cost processors, and no waiting.
+
+    No thread more than there are processors, which the ranks share unless each was given some of them.
+    """
     most = MOST_COPYING_THREADS if num_ranks == 1 else MOST_COPYING_THREADS // 2
-    return replace(settings, streams=min(settings.streams, most, len(os.sched_getaffinity(0))))
+    processors = len(os.sched_getaffinity(0))
+    if processors == os.cpu_count():
+        processors = max(processors // num_ranks, 1)
+    block_bytes = max(settings.block_bytes, CACHED_BLOCK_BYTES)
+    return replace(settings, streams=min(settings.streams, most, processors), block_bytes=block_bytes)
 
 
 @dataclass(slots=True)
