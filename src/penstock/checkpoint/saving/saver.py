@@ -311,7 +311,8 @@ class Saver:
         agreed = agreed or planner.plan(local_state.holdings, self._options, paths)
         if planner.num_planned > num_planned:
             warn_of_attributes(local_state, comm.rank, self._told)
-            agreed = planner.compare_entries(agreed, entries_of(state, local_state))
+            if comm.size > 1:
+                agreed = planner.compare_entries(agreed, entries_of(state, local_state))
         return TensorSave(
             numbers=agreed.share.numbers,
             make_share=partial(self._share, agreed, paths, local_state, choice),

@@ -182,7 +182,9 @@ def _look_at_keys(path: Path, value: object, found: dict[str, str]) -> None:
         if kind := _key_type(list(value)):
             found[".".join(map(str, path))] = kind
         for key, inner in value.items():
-            _look_at_keys((*path, str(key)), inner, found)
+            # Most are tensors, and there may be a hundred thousand.
+            if isinstance(inner, Mapping | list):
+                _look_at_keys((*path, str(key)), inner, found)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             _look_at_keys((*path, number), inner, found)
