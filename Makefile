@@ -18,7 +18,7 @@ help:
 	@echo "make test       install all the tests need and run them"
 	@echo "make test-slow  the long sweeps, and many examples of each property"
 	@echo "make test-loaders  the loaders of seven other libraries, in an environment of their own (3 GB)"
-	@echo "make check      formatting, lint, types, import rules, size limits, structure"
+	@echo "make check      formatting, lint, types, import rules, structure"
 	@echo "make docs       build the site of docs/ into build/site, and follow every link in it"
 	@echo "make examples   run every block of README and docs, and the programs of examples/"
 	@echo "make bench      speed beside peers and the raw limit, against the records in benchmarks/records"
@@ -45,7 +45,6 @@ check: $(VENV)/.holds-all
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/limits.py
 	$(BIN)/python scripts/structure.py
 
 docs: $(VENV)/.holds-all

@@ -100,7 +100,7 @@ def _require_verified(path: AnyPath) -> None:
         )
 
 
-def save(  # noqa: PLR0913 - each option is independent of the others
+def save(
     state: State,
     path: AnyPath,
     *,

@@ -35,8 +35,6 @@ from penstock.storage.protocol import (
     write_object,
 )
 
-# ruff: noqa: D102 - a test's name is its sentence
-
 _SHOWN_BYTES = 16
 
 Buffer = bytes | bytearray | memoryview

@@ -225,7 +225,7 @@ class Manager:
         self._in_flight.add(handle)
         return handle
 
-    def restore(  # noqa: PLR0913 - as many options as `load` has
+    def restore(
         self,
         state: State,
         *,
