@@ -20,10 +20,10 @@ from penstock.bench.checkpoint.checkpoint_run import (
     run_checkpoints,
 )
 from penstock.bench.state_layout import LayoutRequest, plan_layout
-from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.progress import Silent
 from penstock.storage import open_storage
+from penstock.transfer.pipeline import PipelineSettings
 from penstock.workload.load_workload import load_model
 
 CLIENTS = ("minio", "s3dlio", "s3torchconnector")

@@ -33,9 +33,9 @@ from harness import LEAST_ROUNDS, Ratio, compare, rounds
 from penstock.checkpoint.api import load, save
 from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.storage.aligned import copy_bytes
 from penstock.storage.files.durable import sync_folder
+from penstock.transfer.buffers import WarmMemory
 
 MIB = 1 << 20
 SIZES_MIB = (64, 1024)

@@ -20,8 +20,8 @@ from penstock.checkpoint.api import save
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loading.loader import CheckpointLoader
-from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.state.process_group import borrowed_group
+from penstock.transfer.buffers import WarmMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

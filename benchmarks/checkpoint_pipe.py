@@ -16,13 +16,13 @@ from pathlib import Path
 
 from harness import Ratio, interleave
 from penstock.bench.checkpoint.read_pipeline import read_objects
-from penstock.checkpoint.saving.buffers import WarmMemory
-from penstock.checkpoint.saving.measurement import Measurement
-from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, write_objects
 from penstock.dataset.content import Content
 from penstock.environment import process_environment
 from penstock.storage import open_storage
 from penstock.storage.aligned import aligned_buffer
+from penstock.transfer.buffers import WarmMemory
+from penstock.transfer.ledger import Measurement
+from penstock.transfer.pipeline import PipelineSettings, PlannedObject, write_objects
 
 FILE_BYTES = 512 << 20
 CHUNK_BYTES = 16 << 20

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from penstock.checkpoint.adapters.async_writer import AsyncWriter
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.saving.saver import TorchEngine
+from penstock.transfer.buffers import WarmMemory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

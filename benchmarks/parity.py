@@ -21,9 +21,9 @@ from checkpoint_limits import RawFiles
 from harness import Ratio, best_speed, interleave
 from penstock.checkpoint.levels.redundancy import gf256
 from penstock.checkpoint.loading.host_links import Window
-from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.storage.aligned import aligned_buffer
 from penstock.storage.files.durable import sync_folder
+from penstock.transfer.buffers import WarmMemory
 
 SIZE_BYTES = 32 << 20
 FACTOR = 0x8E

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.errors import Unavailable
 from penstock.storage import Storage, capabilities, residency
+from penstock.transfer.pipeline import PlannedObject
 
 logger = logging.getLogger(__name__)
 

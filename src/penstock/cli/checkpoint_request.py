@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
     from penstock.bench.loader.loader_protocol import OpenStorage
-    from penstock.checkpoint.saving.pipeline import PipelineSettings
+    from penstock.transfer.pipeline import PipelineSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class PipelineOptions:
 
     def settings(self) -> PipelineSettings:
         """The pipeline's settings."""
-        from penstock.checkpoint.saving.pipeline import PipelineSettings
+        from penstock.transfer.pipeline import PipelineSettings
 
         return PipelineSettings(
             streams=self.streams,

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
@@ -28,7 +27,7 @@ from penstock.cluster import rounds
 from penstock.cluster.comm import BaseComm, PointToPoint, PollingWait, open_point_to_point
 from penstock.cluster.rounds import Carrying, Round, name_call
 from penstock.errors import RankError, Unavailable
-from penstock.storage.process_id import current_process
+from penstock.storage.process_id import name_host
 
 Result = TypeVar("Result")
 
@@ -43,14 +42,6 @@ _PEER_CREDENTIALS: Final = struct.Struct("<iII")
 _AWAITED: Final = "ranks of one host to connect"
 
 logger = logging.getLogger(__name__)
-
-
-def name_host() -> str:
-    """Equal for processes that can reach each other's sockets: of one kernel and one network namespace."""
-    try:
-        return f"{current_process().kernel} {Path('/proc/self/ns/net').readlink()}"
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from penstock.bench.checkpoint.checkpoint_run import peak_rss_bytes
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.bench.run_settings import RunSettings
@@ -26,6 +25,7 @@ from penstock.kvcache.leftovers import remove_entries, remove_leftovers, sync_en
 from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
 from penstock.progress import Progress, RunProgress
 from penstock.results import counter_files, published_files
+from penstock.results.provenance import peak_rss_bytes
 from penstock.storage import Counters, Storage, capabilities, volumes
 from penstock.storage.files.file_storage import STALE_S, reclaim_unfinished
 from penstock.storage.in_memory import MemoryStorage

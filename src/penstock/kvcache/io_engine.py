@@ -21,7 +21,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.checkpoint.saving.buffers import HUGE_PAGE_BYTES, WarmMemory
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.kvcache import entries
@@ -29,6 +28,7 @@ from penstock.kvcache.entries import EntryLayout, EntryOutcome
 from penstock.kvcache.io_plan import Op, Operations
 from penstock.storage import Counters, Source, Storage, capabilities, residency
 from penstock.storage.aligned import aligned_buffer
+from penstock.transfer.buffers import HUGE_PAGE_BYTES, WarmMemory
 
 _WORTH_PREPARING_BYTES: Final = 1 << 20
 """Below this, making content takes less than handing an object from one thread to another."""

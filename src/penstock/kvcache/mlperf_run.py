@@ -11,7 +11,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.bench.checkpoint.checkpoint_run import peak_rss_bytes
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
@@ -25,6 +24,7 @@ from penstock.kvcache.mlperf_plan import VIRTUAL_BYTES_PER_S, OptionPlan, Option
 from penstock.kvcache.models import find_model
 from penstock.progress import RunProgress
 from penstock.results import counter_files, published_files
+from penstock.results.provenance import peak_rss_bytes
 from penstock.storage import Storage
 from penstock.storage.files.file_storage import reclaim_unfinished
 from penstock.submission.edition import KvCacheLimits, load_edition

@@ -50,6 +50,17 @@ def current_process() -> ProcessId:
     return _identify(os.getpid(), _BOOT_ID)
 
 
+def name_host() -> str:
+    """An id shared by all processes of one kernel and network namespace: they can connect over Unix sockets.
+
+    Empty where the system gives none.
+    """
+    try:
+        return f"{current_process().kernel} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return ""
+
+
 @lru_cache(maxsize=1)
 def _identify(pid: int, boot_id: Path) -> ProcessId:
     # By its number, because a forked child has the parent's cache and another identity.

@@ -17,7 +17,6 @@ from penstock.bench.probe import ProbeRequest, probe
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import TrainingRequest, train
-from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.cluster.doctor import examine
 from penstock.dataset.content import IRREDUCIBLE
@@ -27,6 +26,7 @@ from penstock.environment import Environment
 from penstock.progress import RunProgress
 from penstock.reports.answer_page import render_answer_page
 from penstock.storage import open_storage
+from penstock.transfer.pipeline import PipelineSettings
 from penstock.workflows import demo_page
 from penstock.workflows.demo_page import Tour
 from penstock.workload.load_workload import load, load_model

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from penstock.bench.checkpoint.read_pipeline import read_objects
-from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, write_objects
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, StorageError
 from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.uri import Location
 from penstock.testing.file_faults import CallFault, FailFileCall, ShortTransfers, faulty_calls
+from penstock.transfer.pipeline import PipelineSettings, PlannedObject, write_objects
 
 CHUNK = 64 * 1024
 SETTINGS = PipelineSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=5 * CHUNK)

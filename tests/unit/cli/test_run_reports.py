@@ -14,7 +14,6 @@ from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.bench.training.training_files import Validation
 from penstock.bench.training.training_result import CheckpointsTaken, HarnessLimit, Stages, TrainingResult
-from penstock.checkpoint.saving.measurement import PipelineFigures, WrongByte
 from penstock.cli.run_reports import (
     capture_checkpoint_output,
     capture_training_output,
@@ -30,6 +29,7 @@ from penstock.results.io_reconciliation import IoReconciliation, ReconciliationV
 from penstock.results.phase_figures import Mean, PhaseFigures
 from penstock.results.utilization import EpochRate
 from penstock.storage import Counters
+from penstock.transfer.ledger import PipelineFigures, WrongByte
 
 GIB = 1 << 30
 

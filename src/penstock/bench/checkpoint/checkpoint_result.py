@@ -13,11 +13,11 @@ from typing import Any, Final, Literal
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.bench.run_trace import find_trace_folder
 from penstock.bench.state_layout import checkpoint_folder
-from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord, WrongByte
 from penstock.results import checkpoint_figures, phase_figures
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
+from penstock.transfer.ledger import PipelineFigures, StreamRecord, WrongByte
 
 Direction = Literal["write", "read"]
 

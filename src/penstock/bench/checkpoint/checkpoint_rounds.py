@@ -15,19 +15,19 @@ from typing import Final
 
 from penstock.bench.checkpoint import checkpoint_result, read_pipeline
 from penstock.bench.checkpoint.checkpoint_result import EPOCH, CheckpointRound
-from penstock.bench.checkpoint.progress_board import RoundProgress
 from penstock.bench.page_cache_eviction import evict_objects
+from penstock.bench.progress_board import RoundProgress
 from penstock.bench.state_layout import StateLayout, checkpoint_folder
 from penstock.bench.step_recorder import StepRecorder
-from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM, WarmMemory
-from penstock.checkpoint.saving.measurement import Measurement, combine_ranks, common_origin_ns
-from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, write_objects
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.results.throughput_file import RoundThroughput
 from penstock.storage import Storage
+from penstock.transfer.buffers import MIN_BUFFERS_PER_STREAM, WarmMemory
+from penstock.transfer.ledger import Measurement, combine_ranks, common_origin_ns
+from penstock.transfer.pipeline import PipelineSettings, PlannedObject, write_objects
 
 logger = logging.getLogger(__name__)
 

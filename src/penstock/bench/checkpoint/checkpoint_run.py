@@ -4,7 +4,6 @@ Collective: every rank calls `run_checkpoints` and gets the same result. The run
 in every case, and the marker on storage lists the checkpoints that are complete.
 """
 
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.checkpoint import checkpoint_folder, checkpoint_rounds, progress_board
+from penstock.bench import progress_board
+from penstock.bench.checkpoint import checkpoint_folder, checkpoint_rounds
 from penstock.bench.checkpoint.checkpoint_result import EPOCH, CheckpointResult, EarlierRun, RoundFigures
 from penstock.bench.compute import SystemClock, compute_until
 from penstock.bench.device_counters import DeviceObserver
@@ -22,16 +22,17 @@ from penstock.bench.run_settings import RunSettings
 from penstock.bench.run_trace import RunTrace
 from penstock.bench.state_layout import StateLayout
 from penstock.bench.step_recorder import StepRecorder, read_clocks
-from penstock.checkpoint.saving.buffers import WarmMemory
-from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import CONTENT_VERSION, Content
 from penstock.progress import RunProgress
 from penstock.results import counter_files, event_files, published_files, run_folder, step_events
 from penstock.results.io_reconciliation import IoReconciliation
+from penstock.results.provenance import peak_rss_bytes
 from penstock.results.throughput_file import write_throughput
 from penstock.storage import Counters
 from penstock.storage.capabilities import find_local_root
+from penstock.transfer.buffers import WarmMemory
+from penstock.transfer.pipeline import PipelineSettings
 from penstock.workload.enums import CheckpointMode
 from penstock.workload.load_workload import CheckpointModel
 
@@ -294,11 +295,6 @@ def _reconcile(
         yield observer.deliver("write", counted.written_bytes)
     if "read" in directions:
         yield observer.deliver("read", counted.read_bytes)
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _epoch_span(began_ns: int) -> step_events.SpanEvent:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Self
 
-from penstock.checkpoint.saving import buffers, measurement
 from penstock.errors import ShortTransfer
 from penstock.progress import Progress, Silent
 from penstock.storage.protocol import Source, Storage
+from penstock.transfer import buffers, ledger
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, Verifier
+    from penstock.transfer.pipeline import PipelineSettings, PlannedObject, Verifier
 
 MOST_WRONG_BYTES: Final = 1000
 """Places of wrong bytes that a measurement lists at most."""
@@ -35,16 +35,16 @@ def read_objects(
     rank: int = 0,
     origin_ns: int | None = None,
     progress: Progress | None = None,
-) -> measurement.Measurement:
+) -> ledger.Measurement:
     """Read all of `planned`, and verify as much as the settings say if there is a `verifier`.
 
     The arguments are those of `write_objects`. Wrong bytes raise no error: the measurement lists them, and no
     byte of their chunk counts as verified.
     """
-    entered_ns = measurement.now_ns()
+    entered_ns = ledger.now_ns()
     memory = memory or buffers.WarmMemory(settings.buffer_memory_bytes)
     memory.touch(settings.buffer_memory_bytes)
-    phase = measurement.PhaseFacts(
+    phase = ledger.PhaseFacts(
         direction="read",
         rank=rank,
         origin_ns=entered_ns if origin_ns is None else origin_ns,
@@ -59,7 +59,7 @@ def read_objects(
 class _OpenObject:
     """One object while it is read: opened by the first thread that needs it, closed by the last."""
 
-    job: measurement.ObjectJob
+    job: ledger.ObjectJob
     chunks_left: int
     source: Source | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -78,18 +78,16 @@ class ReadPipeline:
     ) -> None:
         self._settings = settings
         self._verifier = verifier
-        self._jobs = measurement.number_chunks(planned, settings.chunk_bytes)
+        self._jobs = ledger.number_chunks(planned, settings.chunk_bytes)
         self._open_objects = tuple(_OpenObject(job, job.num_chunks) for job in self._jobs)
         self._chunks = self._all_chunks()
         self._picking = threading.Lock()
         self._buffers = buffers.PipelineBuffers(memory, settings)
-        self._stamps = measurement.Timestamps.for_chunks(
-            measurement.total_chunks(self._jobs), len(self._jobs)
-        )
-        self._facts = [measurement.StreamFacts() for _ in range(settings.streams)]
+        self._stamps = ledger.Timestamps.for_chunks(ledger.total_chunks(self._jobs), len(self._jobs))
+        self._facts = [ledger.StreamFacts() for _ in range(settings.streams)]
         self._unverified: SimpleQueue[buffers.Buffer | None] = SimpleQueue()
         self._is_stopped = False
-        self._wrong: list[measurement.WrongByte] = []
+        self._wrong: list[ledger.WrongByte] = []
         self._workers = buffers.WorkerGroup(2 * settings.streams, self.stop)
 
     def __enter__(self) -> Self:
@@ -108,12 +106,12 @@ class ReadPipeline:
             self._unverified.put(None)
 
     def read_from(
-        self, storages: Sequence[Storage], phase: measurement.PhaseFacts, progress: Progress
-    ) -> measurement.Measurement:
+        self, storages: Sequence[Storage], phase: ledger.PhaseFacts, progress: Progress
+    ) -> ledger.Measurement:
         """Read and verify everything, and return the measurement."""
         progress.begin("reading", phase.planned_bytes)
         streams = range(self._settings.streams)
-        counter_deltas = measurement.CounterDeltas(storages, len(streams))
+        counter_deltas = ledger.CounterDeltas(storages, len(streams))
         self._buffers.expect_returns()
         verifiers = [self._workers.start(self._verify, stream) for stream in streams]
         readers = [
@@ -125,8 +123,8 @@ class ReadPipeline:
             self._unverified.put(None)
         self._workers.wait(verifiers, "all bytes to be verified")
         wrong = tuple(sorted(self._wrong, key=lambda place: (place.key, place.offset)))
-        measured = measurement.measure(phase, self._stamps, self._facts, counter_deltas, wrong_bytes=wrong)
-        measurement.require_read(measured.ledger, uri=storages[0].uri)
+        measured = ledger.measure(phase, self._stamps, self._facts, counter_deltas, wrong_bytes=wrong)
+        ledger.require_read(measured.ledger, uri=storages[0].uri)
         return measured
 
     def _all_chunks(self) -> Iterator[tuple[_OpenObject, int]]:
@@ -143,9 +141,9 @@ class ReadPipeline:
             self._check_empty_objects(storage)
         while (picked := self._next_chunk()) is not None:
             open_object, number = picked
-            awaited_ns = measurement.now_ns()
+            awaited_ns = ledger.now_ns()
             buffer = self._buffers.take(stream, "verification")
-            self._facts[stream].storage_stall_ns += measurement.now_ns() - awaited_ns
+            self._facts[stream].storage_stall_ns += ledger.now_ns() - awaited_ns
             self._read_chunk(stream, storage, open_object, number, buffer)
             progress.advance(buffer.size_bytes)
             if self._is_to_verify(open_object.job, number):
@@ -171,9 +169,9 @@ class ReadPipeline:
         source = self._source(stream, storage, open_object)
         stamps.stream[chunk] = stream
         stamps.size_bytes[chunk] = buffer.size_bytes
-        stamps.submitted[chunk] = measurement.now_ns()
+        stamps.submitted[chunk] = ledger.now_ns()
         source.read_into(buffer.offset, buffer.filled)
-        stamps.returned[chunk] = stamps.acknowledged[chunk] = measurement.now_ns()
+        stamps.returned[chunk] = stamps.acknowledged[chunk] = ledger.now_ns()
         with open_object.lock:
             open_object.chunks_left -= 1
             is_last = open_object.chunks_left == 0
@@ -184,15 +182,15 @@ class ReadPipeline:
         planned, span = open_object.job.planned, self._stamps.opening[open_object.job.number]
         with open_object.lock:
             if open_object.source is None:
-                span[0] = measurement.now_ns()
+                span[0] = ledger.now_ns()
                 open_object.source = storage.open(planned.key)
-                span[1] = measurement.now_ns()
+                span[1] = ledger.now_ns()
                 self._facts[stream].num_objects += 1
                 self._stamps.object_stream[open_object.job.number] = stream
                 _check_size(open_object.source, planned, storage.uri)
             return open_object.source
 
-    def _is_to_verify(self, job: measurement.ObjectJob, number: int) -> bool:
+    def _is_to_verify(self, job: ledger.ObjectJob, number: int) -> bool:
         if self._verifier is None or self._settings.verify == "off":
             return False
         is_sampled = number % self._settings.sample_every == 0 or number == job.num_chunks - 1
@@ -202,22 +200,22 @@ class ReadPipeline:
         while (buffer := self._next_unverified(stream)) is not None:
             assert self._verifier is not None
             planned, chunk = self._jobs[buffer.job].planned, buffer.chunk
-            begin_ns = measurement.now_ns()
+            begin_ns = ledger.now_ns()
             wrong = self._verifier.verify(planned, buffer.offset, buffer.filled)
             self._stamps.content_begin[chunk] = begin_ns
-            self._stamps.content_end[chunk] = measurement.now_ns()
+            self._stamps.content_end[chunk] = ledger.now_ns()
             if wrong is not None:
                 self._stamps.is_wrong[chunk] = True
                 if len(self._wrong) < MOST_WRONG_BYTES:
-                    self._wrong.append(measurement.WrongByte(planned.key, buffer.offset + wrong))
+                    self._wrong.append(ledger.WrongByte(planned.key, buffer.offset + wrong))
             self._buffers.give_back(buffer, buffers.Ownership.READY)
 
     def _next_unverified(self, stream: int) -> buffers.Buffer | None:
-        awaited_ns = measurement.now_ns()
+        awaited_ns = ledger.now_ns()
         buffer = self._unverified.get()
         if self._is_stopped:
             raise buffers.PipelineStopped
-        self._facts[stream].content_stall_ns += measurement.now_ns() - awaited_ns
+        self._facts[stream].content_stall_ns += ledger.now_ns() - awaited_ns
         return buffer
 
     def _close(self, open_object: _OpenObject) -> None:

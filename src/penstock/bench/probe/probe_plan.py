@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from penstock.bench.probe.load_plan import LoadShape
-from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.errors import UsageError
 from penstock.storage.uri import Location, is_plain_path, parse_uri
+from penstock.transfer.pipeline import PipelineSettings
 
 Operation = Literal["write", "read", "random_read", "small_write", "small_read", "fsync"]
 Mode = Literal["buffered", "direct", "objects", "memory"]

@@ -27,12 +27,12 @@ from penstock.bench.probe.block_targets import (
     find_local_files,
 )
 from penstock.bench.probe.probe_plan import ProbeStep
-from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import PenstockError, StorageTimeout
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES
 from penstock.storage.files.system_calls import translate_os_errors
+from penstock.transfer.buffers import WarmMemory
 
 _SILENCE_S = 300
 """How long a storage may accept no block at all before it counts as dead."""

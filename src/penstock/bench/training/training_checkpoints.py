@@ -12,17 +12,17 @@ from pathlib import Path
 from penstock.bench.checkpoint.checkpoint_folder import require_room
 from penstock.bench.checkpoint.checkpoint_result import CheckpointRound, RoundFigures
 from penstock.bench.checkpoint.checkpoint_rounds import RoundRunner, fit_pipe, plan_objects
-from penstock.bench.checkpoint.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
 from penstock.bench.loader.loader_protocol import OpenStorage
+from penstock.bench.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
 from penstock.bench.state_layout import StateLayout
 from penstock.bench.step_recorder import StepRecorder
 from penstock.bench.training.training_result import CheckpointsTaken
-from penstock.checkpoint.saving.buffers import WarmMemory
-from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
 from penstock.progress import Activity, RunProgress, Silent
 from penstock.storage.capabilities import find_local_root
+from penstock.transfer.buffers import WarmMemory
+from penstock.transfer.pipeline import PipelineSettings
 from penstock.workload.spec import CheckpointSection
 
 GIB = 2**30

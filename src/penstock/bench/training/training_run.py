@@ -10,12 +10,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.bench.checkpoint.progress_board import PROGRESS_FILE
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import Decoder, Loader, LoaderOptions, OpenStorage
 from penstock.bench.loader.sample_decoder import ContentCheck, FormatDecoder
 from penstock.bench.page_cache_eviction import CacheEviction, evict_keys
+from penstock.bench.progress_board import PROGRESS_FILE
 from penstock.bench.run_settings import RunSettings
 from penstock.bench.run_trace import RunTrace
 from penstock.bench.step_recorder import StepRecorder, read_clocks

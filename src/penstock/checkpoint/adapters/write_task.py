@@ -25,7 +25,6 @@ import torch
 
 from penstock.checkpoint.engine import WrittenShare
 from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
-from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.saving.file_layout import (
     FileLayout,
     open_device_streams,
@@ -35,7 +34,6 @@ from penstock.checkpoint.saving.file_layout import (
 from penstock.checkpoint.saving.staging import (
     SaveShare,
     StagedFiles,
-    StagingMemory,
     choose_pipeline_settings,
     copy_to_host,
 )
@@ -44,6 +42,7 @@ from penstock.errors import PenstockError, StorageError
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import prefer_direct_access, sync_names
 from penstock.storage.uri import open_here
+from penstock.transfer.buffers import StagingMemory, WarmMemory
 
 TIMEOUT_S: Final = 1800.0
 

@@ -28,7 +28,6 @@ from penstock.checkpoint.loading.load_requests import ByteItemIndex
 from penstock.checkpoint.loading.transport import GlooTransport, Incoming, Outbox, run_rounds
 from penstock.checkpoint.plan.load_plan import LoadPlan, payload_starts
 from penstock.checkpoint.plan.region_arithmetic import distinct, find_overlaps
-from penstock.checkpoint.saving.buffers import pin_memory
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, element_sizes
 from penstock.cluster import rounds
@@ -40,6 +39,7 @@ from penstock.storage.aligned import PAGE_BYTES
 from penstock.storage.capabilities import find_local_paths, no_thread, submit_or_run
 from penstock.storage.files.files_in_memory import ReadAhead
 from penstock.storage.protocol import Source
+from penstock.transfer.buffers import pin_memory
 
 Result = TypeVar("Result")
 Beaten = TypeVar("Beaten")

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from penstock.checkpoint.loading.reader import ReadSettings
-from penstock.checkpoint.saving.buffers import HUGE_PAGE_BYTES
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm
 from penstock.cluster.host_messages import Listener
 from penstock.errors import Unavailable
 from penstock.storage.aligned import PAGE_BYTES, address_of, round_up
 from penstock.storage.files.system_calls import raise_on_failure
+from penstock.transfer.buffers import HUGE_PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -53,11 +53,11 @@ from penstock.checkpoint.state.regions import Bools, Ints, Regions, element_size
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
-from penstock.cluster.host_messages import name_host
 from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
 from penstock.storage.files.files_in_memory import MappedStorage, ReadAhead
+from penstock.storage.process_id import name_host
 from penstock.storage.protocol import exists
 from penstock.storage.residency import are_resident
 

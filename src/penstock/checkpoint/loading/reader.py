@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.checkpoint.formats.manifest import RunningChecksum, checksum_of, start_checksum
-from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import DataDamaged, PenstockError
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import SupportsViews, no_thread, offers
 from penstock.storage.protocol import Source
+from penstock.transfer.buffers import WarmMemory
 
 LEAST_BLOCKS = 3
 """For each stream, unless blocks would be smaller than `LEAST_BLOCK_BYTES`."""

@@ -20,16 +20,16 @@ import xxhash
 
 from penstock.checkpoint.formats.dcp_item import apply_transforms, envelope, item_start
 from penstock.checkpoint.formats.manifest import RunningChecksum, start_checksum
-from penstock.checkpoint.saving.buffers import WarmMemory, pin_memory
 from penstock.checkpoint.state.regions import Ints, TensorFacts
 from penstock.checkpoint.state.tensors import contiguous_bytes
 from penstock.storage.aligned import FEW_BYTES
+from penstock.transfer.buffers import WarmMemory, pin_memory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.checkpoint.plan.save_plan import Bucket
-    from penstock.checkpoint.saving.pipeline import PlannedObject
+    from penstock.transfer.pipeline import PlannedObject
 
 
 class Payload(Protocol):

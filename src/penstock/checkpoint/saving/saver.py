@@ -63,7 +63,6 @@ from penstock.checkpoint.saving.staging import (
     CopyOrder,
     SaveShare,
     StagedFiles,
-    StagingMemory,
     choose_pipeline_settings,
 )
 from penstock.checkpoint.state.leaves import (
@@ -104,6 +103,7 @@ from penstock.cluster.rounds import Round, Rounds
 from penstock.errors import UsageError
 from penstock.progress import Progress
 from penstock.storage.aligned import round_up
+from penstock.transfer.buffers import StagingMemory
 
 logger = logging.getLogger(__name__)
 

@@ -6,16 +6,13 @@ never exceeds its budget. Invariant: memory is returned exactly once, when no th
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, ShareContents, WrittenFile, WrittenShare
-from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM, PipelineStopped, WarmMemory
 from penstock.checkpoint.saving.file_layout import (
     DeviceStreams,
     FileLayout,
@@ -24,12 +21,12 @@ from penstock.checkpoint.saving.file_layout import (
     open_device_streams,
     pack_file,
 )
-from penstock.checkpoint.saving.measurement import Measurement, now_ns
-from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, WritePipeline
-from penstock.errors import UsageError, WaitTimeout
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.protocol import Sink, Storage, WrappedStorage
+from penstock.transfer.buffers import MIN_BUFFERS_PER_STREAM, PipelineStopped, StagingMemory, WarmMemory
+from penstock.transfer.ledger import Measurement, now_ns
+from penstock.transfer.pipeline import PipelineSettings, PlannedObject, WritePipeline
 
 MOST_CHUNK_BYTES = 16 << 20
 """Larger writes are no faster, and the last one of a file takes longer to wait for."""
@@ -262,63 +259,3 @@ class _Keyed(WrappedStorage):
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
         """Begin the file under its key."""
         return super().create(self._key_of(key), size_bytes)
-
-
-class StagingMemory:
-    """Lends memory to saves in any thread; each loan is returned with `give_back`.
-
-    Without a budget no save waits for another. A forked process can read what is written to memory that
-    `is_shared`, which is then not copied.
-    """
-
-    def __init__(self, budget_bytes: int | None, *, is_shared: bool = False) -> None:
-        self.budget_bytes = sys.maxsize if budget_bytes is None else budget_bytes
-        self._has_budget = budget_bytes is not None
-        self._is_shared = is_shared
-        self._idle: list[WarmMemory] = []
-        self._lent_bytes = 0
-        self._changed = threading.Condition()
-
-    def borrow(self, size_bytes: int, timeout_s: float) -> WarmMemory:
-        """At least `size_bytes`, warm if it was used before; waits for earlier saves."""
-        size_bytes = round_up(size_bytes, PAGE_BYTES)
-        if size_bytes > self.budget_bytes:
-            raise UsageError(
-                f"{size_bytes} bytes do not fit into staging_bytes={self.budget_bytes}",
-                fix="Raise staging_bytes, or use fewer writers.",
-            )
-        deadline_s = time.monotonic() + timeout_s
-        with self._changed:
-            while (memory := self._find(size_bytes)) is None:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not self._changed.wait(left_s):
-                    raise WaitTimeout("an earlier save to give back its staging memory", timeout_s)
-            self._lent_bytes += memory.size_bytes
-            return memory
-
-    def give_back(self, memory: WarmMemory) -> None:
-        """Make `memory` available to other saves."""
-        with self._changed:
-            self._lent_bytes -= memory.size_bytes
-            self._idle.append(memory)
-            self._changed.notify_all()
-
-    def clear(self) -> None:
-        """Free all idle memory."""
-        with self._changed:
-            self._idle.clear()
-
-    def _find(self, size_bytes: int) -> WarmMemory | None:
-        fitting = [memory for memory in self._idle if memory.size_bytes >= size_bytes]
-        if fitting:
-            smallest = min(fitting, key=lambda memory: memory.size_bytes)
-            self._idle.remove(smallest)
-            return smallest
-        if self._lent_bytes + size_bytes > self.budget_bytes:
-            return None
-        # No idle memory is large enough: the longest idle is freed to make room for a new one.
-        needed_bytes = self._lent_bytes + size_bytes
-        limit_bytes = self.budget_bytes if self._has_budget else needed_bytes
-        while needed_bytes + sum(memory.size_bytes for memory in self._idle) > limit_bytes:
-            self._idle.pop(0)
-        return WarmMemory(size_bytes, is_shared=self._is_shared)

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from penstock.checkpoint.commit.catalog import AnyPath
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, Format, open_checkpoint
 from penstock.checkpoint.formats.torch_save import is_plain
-from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.state.regions import StoredObject, TensorFacts
 from penstock.checkpoint.tools.tensor_slabs import SlabReader, cut_into_slabs, slab_bytes
 from penstock.progress import Progress, Silent
+from penstock.transfer.buffers import WarmMemory
 
 SLAB_BYTES: Final = 16 << 20
 _LONGEST_TEXT: Final = 100

@@ -18,11 +18,11 @@ import numpy as np
 from isal import isal_zlib
 
 from penstock.checkpoint.formats.manifest import RunningChecksum, start_checksum
-from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import StorageError
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.protocol import Source
+from penstock.transfer.buffers import WarmMemory
 
 if TYPE_CHECKING:
     from penstock.progress import Progress

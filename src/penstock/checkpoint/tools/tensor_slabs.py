@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from penstock.checkpoint.formats.dcp_item import HEAD_BYTES
-from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.state.regions import UNKNOWN, Ints, TensorFacts
 from penstock.errors import DataDamaged
 from penstock.storage.protocol import Sink, Source
+from penstock.transfer.buffers import WarmMemory
 
 if TYPE_CHECKING:
     from penstock.checkpoint.formats.checkpoint_source import CheckpointSource

@@ -44,13 +44,14 @@ from penstock.checkpoint.saving.file_layout import (
     payload_of_tensor,
 )
 from penstock.checkpoint.saving.saver import WAITING_BUFFER_BYTES
-from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, choose_pipeline_settings
+from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, choose_pipeline_settings
 from penstock.checkpoint.state.leaves import require_text
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.cluster.comm import SoloComm
 from penstock.errors import AlreadyThere, UsageError
 from penstock.storage.capabilities import prefer_direct_access, sync_names
 from penstock.storage.uri import has_option, parse_uri
+from penstock.transfer.buffers import StagingMemory
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

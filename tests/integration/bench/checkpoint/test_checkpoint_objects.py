@@ -18,13 +18,13 @@ from penstock.bench.checkpoint.checkpoint_run import (
     run_checkpoints,
 )
 from penstock.bench.state_layout import LayoutRequest, plan_layout
-from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.errors import RankFailed
 from penstock.progress import Silent
 from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.storage import open_storage
+from penstock.transfer.pipeline import PipelineSettings
 from penstock.workload.load_workload import load_model
 
 StartFaulty = Callable[..., FakeServer]

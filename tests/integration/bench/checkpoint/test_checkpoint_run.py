@@ -20,7 +20,6 @@ from penstock.bench.checkpoint.checkpoint_run import (
     run_checkpoints,
 )
 from penstock.bench.state_layout import LayoutRequest, plan_layout
-from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import Comm, SoloComm
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, RankFailed, Unavailable, UsageError
@@ -38,6 +37,7 @@ from penstock.storage.uri import Location
 from penstock.testing.faults import FailAtCall, Full, Late
 from penstock.testing.file_faults import FailFileCall, faulty_calls
 from penstock.testing.rank_threads import on_ranks
+from penstock.transfer.pipeline import PipelineSettings
 from penstock.workload.load_workload import load_model
 from penstock.workload.overrides import parse_settings
 

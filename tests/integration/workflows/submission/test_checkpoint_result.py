@@ -14,7 +14,6 @@ import yaml
 
 from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, change_checkpoint_section
 from penstock.bench.state_layout import LayoutRequest, plan_layout
-from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.storage import open_storage
@@ -29,6 +28,7 @@ from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
 from penstock.submission.tree_layout import Benchmark
 from penstock.testing.rank_threads import on_ranks
+from penstock.transfer.pipeline import PipelineSettings
 from penstock.workflows.submission.result_draft import ResultWriter, RunObserver, add_checkpoints
 from penstock.workload.load_workload import load_model
 from penstock.workload.mlperf_divisions import SubmissionDivision

@@ -15,8 +15,8 @@ from penstock.bench.checkpoint.checkpoint_result import (
     total_direction,
 )
 from penstock.bench.page_cache_eviction import ObjectEviction
-from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord
 from penstock.storage import Counters
+from penstock.transfer.ledger import PipelineFigures, StreamRecord
 
 GIB = 2**30
 

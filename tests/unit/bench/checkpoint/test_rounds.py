@@ -16,11 +16,11 @@ from penstock.bench.checkpoint.checkpoint_rounds import (
     rank_shift,
     seconds_between,
 )
-from penstock.bench.checkpoint.progress_board import ProgressBoard, name_last_rank
 from penstock.bench.page_cache_eviction import ObjectEviction
+from penstock.bench.progress_board import ProgressBoard, name_last_rank
 from penstock.bench.state_layout import LayoutRequest, plan_layout
-from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.errors import UsageError
+from penstock.transfer.pipeline import PlannedObject
 from penstock.workload.load_workload import load_model
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import xxhash
 
-from penstock.checkpoint.saving.buffers import WarmMemory, pin_memory
 from penstock.checkpoint.saving.file_layout import (
     DeviceStream,
     DeviceStreams,
@@ -22,9 +21,10 @@ from penstock.checkpoint.saving.file_layout import (
     open_device_streams,
     payload_of_tensor,
 )
-from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.checkpoint.saving.staging import copy_to_host
 from penstock.storage.aligned import PAGE_BYTES, address_of
+from penstock.transfer.buffers import WarmMemory, pin_memory
+from penstock.transfer.pipeline import PlannedObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

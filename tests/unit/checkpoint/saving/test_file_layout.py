@@ -22,8 +22,8 @@ from penstock.checkpoint.saving.file_layout import (
     payload_of_tensor,
     split_range,
 )
-from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.checkpoint.state.regions import Regions, TensorFacts
+from penstock.transfer.pipeline import PlannedObject
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),

@@ -14,7 +14,6 @@ from penstock.checkpoint.saving.staging import (
     CopyOrder,
     SaveShare,
     StagedFiles,
-    StagingMemory,
     choose_pipeline_settings,
 )
 from penstock.checkpoint.state.regions import Regions, TensorFacts
@@ -22,6 +21,7 @@ from penstock.errors import StorageError, UsageError, WaitTimeout
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import read_object
 from penstock.testing.faults import FailAtCall
+from penstock.transfer.buffers import StagingMemory
 
 MIB = 1 << 20
 

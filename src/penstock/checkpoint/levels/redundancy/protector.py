@@ -44,12 +44,12 @@ from penstock.checkpoint.levels.redundancy.ring import (
     rebuild,
     restore_copies,
 )
-from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.cluster.comm import Comm, PointToPoint, open_point_to_point
 from penstock.errors import StorageError
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, aligned_buffer, round_up
 from penstock.storage.capabilities import no_thread, prefer_direct_access
+from penstock.transfer.buffers import WarmMemory
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.protocol import Draft

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.saving.measurement import (
+from penstock.cluster.comm import SoloComm
+from penstock.errors import ShortTransfer
+from penstock.storage.protocol import Counters
+from penstock.transfer.ledger import (
     Ledger,
     Measurement,
     StreamRecord,
@@ -20,9 +23,6 @@ from penstock.checkpoint.saving.measurement import (
     require_read,
     union_ns,
 )
-from penstock.cluster.comm import SoloComm
-from penstock.errors import ShortTransfer
-from penstock.storage.protocol import Counters
 
 GIB = 2**30
 SECOND = 10**9

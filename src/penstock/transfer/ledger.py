@@ -21,7 +21,7 @@ from penstock.storage.protocol import Counters, Storage
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.checkpoint.saving.pipeline import PlannedObject
+    from penstock.transfer.pipeline import PlannedObject
 
     Column = NDArray[np.int64]
     from penstock.cluster.comm import Comm

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.checkpoint import progress_board as watching
-from penstock.bench.checkpoint.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
+from penstock.bench import progress_board as watching
+from penstock.bench.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
 from penstock.progress import Silent
 
 

@@ -14,9 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.checkpoint.read_pipeline import read_objects
-from penstock.checkpoint.saving.buffers import WarmMemory
-from penstock.checkpoint.saving.measurement import WrongByte, combine_ranks
-from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, WritePipeline, write_objects
 from penstock.dataset.content import Content
 from penstock.errors import (
     ObjectNotFound,
@@ -40,6 +37,9 @@ from penstock.storage.protocol import (
     write_object,
 )
 from penstock.testing.faults import FailAtCall, Late, Slow
+from penstock.transfer.buffers import WarmMemory
+from penstock.transfer.ledger import WrongByte, combine_ranks
+from penstock.transfer.pipeline import PipelineSettings, PlannedObject, WritePipeline, write_objects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

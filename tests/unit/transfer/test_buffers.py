@@ -5,7 +5,9 @@ from concurrent.futures import wait
 
 import pytest
 
-from penstock.checkpoint.saving.buffers import (
+from penstock.errors import PenstockError, StorageTimeout, Unavailable, UsageError
+from penstock.storage.aligned import PAGE_BYTES, address_of
+from penstock.transfer.buffers import (
     HUGE_PAGE_BYTES,
     Ownership,
     PipelineBuffers,
@@ -13,9 +15,7 @@ from penstock.checkpoint.saving.buffers import (
     WarmMemory,
     WorkerGroup,
 )
-from penstock.checkpoint.saving.pipeline import PipelineSettings
-from penstock.errors import PenstockError, StorageTimeout, Unavailable, UsageError
-from penstock.storage.aligned import PAGE_BYTES, address_of
+from penstock.transfer.pipeline import PipelineSettings
 
 
 def _buffers(streams: int = 1, num_buffers: int = 4, silence_s: float = 300.0) -> PipelineBuffers:

@@ -16,8 +16,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Literal, Protocol, Self, runtime_checkable
 
-from penstock.checkpoint.saving import measurement
-from penstock.checkpoint.saving.buffers import (
+from penstock.errors import ShortTransfer, UsageError
+from penstock.progress import Progress, Silent
+from penstock.storage.capabilities import offers
+from penstock.storage.protocol import Sink, Storage
+from penstock.transfer import ledger
+from penstock.transfer.buffers import (
     MIN_BUFFERS_PER_STREAM,
     Buffer,
     Ownership,
@@ -26,10 +30,6 @@ from penstock.checkpoint.saving.buffers import (
     WarmMemory,
     WorkerGroup,
 )
-from penstock.errors import ShortTransfer, UsageError
-from penstock.progress import Progress, Silent
-from penstock.storage.capabilities import offers
-from penstock.storage.protocol import Sink, Storage
 
 VerifyMode = Literal["full", "sample", "off"]
 FillOrder = Literal["chunk by chunk", "all first"]
@@ -112,10 +112,10 @@ class PipelineSettings:
 class StreamContext:
     """What all streams of a phase share; `next_job` gives each job to one of them."""
 
-    next_job: Callable[[], measurement.ObjectJob | None]
+    next_job: Callable[[], ledger.ObjectJob | None]
     producer: Producer
     buffers: PipelineBuffers
-    stamps: measurement.Timestamps
+    stamps: ledger.Timestamps
     chunk_bytes: int
     order: FillOrder
 
@@ -127,13 +127,13 @@ class StreamWorker:
         self._stream = stream
         self._shared = shared
         # Jobs, each followed by its chunks; None when there are no more, or the phase stopped.
-        self._ready: SimpleQueue[measurement.ObjectJob | Buffer | None] = SimpleQueue()
-        self._unsettled: deque[tuple[measurement.ObjectJob, Buffer | None]] = deque()
+        self._ready: SimpleQueue[ledger.ObjectJob | Buffer | None] = SimpleQueue()
+        self._unsettled: deque[tuple[ledger.ObjectJob, Buffer | None]] = deque()
         self._is_stopped = False
         self.filled: Future[None] = Future()
         """Done when this stream no longer needs the producer's source; failed if it stopped before."""
         self.filled_ns = 0
-        self.facts = measurement.StreamFacts()
+        self.facts = ledger.StreamFacts()
 
     def stop(self) -> None:
         """Wake the submitting thread, which then stops."""
@@ -146,14 +146,14 @@ class StreamWorker:
             undo.callback(self.filled.set_exception, PipelineStopped())
             self._fill_all()
             undo.pop_all()
-        self.filled_ns = measurement.now_ns()
+        self.filled_ns = ledger.now_ns()
         self.filled.set_result(None)
         self._settle_all()
         self._ready.put(None)
 
     def write(self, storage: Storage, progress: Progress) -> None:
         """Submit filled buffers, object by object, each durable before the next begins."""
-        while isinstance(job := self._next_ready(), measurement.ObjectJob):
+        while isinstance(job := self._next_ready(), ledger.ObjectJob):
             self._write_object(job, storage, progress)
 
     def _fill_all(self) -> None:
@@ -167,7 +167,7 @@ class StreamWorker:
         if offers(producer, SupportsSettling):
             producer.catch_up()
 
-    def _add_filled(self, job: measurement.ObjectJob, buffer: Buffer | None) -> None:
+    def _add_filled(self, job: ledger.ObjectJob, buffer: Buffer | None) -> None:
         self._unsettled.append((job, buffer))
         if self._shared.order == "chunk by chunk":
             self._settle_all()
@@ -190,11 +190,11 @@ class StreamWorker:
             # tick of the kernel's clock, up to 4 ms later.
             os.sched_yield()
 
-    def _fill_chunk(self, job: measurement.ObjectJob, number: int) -> Buffer:
+    def _fill_chunk(self, job: ledger.ObjectJob, number: int) -> Buffer:
         shared, stamps, chunk = self._shared, self._shared.stamps, job.first_chunk + number
-        awaited_ns = measurement.now_ns()
+        awaited_ns = ledger.now_ns()
         buffer = shared.buffers.take(self._stream, job.planned.key)
-        begin_ns = measurement.now_ns()
+        begin_ns = ledger.now_ns()
         self.facts.content_stall_ns += begin_ns - awaited_ns
         buffer.job, buffer.chunk, buffer.offset = job.number, chunk, number * shared.chunk_bytes
         buffer.size_bytes = min(shared.chunk_bytes, job.planned.size_bytes - buffer.offset)
@@ -202,33 +202,33 @@ class StreamWorker:
         stamps.stream[chunk] = self._stream
         stamps.size_bytes[chunk] = buffer.size_bytes
         stamps.content_begin[chunk] = begin_ns
-        stamps.content_end[chunk] = measurement.now_ns()
+        stamps.content_end[chunk] = ledger.now_ns()
         return buffer
 
-    def _next_ready(self) -> measurement.ObjectJob | Buffer | None:
-        awaited_ns = measurement.now_ns()
+    def _next_ready(self) -> ledger.ObjectJob | Buffer | None:
+        awaited_ns = ledger.now_ns()
         ready = self._ready.get()
         if self._is_stopped:
             raise PipelineStopped
         if self.facts.num_objects:
             # Waiting before a stream's first object is set-up, not a stall.
-            self.facts.storage_stall_ns += measurement.now_ns() - awaited_ns
+            self.facts.storage_stall_ns += ledger.now_ns() - awaited_ns
         return ready
 
-    def _write_object(self, job: measurement.ObjectJob, storage: Storage, progress: Progress) -> None:
+    def _write_object(self, job: ledger.ObjectJob, storage: Storage, progress: Progress) -> None:
         stamps, planned = self._shared.stamps, job.planned
         stamps.object_stream[job.number] = self._stream
-        stamps.opening[job.number, 0] = measurement.now_ns()
+        stamps.opening[job.number, 0] = ledger.now_ns()
         with ExitStack() as undo:
             sink = storage.create(planned.key, planned.size_bytes)
             undo.callback(sink.abort)
-            stamps.opening[job.number, 1] = measurement.now_ns()
+            stamps.opening[job.number, 1] = ledger.now_ns()
             self.facts.num_objects += 1
             for _ in range(job.num_chunks):
                 progress.advance(self._submit_next(sink))
-            stamps.ending[job.number, 0] = measurement.now_ns()
+            stamps.ending[job.number, 0] = ledger.now_ns()
             info = sink.finish()
-            stamps.ending[job.number, 1] = measurement.now_ns()
+            stamps.ending[job.number, 1] = ledger.now_ns()
             if info.size_bytes != planned.size_bytes:
                 raise ShortTransfer(
                     f"{planned.size_bytes} bytes were submitted, but the storage stored {info.size_bytes}",
@@ -247,9 +247,9 @@ class StreamWorker:
         # Read before submitting: after that, the buffer may already have its next owner.
         chunk, size_bytes, stamps = buffer.chunk, buffer.size_bytes, self._shared.stamps
         buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
-        stamps.submitted[chunk] = measurement.now_ns()
+        stamps.submitted[chunk] = ledger.now_ns()
         sink.submit(buffer.filled, buffer.release)
-        stamps.returned[chunk] = measurement.now_ns()
+        stamps.returned[chunk] = ledger.now_ns()
         return size_bytes
 
 
@@ -263,14 +263,14 @@ def write_objects(
     rank: int = 0,
     origin_ns: int | None = None,
     progress: Progress | None = None,
-) -> measurement.Measurement:
+) -> ledger.Measurement:
     """Write all of `planned` durably; the first failure of any thread is raised, and partial objects removed.
 
     Stream i writes to `storages[i % len(storages)]`: to count requests and retries per stream, give each its
     own. `memory`, of at least `buffer_memory_bytes`, may come from earlier phases. `origin_ns` is a moment
     that all ranks share, by default the beginning of this call.
     """
-    entered_ns = measurement.now_ns()
+    entered_ns = ledger.now_ns()
     memory = memory or WarmMemory(settings.buffer_memory_bytes)
     memory.touch(settings.buffer_memory_bytes)
     with WritePipeline(planned, producer, settings, memory=memory, entered_ns=entered_ns) as pipe:
@@ -294,14 +294,12 @@ class WritePipeline:
         entered_ns: int | None = None,
         order: FillOrder = "chunk by chunk",
     ) -> None:
-        self._entered_ns = measurement.now_ns() if entered_ns is None else entered_ns
+        self._entered_ns = ledger.now_ns() if entered_ns is None else entered_ns
         self._streams = settings.streams
-        self._jobs = measurement.number_chunks(planned, settings.chunk_bytes)
+        self._jobs = ledger.number_chunks(planned, settings.chunk_bytes)
         self._planned_bytes = sum(item.size_bytes for item in planned)
         self._buffers = PipelineBuffers(memory, settings)
-        self._stamps = measurement.Timestamps.for_chunks(
-            measurement.total_chunks(self._jobs), len(self._jobs)
-        )
+        self._stamps = ledger.Timestamps.for_chunks(ledger.total_chunks(self._jobs), len(self._jobs))
         for buffer in self._buffers.all:
             buffer.release = partial(self._acknowledge, buffer)
         shared = StreamContext(
@@ -359,14 +357,14 @@ class WritePipeline:
         origin_ns: int | None = None,
         progress: Progress | None = None,
         on_settled: Callable[[], None] | None = None,
-    ) -> measurement.Measurement:
+    ) -> ledger.Measurement:
         """Write the buffers to storage until everything is durable, and return the measurement.
 
         `on_settled` is called when all bytes are made, while the last of them are still being written.
         """
         progress = progress or Silent()
         progress.begin("writing", self._planned_bytes)
-        counter_deltas = measurement.CounterDeltas(storages, self._streams)
+        counter_deltas = ledger.CounterDeltas(storages, self._streams)
         self._buffers.expect_returns()
         writers = [
             self._workers.start(stream.write, storages[number % len(storages)], progress)
@@ -378,30 +376,30 @@ class WritePipeline:
             self._workers.wait(self._fillers, "all bytes to be copied into buffers")
             on_settled()
         self._workers.wait([*self._fillers, *writers], "all bytes to be durable")
-        phase = measurement.PhaseFacts(
+        phase = ledger.PhaseFacts(
             direction="write",
             rank=rank,
             origin_ns=self._entered_ns if origin_ns is None else origin_ns,
             entered_ns=self._entered_ns,
             planned_bytes=self._planned_bytes,
         )
-        measured = measurement.measure(
+        measured = ledger.measure(
             phase, self._stamps, [stream.facts for stream in self._stream_workers], counter_deltas
         )
-        measurement.require_durable(measured.ledger, uri=storages[0].uri)
+        ledger.require_durable(measured.ledger, uri=storages[0].uri)
         return measured
 
     def _acknowledge(self, buffer: Buffer) -> None:
         """The storage has released `buffer`; called from any of its threads."""
-        self._stamps.acknowledged[buffer.chunk] = measurement.now_ns()
+        self._stamps.acknowledged[buffer.chunk] = ledger.now_ns()
         self._buffers.give_back(buffer, Ownership.IN_FLIGHT)
 
 
-def _deal_out(jobs: Sequence[measurement.ObjectJob]) -> Callable[[], measurement.ObjectJob | None]:
+def _deal_out(jobs: Sequence[ledger.ObjectJob]) -> Callable[[], ledger.ObjectJob | None]:
     """A thread-safe function that returns one job after another, and None when there are no more."""
     remaining, picking = iter(jobs), threading.Lock()
 
-    def next_job() -> measurement.ObjectJob | None:
+    def next_job() -> ledger.ObjectJob | None:
         with picking:
             return next(remaining, None)
 

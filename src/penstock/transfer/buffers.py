@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
@@ -22,14 +23,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from penstock.errors import PenstockError, StorageTimeout, Unavailable, WaitTimeout
+from penstock.errors import PenstockError, StorageTimeout, Unavailable, UsageError, WaitTimeout
 from penstock.storage.aligned import PAGE_BYTES, address_of, round_up
 from penstock.storage.capabilities import no_thread
 from penstock.storage.protocol import Release
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.saving.pipeline import PipelineSettings
+    from penstock.transfer.pipeline import PipelineSettings
 
 
 class Ownership(Enum):
@@ -259,6 +260,66 @@ def _ask_for_huge_pages(pages: mmap.mmap) -> None:
         pages.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, AttributeError) as error:
         logger.info("Huge pages are not available, so direct I/O takes more CPU time: %s", error)
+
+
+class StagingMemory:
+    """Lends memory to saves in any thread; each loan is returned with `give_back`.
+
+    Without a budget no save waits for another. A forked process can read what is written to memory that
+    `is_shared`, which is then not copied.
+    """
+
+    def __init__(self, budget_bytes: int | None, *, is_shared: bool = False) -> None:
+        self.budget_bytes = sys.maxsize if budget_bytes is None else budget_bytes
+        self._has_budget = budget_bytes is not None
+        self._is_shared = is_shared
+        self._idle: list[WarmMemory] = []
+        self._lent_bytes = 0
+        self._changed = threading.Condition()
+
+    def borrow(self, size_bytes: int, timeout_s: float) -> WarmMemory:
+        """At least `size_bytes`, warm if it was used before; waits for earlier saves."""
+        size_bytes = round_up(size_bytes, PAGE_BYTES)
+        if size_bytes > self.budget_bytes:
+            raise UsageError(
+                f"{size_bytes} bytes do not fit into staging_bytes={self.budget_bytes}",
+                fix="Raise staging_bytes, or use fewer writers.",
+            )
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while (memory := self._find(size_bytes)) is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    raise WaitTimeout("an earlier save to give back its staging memory", timeout_s)
+            self._lent_bytes += memory.size_bytes
+            return memory
+
+    def give_back(self, memory: WarmMemory) -> None:
+        """Make `memory` available to other saves."""
+        with self._changed:
+            self._lent_bytes -= memory.size_bytes
+            self._idle.append(memory)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Free all idle memory."""
+        with self._changed:
+            self._idle.clear()
+
+    def _find(self, size_bytes: int) -> WarmMemory | None:
+        fitting = [memory for memory in self._idle if memory.size_bytes >= size_bytes]
+        if fitting:
+            smallest = min(fitting, key=lambda memory: memory.size_bytes)
+            self._idle.remove(smallest)
+            return smallest
+        if self._lent_bytes + size_bytes > self.budget_bytes:
+            return None
+        # No idle memory is large enough: the longest idle is freed to make room for a new one.
+        needed_bytes = self._lent_bytes + size_bytes
+        limit_bytes = self.budget_bytes if self._has_budget else needed_bytes
+        while needed_bytes + sum(memory.size_bytes for memory in self._idle) > limit_bytes:
+            self._idle.pop(0)
+        return WarmMemory(size_bytes, is_shared=self._is_shared)
 
 
 class Registrar(Protocol):

@@ -1,0 +1,1 @@
+"""Moving bytes between memory and storage: buffers, pipelines and what they measured."""
