@@ -48,6 +48,7 @@ check: $(VENV)/.holds-all
 	$(BIN)/python scripts/structure.py
 
 docs: $(VENV)/.holds-all
+	PYTHONPATH=. $(BIN)/python scripts/json_schemas.py
 	$(BIN)/python scripts/docs_site.py
 
 examples: $(VENV)/.holds-all

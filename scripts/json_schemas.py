@@ -1,7 +1,8 @@
-"""The JSON Schemas in docs/schemas: this program makes them anew from what commands print.
+"""Infer the JSON Schemas of `--json` documents from what the commands print, for the site and the wheel.
 
-A key that every document has is required, one that some have is optional, others may be added at any time:
-only a key that goes away, or changes its meaning, makes a new version (`SCHEMA_VERSIONS` of cli/terminal.py).
+A key that every document has is required, one that some have is optional. Keys may be added at any time; one
+that goes away or changes its meaning makes a new version (`SCHEMA_VERSIONS` in cli/terminal.py).
+`tests/golden/cli/json_keys.txt` lists the keys; `--keys` writes it again.
 """
 
 import json
@@ -18,7 +19,9 @@ from typing import Any
 
 from penstock.cli.app import main
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemas"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "schemas"
+KEYS = ROOT / "tests" / "golden" / "cli" / "json_keys.txt"
 SMALL = "--set dataset.num_files_train=28 --set dataset.record_length_bytes=64KiB"
 SMALL += " --set dataset.record_length_bytes_stdev=0 --set train.epochs=1"
 PREPARE = """
@@ -119,7 +122,6 @@ submission describe --submission tree --system fast --closed --cluster cluster.j
 submission check round
 submission report round
 """
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def gather(folder: Path) -> Iterator[dict[str, Any]]:
@@ -184,27 +186,46 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), "number")
 
 
-def write_schemas() -> None:
-    """Write one schema for each document that commands name."""
-    with TemporaryDirectory() as folder:
-        documents = list(gather(Path(folder)))
+def schemas_of(documents: list[Any]) -> dict[str, dict[str, Any]]:
+    """A schema for each kind of document, by its name and version, as in `checkpoint-ls/1`."""
     by_name: dict[str, list[Any]] = {}
     for document in documents:
         if "schema" in document:
             by_name.setdefault(document["schema"], []).append(document)
-    FOLDER.mkdir(exist_ok=True)
-    for name, found in sorted(by_name.items()):
-        verb, _, version = name.partition("/")
-        schema = {
+    return {
+        name: {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
-            "title": f"penstock {verb.replace('-', ' ', 1)} --json, version {version}",
+            "title": f"penstock {name.partition('/')[0].replace('-', ' ', 1)} --json, version {name[-1]}",
             **infer(found),
         }
+        for name, found in sorted(by_name.items())
+    }
+
+
+def keys_of(schema: dict[str, Any]) -> Iterator[str]:
+    """The keys of a document and of the objects in it, `?` after those that may be missing."""
+    for name, value in schema.get("properties", {}).items():
+        yield name + "?" * (name not in schema.get("required", ()))
+        for suffix, inner in (("", value), ("[]", value.get("items", {}))):
+            for key in inner.get("properties", {}):
+                yield f"{name}{suffix}.{key}" + "?" * (key not in inner.get("required", ()))
+
+
+def main_program() -> None:
+    """Write the schemas, or with `--keys` the golden list of keys."""
+    with TemporaryDirectory() as folder:
+        schemas = schemas_of(list(gather(Path(folder))))
+    if "--keys" in sys.argv[1:]:
+        lines = (f"{name}: {' '.join(keys_of(schema))}\n" for name, schema in schemas.items())
+        KEYS.write_text("".join(lines), encoding="utf-8")
+        return
+    FOLDER.mkdir(exist_ok=True)
+    for name, schema in schemas.items():
         schema["properties"]["schema"] = {"const": name}
-        path = FOLDER / f"{verb}-{version}.json"
+        path = FOLDER / f"{name.replace('/', '-')}.json"
         path.write_text(json.dumps(schema, indent=1) + "\n", encoding="utf-8")
-    print(f"{len(by_name)} schemas in {FOLDER}")
+    print(f"{len(schemas)} schemas in {FOLDER}")
 
 
 if __name__ == "__main__":
-    write_schemas()
+    main_program()

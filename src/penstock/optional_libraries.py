@@ -1,7 +1,7 @@
-"""Libraries that only an extra of Penstock installs, and the one sentence about a missing one.
+"""Libraries that only an extra installs, and the one hint for a missing one.
 
 The base install serves the engine, storage, the probe and the command line. Everything else imports its
-libraries where it needs them; `missing_library` turns the failed import into what to install.
+libraries where it needs them; `missing_library` turns a failed import into the command that installs it.
 """
 
 import signal
@@ -12,6 +12,9 @@ from types import MappingProxyType
 from typing import Final
 
 from penstock.errors import Unavailable
+
+DISTRIBUTION: Final = "penstock-io"
+"""The name to install: `penstock` on the public package index is a project of other people."""
 
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -36,17 +39,22 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """Top-level module -> the extras that install it; the first is suggested unless the caller needs another."""
 
 
-def missing_library(error: ModuleNotFoundError, *, extra: str | None = None) -> Unavailable | None:
-    """Say how to install the module that was not found; None if no extra has it, so that it is a defect.
+def install_command(*extras: str) -> str:
+    """The command that installs some extras: `pip install 'penstock-io[trace]'`."""
+    return f"pip install '{DISTRIBUTION}[{','.join(extras)}]'" if extras else f"pip install {DISTRIBUTION}"
 
-    `extra` is what the caller needs as a whole: it is suggested if it installs the library.
+
+def missing_library(error: ModuleNotFoundError, *, extra: str | None = None) -> Unavailable | None:
+    """The error that says how to install a missing module; None for one that no extra installs (a defect).
+
+    Suggests `extra`, the one the caller needs anyway, if that installs the library.
     """
     library = (error.name or "").partition(".")[0]
     if library not in EXTRAS:
         return None
     extras = EXTRAS[library]
     name = extra if extra in extras else extras[0]
-    return Unavailable(f"The library {library} is not installed", fix=f"Run: pip install 'penstock[{name}]'")
+    return Unavailable(f"The library {library} is not installed", fix=f"Run: {install_command(name)}")
 
 
 @contextmanager

@@ -66,8 +66,8 @@ def installed_by(extra: str) -> set[str]:
     """The distributions of an extra, with those of the extras that it includes."""
     names = requirements(extra)
     for name in list(names):
-        if name.startswith("penstock["):
-            names |= installed_by(name.removeprefix("penstock[").removesuffix("]"))
+        if name.startswith("penstock-io["):
+            names |= installed_by(name.removeprefix("penstock-io[").removesuffix("]"))
     return names
 
 
@@ -81,7 +81,7 @@ def test_a_missing_library_is_one_sentence_with_the_command_that_installs_it() -
     error = ModuleNotFoundError("No module named 'duckdb'", name="duckdb")
     with pytest.raises(Unavailable) as raised, explained_imports():
         raise error
-    assert str(raised.value) == "The library duckdb is not installed. Run: pip install 'penstock[trace]'"
+    assert str(raised.value) == "The library duckdb is not installed. Run: pip install 'penstock-io[trace]'"
     assert raised.value.__cause__ is error
 
 
@@ -99,7 +99,7 @@ def test_callers_extra_is_suggested_if_it_installs_the_library(
     library: str, needed: str | None, suggested: str
 ) -> None:
     error = ModuleNotFoundError(f"No module named '{library}.part'", name=f"{library}.part")
-    assert f"penstock[{suggested}]" in str(missing_library(error, extra=needed))
+    assert f"penstock-io[{suggested}]" in str(missing_library(error, extra=needed))
 
 
 WITHOUT_LIBRARY = """
@@ -128,7 +128,25 @@ def test_commands_name_the_extra_that_they_need(library: str, words: str, extra:
         cwd=tmp_path,
     )
     assert result.returncode == 3
-    assert f"Run: pip install 'penstock[{extra}]'" in result.stderr
+    assert f"Run: pip install 'penstock-io[{extra}]'" in result.stderr
+
+
+def test_no_text_installs_the_project_of_other_people() -> None:
+    other = re.compile(r"""pip install ['"]?penstock(?!-io)|(?<![\w.])penstock\[""")
+    texts = [
+        *ROOT.glob("*.md"),
+        ROOT / "pyproject.toml",
+        ROOT / "Makefile",
+        *(
+            path
+            for folder in ("src", "docs", "examples", "scripts", "benchmarks", ".github")
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in {".py", ".md", ".toml", ".yaml", ".yml", ".ipynb", ".html", ".sh"}
+        ),
+    ]
+    assert len(texts) > 100
+    found = [str(path.relative_to(ROOT)) for path in texts if other.search(path.read_text(encoding="utf-8"))]
+    assert found == []
 
 
 def test_a_module_of_no_extra_stays_the_defect_it_is() -> None:

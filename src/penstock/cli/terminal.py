@@ -211,7 +211,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def _name_schema(document: Mapping[str, Any]) -> Mapping[str, str]:
-    """The schema of the running verb's document, as `checkpoint-run/1`; docs/schemas has it.
+    """The schema of the running verb's document, as `checkpoint-run/1`; the site has it under `schemas/`.
 
     A document with a `version` of its own, which other commands read again, stays as it is.
     """

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from penstock.environment import Environment
-from penstock.optional_libraries import EXTRAS
+from penstock.optional_libraries import EXTRAS, install_command
 from penstock.units import format_bytes, format_seconds
 
 State = Literal["ok", "limited", "missing"]
@@ -99,7 +99,7 @@ def _packages(area: str) -> Iterator[Diagnosis]:
     for module, extras in EXTRAS.items():
         extra_area, purpose = _EXTRAS[extras[0]]
         if extra_area == area:
-            command = f"pip install 'penstock[{extras[0]}]'"
+            command = install_command(extras[0])
             yield _package(area, _DISTRIBUTIONS.get(module, module), purpose, command)
 
 
@@ -129,14 +129,12 @@ def _ranks(environment: Environment) -> Iterator[Diagnosis]:
         subject="mpiexec",
         state="ok" if mpiexec else "missing",
         found=mpiexec or "neither beside this Python nor on PATH",
-        fix="" if mpiexec else "For --ranks: pip install 'penstock[mpi]', or load your site's MPI.",
+        fix="" if mpiexec else f"For --ranks: {install_command('mpi')}, or load your site's MPI.",
     )
 
 
 def _object_clients(environment: Environment) -> Iterator[Diagnosis]:
-    yield _package(
-        "objects", "obstore", "the default client for s3://, gs:// and az://", "pip install penstock"
-    )
+    yield _package("objects", "obstore", "the default client for s3://, gs:// and az://", install_command())
     yield from _packages("objects")
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     missing = [name for name in names if name not in environment]

@@ -16,6 +16,7 @@ from typing import Literal, cast, get_args
 from penstock.cluster.host_slots import HostSlots, count_ranks, is_loopback, parse_hostfile, parse_hosts
 from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, Environment, user_settings
 from penstock.errors import Unavailable, UsageError
+from penstock.optional_libraries import install_command
 
 LauncherName = Literal["auto", "mpiexec", "mpirun", "srun", "pals"]
 
@@ -246,7 +247,7 @@ def find_launcher(name: LauncherName, environment: Environment) -> LauncherProgr
         raise Unavailable(
             f"No {wanted} was found to start ranks",
             where="beside this Python and on PATH",
-            fix=advice.get(name, "Install one with: pip install 'penstock[mpi]'"),
+            fix=advice.get(name, f"Install one with: {install_command('mpi')}"),
         )
     if name == "srun":
         return LauncherProgram(program, LauncherFlavour.SRUN)

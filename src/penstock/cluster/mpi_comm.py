@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.cluster.comm import BaseComm, PollingWait
 from penstock.errors import RankError, Unavailable, WaitTimeout
+from penstock.optional_libraries import install_command
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -142,7 +143,7 @@ def join_mpi(host: str, expected_size: int) -> MpiComm:
     except (ImportError, RuntimeError) as error:
         raise Unavailable(
             f"Ranks under MPI need mpi4py and an MPI library: {error}",
-            fix="Install them with: pip install 'penstock[mpi]'",
+            fix=f"Install them with: {install_command('mpi')}",
         ) from error
     begins_here = not MPI.Is_initialized()
     if begins_here:

@@ -67,7 +67,7 @@ def test_a_name_that_the_locale_cannot_write_is_escaped(monkeypatch: pytest.Monk
 
 def test_a_missing_library_names_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
     assert failing(ModuleNotFoundError("No module named 'duckdb'", name="duckdb")) == 3
-    assert "penstock[trace]" in capsys.readouterr().err
+    assert "penstock-io[trace]" in capsys.readouterr().err
     assert failing(ModuleNotFoundError("No module named 'penstok'", name="penstok")) == 70
 
 

@@ -321,7 +321,7 @@ def test_missing_libraries_of_a_group_name_its_extra() -> None:
     tools = Group("Tools.", verbs, extra="trace")
     error = CliRunner().invoke(tools, ["ask"]).exception
     assert isinstance(error, Unavailable)
-    assert "penstock[trace]" in str(error)
+    assert "penstock-io[trace]" in str(error)
     assert isinstance(CliRunner().invoke(tools, ["fail"]).exception, ModuleNotFoundError)
 
 

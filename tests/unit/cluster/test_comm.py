@@ -222,7 +222,7 @@ def test_a_foreign_error_takes_its_traceback_along_as_a_note() -> None:
 
 def test_a_library_that_one_host_lacks_is_named_with_its_extra() -> None:
     error = ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
-    assert "Run: pip install 'penstock[bench]'" in describe_failure(error, 1, "here").cause
+    assert "Run: pip install 'penstock-io[bench]'" in describe_failure(error, 1, "here").cause
 
 
 def test_a_cause_of_any_length_stays_a_line_that_is_accepted() -> None:

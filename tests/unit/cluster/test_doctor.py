@@ -47,7 +47,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     subjects = _by_subject(tmp_path)
     assert subjects["minio"].state == "missing"
-    assert "pip install 'penstock[minio]'" in subjects["minio"].fix
+    assert "pip install 'penstock-io[minio]'" in subjects["minio"].fix
 
 
 def test_secrets_are_named_but_never_shown(tmp_path: Path) -> None:

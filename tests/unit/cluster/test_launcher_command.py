@@ -222,7 +222,7 @@ def test_without_one_beside_it_path_is_searched(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("name", "fix"),
-    [("auto", "pip install 'penstock[mpi]'"), ("srun", "Slurm allocation"), ("pals", "PALS module")],
+    [("auto", "pip install 'penstock-io[mpi]'"), ("srun", "Slurm allocation"), ("pals", "PALS module")],
 )
 def test_a_missing_launcher_is_an_error_with_a_fix(
     name: Any, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Protocol, cast, runtime_checkable
 
 from penstock.errors import Unavailable
+from penstock.optional_libraries import install_command
 from penstock.storage.objects.client_settings import ClientName, ClientSettings
 
 
@@ -126,6 +127,6 @@ def connect(settings: ClientSettings) -> ObjectClient:
     except ModuleNotFoundError as error:
         raise Unavailable(
             f"The S3 client {name} is not installed: no module {error.name!r}",
-            fix=f"Run: pip install 'penstock[{name}]' (or use client=obstore).",
+            fix=f"Run: {install_command(name)} (or use client=obstore).",
         ) from error
     return cast("Connect", module.connect)(settings)

@@ -204,7 +204,7 @@ def require_libraries(find: Callable[[str], object | None] = find_spec) -> None:
     if missing:
         raise Unavailable(
             f"A study saves tensors of torch and compares traces, and {', '.join(missing)} is not installed",
-            fix="Run: pip install 'penstock[torch,trace]'",
+            fix="Run: pip install 'penstock-io[torch,trace]'",
         )
 
 

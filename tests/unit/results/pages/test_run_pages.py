@@ -191,7 +191,7 @@ def test_a_run_keeps_its_figures_where_its_page_cannot_be_drawn(
 
         html_page._environment.cache_clear()
         leave_run_page(folder)
-        assert "pip install 'penstock[pages]'" in caplog.text
+        assert "pip install 'penstock-io[pages]'" in caplog.text
     assert not (folder / "report.html").exists()
 
 

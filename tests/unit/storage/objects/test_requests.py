@@ -251,7 +251,7 @@ def test_a_client_that_is_not_installed_is_named_with_its_remedy(monkeypatch: py
     place = resolve_location(parse_uri("s3://bucket?client=minio"), environment)
     with pytest.raises(Unavailable, match="minio is not installed") as caught:
         connect(place.clients[0])
-    assert "pip install 'penstock[minio]'" in caught.value.fix
+    assert "pip install 'penstock-io[minio]'" in caught.value.fix
 
 
 def test_process_wide_settings_are_exported_once_and_a_difference_is_named(
