@@ -22,6 +22,8 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
+from tests.support.child_processes import exit_code_of
+from tests.support.crash import killed_at
 from tests.support.known_states import (
     blank_state,
     known_state,
@@ -36,8 +38,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.errors import PenstockError
-from penstock.testing.child_processes import exit_code_of
-from penstock.testing.crash import killed_at
 
 Outcome = Literal["a saved step", "a mix of two steps, silently", "nothing: the newest fails to load"]
 OUTCOMES: tuple[Outcome, ...] = (

@@ -26,6 +26,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 import numpy as np
+from tests.support.rank_threads import on_ranks
 
 from penstock.bench.probe import ProbeRequest, probe
 from penstock.bench.probe.probe_folder import ProbeFolder
@@ -49,7 +50,6 @@ from penstock.storage.capabilities import defer_sync
 from penstock.storage.files.file_storage import reclaim_unfinished
 from penstock.storage.rate_limit import RateLimitedStorage
 from penstock.storage.uri import parse_uri
-from penstock.testing.rank_threads import on_ranks
 
 MIB = 1 << 20
 CAPACITIES = (1000, 10_000, 30_000, 50_000, 100_000, None)

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from penstock.testing.child_processes import LIMIT_S, FunctionRef, run_children
+from tests.support.child_processes import LIMIT_S, FunctionRef, run_children
 
 
 def on_gloo_ranks(

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.child_processes import FunctionRef
 from tests.support.gloo_ranks import as_rank
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.manager.manager import Manager
 from penstock.storage import Storage
 from penstock.storage.files.system_calls import FileCalls
-from penstock.testing.child_processes import FunctionRef
 
 NUM_ROWS = 300
 SHORT_TIMEOUT_S = 60.0

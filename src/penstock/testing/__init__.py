@@ -1,4 +1,4 @@
-"""Test kit for people who extend Penstock: contract suites, fault injection, crashes and power cuts.
+"""Test kit for people who write a storage back end: the contract it must keep, and faults to inject.
 
-Production code never imports it. `storage_contract` needs pytest; the other modules do not.
+Production code never imports it. `storage_contract` needs pytest.
 """

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from tests.support.rank_threads import ThreadComm, on_ranks
 from tests.unit.cluster.test_host_counters import host
 
 from penstock.bench.device_counters import DeviceObserver
@@ -25,7 +26,6 @@ from penstock.results.counter_files import read_counters
 from penstock.results.io_reconciliation import IoReconciliation, ReconciliationVerdict
 from penstock.results.run_record import read_record
 from penstock.storage import open_storage
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 from penstock.workload.enums import DataFormat
 from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.rank_threads import on_ranks
 from tests.support.repeated_measurement import measure_until
 from tests.support.slow_storages import Stalling, Throttled
 
@@ -36,7 +37,6 @@ from penstock.reports.answer_page import render_answer_page
 from penstock.storage import Storage, open_storage
 from penstock.storage.uri import parse_uri
 from penstock.testing.faults import FailAtCall
-from penstock.testing.rank_threads import on_ranks
 
 QUICK = LoadRequest(shape=LoadShape(depth=16), size_bytes=16 << 20, seconds=0.5, max_seconds=1.2)
 

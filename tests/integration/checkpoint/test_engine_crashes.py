@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.support.crash import Program, count_calls, killed_at, sweep
+from tests.support.file_faults import CallLog, FailFileCall, NoSync, faulty_calls
 from tests.support.known_states import (
     blank_state,
     known_state,
@@ -22,14 +24,12 @@ from tests.support.known_states import (
     save_state_as_rank,
 )
 from tests.support.known_steps import files_below
+from tests.support.power_cut import Choice, Disk, OperationLog
 
 from penstock.checkpoint.commit.catalog import StepCatalog
 from penstock.checkpoint.formats.manifest import ManifestFile, read_manifest
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import PenstockError
-from penstock.testing.crash import Program, count_calls, killed_at, sweep
-from penstock.testing.file_faults import CallLog, FailFileCall, NoSync, faulty_calls
-from penstock.testing.power_cut import Choice, Disk, OperationLog
 
 UNSYNCED = faulty_calls(NoSync())
 FRESH, OVER = 2, 1

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.child_processes import run_children
 from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint import state_dict as stock_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
@@ -27,7 +28,6 @@ from torch.distributed.fsdp import fully_shard
 import penstock.checkpoint as pc
 from penstock.checkpoint.loading import optimizer_parts, stateful_parts
 from penstock.errors import UsageError
-from penstock.testing.child_processes import run_children
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.comm_contract import check_comm
 from tests.support.gloo_ranks import on_gloo_ranks
 from tests.support.known_steps import find_checkpoint
 from torch.distributed._shard.metadata import ShardMetadata
@@ -37,7 +38,6 @@ from penstock.cluster import rounds
 from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.storage.capabilities import prefer_direct_access, uses_page_cache
 from penstock.storage.residency import evict_file
-from penstock.testing.comm_contract import check_comm
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor

@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 
 import pytest
+from tests.support.file_faults import CallFault, FailFileCall, ShortTransfers, faulty_calls
 
 from penstock.bench.checkpoint.read_pipeline import read_objects
 from penstock.dataset.content import Content
@@ -11,7 +12,6 @@ from penstock.errors import OutOfSpace, StorageError
 from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.uri import Location
-from penstock.testing.file_faults import CallFault, FailFileCall, ShortTransfers, faulty_calls
 from penstock.transfer.pipeline import PipelineSettings, PlannedObject, write_objects
 
 CHUNK = 64 * 1024

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.child_processes import run_children
 
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.saving.saver import TorchEngine
-from penstock.testing.child_processes import run_children
 
 MIB = 1 << 20
 

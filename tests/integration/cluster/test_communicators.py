@@ -4,20 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.comm_contract import check_comm
 from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.cluster import rounds
 from penstock.cluster.comm import SoloComm
 from penstock.errors import RankError
-from penstock.testing.comm_contract import check_comm
 
 BIN = Path(sys.executable).parent
-CONTRACT = ("-m", "penstock.testing.comm_contract")
-ABSENCE = str(Path(__file__).parent / "programs" / "absence.py")
+ROOT = Path(__file__).parents[3]
+"""From here `-m tests...` can be imported."""
+CONTRACT = ("-m", "tests.support.comm_contract")
+ABSENCE = ("-m", "tests.integration.cluster.programs.absence")
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
 
 
 def mpiexec(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
@@ -81,12 +83,12 @@ def hear_another_call(rank: int) -> str:
 
 def test_a_rank_missing_under_mpi_is_noticed_by_all_others(tmp_path: Path) -> None:
     # The exit code says nothing: a launcher may kill those that leave last.
-    ended = mpiexec(3, ABSENCE, str(tmp_path))
+    ended = mpiexec(3, *ABSENCE, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"], ended.stderr
 
 
 def test_a_rank_missing_under_torch_is_noticed_by_all_others(tmp_path: Path) -> None:
-    ended = torchrun(2, ABSENCE, str(tmp_path))
+    ended = torchrun(2, *ABSENCE, str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support.rank_threads import on_ranks
 
 from penstock.cluster.comm import Comm, SoloComm
 from penstock.dataset.external_dataset import ExternalFiles, list_external_files, list_in_parallel
@@ -14,7 +15,6 @@ from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import ObjectInfo, open_storage
 from penstock.storage.protocol import WrappedStorage
-from penstock.testing.rank_threads import on_ranks
 from penstock.workload.enums import DataFormat
 from penstock.workload.spec import Dataset
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.rank_threads import ThreadComm, on_ranks
 from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.cluster.comm import SoloComm
@@ -34,7 +35,6 @@ from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage
 from penstock.storage.uri import Location
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 SMALL = change_model(MODELS["tiny-1b"], layers=1, kv_heads=1, head_dim=4)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.rank_threads import ThreadComm, on_ranks
 from tests.support.submission.query_tree import CACHE, OPTIONS, valid_cache
 
 from penstock.kvcache.entries import EntryOutcome
@@ -26,7 +27,6 @@ from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
 from penstock.submission.kv_cache_runs import SUMS
 from penstock.submission.parsed_file import read_file
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 LIMITS = load_limits()
 PUBLISHED_RANKS = Path(__file__).parents[2] / "golden" / "kvcache_published_v3.json"

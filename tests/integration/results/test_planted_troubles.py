@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.page_checks import read_banner
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_run import TrainingRequest, train
@@ -25,7 +26,6 @@ from penstock.dataset.generate import generate
 from penstock.progress import Silent
 from penstock.storage import open_storage
 from penstock.testing.faults import Gate, Gated, Verb
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 from penstock.workload.enums import DataFormat
 from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, Metric, ReaderSection, Train, Workload

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.cluster.comm import BaseComm, SoloComm, all_gather_results, conclude_on_rank0, format_cause
 from penstock.cluster.rounds import Round, any_of_all, reduce_values
@@ -21,7 +22,6 @@ from penstock.errors import (
     UsageError,
     WaitTimeout,
 )
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,13 +9,13 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.comm_contract import check_comm
+from tests.support.rank_threads import ThreadBoard, ThreadComm, on_ranks
 
 from penstock.cluster import host_messages, rounds
 from penstock.cluster.comm import BaseComm, all_gather_results
 from penstock.cluster.host_messages import HostComm, Listener, connect_within_host
 from penstock.errors import RankError, RankFailed, WaitTimeout
-from penstock.testing.comm_contract import check_comm
-from penstock.testing.rank_threads import ThreadBoard, ThreadComm, on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.comm_contract import check_absence, check_comm
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.cluster.comm import all_gather_results
 from penstock.errors import RankError, RankFailed
-from penstock.testing.comm_contract import check_absence, check_comm
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

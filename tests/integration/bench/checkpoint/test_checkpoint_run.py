@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.file_faults import FailFileCall, faulty_calls
+from tests.support.rank_threads import on_ranks
 
 from penstock.bench.checkpoint.checkpoint_folder import KEY, read_marker
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
@@ -35,8 +37,6 @@ from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedSink, WrappedStorage, exists, read_object, write_object
 from penstock.storage.uri import Location
 from penstock.testing.faults import FailAtCall, Full, Late
-from penstock.testing.file_faults import FailFileCall, faulty_calls
-from penstock.testing.rank_threads import on_ranks
 from penstock.transfer.pipeline import PipelineSettings
 from penstock.workload.load_workload import load_model
 from penstock.workload.overrides import parse_settings

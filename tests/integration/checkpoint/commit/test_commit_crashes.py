@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.support.crash import Program, count_calls, sweep
+from tests.support.file_faults import NoSync, faulty_calls
 from tests.support.known_steps import assert_known, files_below, save_known, save_known_alone
+from tests.support.power_cut import Disk, Kind, OperationLog
 
 from penstock.cluster.comm import SoloComm
 from penstock.storage.files.system_calls import REAL_CALLS
-from penstock.testing.crash import Program, count_calls, sweep
-from penstock.testing.file_faults import NoSync, faulty_calls
-from penstock.testing.power_cut import Disk, Kind, OperationLog
 
 UNSYNCED = faulty_calls(NoSync())
 FRESH, OVER = "step-2", "step-1"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from tests.support.file_faults import Call, CallFault, CallLog, FailFileCall, NoSync, faulty_calls
 from tests.support.known_steps import assert_known, files_below, save_known
 
 from penstock.checkpoint.commit.catalog import open_catalog
@@ -21,7 +22,6 @@ from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, Penstoc
 from penstock.storage.files.file_storage import FileStorage
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.protocol import write_object
-from penstock.testing.file_faults import Call, CallFault, CallLog, FailFileCall, NoSync, faulty_calls
 
 T = TypeVar("T")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.file_faults import Call, CallLog, NoSync, faulty_calls
 from tests.support.known_steps import assert_known, files_below, known_bytes, save_known
 
 from penstock.checkpoint.commit.protocol import LEASE_S, MANIFEST_NAME, METADATA_NAME, FolderDraftStore, Seal
@@ -17,7 +18,6 @@ from penstock.errors import StorageError, UsageError
 from penstock.storage.capabilities import find_folder_tree
 from penstock.storage.files.system_calls import FileCalls
 from penstock.storage.protocol import write_object
-from penstock.testing.file_faults import Call, CallLog, NoSync, faulty_calls
 
 NAME, SAVE_ID = "step-1", "0123456789abcdef"
 FILES = ("__0_0.distcp", "__0_1.distcp")

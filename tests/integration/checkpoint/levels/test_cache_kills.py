@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.child_processes import FunctionRef
+from tests.support.crash import Program, sweep
 from tests.support.gloo_ranks import as_rank, on_gloo_ranks
 from tests.support.known_states import blank_state, known_state, same_state
 from tests.support.known_steps import files_below
@@ -18,8 +20,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from penstock.checkpoint.levels.options import DoubleParity, Xor
 from penstock.checkpoint.manager.manager import Manager
 from penstock.storage.files.system_calls import FileCalls
-from penstock.testing.child_processes import FunctionRef
-from penstock.testing.crash import Program, sweep
 
 
 def manager_of(rank: int, root: Path, size: int, cache: Any) -> Manager:

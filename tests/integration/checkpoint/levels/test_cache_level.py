@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 from tests.support.bytes_engine import BytesEngine
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.commit.protocol import Draft
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
@@ -24,7 +25,6 @@ from penstock.checkpoint.state.process_group import RankGroup
 from penstock.errors import OutOfSpace, PenstockError, RankFailed, UsageError
 from penstock.storage import Storage, open_storage
 from penstock.storage.protocol import Source, WrappedStorage
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 Result = TypeVar("Result")
 

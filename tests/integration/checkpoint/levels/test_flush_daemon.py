@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.child_processes import exit_code_of
 from tests.support.flush_daemons import daemons_below, ending_daemons, wait_until
 from tests.support.flush_orders import order, serve
 from tests.support.gloo_ranks import on_gloo_ranks
@@ -22,7 +23,6 @@ from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import RankFailed, StorageError, Unavailable
 from penstock.storage.uri import open_here
-from penstock.testing.child_processes import exit_code_of
 
 BY_DAEMON = Flush(by="daemon")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.child_processes import FunctionRef, clean_context, ending
 from tests.support.flush_daemons import daemons_below, ending_daemons, wait_until
 from tests.support.gloo_ranks import as_rank, on_gloo_ranks
 
@@ -20,7 +21,6 @@ from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
 from penstock.checkpoint.levels.options import Flush, Partner
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
-from penstock.testing.child_processes import FunctionRef, clean_context, ending
 
 HOSTS = 2
 NUM_ITEMS = 200_000

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from tests.support.gloo_ranks import on_gloo_ranks
+from tests.support.rank_threads import ThreadComm, on_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from penstock.checkpoint.commit.catalog import StepCatalog
@@ -27,7 +28,6 @@ from penstock.checkpoint.levels.recovery import (
 from penstock.checkpoint.manager.manager import Manager
 from penstock.cli import main
 from penstock.storage import open_storage
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 Result = TypeVar("Result")
 

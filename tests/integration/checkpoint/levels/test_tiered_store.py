@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.support.bytes_engine import BytesEngine
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.commit.catalog import StepCatalog
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
@@ -18,7 +19,6 @@ from penstock.errors import PenstockError
 from penstock.progress import Silent
 from penstock.storage import open_storage
 from penstock.testing.faults import FailAtCall
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 RANKS = 4
 

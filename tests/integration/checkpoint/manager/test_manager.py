@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.bytes_engine import BytesEngine
+from tests.support.file_faults import CallLog, FailFileCall, faulty_calls
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, find_surplus, step_dirname
@@ -35,7 +36,6 @@ from penstock.errors import (
 from penstock.storage.files.folders import FileFolderTree
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.uri import open_here
-from penstock.testing.file_faults import CallLog, FailFileCall, faulty_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

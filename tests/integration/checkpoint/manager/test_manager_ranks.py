@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.bytes_engine import BytesEngine
+from tests.support.file_faults import FailFileCall, NoSync, faulty_calls
 from tests.support.gloo_ranks import on_gloo_ranks
 from tests.support.known_states import restored, save_state
 from tests.support.known_steps import files_below
@@ -27,7 +28,6 @@ from penstock.errors import (
     UsageError,
     WaitTimeout,
 )
-from penstock.testing.file_faults import FailFileCall, NoSync, faulty_calls
 
 SIZE = 1000
 

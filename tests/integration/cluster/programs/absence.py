@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.comm_contract import check_absence
+
 from penstock.cluster.supervision import join_ranks
 from penstock.environment import process_environment
-from penstock.testing.comm_contract import check_absence
 
 folder = Path(sys.argv[1])
 comm = join_ranks(process_environment())

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.support.file_faults import CallFault, CallLog, FailFileCall, ShortTransfers, faulty_calls
 from tests.support.open_files import open_below
 
 from penstock.errors import StorageError
@@ -18,7 +19,6 @@ from penstock.storage.files.file_storage import DirectOptions, FileOptions, File
 from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.storage.protocol import read_object
 from penstock.storage.uri import Location
-from penstock.testing.file_faults import CallFault, CallLog, FailFileCall, ShortTransfers, faulty_calls
 from penstock.testing.storage_contract import arbitrary_bytes
 
 CONTENT = arbitrary_bytes(20_000)

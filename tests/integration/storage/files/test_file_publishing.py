@@ -13,6 +13,15 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.support.file_faults import (
+    Call,
+    CallFault,
+    CallLog,
+    FailFileCall,
+    KillAtFileCall,
+    ShortTransfers,
+    faulty_calls,
+)
 from tests.support.open_files import open_below
 
 from penstock.errors import (
@@ -29,15 +38,6 @@ from penstock.storage.files.file_storage import DirectOptions, FileOptions, File
 from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.storage.protocol import exists, read_object, write_object
 from penstock.storage.uri import Location, open_storage
-from penstock.testing.file_faults import (
-    Call,
-    CallFault,
-    CallLog,
-    FailFileCall,
-    KillAtFileCall,
-    ShortTransfers,
-    faulty_calls,
-)
 from penstock.testing.storage_contract import ReleaseLedger, arbitrary_bytes, assert_same_bytes
 
 BUFFERED = FileOptions()
@@ -406,7 +406,7 @@ from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.uri import Location
 from penstock.storage.protocol import write_object
-from penstock.testing.file_faults import KillAtFileCall, faulty_calls
+from tests.support.file_faults import KillAtFileCall, faulty_calls
 root, number = sys.argv[1], int(sys.argv[2])
 calls = faulty_calls(KillAtFileCall(number))
 storage = FileStorage(Location("file", root), FileOptions(), BufferedAccess(), calls=calls)

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from tests.support.file_faults import CallLog, FailFileCall, faulty_calls
 from tests.support.known_steps import files_below
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
@@ -22,7 +23,6 @@ from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage, read_object, write_object
 from penstock.storage.rate_limit import RateLimitedStorage
 from penstock.storage.uri import open_here, open_storage
-from penstock.testing.file_faults import CallLog, FailFileCall, faulty_calls
 
 
 def names_in(storage: FileStorage, folder: str = "", prefix: str = "") -> list[str]:

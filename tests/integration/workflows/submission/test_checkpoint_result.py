@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+from tests.support.rank_threads import on_ranks
 
 from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, change_checkpoint_section
 from penstock.bench.state_layout import LayoutRequest, plan_layout
@@ -27,7 +28,6 @@ from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
 from penstock.submission.tree_layout import Benchmark
-from penstock.testing.rank_threads import on_ranks
 from penstock.transfer.pipeline import PipelineSettings
 from penstock.workflows.submission.result_draft import ResultWriter, RunObserver, add_checkpoints
 from penstock.workload.load_workload import load_model

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.integration.workflows.submission.small_result import SCALE, SmallResult
+from tests.support.rank_threads import on_ranks
 
 from penstock.errors import PenstockError, StorageError, UsageError
 from penstock.progress import Silent
@@ -15,7 +16,6 @@ from penstock.submission.check import check
 from penstock.submission.edition import Edition, load_edition
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.tree_layout import MANIFEST, SubmissionPhase
-from penstock.testing.rank_threads import on_ranks
 
 SCALE_BREAKS = {"sizing.steps", "parameters.allowed", "parameters.configuration"}
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.support.file_faults import CallLog, faulty_calls
 from tests.support.known_steps import files_below
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.commit import transaction
 from penstock.checkpoint.commit.transaction import (
@@ -23,8 +25,6 @@ from penstock.errors import RankFailed
 from penstock.storage.protocol import Sink, WrappedSink, WrappedStorage
 from penstock.storage.uri import open_here
 from penstock.testing.faults import FailAtCall, Verb
-from penstock.testing.file_faults import CallLog, faulty_calls
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

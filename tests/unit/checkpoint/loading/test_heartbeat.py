@@ -3,11 +3,11 @@
 import threading
 
 import pytest
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.loading.execute import CancelToken, run_with_heartbeat
 from penstock.cluster.comm import SoloComm
 from penstock.errors import RankFailed
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 
 def test_each_rank_gets_its_own_result_once_all_are_done() -> None:

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.loading import host_links
 from penstock.checkpoint.loading.host_links import HostLinks, Window, connect_host
@@ -26,7 +27,6 @@ from penstock.checkpoint.state.regions import Regions
 from penstock.errors import RankError, StorageError
 from penstock.progress import Silent
 from penstock.storage.aligned import address_of
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 PAGE = 4096
 SETTINGS = ReadSettings(streams=2, block_bytes=PAGE)

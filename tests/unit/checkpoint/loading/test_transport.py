@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing, run_rounds
 from penstock.errors import WaitTimeout
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 import xxhash
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.saving.replicas import compare_replicas, sum_bytes, sum_on_device
@@ -12,7 +13,6 @@ from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.tensors import LocalShard, LocalState
 from penstock.cluster import rounds
 from penstock.errors import RankError
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 
 @pytest.fixture(autouse=True, params=[rounds.FAN_IN, 2], ids=["few ranks", "as in a large job"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.engine import SaveChoice
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, SaveOptions, SavePlan, find_stored_name
@@ -9,7 +10,6 @@ from penstock.checkpoint.saving.saver import NUM_KEPT_PLANS, SavePlanCache, Save
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import Regions, TensorFacts, whole_regions
 from penstock.errors import RankFailed, UsageError
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 
 def held(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.commit import transaction
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
@@ -20,7 +21,6 @@ from penstock.errors import RankFailed, StorageError
 from penstock.storage import Storage
 from penstock.storage.protocol import Sink, WrappedStorage
 from penstock.storage.uri import open_here
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 NUM_RANKS = 3
 

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.support.rank_threads import ThreadComm, on_ranks
 from tests.unit.cluster.facts.known_hosts import machine
 
 from penstock.cluster.gates.gate_checks import check_storage
@@ -16,7 +17,6 @@ from penstock.errors import AccessRefused
 from penstock.storage import Storage, open_storage
 from penstock.storage.in_memory import MemorySink, MemoryStorage
 from penstock.storage.protocol import write_object
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 
 def _undertaking(data: Path, results: Path | None = None, *, root: Path = Path("/")) -> PreflightRequest:

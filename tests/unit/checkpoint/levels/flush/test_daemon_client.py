@@ -5,12 +5,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.flush.daemon_client import OrderRepair
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, JournalReader
 from penstock.errors import RankFailed
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 
 @pytest.mark.parametrize("broken", [0, 1])

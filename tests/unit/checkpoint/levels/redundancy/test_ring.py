@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.engine import RankSaveStats, WrittenFile, WrittenShare
 from penstock.checkpoint.formats.manifest import checksum_of
@@ -27,7 +28,6 @@ from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import Sink, WrappedStorage, read_object, write_object
-from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 BLOCK_BYTES = 4096
 Sizes = list[list[int]]

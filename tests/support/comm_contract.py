@@ -1,4 +1,4 @@
-"""The contract suite of `Comm`, also as a program: `mpiexec -n 4 python -m penstock.testing.comm_contract`.
+"""The contract suite of `Comm`, also as a program: `mpiexec -n 4 python -m tests.support.comm_contract`.
 
 To test a communicator, call `check_comm` on each of its ranks. Invariant: all clauses are collective and
 leave the ranks in step, except `check_absence`, after which the communicator is unusable.
@@ -95,7 +95,7 @@ def _reductions_are_exact(comm: Comm) -> None:
 
 
 def _reductions_agree_to_the_bit(comm: Comm) -> None:
-    mine = random.Random(comm.rank).random()  # noqa: S311 - not a secret, but the same in each run
+    mine = random.Random(comm.rank).random()
     total = comm.reduce(mine, "sum", awaiting="a sum that rounds", timeout_s=LIMIT_S)
     assert len(set(comm.gather(total, awaiting="everyone's sum", timeout_s=LIMIT_S))) == 1
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from penstock.testing.file_faults import Call
+    from tests.support.file_faults import Call
 
 Arguments = tuple[Any, ...]
 Kind = Literal["file", "folder"]

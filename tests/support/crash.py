@@ -8,9 +8,10 @@ of the caller. Invariant: every child is ended and waited for.
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
+from tests.support.child_processes import LIMIT_S, clean_context, ending, run_children
+from tests.support.file_faults import CallFault, CallLog, KillAtFileCall, NoSync, faulty_calls
+
 from penstock.storage.files.system_calls import FileCalls
-from penstock.testing.child_processes import LIMIT_S, clean_context, ending, run_children
-from penstock.testing.file_faults import CallFault, CallLog, KillAtFileCall, NoSync, faulty_calls
 
 Program = Callable[[FileCalls], None]
 
