@@ -4,13 +4,7 @@
 
 Each rank runs its real code, and every message is counted. Those that receive most are run once more, each in
 a process of its own with the messages that it received, for the growth of its memory and its CPU seconds.
-Takes about ten minutes and 4 GiB for 16,384 ranks x 1,000 tensors; a load takes 12 GiB, and 2 GiB with 200
-tensors. Messages wait in a temporary file, of some GiB then. What a rank receives and needs grows in
-proportion to its tensors from there: planners have one each.
-
-    python benchmarks/checkpoint_plan.py load [ranks [tensors [replicas]]]
-
-The same for a load of what so many ranks saved, by as many.
+Takes about ten minutes and 4 GiB for 16,384 ranks x 1,000 tensors. Messages wait in a temporary file.
 
     python benchmarks/checkpoint_plan.py cache [ranks]
 
@@ -35,7 +29,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 # For the simulated ranks, which the tests have, too.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -59,9 +52,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     RecordedFile,
     list_members,
 )
-from penstock.checkpoint.plan.load_plan import LoadOptions
 from penstock.checkpoint.plan.save_plan import Holdings, SaveOptions
-from penstock.checkpoint.plan.shared_load import DescribedRows, find_rows, plan_own_load
 from penstock.checkpoint.plan.shared_plan import Place, plan_share
 from penstock.checkpoint.saving.shared_description import RankDescription, SpanReader
 from penstock.checkpoint.state.regions import (
@@ -69,7 +60,6 @@ from penstock.checkpoint.state.regions import (
     Regions,
     StoredRegions,
     TensorFacts,
-    element_sizes,
 )
 from penstock.cluster import rounds
 from penstock.cluster.rounds import Rounds
@@ -110,52 +100,12 @@ class Job:
         share = yield from plan_share(Place(rank, self.size), held, {}, SaveOptions())
         return len(share.regions)
 
-    def load(self, rank: int) -> Rounds[int]:
-        """One rank's part in the planning of a load; the number of its reads.
 
-        It has read the places of what the rank of this number saved, which without replicas it wants again.
-        """
-        tensors, number = self.tensors, np.arange(self.num_tensors)
-        element_bytes = element_sizes(tensors)
-        rows = ROWS // self.size
-        regions = Regions(
-            number,
-            np.broadcast_to(np.array([rank * rows, 0]), (self.num_tensors, 2)),
-            np.broadcast_to(np.array([rows, COLUMNS]), (self.num_tensors, 2)),
-        )
-        size = regions.num_bytes(element_bytes)
-        offset = np.cumsum(size) - size
-        stored = StoredRegions(
-            regions, np.full(len(number), rank), offset, size, offset, np.zeros(len(number), dtype=np.bool_)
-        )
-        sums = np.random.default_rng(rank).integers(-(1 << 31), 1 << 31, (len(number), 4))
-        wanted = self.held(rank)
-        found = yield from find_rows(
-            Place(rank, self.size),
-            tensors=tensors,
-            num_objects=0,
-            described=DescribedRows(stored, sums),
-            wanted=wanted,
-            shares=lambda _: np.ones(len(wanted), dtype=np.bool_),
-            where="the simulation",
-        )
-        plan = plan_own_load(
-            rank,
-            found.described.stored,
-            element_bytes,
-            wanted,
-            found=found,
-            options=LoadOptions(),
-            near=np.array([rank]),
-        )
-        return len(plan.row)
-
-
-def replay(job: Job, kind: str, rank: int, inbox: Sequence[list[bytes]]) -> tuple[float, float]:
+def replay(job: Job, rank: int, inbox: Sequence[list[bytes]]) -> tuple[float, float]:
     """CPU seconds and MiB that one rank needs beyond those of its process, given what it received."""
     start_s, start_bytes = time.process_time(), _resident_bytes()
     most = start_bytes
-    operation = getattr(job, kind)(rank)
+    operation = job.save(rank)
     try:
         next(operation)
         received = iter(inbox)
@@ -171,7 +121,7 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * _PAGE_BYTES
 
 
-def measure(kind: Literal["save", "load"], job: Job) -> None:
+def measure(job: Job) -> None:
     """Plan once with all ranks, and print what it cost them."""
     size, num_tensors = job.size, job.num_tensors
     watched = {number * size // num_tensors for number in (0, num_tensors // 2, num_tensors - 1)}
@@ -179,11 +129,10 @@ def measure(kind: Literal["save", "load"], job: Job) -> None:
     with tempfile.TemporaryFile() as spool:
         ranks = SimulatedRanks[int](size, {rank: [] for rank in sorted(watched)}, spool.fileno())
         gc.disable()
-        for _, count in ranks.run(job.save if kind == "save" else job.load):
+        for _, count in ranks.run(job.save):
             num_parts += count
         gc.enable()
-    done = "written" if kind == "save" else "read"
-    print(f"{size:,} ranks x {num_tensors:,} tensors, {job.replicas} replica(s): {num_parts:,} parts {done}")
+    print(f"{size:,} ranks x {num_tensors:,} tensors, {job.replicas} replica(s): {num_parts:,} parts written")
     received = [cost.received_bytes for cost in ranks.costs]
     cpu_s = [cost.cpu_s for cost in ranks.costs]
     print(f"  received by a rank: median {statistics.median(received):,.0f}, most {max(received):,} bytes")
@@ -191,14 +140,11 @@ def measure(kind: Literal["save", "load"], job: Job) -> None:
     print(f"  CPU of a rank, simulated: median {statistics.median(cpu_s):.4f}, most {max(cpu_s):.3f} s")
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
         for rank, inbox in ranks.inbox.items():
-            took_s, grown_mib = processes.apply(replay, (job, kind, rank, inbox))
+            took_s, grown_mib = processes.apply(replay, (job, rank, inbox))
             print(f"  rank {rank} alone in a process: {took_s:.3f} CPU s, {grown_mib:.1f} MiB more")
-    if kind == "save":
-        again = SimulatedRanks[bool](size)
-        assert all(same for _, same in again.run(lambda rank: rounds.all_equal(rank, size, bytes(24))))
-        print(
-            f"  unchanged plan: {max(cost.received_bytes for cost in again.costs)} bytes received by a rank"
-        )
+    again = SimulatedRanks[bool](size)
+    assert all(same for _, same in again.run(lambda rank: rounds.all_equal(rank, size, bytes(24))))
+    print(f"  unchanged plan: {max(cost.received_bytes for cost in again.costs)} bytes received by a rank")
 
 
 def _written(rank: int) -> WrittenShare:
@@ -342,6 +288,5 @@ if __name__ == "__main__":
         words = sys.argv[2:] + ["16384", "1000", tempfile.gettempdir()][len(sys.argv) - 2 :]
         describe(int(words[0]), int(words[1]), words[2])
     else:
-        is_load = sys.argv[1:2] == ["load"]
-        chosen = [int(argument) for argument in sys.argv[1 + is_load :]]
-        measure("load" if is_load else "save", Job(*(chosen + [16_384, 1000, 1][len(chosen) :])))
+        chosen = [int(argument) for argument in sys.argv[1:]]
+        measure(Job(*(chosen + [16_384, 1000, 1][len(chosen) :])))

@@ -30,7 +30,6 @@ from penstock.checkpoint.plan.load_plan import LoadPlan, payload_starts
 from penstock.checkpoint.plan.region_arithmetic import distinct, find_overlaps
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, element_sizes
-from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, format_cause
 from penstock.errors import PenstockError, RankError, RankFailed, WaitTimeout
 from penstock.progress import Progress
@@ -84,7 +83,6 @@ class CancelToken:
 
 
 RankState = Literal["busy", "done", "failed"]
-STATES: tuple[RankState, ...] = ("busy", "done", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,22 +170,12 @@ class _Heartbeat:
                 wait([working], timeout=HEARTBEAT_S)
                 if done_s is None and working.done():
                     done_s = time.monotonic()
-                statuses = self._exchange(self._status(working, done_s))
+                statuses = self.comm.gather(self._status(working, done_s), awaiting=self.awaiting)
                 if any(status.state == "failed" for status in statuses):
                     return working, statuses
                 if all(status.state == "done" for status in statuses):
                     undo.pop_all()
                     return working, statuses
-
-    def _exchange(self, status: _RankStatus) -> Sequence[_RankStatus]:
-        """The status of each rank; in a large job, until one fails, one that tells whether all are done."""
-        rank, size = self.comm.rank, self.comm.size
-        if size >= rounds.FAN_IN:
-            own = 1 << STATES.index(status.state)
-            seen = self.comm.carry(rounds.mask_of_all(rank, size, own), awaiting=self.awaiting)
-            if not seen >> STATES.index("failed"):
-                return [_RankStatus("busy" if seen & 1 else "done")]
-        return self.comm.gather(status, awaiting=self.awaiting)
 
     def result(self, beating: Future[Beaten]) -> Beaten:
         """What `beat` returned or raised; where ranks lost each other, the work may know which one died."""

@@ -11,7 +11,6 @@ import ctypes
 import logging
 import mmap
 import os
-import pickle
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from penstock.checkpoint.loading.reader import ReadSettings
-from penstock.cluster import rounds
 from penstock.cluster.comm import Comm
 from penstock.cluster.host_messages import Listener
 from penstock.errors import Unavailable
@@ -179,8 +177,7 @@ def connect_host(
     `read_bytes` is what this rank reads itself. None if no rank of the job needs it, or where it is not
     possible, which the log explains.
     """
-    needed = rounds.any_of_all(comm.rank, comm.size, own=is_needed)
-    if not comm.carry(needed, awaiting="which ranks share bytes"):
+    if not any(comm.gather(is_needed, awaiting="which ranks share bytes")):
         return None
     with ExitStack() as undo:
         links, refusal, own = None, "", None
@@ -217,9 +214,8 @@ def connect_host(
 
 def _tell_host(comm: Comm, ranks: Sequence[int], own: Told, awaiting: str) -> dict[int, Told]:
     """What each rank of this host says."""
-    told = comm.carry(rounds.exchange(comm.rank, ranks, pickle.dumps(own)), awaiting=awaiting)
-    # Ranks of one job trust each other: a process that can send here already runs code as this user.
-    return {rank: pickle.loads(text) for rank, text in told.items()}  # noqa: S301 - as said
+    told = comm.gather(own, awaiting=awaiting)
+    return {rank: told[rank] for rank in ranks}
 
 
 def _make_window(num_ranks: int, settings: ReadSettings, read_bytes: int) -> tuple[Window, int]:

@@ -34,7 +34,6 @@ from penstock.checkpoint.state.regions import (
     StoredRegions,
     TensorFacts,
 )
-from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.did_you_mean import nearest
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError, name_some
@@ -144,12 +143,12 @@ def build_requests(
     item_index: ByteItemIndex,
     *,
     converts: bool,
-    where: str | None,
+    where: str,
 ) -> LoadRequests:
     """What this rank wants. Raises `UsageError` where state and checkpoint do not match.
 
-    Raises `DataDamaged` where the checkpoint, called `where`, lacks a part of what it lists; None: that is
-    not looked at. `converts` allows other dtypes.
+    Raises `DataDamaged` where the checkpoint, called `where`, lacks a part of what it lists; `converts`
+    allows other dtypes.
     """
     numbers = {facts.name: number for number, facts in enumerate(index.tensors)}
     objects = {stored.name: number for number, stored in enumerate(index.objects)}
@@ -169,8 +168,7 @@ def build_requests(
         else:
             raise _kinds_differ(name, stored_name, is_tensor=name in own)
     regions = Regions.from_rows(rows)
-    if where is not None:
-        check_covered(index, regions, where)
+    check_covered(index, regions, where)
     return build_matched_requests(regions, tuple(names), wanted_objects, index, item_index)
 
 
@@ -577,12 +575,9 @@ def _position(checkpoint: CheckpointSource, source: Source, row: int) -> int:
 
 def on_any_rank(masks: Bools, comm: Comm, awaiting: str) -> Bools:
     """Where some rank has a mark. All ranks have masks of one shape."""
-    own = np.packbits(masks, axis=1)
-    number = int.from_bytes(own.tobytes())
-    combined = rounds.mask_of_all(comm.rank, comm.size, number, num_bytes=own.size)
-    found = comm.carry(combined, awaiting=awaiting).to_bytes(own.size)
-    packed = np.frombuffer(found, dtype=np.uint8).reshape(own.shape)
-    return np.unpackbits(packed, axis=1, count=masks.shape[1]).astype(np.bool_)
+    packed = comm.gather(np.packbits(masks, axis=1), awaiting=awaiting)
+    combined = np.bitwise_or.reduce(np.stack(packed))
+    return np.unpackbits(combined, axis=1, count=masks.shape[1]).astype(np.bool_)
 
 
 def mark(names: NDArray[np.object_], marked: Collection[str]) -> NDArray[np.bool_]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,12 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, absolute_path, open_parent
+from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, absolute_path
 from penstock.checkpoint.engine import LoadChoice, State
 from penstock.checkpoint.formats.checkpoint_source import (
     CheckpointSource,
     open_checkpoint,
-    open_folder,
     open_together,
 )
 from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
@@ -42,16 +41,13 @@ from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute
 from penstock.checkpoint.loading.host_links import HostLinks, connect_host
 from penstock.checkpoint.loading.placement import Target, find_tied, item_targets, unpack, untie
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settings_for_cached
-from penstock.checkpoint.loading.shared_opening import SharedCheckpoint, open_shared
 from penstock.checkpoint.loading.stateful_parts import LoadedParts, loading_into
-from penstock.checkpoint.plan import load_plan, region_arithmetic, shared_load
+from penstock.checkpoint.plan import load_plan, region_arithmetic
 from penstock.checkpoint.plan.save_plan import SaveOptions, file_name
-from penstock.checkpoint.plan.shared_plan import Place
 from penstock.checkpoint.state.leaves import Leaf, require_dict
 from penstock.checkpoint.state.process_group import RankGroup
-from penstock.checkpoint.state.regions import Bools, Ints, Regions, element_sizes
+from penstock.checkpoint.state.regions import Ints, Regions, element_sizes
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
-from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent
@@ -106,7 +102,9 @@ class CheckpointLoader:
         """Fill `state` from a committed checkpoint. Collective."""
         ahead = self._expect(stored, group.comm, choice)
         with closing(ahead):
-            opened = open_on_all_ranks(stored, group.comm, ahead.begin)
+            opened = open_together(
+                stored.storage, stored.committed.folder, stored.uri, group.comm, ahead.begin
+            )
             readable = stored.readable
             return self.load_from(state, opened, group, choice, progress, readable=readable, ahead=ahead)
 
@@ -125,7 +123,7 @@ class CheckpointLoader:
     def load_from(
         self,
         state: State,
-        opened: CheckpointSource | SharedCheckpoint,
+        opened: CheckpointSource,
         group: RankGroup,
         choice: LoadChoice,
         progress: Progress | None = None,
@@ -139,7 +137,7 @@ class CheckpointLoader:
         given on all ranks or on none.
         """
         require_dict(state)
-        source = opened.source if isinstance(opened, SharedCheckpoint) else opened
+        source = opened
         if group.comm.rank == 0:
             source.tell_if_unchecked()
         num_saved = source.manifest.world_size if source.manifest else group.comm.size
@@ -168,7 +166,7 @@ class CheckpointLoader:
     def _load(
         self,
         parts: LoadedParts,
-        opened: CheckpointSource | SharedCheckpoint,
+        opened: CheckpointSource,
         group: RankGroup,
         choice: LoadChoice,
         *,
@@ -177,19 +175,13 @@ class CheckpointLoader:
         ahead: ReadAhead | None,
     ) -> LoadReport:
         start_s, comm = time.perf_counter(), group.comm
-        if isinstance(opened, SharedCheckpoint):
-            outline = load_requests.index_byte_items(opened.source.index)
-            matched = _match_on_all_ranks(parts, opened.source, outline, choice, comm, is_outline=True)
-            checkpoint, plan, links, num_near, is_cached = self._plan_shared(opened, matched.requests, comm)
-            item_index = load_requests.index_byte_items(checkpoint.index)
-        else:
-            checkpoint = replace(opened, index=load_requests.locate_payloads(opened, comm))
-            item_index = load_requests.index_byte_items(checkpoint.index)
-            matched = _match_on_all_ranks(parts, checkpoint, item_index, choice, comm, is_outline=False)
-            is_cached = readable is None and _is_cached(checkpoint, item_index, matched.requests)
-            plan, links, num_near = self._plan(
-                checkpoint, item_index, matched.requests, comm, is_cached=is_cached, readable=readable
-            )
+        checkpoint = replace(opened, index=load_requests.locate_payloads(opened, comm))
+        item_index = load_requests.index_byte_items(checkpoint.index)
+        matched = _match_on_all_ranks(parts, checkpoint, item_index, choice, comm)
+        is_cached = readable is None and _is_cached(checkpoint, item_index, matched.requests)
+        plan, links, num_near = self._plan(
+            checkpoint, item_index, matched.requests, comm, is_cached=is_cached, readable=readable
+        )
         requests = matched.requests
         planned_s = time.perf_counter()
         targets = [*matched.targets, *item_targets(requests, item_index)]
@@ -280,57 +272,6 @@ class CheckpointLoader:
         wanted = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
         return plan_own(plan_wanted(wanted), None), links, len(named) or 1
 
-    def _plan_shared(
-        self, opened: SharedCheckpoint, requests: load_requests.LoadRequests, comm: Comm
-    ) -> tuple[CheckpointSource, load_plan.LoadPlan, HostLinks | None, int, bool]:
-        """The checkpoint as far as this rank needs it, what `_plan` returns, and whether it is cached."""
-        wanted, is_cached = requests.regions, False
-
-        def shares(described: shared_load.DescribedRows) -> Bools:
-            nonlocal is_cached
-            source = opened.with_rows(described)
-            is_cached = _is_cached(source, load_requests.index_byte_items(source.index), requests)
-            return np.full(len(wanted), not is_cached)
-
-        found = comm.carry(
-            shared_load.find_rows(
-                Place(comm.rank, comm.size),
-                tensors=opened.source.index.tensors,
-                num_objects=opened.num_objects,
-                described=opened.described,
-                wanted=wanted,
-                shares=shares,
-                where=opened.source.uri,
-            ),
-            awaiting="where in the checkpoint all ranks find what they want",
-        )
-        near = np.array(
-            comm.carry(
-                rounds.ranks_alike(comm.rank, comm.size, (name_host() or f"rank {comm.rank}").encode()),
-                awaiting="all ranks to name their hosts",
-            )
-        )
-        checkpoint = opened.with_rows(found.described)
-        item_index = load_requests.index_byte_items(checkpoint.index)
-        element_bytes = element_sizes(item_index.tensors)
-
-        def plan(near: Ints) -> load_plan.LoadPlan:
-            return shared_load.plan_own_load(
-                comm.rank,
-                item_index.stored,
-                element_bytes,
-                wanted,
-                found=found,
-                options=self._options,
-                near=near,
-            )
-
-        planned = plan(near)
-        links = self._link(planned, element_bytes, near, comm)
-        if links is None and planned.shares_on_host:
-            planned = plan(np.array([comm.rank]))
-        return checkpoint, planned, links, len(near), is_cached
-
     def _link(
         self, plan: load_plan.LoadPlan, element_bytes: Ints, near: Ints, comm: Comm
     ) -> HostLinks | None:
@@ -345,30 +286,14 @@ class CheckpointLoader:
         )
 
 
-def open_on_all_ranks(
-    stored: CheckpointRef, comm: Comm, when_read: Callable[[], object]
-) -> CheckpointSource | SharedCheckpoint:
-    """Open a committed checkpoint. Collective. `when_read` is called once its description has been read."""
-    folder, uri = stored.committed.folder, stored.uri
-    # What only some ranks can read is divided by those who know of all files.
-    if comm.size >= rounds.FAN_IN and stored.readable is None:
-        opened = open_shared(comm, stored.storage, lambda: open_folder(stored.storage, folder, uri))
-        when_read()
-        return opened
-    return open_together(stored.storage, folder, uri, comm, when_read)
-
-
-def open_path_on_all_ranks(path: AnyPath, comm: Comm) -> CheckpointSource | SharedCheckpoint:
+def open_path_on_all_ranks(path: AnyPath, comm: Comm) -> CheckpointSource:
     """Open a checkpoint at any path or URI, of any format. Collective."""
-    awaiting = "all ranks to open the checkpoint"
-    if comm.size < rounds.FAN_IN:
-        return run_on_all_ranks(
-            comm, lambda: open_checkpoint(path, rank=comm.rank), awaiting=awaiting, same=absolute_path(path)
-        )
-    storage, _ = run_on_all_ranks(
-        comm, lambda: open_parent(path, rank=comm.rank), awaiting=awaiting, same=absolute_path(path)
+    return run_on_all_ranks(
+        comm,
+        lambda: open_checkpoint(path, rank=comm.rank),
+        awaiting="all ranks to open the checkpoint",
+        same=absolute_path(path),
     )
-    return open_shared(comm, storage, lambda: open_checkpoint(path, rank=comm.rank))
 
 
 def _is_cached(
@@ -398,22 +323,16 @@ def _match_on_all_ranks(
     item_index: load_requests.ByteItemIndex,
     choice: LoadChoice,
     comm: Comm,
-    *,
-    is_outline: bool,
 ) -> _MatchedState:
-    """Match, and see to it that some rank takes each name of the parts that were asked for. Collective.
-
-    An outline does not say where anything is, so whether all of it is there is seen later.
-    """
+    """Match, and ensure that some rank takes each name of the parts that were asked for. Collective."""
 
     def match() -> _MatchedState:
         with checkpoint.naming_misfits():
             parts.require_fit()
-            return _match_state(parts.state, checkpoint, item_index, choice, comm.rank, is_outline=is_outline)
+            return _match_state(parts.state, checkpoint, item_index, choice, comm.rank)
 
     awaiting = "all ranks to match their state with the checkpoint"
     patterns = load_requests.patterns_of(choice)
-    is_usual = False
 
     def look() -> tuple[_MatchedState, list[str], list[bool]]:
         found = match()
@@ -421,21 +340,13 @@ def _match_on_all_ranks(
         met = [pattern.matches(names, parts.stored.names) for pattern in patterns]
         return found, parts.untaken(found.selection.unused), met
 
-    def are_all_usual(looked: tuple[_MatchedState, list[str], list[bool]] | None) -> bool:
-        nonlocal is_usual
-        is_usual = looked is not None and not looked[1] and all(looked[2])
-        if comm.size > 1:
-            # Nearly always all ranks take everything, so this small message is the only one.
-            rare = rounds.any_of_all(comm.rank, comm.size, own=not is_usual)
-            is_usual = not comm.carry(rare, awaiting=awaiting)
-        return is_usual
-
-    matched, own, met = run_on_all_ranks(comm, look, awaiting=awaiting, agree=are_all_usual)
-    if is_usual:
+    matched, own, met = run_on_all_ranks(comm, look, awaiting=awaiting)
+    # Nearly always all ranks take everything, and nothing else has to be compared.
+    if all(comm.gather(not own and all(met), awaiting=awaiting)):
         return matched
     (met_anywhere,) = load_requests.on_any_rank(np.array([met], dtype=np.bool_), comm, awaiting)
     load_requests.require_met(patterns, met_anywhere.tolist(), parts.stored.names, tells=comm.rank == 0)
-    # In a large job, a rank knows of no other's own values.
+    # A rank's own value is of no use to the others.
     common = [name for name in parts.stored.names if not parts.stored.is_of_one_rank(name)]
     names = np.array(common, dtype=np.object_)
     whole = [name for name in own if parts.is_whole(name)]
@@ -471,8 +382,6 @@ def _match_state(
     item_index: load_requests.ByteItemIndex,
     choice: LoadChoice,
     rank: int,
-    *,
-    is_outline: bool,
 ) -> _MatchedState:
     local_state, index = collect_for_load(state), checkpoint.index
     stored_names = [facts.name for facts in index.tensors] + [stored.name for stored in index.objects]
@@ -489,7 +398,7 @@ def _match_state(
         index,
         item_index,
         converts=choice.convert_dtypes,
-        where=None if is_outline else checkpoint.uri,
+        where=checkpoint.uri,
     )
     load_requests.require_lengths(checkpoint, item_index, requests.items)
     targets = [_target(local_state, requests, item_index, row) for row in range(len(requests.names))]
