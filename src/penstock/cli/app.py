@@ -61,7 +61,6 @@ CHECKPOINT = Group(
         "show": "penstock.cli.checkpoint_tools:show",
         "size": "penstock.cli.checkpoint_benchmark:size",
         "status": "penstock.cli.checkpoint_cache:status",
-        "study": "penstock.cli.checkpoint_study:study",
         "verify": "penstock.cli.checkpoint_tools:verify",
     },
 )

@@ -1,1 +1,1 @@
-"""Workflows over several parts of the package: the demo, the levels study, sweeps, submission runs."""
+"""Workflows over several parts of the package: the demo, sweeps, submission runs."""

@@ -228,12 +228,6 @@ CASES = (
     ),
     Case(page="docs/levels.md", key="checkpoint halt", replace={"/pfs/run": "pfs/run"}),
     Case(page="docs/levels.md", key="--node-mtbf 200d", figures={r"^ (?:durable|cache).*?([\d.]+)% ": 10}),
-    Case(
-        page="docs/levels.md",
-        key="checkpoint study",
-        named="three minutes of checkpoints; tests/integration/workflows runs a small study, and "
-        "test_levels_study_section.py holds these options and rows",
-    ),
     Case(page="docs/scale.md", key="num_files_train=50136788", figures={r"([\d,]+)\.\d samples/s": 1000}),
     Case(
         page="docs/start-hpc-engineer.md",

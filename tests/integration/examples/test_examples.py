@@ -74,6 +74,15 @@ def test_a_program_stops_and_continues(
         assert re.search(r"train\.step +16 ", printed)
 
 
+def test_levels_are_compared_and_traced(tmp_path: Path) -> None:
+    small = "--megabytes 2 --checkpoints 2 --steps 1"
+    printed = run(f"torchrun --nproc-per-node 2 levels_study.py fast slow {small}", tmp_path)
+    names = [line.split()[0] for line in printed.splitlines() if line.endswith(" ms")]
+    assert names == ["durable", "single", "single_flushed", "xor", "xor_flushed"]
+    compared = run("penstock trace compare fast-traces/durable fast-traces/xor_flushed", tmp_path)
+    assert "xor_flushed" in compared
+
+
 def test_a_loader_of_ones_own_is_measured(tmp_path: Path) -> None:
     loader = "penstock training run --loader measured_loader:make_loader --results runs"
     shutil.copy(EXAMPLES / "measured_loader.py", tmp_path)

@@ -1,1 +1,0 @@
-"""The levels study: the same checkpoints by several configurations, each traced, and their comparison."""
