@@ -198,21 +198,6 @@ def run_on_all_ranks(
     return outcome
 
 
-def gather_unusual(
-    comm: Comm, value: T, *, is_usual: bool, alike: bytes = b"", awaiting: str
-) -> list[T] | None:
-    """Every rank's `value`, as `gather`. Collective.
-
-    In a large job None, after a few bytes, if all say that theirs is the usual one, and have the same bytes
-    in `alike`, which are of one length.
-    """
-    if comm.size >= message_rounds.FAN_IN:
-        usual = message_rounds.all_equal(comm.rank, comm.size, alike, is_known=is_usual)
-        if comm.carry(usual, awaiting=awaiting):
-            return None
-    return comm.gather(value, awaiting=awaiting)
-
-
 def _first_failure(comm: Comm, outcome: object, same: str = "") -> Rounds["_Failure | None"]:
     has_failed = isinstance(outcome, _Failure)
     if not (yield from message_rounds.any_failed(comm.rank, comm.size, has_failed=has_failed, same=same)):

@@ -41,8 +41,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     record_bytes,
 )
 from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES
-from penstock.cluster import rounds
-from penstock.cluster.comm import Comm, run_on_all_ranks
+from penstock.cluster.comm import Comm, run_on_all_ranks, run_on_rank0
 from penstock.errors import ObjectNotFound, StorageError, Unavailable, UsageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import FolderTree, defer_sync, find_folder_tree, prefer_direct_access
@@ -267,9 +266,7 @@ class CacheLevel:
         self._block_bytes = block_bytes
         awaiting = "all ranks to name their caches"
         own = run_on_all_ranks(comm, lambda: identify_cache(storage, comm.rank), awaiting=awaiting)
-        self._nodes = comm.carry(
-            agreement.locate_caches(comm.rank, comm.size, own, domain or comm.host), awaiting=awaiting
-        )
+        self._nodes = agreement.locate_caches(comm, own, domain or comm.host, awaiting=awaiting)
         self._lead = self._nodes.leads[comm.rank]
         self._fitted = {scheme: fit_scheme(scheme, self._nodes.domains) for scheme in self._schemes}
         self._protector = Protector(storage, comm)
@@ -309,11 +306,8 @@ class CacheLevel:
             begin = partial(self.node.start, name, save_id) if is_asked else lambda: None
             draft = run_on_all_ranks(self._comm, begin, awaiting=awaiting)
             undo.pop_all()
-        folder = self._comm.carry(
-            rounds.from_first(self._comm.rank, self.node.ranks, draft.folder.encode() if draft else b""),
-            awaiting=awaiting,
-        )
-        return draft or Draft(name=name, folder=folder.decode(), save_id=save_id)
+        folders = self._comm.gather(draft.folder if draft else "", awaiting=awaiting)
+        return draft or Draft(name=name, folder=folders[self._lead], save_id=save_id)
 
     def complete(
         self,
@@ -343,28 +337,36 @@ class CacheLevel:
                 ),
                 awaiting=awaiting,
             )
-            place, share = (self._comm.rank, self._comm.size), protected.share
-            report = ReportedShare.of(protected, plan)
-            reported = self._comm.carry(
-                agreement.tell_groups(*place, self._nodes, group, report), awaiting=awaiting
+            share = protected.share
+            reports = self._comm.gather(ReportedShare.of(protected, plan), awaiting=awaiting)
+            # A node keeps the records of the groups that one of its ranks is in.
+            kept = {
+                rank: reports[rank]
+                for ranks in fitted.groups
+                if any(self._nodes.leads[member] == self._comm.rank for member in ranks)
+                for rank in ranks
+            }
+            records = build_records(draft, fitted, kept, self._nodes.domains)
+            written = self._comm.gather(
+                ({file.name: file.size_bytes for file in share.files}, share.stats), awaiting=awaiting
             )
-            records = build_records(draft, fitted, reported, self._nodes.domains)
-            files, stats = self._comm.carry(agreement.tell_files(*place, share), awaiting=awaiting)
-            # Only rank 0 needs to know where each tensor went, and leads the files that say it.
+            # Only rank 0 needs to know where each tensor went, and leads the files that describe it.
             shares = self._comm.gather_on_rank0(share, awaiting="the checksums of all ranks")
-            awaiting = "rank 0 to write the manifest"
-            seal = run_on_all_ranks(
+            seal = run_on_rank0(
                 self._comm,
-                lambda: prepared.seal(shares, {**facts, "save_id": draft.save_id}) if shares else None,
-                awaiting=awaiting,
+                lambda: prepared.seal(shares, {**facts, "save_id": draft.save_id}),
+                awaiting="rank 0 to write the manifest",
             )
-            told = (seal.manifest, seal.metadata) if seal else None
-            told = self._comm.carry(
-                agreement.tell_seal(self._comm.rank, [*self._nodes.ranks_of], told), awaiting=awaiting
-            )
+            told = (seal.manifest, seal.metadata) if self.is_lead else None
             self._publish(draft, told, records)
             undo.pop_all()
-        return CachedSave(name=draft.name, save_id=draft.save_id, files=files, stats=stats, seal=seal)
+        return CachedSave(
+            name=draft.name,
+            save_id=draft.save_id,
+            files=tuple(files for files, _ in written),
+            stats=tuple(stats for _, stats in written),
+            seal=seal if self._comm.rank == 0 else None,
+        )
 
     def drop(self, draft: Draft) -> None:
         """Remove an unfinished draft: the lead of each node its own."""
@@ -397,8 +399,7 @@ class CacheLevel:
         awaiting = f"all nodes to list their files of {name}"
         own = run_on_all_ranks(self._comm, lambda: self.node.shares(name), awaiting=awaiting)
         if not damaged:
-            place = self._comm.rank, self._comm.size
-            whole = self._comm.carry(agreement.agree_on_whole(*place, self._nodes, own), awaiting=awaiting)
+            whole = agreement.agree_on_whole(self._comm, self._nodes, own, awaiting=awaiting)
             if whole is not None:
                 return whole
         return agreement.assess_all(self._comm, own, damaged, awaiting)
@@ -513,7 +514,8 @@ class CacheLevel:
         own = run_on_all_ranks(
             self._comm, lambda: staged.count_bytes(self.storage, draft.key), awaiting=awaiting
         )
-        sizes = self._comm.carry(agreement.tell_sizes(self._comm.rank, group, own), awaiting=awaiting)
+        all_sizes = self._comm.gather(own, awaiting=awaiting)
+        sizes = tuple(all_sizes[rank] for rank in group)
         return GroupPlan(
             ranks=group,
             sizes=sizes,

@@ -40,7 +40,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment, 
 from penstock.checkpoint.manager.step_store import warn_once_per_job
 from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
 from penstock.checkpoint.tools.verify import find_damage
-from penstock.cluster.comm import Comm, gather_unusual, run_on_all_ranks, run_on_rank0
+from penstock.cluster.comm import Comm, run_on_all_ranks, run_on_rank0
 from penstock.errors import RankFailed, StorageError, Unavailable
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -79,8 +79,8 @@ def find_damaged_shares(cache: CacheLevel, comm: Comm, name: str, assessment: As
 
     awaiting = f"all ranks to check the files of {name}"
     own = run_on_all_ranks(comm, check_own, awaiting=awaiting)
-    answers = gather_unusual(comm, own, is_usual=not own, awaiting=awaiting)
-    return tuple(sorted(rank for ranks in answers or () for rank in ranks))
+    answers = comm.gather(own, awaiting=awaiting)
+    return tuple(sorted(rank for ranks in answers for rank in ranks))
 
 
 def _is_damaged(share: CheckpointRef, manifest: Manifest, assessment: Assessment, rank: int) -> bool:
@@ -288,8 +288,8 @@ def resume_flushes(cache: CacheLevel, comm: Comm, flusher: Flusher, durable: Ste
     notes = FlushFolder(local_path(cache.storage, "")).due
     awaiting = "all nodes to list what is still to become durable"
     own = run_on_all_ranks(comm, lambda: _list_due(cache, notes) if cache.is_lead else {}, awaiting=awaiting)
-    answers = gather_unusual(comm, own, is_usual=not own, awaiting=awaiting)
-    for step, save_id in sorted({save for answer in answers or () for save in answer.items()}):
+    answers = comm.gather(own, awaiting=awaiting)
+    for step, save_id in sorted({save for answer in answers for save in answer.items()}):
         try:
             is_left = _resume_flush(cache, comm, flusher, durable, (step, save_id))
         except (StorageError, Unavailable, RankFailed) as error:

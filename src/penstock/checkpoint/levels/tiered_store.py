@@ -33,7 +33,7 @@ from penstock.checkpoint.levels.recovery import FetchedFiles, find_damaged_share
 from penstock.checkpoint.levels.redundancy import gf256
 from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
 from penstock.checkpoint.manager import step_store
-from penstock.cluster.comm import gather_unusual, run_on_all_ranks, run_on_rank0
+from penstock.cluster.comm import run_on_all_ranks, run_on_rank0
 from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -62,13 +62,8 @@ def _open_flusher(
     """
     if settings.by == "daemon":
         obstacle = _explain_no_daemon(durable, path)
-        answers = gather_unusual(
-            members.comm,
-            obstacle,
-            is_usual=not obstacle,
-            awaiting="all ranks to check whether a daemon can flush",
-        )
-        obstacles = [answer for answer in answers or () if answer]
+        answers = members.comm.gather(obstacle, awaiting="all ranks to check whether a daemon can flush")
+        obstacles = [answer for answer in answers if answer]
         if not obstacles and path is not None:
             return DaemonFlusher(cache, durable, _build_daemon_uri(path), members, settings)
         step_store.warn_once_per_job(

@@ -36,7 +36,7 @@ from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
 from penstock.checkpoint.manager.save_handle import SaveHandle, SaveReport, SavesInFlight, log_failure
 from penstock.checkpoint.state.process_group import RankGroup, make_own_group
-from penstock.cluster.comm import gather_unusual, run_on_all_ranks
+from penstock.cluster.comm import run_on_all_ranks
 from penstock.errors import RankError, UsageError
 from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress
@@ -150,11 +150,10 @@ class Manager:
         """Whether to save at this step, by the save policy or because the job should end. Collective."""
         comm, awaiting = self._front.comm, "all ranks at should_save"
         is_due, reason = self._scheduler.is_due(step), self._stop.find_reason()
-        answers = gather_unusual(comm, (is_due, reason), is_usual=not reason, awaiting=awaiting)
+        answers = comm.gather((is_due, reason), awaiting=awaiting)
+        self._stop.agree([reason for _, reason in answers])
         # Rank 0's policy decides for all: ranks that read their own clocks would not agree.
-        is_due = answers[0][0] if answers else comm.broadcast(is_due, awaiting=awaiting)
-        self._stop.agree([reason for _, reason in answers or ()])
-        return is_due or bool(self.stop_reason)
+        return answers[0][0] or bool(self.stop_reason)
 
     def save(
         self,

@@ -6,7 +6,6 @@ manager, or else told on stderr when the program ends.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from penstock.checkpoint.engine import ProgressState, RankSaveStats, SaveCancelled, SaveProgress, StagedSave
-from penstock.cluster.comm import Comm, format_cause, gather_unusual
+from penstock.cluster.comm import Comm, format_cause
 from penstock.cluster.rounds import BEGINNING
 from penstock.errors import RankFailed, UsageError, WaitTimeout
 
@@ -190,13 +189,7 @@ class SavesInFlight:
             for step, failure in flush_failures.items()
         ]
         call = (activity, self._folder)
-        views = gather_unusual(
-            self._comm,
-            (call, own_failures),
-            is_usual=not own_failures,
-            alike=hashlib.sha256(repr(call).encode()).digest(),
-            awaiting=f"{BEGINNING}{activity}",
-        ) or [(call, [])]
+        views = self._comm.gather((call, own_failures), awaiting=f"{BEGINNING}{activity}")
         if {other for other, _ in views} != {call}:
             is_elsewhere = len({folder for (_, folder), _ in views}) > 1
             calls = ", ".join(

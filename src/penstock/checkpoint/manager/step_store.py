@@ -31,11 +31,8 @@ from penstock.cluster.comm import (
     Comm,
     all_gather_results,
     format_cause,
-    gather_unusual,
-    run_on_all_ranks,
     run_on_rank0,
 )
-from penstock.cluster.rounds import FAN_IN
 from penstock.errors import (
     ObjectNotFound,
     PenstockError,
@@ -335,11 +332,7 @@ def load_on_all_ranks(comm: Comm, load: Callable[[], Any], step: int) -> str | N
         return None
 
     awaiting = f"all ranks to load step {step}"
-    if comm.size < FAN_IN:
-        outcomes = all_gather_results(comm, attempt, awaiting=awaiting)
-    else:
-        own = run_on_all_ranks(comm, attempt, awaiting=awaiting)
-        outcomes = gather_unusual(comm, own, is_usual=own is None, awaiting=awaiting) or []
+    outcomes = all_gather_results(comm, attempt, awaiting=awaiting)
     failures = [outcome for outcome in outcomes if outcome is not None]
     for failure in failures:
         if failure.fault == "caller":

@@ -10,7 +10,6 @@ verified by the rank that it is for before `restart` hands out a path.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import stat
@@ -44,9 +43,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import choose_home_
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions
 from penstock.checkpoint.tools.verify import find_damage
-from penstock.cluster import rounds
-from penstock.cluster.comm import Comm, format_cause, gather_unusual
-from penstock.cluster.rounds import Rounds
+from penstock.cluster.comm import Comm, format_cause
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
@@ -292,7 +289,7 @@ class UserOutput:
                 self._is_valid,
                 "" if error is None else format_cause(error),
             )
-            views = self._gather_ends(view)
+            views = self._comm.gather(view, awaiting=f"all ranks to finish writing {self.name}")
             if error is not None or not _is_good(views, self.name):
                 return
             undo.pop_all()
@@ -301,22 +298,6 @@ class UserOutput:
             self.uri, _ = self._in_turn(lambda: slot.complete(files, files, Silent()))
             self._in_turn(slot.clear_up)
         logger.info("Committed %s", self.uri)
-
-    def _gather_ends(self, own: _BlockEnd) -> Sequence[_BlockEnd]:
-        """What all ranks say of their blocks; in a large job nothing if all is as usual."""
-        comm, awaiting = self._comm, f"all ranks to finish writing {self.name}"
-        views = gather_unusual(comm, own, is_usual=own.is_valid and not own.cause, awaiting=awaiting)
-        if views is None and comm.carry(repeat_names(comm.rank, comm.size, own.names), awaiting=awaiting):
-            views = comm.gather(own, awaiting=awaiting)
-        return views or ()
-
-
-def repeat_names(rank: int, size: int, own: Sequence[str]) -> Rounds[bool]:
-    """Whether two names of all ranks are equal, or, which is as good as never, only their hashes are."""
-    sums = [hashlib.sha256(name.encode(errors="surrogatepass")).digest()[:8] for name in own]
-    keys = np.frombuffer(b"".join(sums), dtype=np.int64)
-    seen = yield from rounds.route(rank, size, keys % size, keys[:, None])
-    return (yield from rounds.any_of_all(rank, size, own=len(np.unique(seen)) < len(seen)))
 
 
 def check_output_name(name: str | int, *, checkpoint: bool) -> str:
@@ -415,14 +396,10 @@ class Restart:
         if self.step is None or (kind is not None and not issubclass(kind, Exception)):
             return
         own_cause = "" if error is None else format_cause(error)
-        views = gather_unusual(
-            self._comm,
+        views = self._comm.gather(
             (self._is_valid, own_cause, self._comm.host),
-            is_usual=self._is_valid and not own_cause,
             awaiting=f"all ranks to restart from step {self.step}",
         )
-        if views is None:
-            return
         bad = [rank for rank, (is_valid, _, _) in enumerate(views) if not is_valid]
         self._is_valid = not bad
         if bad:

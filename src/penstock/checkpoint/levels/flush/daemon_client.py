@@ -7,7 +7,6 @@ a trainer is alive and an order is open, it makes sure that a daemon runs (`Daem
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -25,7 +24,6 @@ from penstock.checkpoint.levels.flush.daemon import free_cores, start_daemon
 from penstock.checkpoint.levels.flush.flush_task import retry_delay
 from penstock.checkpoint.levels.flush.flusher import FlushPhase, FlushState
 from penstock.checkpoint.manager.step_store import DurableStore
-from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks
 from penstock.errors import (
     DataDamaged,
@@ -371,11 +369,8 @@ class DaemonFlusher:
 
     def _free_cores(self) -> list[int]:
         comm, ranks = self._members.comm, self._nodes[self._node]
-        own = json.dumps(sorted(os.sched_getaffinity(0))).encode()
-        cores_of_ranks = comm.carry(
-            rounds.exchange(comm.rank, ranks, own), awaiting="all ranks of a node to list their cores"
-        )
-        return free_cores([json.loads(cores) for cores in cores_of_ranks.values()], os.cpu_count() or 1)
+        cores = comm.gather(sorted(os.sched_getaffinity(0)), awaiting="all ranks to list their cores")
+        return free_cores([cores[rank] for rank in ranks], os.cpu_count() or 1)
 
 
 class DaemonWatchdog:
