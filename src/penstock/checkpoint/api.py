@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_parent
 from penstock.checkpoint.commit.transaction import stage_on_all_ranks, write_and_commit
-from penstock.checkpoint.engine import LoadChoice, NamePatterns, RankSaveStats, Replicas, SaveChoice, State
+from penstock.checkpoint.engine import LoadChoice, RankSaveStats, Replicas, SaveChoice, State
 from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced
 from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport, open_path_on_all_ranks
 from penstock.checkpoint.plan import save_plan
@@ -22,9 +22,9 @@ from penstock.checkpoint.saving.saver import (
     WAITING_BUFFER_BYTES,
     Saver,
 )
-from penstock.checkpoint.state.leaves import expand_stateful
 from penstock.checkpoint.state.process_group import borrowed_group
 from penstock.checkpoint.state.regions import Ints, Regions, StoredRegions, element_sizes
+from penstock.checkpoint.state.walk import NamePatterns
 from penstock.cluster.comm import run_on_rank0
 from penstock.errors import DataDamaged, UsageError
 from penstock.progress import Progress
@@ -220,7 +220,7 @@ def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
     from penstock.checkpoint.state.tensors import collect_for_save  # noqa: PLC0415 - loads torch
 
     with borrowed_group(process_group) as group:
-        holdings = collect_for_save(expand_stateful(state)).holdings
+        holdings = collect_for_save(state).holdings
         all_holdings: list[save_plan.Holdings] = group.comm.gather(holdings, awaiting="what all ranks hold")
     shared, objects = save_plan.plan_job(all_holdings, save_plan.SaveOptions())
     merged = save_plan.merge_holdings(all_holdings)

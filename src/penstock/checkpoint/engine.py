@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from penstock.checkpoint.state.walk import NamePatterns
 from penstock.errors import PenstockError
 from penstock.progress import Progress, Silent
 from penstock.units import format_bytes, format_rate
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 
 
 State = Mapping[str, Any]
-NamePatterns = str | Sequence[str]
-"""One pattern for names of leaves, or several: `model.*`."""
-
-
 Replicas = Literal["share", "compare"]
 """What is done with regions that several ranks hold: "share" lets each write a part of what it trusts to be
 equal, "compare" compares them first, and refuses to save what differs."""

@@ -18,7 +18,7 @@ import penstock.checkpoint as pc
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.engine import NamePatterns
+    from penstock.checkpoint.state.walk import NamePatterns
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

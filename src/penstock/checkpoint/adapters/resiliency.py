@@ -13,7 +13,7 @@ from typing import Any
 from penstock.checkpoint.adapters.async_writer import DEFAULT_STAGING_BYTES, AsyncWriter
 from penstock.checkpoint.commit.catalog import AnyPath
 from penstock.checkpoint.engine import State
-from penstock.checkpoint.state.leaves import expand_stateful
+from penstock.checkpoint.state.walk import is_stateful, require_dict
 from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.errors import Unavailable
 
@@ -53,9 +53,9 @@ def save_request(
         staging_bytes=staging_bytes,
         transforms=transforms,
     )
-    planned = save_state_dict_async_plan(
-        expand_stateful(state), writer, process_group, planner=planner or SavePlanner()
-    )
+    require_dict(state)
+    expanded = {key: part.state_dict() if is_stateful(part) else part for key, part in state.items()}
+    planned = save_state_dict_async_plan(expanded, writer, process_group, planner=planner or SavePlanner())
     function, preload, arguments = writer.get_save_function_and_args()
     finish = partial(save_state_dict_async_finalize, *planned)
     return AsyncRequest(function, arguments, [finish], preload_fn=preload)

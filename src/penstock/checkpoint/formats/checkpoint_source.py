@@ -40,8 +40,8 @@ from penstock.checkpoint.formats.manifest import (
 )
 from penstock.checkpoint.formats.metadata_rows import read_metadata
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
-from penstock.checkpoint.state.leaves import KEY_TYPES, OWN_ENTRIES, names_lacking
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, StoredObject
+from penstock.checkpoint.state.walk import KEY_TYPES, OWN_ENTRIES, names_lacking
 from penstock.cluster.comm import Comm, run_on_rank0
 from penstock.did_you_mean import did_you_mean
 from penstock.errors import DataDamaged, ObjectNotFound, ShortTransfer, StorageError, UsageError, name_some
@@ -84,7 +84,7 @@ class CheckpointSource:
     metadata: DcpMetadata | None = None
     archive: torch_save.TorchSaveArchive | None = None
     key_types: Mapping[str, str] = field(default_factory=dict)
-    """By name of a dict whose keys do not look like what they are; see `state.leaves.key_types`."""
+    """By name of a dict whose keys do not look like what they are; see `state.walk.walk`."""
     lacking: Mapping[int, frozenset[str]] = field(default_factory=dict)
     """By rank that saved, the names that it lacked in parts of which other ranks had other entries."""
     identity: bytes = b""

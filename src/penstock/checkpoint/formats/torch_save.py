@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.checkpoint.formats.restricted_pickle import Opaque, QuantizedRef, TensorRef, read_torch_pickle
-from penstock.checkpoint.state.leaves import flatten_state
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
     CheckpointIndex,
@@ -28,6 +27,7 @@ from penstock.checkpoint.state.regions import (
     element_type,
     whole_regions,
 )
+from penstock.checkpoint.state.walk import Path, walk
 from penstock.errors import DataDamaged, UsageError
 
 ReadRange = Callable[[int, int], bytes | bytearray]
@@ -122,8 +122,6 @@ def _not_whole(what: str, where: str) -> DataDamaged:
     )
 
 
-Path = tuple[str | int, ...]
-
 _LARGEST_PICKLE: Final = 1 << 32
 SOLE_NAME: Final = "value"
 """The name of the only value in an archive that does not hold a mapping."""
@@ -202,7 +200,7 @@ class _Archive:
 
 def _as_checkpoint(archive: _Archive, value: Any, file_name: str) -> TorchSaveArchive:
     state = value if isinstance(value, Mapping) else {SOLE_NAME: value}
-    leaves = flatten_state(state, lambda leaf: isinstance(leaf, TensorRef))
+    leaves, _ = walk(state, lambda leaf: isinstance(leaf, TensorRef))
     tensors = [leaf for leaf in leaves if isinstance(leaf.value, TensorRef)]
     others = [leaf for leaf in leaves if not isinstance(leaf.value, TensorRef)]
     facts = tuple(_facts(leaf.name, leaf.value) for leaf in tensors)

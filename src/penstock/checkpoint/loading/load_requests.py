@@ -24,7 +24,6 @@ from penstock.checkpoint.formats.dcp_item import HEAD_BYTES
 from penstock.checkpoint.plan.load_plan import missing_elements, uncovered
 from penstock.checkpoint.plan.region_arithmetic import find_overlaps
 from penstock.checkpoint.plan.save_plan import RANK_MARK, find_stored_name, is_of_one_rank, rank_object_name
-from penstock.checkpoint.state.leaves import Path, matches_pattern
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
     Bools,
@@ -34,6 +33,7 @@ from penstock.checkpoint.state.regions import (
     StoredRegions,
     TensorFacts,
 )
+from penstock.checkpoint.state.walk import Path, matches_pattern
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.did_you_mean import nearest
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError, name_some
@@ -41,9 +41,10 @@ from penstock.errors import DataDamaged, ObjectNotFound, UsageError, name_some
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.checkpoint.engine import LoadChoice, NamePatterns
+    from penstock.checkpoint.engine import LoadChoice
     from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
     from penstock.checkpoint.state.tensors import LocalState
+    from penstock.checkpoint.state.walk import NamePatterns
     from penstock.storage.protocol import Source
 
 logger = logging.getLogger(__name__)

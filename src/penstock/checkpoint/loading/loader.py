@@ -44,10 +44,10 @@ from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settin
 from penstock.checkpoint.loading.stateful_parts import LoadedParts, loading_into
 from penstock.checkpoint.plan import load_plan, region_arithmetic
 from penstock.checkpoint.plan.save_plan import SaveOptions, file_name
-from penstock.checkpoint.state.leaves import Leaf, require_dict
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import Ints, Regions, element_sizes
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
+from penstock.checkpoint.state.walk import Leaf, require_dict
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent

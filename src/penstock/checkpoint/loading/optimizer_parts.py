@@ -17,9 +17,9 @@ import torch
 
 from penstock.checkpoint.loading.load_requests import SKIPPED, Skipped, StoredNames, StoredPlaces
 from penstock.checkpoint.loading.places import Places, copied, joined
-from penstock.checkpoint.state.leaves import Path
 from penstock.checkpoint.state.regions import TensorFacts
 from penstock.checkpoint.state.tensors import bare_name
+from penstock.checkpoint.state.walk import Path
 from penstock.errors import UsageError, name_some
 from penstock.units import format_count
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.loading.load_requests import SKIPPED, Skipped, StoredPlaces
-from penstock.checkpoint.state.leaves import Path, Room, literal_key
 from penstock.checkpoint.state.regions import TensorFacts
+from penstock.checkpoint.state.walk import Path, Room, literal_key
 
 
 def joined(path: Path) -> str:

@@ -33,9 +33,9 @@ from penstock.checkpoint.loading.places import (
     set_entry,
 )
 from penstock.checkpoint.plan.save_plan import RANK_MARK
-from penstock.checkpoint.state.leaves import Leaf, Path, Stateful, is_stateful
 from penstock.checkpoint.state.regions import TensorFacts
-from penstock.checkpoint.state.tensors import EXTRA_STATE, parameter_names
+from penstock.checkpoint.state.tensors import parameter_names
+from penstock.checkpoint.state.walk import EXTRA_STATE, Leaf, Path, Stateful, is_stateful
 from penstock.errors import UsageError, name_some
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from penstock.checkpoint.commit.transaction import stage_on_all_ranks
 from penstock.checkpoint.engine import (
     Engine,
     LoadChoice,
-    NamePatterns,
     PreparedSave,
     Replicas,
     SaveChoice,
@@ -36,6 +35,7 @@ from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
 from penstock.checkpoint.manager.save_handle import SaveHandle, SaveReport, SavesInFlight, log_failure
 from penstock.checkpoint.state.process_group import RankGroup, make_own_group
+from penstock.checkpoint.state.walk import NamePatterns
 from penstock.cluster.comm import run_on_all_ranks
 from penstock.errors import RankError, UsageError
 from penstock.optional_libraries import explained_imports

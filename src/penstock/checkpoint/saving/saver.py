@@ -23,11 +23,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 import xxhash
 
 from penstock import __version__
@@ -35,7 +34,6 @@ from penstock.checkpoint.commit.catalog import CheckpointRef
 from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.engine import (
     LoadChoice,
-    NamePatterns,
     Replicas,
     SaveChoice,
     ShareContents,
@@ -65,38 +63,21 @@ from penstock.checkpoint.saving.staging import (
     StagedFiles,
     choose_pipeline_settings,
 )
-from penstock.checkpoint.state.leaves import (
-    OWN_ENTRIES,
-    Leaf,
-    expand_stateful,
-    flatten_state,
-    is_free_nowhere,
-    key_types,
-    matches_pattern,
-)
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import (
     CheckpointIndex,
     Regions,
     StoredObject,
     StoredRegions,
-    TensorFacts,
 )
 from penstock.checkpoint.state.tensors import (
     LocalState,
-    buffers_of_others,
-    collect_leaves,
+    collect_for_save,
     device_mesh_sizes,
-    entries_of,
-    free_places,
-    is_tensor,
-    kept_places,
-    number_parameters,
     tell_of_entries,
-    warn_of_attributes,
-    warn_of_keys,
-    warn_of_trust,
+    warn_of_losses,
 )
+from penstock.checkpoint.state.walk import OWN_ENTRIES
 from penstock.cluster import rounds
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.cluster.rounds import Round, Rounds
@@ -104,6 +85,9 @@ from penstock.errors import UsageError
 from penstock.progress import Progress
 from penstock.storage.aligned import round_up
 from penstock.transfer.buffers import StagingMemory
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -299,20 +283,17 @@ class Saver:
 
         local_state = run_on_all_ranks(
             comm,
-            lambda: _collect(state, choice, is_alone=comm.size == 1),
+            lambda: collect_for_save(state, only=choice.only, dtype=choice.dtype, is_alone=comm.size == 1),
             awaiting=AWAITED,
             agree=find_plan,
         )
-        warn_of_trust(local_state, comm.rank, self._told)
-        warn_of_keys(local_state, comm.rank, self._told)
+        warn_of_losses(local_state, comm.rank, self._told)
         compare_s = compare_replicas(local_state, comm) if self._replicas == "compare" else 0.0
         paths = {leaf.name: leaf.path for leaf in local_state.leaves}
         num_planned = planner.num_planned
         agreed = agreed or planner.plan(local_state.holdings, self._options, paths)
-        if planner.num_planned > num_planned:
-            warn_of_attributes(local_state, comm.rank, self._told)
-            if comm.size > 1:
-                agreed = planner.compare_entries(agreed, entries_of(state, local_state))
+        if planner.num_planned > num_planned and comm.size > 1:
+            agreed = planner.compare_entries(agreed, local_state.entries())
         return TensorSave(
             numbers=agreed.share.numbers,
             make_share=partial(self._share, agreed, paths, local_state, choice),
@@ -490,44 +471,6 @@ def index_written_files(shares: Sequence[WrittenShare], *, packed: bool) -> Chec
     )
     tensors = tuple(facts for share in shares for facts, _ in share.contents.tensors)
     return CheckpointIndex(tensors, stored, tuple(objects), tuple(file.name for file, _, _ in written))
-
-
-def _collect(state: State, choice: SaveChoice, *, is_alone: bool) -> LocalState:
-    """What this rank holds of the chosen parts, with the dtypes that they are saved as."""
-    expanded = expand_stateful(state)
-    is_kept = kept_places(state)
-    leaves = _chosen(flatten_state(expanded, is_tensor, is_kept), choice.only)
-    if not is_alone:
-        save_plan.require_unmarked([leaf.name for leaf in leaves])
-    may_differ, of_others = is_free_nowhere if is_alone else free_places(state), buffers_of_others(state)
-    local_state = collect_leaves(leaves, pack_objects=True, may_differ=may_differ, of_others=of_others)
-    local_state = replace(local_state, key_types=key_types(expanded, is_kept))
-    holdings = local_state.holdings
-    if not is_alone and (numbering := number_parameters(state)):
-        saved = {facts.name.partition(".state.")[0] for facts in holdings.tensors}
-        holdings = replace(holdings, numbering=tuple(held for held in numbering if held.name in saved))
-    if choice.dtype is not None:
-        tensors = tuple(_as_dtype(facts, choice.dtype) for facts in holdings.tensors)
-        holdings = replace(holdings, tensors=tensors)
-    return replace(local_state, holdings=holdings)
-
-
-def _chosen(leaves: Sequence[Leaf], only: NamePatterns | None) -> Sequence[Leaf]:
-    if only is None:
-        return leaves
-    chosen = [leaf for leaf in leaves if matches_pattern(leaf.name, only)]
-    if leaves and not chosen:
-        raise UsageError(
-            f"No part of the state matches only={only!r}",
-            fix=f"Names are keys joined by dots, for example {leaves[0].name!r}.",
-        )
-    return chosen
-
-
-def _as_dtype(facts: TensorFacts, dtype: torch.dtype) -> TensorFacts:
-    if not getattr(torch, facts.dtype).is_floating_point:
-        return facts
-    return replace(facts, dtype=str(dtype).removeprefix("torch."), element_bytes=dtype.itemsize)
 
 
 def _payloads(

@@ -11,10 +11,10 @@ import json
 import logging
 import pickle
 import sys
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import Any, Final
 
 import torch
 import xxhash
@@ -22,23 +22,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from penstock.checkpoint.formats.data_classes import names_beyond_data
-from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
-from penstock.checkpoint.state.leaves import (
-    KEY_TYPES,
-    IsFree,
-    Leaf,
-    Path,
-    flatten_state,
-    is_free_nowhere,
-    is_stateful,
-)
+from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, require_unmarked
 from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
+from penstock.checkpoint.state.walk import (
+    KEY_TYPES,
+    Leaf,
+    NamePatterns,
+    Owner,
+    is_stateful,
+    matches_pattern,
+    walk,
+)
 from penstock.errors import UsageError, name_some
-
-if TYPE_CHECKING:
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +69,30 @@ class LocalState:
     objects: Mapping[str, bytes]
     """Leaves that are not tensors, as torch saves them; empty for a load."""
     more_than_data: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    key_types: Mapping[str, str] = field(default_factory=dict)
     """By leaf, the classes and functions for which a load will need `trust`."""
+    key_types: Mapping[str, str] = field(default_factory=dict)
+    """By name of a dict, the type of its keys: see `walk`."""
 
     def facts(self) -> dict[str, str]:
-        """What a manifest says of the keys of dicts."""
+        """The manifest's fact about the keys of dicts, if it needs one."""
         known = {name: kind for name, kind in self.key_types.items() if kind != "unknown"}
         return {KEY_TYPES: json.dumps(known)} if known else {}
+
+    def entries(self) -> frozenset[str]:
+        """Names for which a load may make places that this rank did not have.
+
+        Not those of modules and optimizers, which know their own, as stages of pipelines do. Nor tensors of
+        plain dicts, which are often a model's: if another rank had None instead, that None is recorded.
+        """
+        return frozenset(
+            leaf.name
+            for leaf in self.leaves
+            if leaf.owner is Owner.STATEFUL
+            or (
+                leaf.owner is Owner.PLAIN
+                and (leaf.name not in self.shards or any(type(step) is int for step in leaf.path))
+            )
+        )
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The memory of a region, which is inside one of the shards of tensor `name`."""
@@ -129,25 +141,15 @@ def _loaded(module: str, name: str) -> tuple[type, ...]:
     return () if found is None else (found,)
 
 
+def _is_a(value: object, of_torch: tuple[str, str]) -> bool:
+    kind: Any = type(value)
+    return _is_class_of(kind, *of_torch)
+
+
 @lru_cache(1024)
 def _is_class_of(kind: Any, module: str, name: str) -> bool:
-    # May be kept: a class that exists is derived from none that is loaded later.
+    # The answer stays true: a class that exists is derived from none that is loaded later.
     return issubclass(kind, _loaded(module, name))
-
-
-def _is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
-    kind: Any = type(value)
-    return _is_class_of(kind, *_SHARDED_TENSOR)
-
-
-def _is_dtensor(value: object) -> TypeGuard[DTensor]:
-    kind: Any = type(value)
-    return _is_class_of(kind, *_DTENSOR)
-
-
-def _is_async_tensor(value: object) -> TypeGuard[AsyncCollectiveTensor]:
-    kind: Any = type(value)
-    return _is_class_of(kind, *_ASYNC_TENSOR)
 
 
 def is_tensor(value: object) -> bool:
@@ -156,7 +158,7 @@ def is_tensor(value: object) -> bool:
     So are instances of classes with `__create_chunk_list__` and `__get_tensor_shard__`, by which torch's
     distributed checkpoints ask for chunks.
     """
-    if _is_sharded_tensor(value):  # which refuses to say whether it is quantized
+    if _is_a(value, _SHARDED_TENSOR):  # which refuses to say whether it is quantized
         return True
     if isinstance(value, torch.Tensor):
         # Quantized and nested tensors have more than their elements: only all of it together has a meaning.
@@ -164,99 +166,77 @@ def is_tensor(value: object) -> bool:
     return hasattr(type(value), "__create_chunk_list__")
 
 
-def collect_for_save(state: Mapping[str, Any]) -> LocalState:
-    """What this rank holds of `state`, to save it. Packs everything that is not a tensor."""
-    return collect_leaves(flatten_state(state, is_tensor), pack_objects=True)
+def owner_of(part: Any) -> Owner:
+    """The owner of the leaves of one part of a state."""
+    if isinstance(part, torch.nn.Module):
+        return Owner.MODULE
+    if isinstance(part, torch.optim.Optimizer):
+        return Owner.OPTIMIZER
+    if is_stateful(part):
+        return Owner.STATEFUL
+    is_optimizer_dict = isinstance(part, Mapping) and {"state", "param_groups"} <= part.keys()
+    return Owner.FIXED if is_optimizer_dict else Owner.PLAIN
 
 
 def collect_for_load(state: Mapping[str, Any]) -> LocalState:
-    """What this rank holds of `state`, to load into it."""
-    return collect_leaves(flatten_state(state, is_tensor), pack_objects=False)
+    """The part of `state` that this rank holds, to load into it."""
+    leaves, _ = walk(state, is_tensor)
+    return _collect(leaves, {}, is_saved=False, own_bytes=0)
 
 
-EXTRA_STATE = "_extra_state"
-"""How torch calls what a module adds to its state: anything, and not the same each time."""
+def collect_for_save(
+    state: Mapping[str, Any],
+    *,
+    only: NamePatterns | None = None,
+    dtype: torch.dtype | None = None,
+    is_alone: bool = True,
+    owner_of: Callable[[Any], Owner] = owner_of,
+) -> LocalState:
+    """The part of `state` that this rank holds, to save it: the names that match `only`, floats as `dtype`.
 
-
-def kept_places(state: Mapping[str, Any]) -> IsFree:
-    """The places whose structure is saved: all but in modules, and in what optimizers know of themselves."""
-    is_free = free_places(state)
-    optimizers = {str(key) for key, part in state.items() if isinstance(part, torch.optim.Optimizer)}
-    plain = {str(key) for key, part in state.items() if is_plain(part)}
-
-    def is_kept(path: Path) -> bool:
-        return (
-            path[0] in plain
-            or (is_free(path) and len(path) > 1)
-            or (path[0] in optimizers and len(path) > 3 and path[1] == "state")
-        )
-
-    return is_kept
-
-
-def entries_of(state: Mapping[str, Any], local_state: LocalState) -> frozenset[str]:
-    """Names for which a load may make places that this rank did not have.
-
-    Not those of modules and optimizers, which know their own, as stages of pipelines do; nor tensors of plain
-    dicts, which are often a model's: that another rank had None instead of such a dict is told by this None.
+    Packs everything that is not a tensor. Unless the rank `is_alone`, other ranks may hold other values.
     """
-    tied = (torch.nn.Module, torch.optim.Optimizer)
-    free = {str(key) for key, part in state.items() if is_stateful(part) and not isinstance(part, tied)}
-    plain = {str(key) for key, part in state.items() if is_plain(part)}
-
-    def counts(leaf: Leaf) -> bool:
-        if leaf.path[0] not in plain:
-            return leaf.path[0] in free
-        return leaf.name not in local_state.shards or any(type(step) is int for step in leaf.path)
-
-    return frozenset(leaf.name for leaf in local_state.leaves if counts(leaf))
-
-
-def is_plain(part: object) -> bool:
-    """Whether a part of a state is neither an object with a state nor the state of an optimizer."""
-    if is_stateful(part):
-        return False
-    return not (isinstance(part, Mapping) and {"state", "param_groups"} <= part.keys())
-
-
-def free_places(state: Mapping[str, Any]) -> IsFree:
-    """The places of which ranks may have others: of data loaders and the like, and extra states."""
-    tied = (torch.nn.Module, torch.optim.Optimizer)
-    free = {str(key) for key, part in state.items() if is_stateful(part) and not isinstance(part, tied)}
-    modules = {str(key) for key, part in state.items() if isinstance(part, torch.nn.Module)}
-
-    def is_free(path: Path) -> bool:
-        return path[0] in free or (
-            path[0] in modules and len(path) > 1 and str(path[1]).endswith(EXTRA_STATE)
+    leaves, key_types = walk(state, is_tensor, owner_of, _copied_buffers)
+    if only is not None:
+        chosen = [leaf for leaf in leaves if matches_pattern(leaf.name, only)]
+        if leaves and not chosen:
+            raise UsageError(
+                f"No part of the state matches only={only!r}",
+                fix=f"Names are keys joined by dots, for example {leaves[0].name!r}.",
+            )
+        leaves = chosen
+    if not is_alone:
+        require_unmarked([leaf.name for leaf in leaves])
+    local_state = _collect(leaves, key_types, is_saved=True, own_bytes=0 if is_alone else OWN_BYTES)
+    holdings = local_state.holdings
+    if not is_alone and (numbering := number_parameters(state)):
+        saved = {facts.name.partition(".state.")[0] for facts in holdings.tensors}
+        holdings = replace(holdings, numbering=tuple(held for held in numbering if held.name in saved))
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        tensors = tuple(
+            replace(facts, dtype=name, element_bytes=dtype.itemsize)
+            if getattr(torch, facts.dtype).is_floating_point
+            else facts
+            for facts in holdings.tensors
         )
+        holdings = replace(holdings, tensors=tensors)
+    return replace(local_state, holdings=holdings)
 
-    return is_free
 
-
-def buffers_of_others(state: Mapping[str, Any]) -> frozenset[str]:
+def _copied_buffers(part: Any) -> frozenset[str]:
     """The names of buffers that DDP takes from the first rank of its group before each forward pass.
 
-    Between two of these they differ, as the statistics of BatchNorm, and the others' are of no use.
+    Between two passes they differ, as the statistics of BatchNorm do, and only the first rank's are of use.
     """
-    copies = (
-        (key, part)
-        for key, part in state.items()
-        if isinstance(part, DistributedDataParallel) and part.broadcast_buffers and part.process_group.rank()
-    )
-    return frozenset(f"{key}.{name}" for key, part in copies for name, _ in part.named_buffers())
+    if isinstance(part, DistributedDataParallel) and part.broadcast_buffers and part.process_group.rank():
+        return frozenset(name for name, _ in part.named_buffers())
+    return frozenset()
 
 
-def collect_leaves(
-    leaves: Sequence[Leaf],
-    *,
-    pack_objects: bool,
-    may_differ: IsFree = is_free_nowhere,
-    of_others: Container[str] = (),
+def _collect(
+    leaves: Sequence[Leaf], key_types: Mapping[str, str], *, is_saved: bool, own_bytes: int
 ) -> LocalState:
-    """What this rank holds of some leaves of a state. Tensors that `may_differ` are those of free places.
-
-    Of those `of_others` it holds nothing.
-    """
     tensors: list[TensorFacts] = []
     rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
     shards: dict[str, list[LocalShard]] = {}
@@ -265,17 +245,13 @@ def collect_leaves(
     small: list[HeldObject] = []
     for leaf in leaves:
         if is_tensor(leaf.value):
-            is_of_others = leaf.name in of_others
-            shards[leaf.name] = [] if is_of_others else local_shards(leaf.name, leaf.value)
+            is_copy = leaf.owner is Owner.COPY
+            shards[leaf.name] = [] if is_copy else local_shards(leaf.name, leaf.value)
             rows += [(len(tensors), shard.offsets, shard.sizes) for shard in shards[leaf.name]]
             tensors.append(tensor_facts(leaf.name, leaf.value))
-            if (
-                pack_objects
-                and not is_of_others
-                and _may_be_own(leaf.value, OWN_BYTES if may_differ(leaf.path) else 0)
-            ):
+            if is_saved and not is_copy and _may_be_own(leaf.value, own_bytes if leaf.may_differ else 0):
                 small.append(_held_tensor(leaf))
-        elif pack_objects:
+        elif is_saved:
             objects[leaf.name] = _pack_leaf(leaf, packed)
     held_objects = tuple(
         HeldObject(name=name, size_bytes=len(content), digest=xxhash.xxh3_128_digest(content))
@@ -285,7 +261,7 @@ def collect_leaves(
         tensors=tuple(tensors), regions=Regions.from_rows(rows), objects=held_objects, small=tuple(small)
     )
     beyond = {name: found for name, content in objects.items() if (found := names_beyond_data(content))}
-    return LocalState(tuple(leaves), holdings, shards, objects, beyond)
+    return LocalState(tuple(leaves), holdings, shards, objects, beyond, key_types)
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -350,15 +326,15 @@ def _held_tensor(leaf: Leaf) -> HeldObject:
     return HeldObject(name=leaf.name, size_bytes=content.nbytes, digest=digest.digest())
 
 
-def tensor_facts(name: str, value: torch.Tensor | ShardedTensor) -> TensorFacts:
+def tensor_facts(name: str, value: Any) -> TensorFacts:
     """The properties of a tensor that are equal on all ranks."""
     dtype = str(value.dtype).removeprefix("torch.")
     return TensorFacts(name, dtype, tuple(value.size()), value.dtype.itemsize)
 
 
-def local_shards(name: str, value: torch.Tensor | ShardedTensor) -> list[LocalShard]:
+def local_shards(name: str, value: Any) -> list[LocalShard]:
     """The regions of a tensor that this rank holds, also empty ones of DTensors without rows here."""
-    if _is_sharded_tensor(value):
+    if _is_a(value, _SHARDED_TENSOR):
         return [
             LocalShard(
                 tuple(shard.metadata.shard_offsets),
@@ -367,7 +343,7 @@ def local_shards(name: str, value: torch.Tensor | ShardedTensor) -> list[LocalSh
             )
             for shard in value.local_shards()
         ]
-    if _is_dtensor(value):
+    if _is_a(value, _DTENSOR):
         return _pieces_of_dtensor(name, value)
     if hasattr(type(value), "__create_chunk_list__"):
         return _pieces_of_chunks(name, value)
@@ -380,7 +356,7 @@ def device_mesh_sizes(leaves: Sequence[Leaf]) -> dict[str, int]:
 
     Of several meshes, the one with most dimensions is taken, as the others are parts of it.
     """
-    meshes = [leaf.value.device_mesh for leaf in leaves if _is_dtensor(leaf.value)]
+    meshes = [leaf.value.device_mesh for leaf in leaves if _is_a(leaf.value, _DTENSOR)]
     if not meshes:
         return {}
     largest = max(meshes, key=lambda mesh: mesh.ndim)
@@ -388,7 +364,7 @@ def device_mesh_sizes(leaves: Sequence[Leaf]) -> dict[str, int]:
     return dict(zip(names, map(int, largest.mesh.shape), strict=True))
 
 
-def _pieces_of_dtensor(name: str, value: DTensor) -> list[LocalShard]:
+def _pieces_of_dtensor(name: str, value: Any) -> list[LocalShard]:
     if value.device_mesh.get_coordinate() is None:
         return []
     if any(placement.is_partial() for placement in value.placements):
@@ -399,7 +375,7 @@ def _pieces_of_dtensor(name: str, value: DTensor) -> list[LocalShard]:
     local = value.to_local()
     if (offsets := _even_offsets(value, local)) is not None:
         return [LocalShard(offsets, tuple(local.size()), _plain(name, local))]
-    chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call] # torch leaves it untyped
+    chunks = value.__create_chunk_list__()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.size()):
         raise UsageError(
             f"The part of {name!r} on this rank, {list(local.size())}, is not one rectangular region",
@@ -409,7 +385,7 @@ def _pieces_of_dtensor(name: str, value: DTensor) -> list[LocalShard]:
     return [LocalShard(tuple(chunks[0].offsets), tuple(chunks[0].sizes), _plain(name, local))]
 
 
-def _even_offsets(value: DTensor, local: torch.Tensor) -> tuple[int, ...] | None:
+def _even_offsets(value: Any, local: torch.Tensor) -> tuple[int, ...] | None:
     """Where this rank's part begins, if no dimension is sharded twice; None: torch has to say it.
 
     Torch lists the indices of all rows for that: twice the memory of a shard of float32 in one dimension.
@@ -441,7 +417,7 @@ def _pieces_of_chunks(name: str, value: Any) -> list[LocalShard]:
     return shards
 
 
-def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
+def _plain(name: str, value: Any) -> torch.Tensor:
     if value.is_meta:
         raise UsageError(
             f"{name!r} is on the meta device and has no values",
@@ -452,8 +428,8 @@ def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
             f"{name!r} is of a lazy module and has no shape yet",
             fix="Let the module see one batch first.",
         )
-    if _is_async_tensor(value):
-        return value.wait().detach()
+    if _is_a(value, _ASYNC_TENSOR):
+        value = value.wait()
     if hasattr(type(value), "__tensor_flatten__"):
         raise UsageError(
             f"{name!r} is a {type(value).__name__}, whose elements are those of tensors inside it",
@@ -464,7 +440,8 @@ def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
             f"{name!r} is a {type(value).__name__}, which has no memory of its own",
             fix="Put the tensors that it is made of into the state.",
         )
-    return value.detach()
+    plain: torch.Tensor = value.detach()
+    return plain
 
 
 def _computes_its_elements(value: torch.Tensor) -> bool:
@@ -478,8 +455,13 @@ class UnpicklableValue(UsageError, TypeError):
 
 
 def _pack_leaf(leaf: Leaf, known: dict[tuple[type, str], bytes]) -> bytes:
+    """The value as torch saves it. `known` keeps plain ones: optimizers repeat them thousands of times."""
+    key = (type(leaf.value), repr(leaf.value)) if type(leaf.value) in _REPEATED else None
+    if key is not None and key in known:
+        return known[key]
+    archive = io.BytesIO()
     try:
-        return _packed(leaf.value, known)
+        torch.save(leaf.value, archive)
     except (
         *(pickle.PicklingError, AttributeError, TypeError, ValueError),
         *(LookupError, RuntimeError, ImportError, OSError),
@@ -488,26 +470,12 @@ def _pack_leaf(leaf: Leaf, known: dict[tuple[type, str], bytes]) -> bytes:
             f"{leaf.name!r} cannot be saved: its {type(leaf.value).__name__} cannot be pickled ({error})",
             fix="Keep it out of the state, or put there what it is made of.",
         ) from error
+    if key is not None:
+        known[key] = archive.getvalue()
+    return archive.getvalue()
 
 
-def warn_of_trust(local_state: LocalState, rank: int, told: set[str]) -> None:
-    """Say of each object once, when it is saved, that a load will not take it without `trust`."""
-    for name, beyond in local_state.more_than_data.items():
-        if name not in told:
-            told.add(name)
-            level = logging.WARNING if rank == 0 else logging.INFO
-            logger.log(level, "%r needs trust=True to be loaded: it is made of %s", name, ", ".join(beyond))
-
-
-def warn_of_keys(local_state: LocalState, rank: int, told: set[str]) -> None:
-    """Say of each dict once that its keys may come back as text."""
-    unknown = [name for name, kind in local_state.key_types.items() if kind == "unknown" and name not in told]
-    told.update(unknown)
-    if unknown and rank == 0:
-        logger.warning(
-            "Keys of %s are saved as text: a part that has none yet when it is loaded gets text",
-            name_some([repr(name) for name in unknown]),
-        )
+_REPEATED: Final = (type(None), bool, int, float, str)
 
 
 def tell_of_entries(parts: Sequence[str], *, are_noted: bool) -> None:
@@ -522,11 +490,23 @@ def tell_of_entries(parts: Sequence[str], *, are_noted: bool) -> None:
         )
 
 
-def warn_of_attributes(local_state: LocalState, rank: int, told: set[str]) -> None:
-    """Say of each tensor of a class of its own once that what it has beside its elements is not saved.
+def warn_of_losses(local_state: LocalState, rank: int, warned: set[str]) -> None:
+    """Name once, when it is saved, what a load will not bring back as it is.
 
-    Attributes of plain tensors and parameters, which trainers set by the thousand, go without saying.
+    These are objects that need `trust`, keys that come back as text, and what tensors of a class of their own
+    have besides elements. Attributes of plain tensors and parameters, which trainers set by the thousand, are
+    not named.
     """
+    for name, beyond in local_state.more_than_data.items():
+        if name not in warned:
+            level = logging.WARNING if rank == 0 else logging.INFO
+            logger.log(level, "%r needs trust=True to be loaded: it is made of %s", name, ", ".join(beyond))
+    unknown = [name for name, kind in local_state.key_types.items() if kind == "unknown"]
+    if rank == 0 and set(unknown) - warned:
+        logger.warning(
+            "Keys of %s are saved as text: a part that has none yet when it is loaded gets text",
+            name_some([repr(name) for name in unknown]),
+        )
     known = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, *_loaded(*_DTENSOR), *_loaded(*_ASYNC_TENSOR))
     found = [
         f"{leaf.name!r} ({type(leaf.value).__name__}: {name_some(sorted(names))})"
@@ -536,22 +516,6 @@ def warn_of_attributes(local_state: LocalState, rank: int, told: set[str]) -> No
         and is_tensor(leaf.value)
         and (names := vars(leaf.value).keys() - {"_is_param"})
     ]
-    if set(found) - told and rank == 0:
+    if rank == 0 and set(found) - warned:
         logger.warning("Attributes of tensors are not saved: %s. Put them into the state", name_some(found))
-    told.update(found)
-
-
-def _packed(value: object, known: dict[tuple[type, str], bytes]) -> bytes:
-    """`value` as torch saves it. Results are kept: optimizers repeat plain values thousands of times."""
-    if value is not None and type(value) not in (bool, int, float, str):
-        return _saved(value)
-    key = (type(value), repr(value))
-    if key not in known:
-        known[key] = _saved(value)
-    return known[key]
-
-
-def _saved(value: object) -> bytes:
-    archive = io.BytesIO()
-    torch.save(value, archive)
-    return archive.getvalue()
+    warned.update(local_state.more_than_data, unknown, found)

@@ -18,8 +18,8 @@ from penstock.checkpoint.formats.checkpoint_source import (
     open_checkpoint,
 )
 from penstock.checkpoint.formats.safetensors import INDEX_NAME
-from penstock.checkpoint.state.leaves import matches_pattern
 from penstock.checkpoint.state.regions import StoredObject, TensorFacts, element_type
+from penstock.checkpoint.state.walk import matches_pattern
 from penstock.checkpoint.tools import tensor_slabs
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError, name_some

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from penstock.checkpoint.engine import LoadChoice, NamePatterns
+from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.dcp_item import load_object
 from penstock.checkpoint.loading.load_requests import (
     LeafSelection,
@@ -44,7 +44,8 @@ from penstock.checkpoint.plan.save_plan import (
     find_leaf_name,
     plan_job,
 )
-from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_trust
+from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses
+from penstock.checkpoint.state.walk import NamePatterns, Owner
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -193,8 +194,9 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         """All ranks: list what this rank holds."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._local_state = collect_for_save(state_dict)
-        warn_of_trust(self._local_state, dist.get_rank() if dist.is_initialized() else 0, self._told)
+        # torch has replaced parts by their states, and has no names for empty dicts.
+        self._local_state = collect_for_save(state_dict, owner_of=lambda _: Owner.FIXED)
+        warn_of_losses(self._local_state, dist.get_rank() if dist.is_initialized() else 0, self._told)
 
     def create_local_plan(self) -> planner.SavePlan:
         """All ranks: send the coordinator what this rank holds."""

@@ -45,8 +45,8 @@ from penstock.checkpoint.saving.file_layout import (
 )
 from penstock.checkpoint.saving.saver import WAITING_BUFFER_BYTES
 from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, choose_pipeline_settings
-from penstock.checkpoint.state.leaves import require_text
 from penstock.checkpoint.state.regions import Regions, TensorFacts
+from penstock.checkpoint.state.walk import require_text
 from penstock.cluster.comm import SoloComm
 from penstock.errors import AlreadyThere, UsageError
 from penstock.storage.capabilities import prefer_direct_access, sync_names

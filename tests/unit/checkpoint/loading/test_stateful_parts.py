@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from penstock.checkpoint.loading.load_requests import StoredNames
 from penstock.checkpoint.loading.stateful_parts import loading_into
-from penstock.checkpoint.state.leaves import flatten_state
 from penstock.checkpoint.state.regions import (
     CheckpointIndex,
     Regions,
@@ -22,6 +21,7 @@ from penstock.checkpoint.state.regions import (
     TensorFacts,
 )
 from penstock.checkpoint.state.tensors import is_tensor
+from penstock.checkpoint.state.walk import walk
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Part:
 
 def stored(state: Mapping[str, Any]) -> StoredNames:
     """The names that a checkpoint of this state has."""
-    leaves = flatten_state(state, is_tensor)
+    leaves, _ = walk(state, is_tensor)
     tensors = tuple(
         TensorFacts(leaf.name, str(leaf.value.dtype)[6:], tuple(leaf.value.shape), leaf.value.itemsize)
         for leaf in leaves
@@ -58,12 +58,12 @@ def stored(state: Mapping[str, Any]) -> StoredNames:
 
 def load(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Load as the loader does, by names and places alone."""
-    values = {leaf.name: leaf.value for leaf in flatten_state(saved, is_tensor)}
+    values = {leaf.name: leaf.value for leaf in walk(saved, is_tensor)[0]}
     with loading_into(state, stored(saved), {key: f"{key}." for key in state}) as parts:
         parts.require_fit()
-        asked = {leaf.name for leaf in flatten_state(parts.state, is_tensor)}
+        asked = {leaf.name for leaf in walk(parts.state, is_tensor)[0]}
         parts.add(values.keys() - asked)
-        for leaf in flatten_state(parts.state, is_tensor):
+        for leaf in walk(parts.state, is_tensor)[0]:
             if is_tensor(leaf.value):
                 leaf.value.copy_(values[leaf.name])
             else:

@@ -17,8 +17,8 @@ from penstock.checkpoint.plan.save_plan import (
 )
 from penstock.checkpoint.plan.shared_objects import compare_entries, share_objects
 from penstock.checkpoint.plan.shared_plan import Place
-from penstock.checkpoint.state.leaves import names_lacking
 from penstock.checkpoint.state.regions import Regions
+from penstock.checkpoint.state.walk import names_lacking
 from penstock.errors import UsageError
 
 

@@ -1,0 +1,223 @@
+"""One pass over a nested state: a flat list of named leaves, each with its place and its owner.
+
+Names are those of torch's distributed checkpoints: keys joined by dots. Mappings are always entered, lists
+only if they contain a tensor or a mapping; everything else is a leaf. Invariant: a leaf knows its place in
+the state, so a loaded value is put back into that place.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import json
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, Protocol, TypeGuard
+
+from penstock.errors import UsageError
+
+IsTensor = Callable[[object], bool]
+Path = tuple[str | int, ...]
+"""The place of a leaf: keys of mappings as text, and indices of lists."""
+NamePatterns = str | Sequence[str]
+"""One pattern for names of leaves, or several: `model.*`."""
+
+EXTRA_STATE: Final = "_extra_state"
+"""torch's name for what a module adds to its state: anything, and not the same each time."""
+KEY_TYPES: Final = "key_types"
+"""The manifest's fact with the key types that `walk` returns, as JSON."""
+OWN_ENTRIES: Final = "own_entries"
+"""The manifest's fact with the names that a rank lacked and others had, as JSON."""
+
+
+class Owner(Enum):
+    """The kind of object that a leaf belongs to: it decides what a load finds out by itself.
+
+    A module knows the names of all its tensors. A data loader may have any structure, and another one on each
+    rank, so the checkpoint records what it was.
+    """
+
+    PLAIN = "a dict, list or value of the program itself"
+    FIXED = "a part whose structure is known: what a load fills, and the dict of `get_optimizer_state_dict`"
+    MODULE = "a module"
+    COPY = "a buffer of a module that DDP copies from another rank before each forward pass"
+    EXTRA = "the extra state of a module"
+    OPTIMIZER = "an optimizer"
+    STATEFUL = "any other object with a state"
+
+    def keeps_structure(self, path: Path) -> bool:
+        """Whether the structure at `path` is recorded: empty mappings, and the types of keys."""
+        if self is Owner.OPTIMIZER:
+            # An optimizer knows its parameters and options, but not what it keeps for a parameter.
+            return len(path) > 3 and path[1] == "state"
+        return self is Owner.PLAIN or (self in (Owner.STATEFUL, Owner.EXTRA) and len(path) > 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """One value of a state."""
+
+    name: str
+    path: Path
+    value: Any
+    owner: Owner
+    _holder: Any
+    _key: Any
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether ranks may have other values, or lack it: data loaders and the like, and extra states."""
+        return self.owner in (Owner.STATEFUL, Owner.EXTRA)
+
+    def put(self, value: object) -> None:
+        """Put `value` into this leaf's place."""
+        if not isinstance(self._holder, MutableMapping | list):
+            raise UsageError(
+                f"{self.name!r} is in a {type(self._holder).__name__}, which cannot be changed",
+                fix="Use dicts and lists for the parts of the state that are loaded.",
+            )
+        self._holder[self._key] = value
+
+
+class Room:
+    """A place in a list for a value that a load brings, where the list was entered when it was saved."""
+
+
+def walk(
+    state: Mapping[Any, Any],
+    is_tensor: IsTensor,
+    owner_of: Callable[[Any], Owner] = lambda _: Owner.FIXED,
+    copied: Callable[[Any], frozenset[str]] = lambda _: frozenset(),
+) -> tuple[list[Leaf], dict[str, str]]:
+    """All leaves in the order of the state; and by name of a dict the type of its keys, if names hide it.
+
+    Parts with a state are replaced by it. `owner_of` and `copied` are asked for each part: its owner, and the
+    names below it whose owner is `COPY`.
+
+    Names have all keys as text, and a reader takes text that looks like a positive integer for one. A type is
+    "text" if the keys are text that looks so, "literal" if Python's literals restore them, else "unknown",
+    for example for the members of an enum.
+    """
+    require_dict(state)
+    # The state of a sharded part is a collective call, so no error of the walk may come between two of them.
+    values = [part.state_dict() if is_stateful(part) else part for part in state.values()]
+    leaves: dict[str, Leaf] = {}
+    key_types: dict[str, str] = {}
+
+    def visit(name: str, path: Path, value: Any, owner: Owner, place: tuple[Any, Any]) -> None:
+        if owner is Owner.MODULE and len(path) == 2 and str(path[1]).endswith(EXTRA_STATE):
+            owner = Owner.EXTRA
+        if isinstance(value, Mapping):
+            if owner.keeps_structure((*path, "")) and (kind := _key_type(list(value))):
+                key_types[name] = kind
+            if value or not owner.keeps_structure(path):
+                for inner_key, inner in value.items():
+                    step = str(inner_key)
+                    visit(f"{name}.{step}", (*path, step), inner, owner, (value, inner_key))
+                return
+            value = {}
+        elif isinstance(value, list) and _is_entered(value, is_tensor):
+            for number, inner in enumerate(value):
+                visit(f"{name}.{number}", (*path, number), inner, owner, (value, number))
+            return
+        require_text(name)
+        if name in leaves:
+            raise UsageError(
+                f"Two parts of the state have the name {name!r}",
+                where=f"at {list(leaves[name].path)} and at {list(path)}",
+                fix="Rename one of the keys: names of parts are their keys joined by dots.",
+            )
+        if owner is Owner.MODULE and name in copies:
+            owner = Owner.COPY
+        leaves[name] = Leaf(name, path, value, owner, *place)
+
+    for (key, part), value in zip(state.items(), values, strict=True):
+        copies = {f"{key}.{name}" for name in copied(part)}
+        try:
+            visit(str(key), (str(key),), value, owner_of(part), (state, key))
+        except RecursionError as error:
+            raise UsageError(
+                f"{key!r} contains itself, or is nested too deeply",
+                fix="Give every dict and list one place in the state.",
+            ) from error
+    return list(leaves.values()), key_types
+
+
+def _is_entered(values: list[Any], is_tensor: IsTensor) -> bool:
+    return any(
+        isinstance(entry, Mapping | Room)
+        or is_tensor(entry)
+        or (isinstance(entry, list) and _is_entered(entry, is_tensor))
+        for entry in values
+    )
+
+
+def _key_type(keys: list[Any]) -> str:
+    if all(type(key) is str for key in keys):
+        return "text" if any(key.isdecimal() for key in keys) else ""
+    if all(type(key) is int and key >= 0 for key in keys):
+        return ""
+    restored = [literal_key(str(key)) for key in keys]
+    is_same = all(type(key) is type(new) and key == new for key, new in zip(keys, restored, strict=True))
+    return "literal" if is_same else "unknown"
+
+
+def literal_key(text: str) -> Any:
+    """The key that is written like this in Python, or the text itself."""
+    try:
+        key = ast.literal_eval(text)
+        hash(key)
+    except (ValueError, SyntaxError, TypeError):
+        return text
+    return key
+
+
+def require_text(name: str) -> None:
+    """Raise `UsageError` for a name that no file can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"The name {name!r} holds half of a character, which is no text",
+            fix="Use names that can be written as UTF-8.",
+        ) from error
+
+
+def require_dict(state: object) -> None:
+    """Raise `UsageError` for a state that has no names."""
+    if not isinstance(state, Mapping):
+        kind = type(state).__name__
+        raise UsageError(f"The state is a {kind}, not a dict", fix='Give it a name, as in {"model": model}.')
+
+
+class Stateful(Protocol):
+    """An object with these two methods, as modules and optimizers have."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, sharing memory with it where possible."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Replace the state."""
+
+
+def is_stateful(part: object) -> TypeGuard[Stateful]:
+    """Whether a part of a state has both methods; asking the protocol itself takes fifty times as long."""
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+def names_lacking(fact: str) -> dict[int, frozenset[str]]:
+    """By rank, the names that it lacked when the fact `OWN_ENTRIES` was written."""
+    if not fact:
+        return {}
+    noted = json.loads(fact)
+    return {
+        int(rank): frozenset(noted["names"][number] for number in numbers)
+        for rank, numbers in noted["lacking"].items()
+    }
+
+
+def matches_pattern(name: str, patterns: NamePatterns) -> bool:
+    """Whether one of the patterns matches `name`, case-sensitively."""
+    all_patterns = (patterns,) if isinstance(patterns, str) else patterns
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in all_patterns)
