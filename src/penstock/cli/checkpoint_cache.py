@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.levels.cache import CacheLevel
     from penstock.checkpoint.levels.flush.flusher import FlushState
     from penstock.checkpoint.levels.recovery import StepRepair
-    from penstock.reports.answer_page import AnswerPage
+    from penstock.reports.report import Report
 
 
 POLL_S = 0.5
@@ -81,9 +81,7 @@ def status(options: _StatusOptions, terminal: Terminal) -> int:
     return FLUSH_FAILS if failing else 0
 
 
-def _draw_status(
-    run: str, levels: cache_tools.LevelsOverview, rows: Sequence[Mapping[str, str]]
-) -> AnswerPage:
+def _draw_status(run: str, levels: cache_tools.LevelsOverview, rows: Sequence[Mapping[str, str]]) -> Report:
     from penstock.workflows.levels_page import make_status_page
 
     return make_status_page(run, levels, rows)

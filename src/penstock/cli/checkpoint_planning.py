@@ -15,7 +15,7 @@ from penstock.units import format_seconds
 
 if TYPE_CHECKING:
     from penstock.checkpoint.levels.efficiency_model import Prediction, Strategy
-    from penstock.reports.answer_page import AnswerPage
+    from penstock.reports.report import Report
 
 _RATE = above_zero(RATE)
 _TIME = above_zero(TIME)
@@ -97,7 +97,7 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
             )
 
 
-def _draw(predictions: Sequence[Prediction]) -> AnswerPage:
+def _draw(predictions: Sequence[Prediction]) -> Report:
     from penstock.workflows.levels_page import make_plan_page
 
     return make_plan_page(predictions, _rows(predictions))

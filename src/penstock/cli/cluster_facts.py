@@ -26,7 +26,7 @@ from penstock.storage import open_storage
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.reports.answer_page import AnswerPage
+    from penstock.reports.report import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
     terminal.result(facts.model_dump(mode="json"), _view_hosts(facts, output))
 
 
-def _draw(facts: host_facts.ClusterFacts) -> AnswerPage:
+def _draw(facts: host_facts.ClusterFacts) -> Report:
     from penstock.cluster.facts.cluster_page import make_cluster_page
 
     return make_cluster_page(facts, list(map(_host_row, facts.present)))

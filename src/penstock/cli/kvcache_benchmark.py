@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.kvcache.block_trace import BlockTrace
     from penstock.kvcache.cache_run import CacheRequest
     from penstock.kvcache.io_plan import IoPlan
-    from penstock.reports.answer_page import AnswerPage
+    from penstock.reports.report import Report
 
 MISSED = 1
 
@@ -240,7 +240,7 @@ def _run(request: CacheRequest, cache: KvCacheOptions, comm: Comm, terminal: Ter
     return 0 if result.is_right else MISSED
 
 
-def _draw_run(document: dict[str, Any]) -> AnswerPage:
+def _draw_run(document: dict[str, Any]) -> Report:
     from penstock.kvcache.cache_pages import make_run_page
 
     return make_run_page(document)
@@ -422,7 +422,7 @@ def compare(options: _CompareOptions, terminal: Terminal) -> int:
     return 0 if comparison["is_comparable"] else MISSED
 
 
-def _draw_comparison(comparison: dict[str, Any]) -> AnswerPage:
+def _draw_comparison(comparison: dict[str, Any]) -> Report:
     from penstock.kvcache.cache_pages import make_comparison_page
 
     return make_comparison_page(comparison)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.kvcache.block_trace import BlockTrace
     from penstock.kvcache.lru_simulation import Reuse
     from penstock.kvcache.models import KvModel
-    from penstock.reports.answer_page import AnswerPage
+    from penstock.reports.report import Report
 
 _DEFAULT_BLOCKS = "1000,10000,100000"
 TRACE_FORMAT = choice("auto", "mooncake", "bailian", "burstgpt", "sharegpt")
@@ -238,7 +238,7 @@ def simulate(options: _SimulateOptions, terminal: Terminal) -> None:
     options.page.write(lambda: _draw_simulation(document), terminal)
 
 
-def _draw_simulation(document: dict[str, Any]) -> AnswerPage:
+def _draw_simulation(document: dict[str, Any]) -> Report:
     from penstock.kvcache.cache_pages import make_simulation_page
 
     return make_simulation_page(document)

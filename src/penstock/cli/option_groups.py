@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.cluster.gates.gate_model import Gate, PreflightRequest
     from penstock.cluster.gates.preflight import PreflightResult
-    from penstock.reports.answer_page import AnswerPage
+    from penstock.reports.report import Report
     from penstock.results.run_meter import Follower
     from penstock.workload.load_workload import CheckpointModel, LoadedWorkload
     from penstock.workload.overrides import Override
@@ -138,13 +138,13 @@ class PageOption:
 
     path: Path | None = option("--page", FILE, "Write the result as a page with charts to this file.")
 
-    def write(self, draw: Callable[[], AnswerPage], terminal: Terminal) -> None:
+    def write(self, draw: Callable[[], Report], terminal: Terminal) -> None:
         """Write the page that `draw` makes, if one is asked for; on rank 0 only."""
         if self.path is None or not terminal.speaks:
             return
-        from penstock.reports.answer_page import write_answer_page
+        from penstock.reports.page import write_report
 
-        write_answer_page(draw(), self.path)
+        write_report(draw(), self.path)
         terminal.note(f"wrote {self.path}")
 
 

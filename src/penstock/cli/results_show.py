@@ -17,7 +17,7 @@ from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from penstock.reports.answer_page import AnswerPage
+    from penstock.reports.report import Report
     from penstock.results.checkpoint_figures import CheckpointFigures
     from penstock.results.host_activity import PhaseActivity
     from penstock.results.phase_figures import PhaseFigures
@@ -256,14 +256,14 @@ def page(options: _PageOptions, terminal: Terminal) -> None:
 
       penstock results page 1a2b3c --results /mnt/results -o run.html
     """
-    from penstock.reports.answer_page import write_answer_page
+    from penstock.reports.page import write_report
     from penstock.results.history.run_catalog import find_run_folder
     from penstock.results.pages.run_page import draw_run
     from penstock.results.run_folder import PAGE_FILE
 
     folder = find_run_folder(options.run, options.parent.path)
     path = options.out or folder / PAGE_FILE
-    write_answer_page(draw_run(folder), path)
+    write_report(draw_run(folder), path)
     terminal.result({"page": str(path)}, [f"wrote {path}"])
 
 
@@ -303,7 +303,7 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
     terminal.result(document, _view_comparison(comparison))
 
 
-def _draw_comparison(comparison: RunComparison) -> AnswerPage:
+def _draw_comparison(comparison: RunComparison) -> Report:
     from penstock.results.pages.compare_page import make_comparison_page
 
     return make_comparison_page(comparison)

@@ -18,7 +18,7 @@ from penstock.environment import process_environment
 if TYPE_CHECKING:
     from penstock.bench.probe import ProbeRequest, ProbeResult
     from penstock.bench.probe.probe_plan import Part
-    from penstock.reports.answer_page import AnswerPage
+    from penstock.reports.report import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def _tell(report: ProbeResult) -> View:
         yield f"This storage {feeding}."
 
 
-def _draw(report: ProbeResult) -> AnswerPage:
+def _draw(report: ProbeResult) -> Report:
     from penstock.bench.probe.probe_page import make_probe_page
 
     return make_probe_page(report)

@@ -258,7 +258,7 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
 
       penstock trace report before=monday/traces after=friday/traces --json
     """
-    from penstock.reports.html_page import is_page
+    from penstock.reports.page import is_page
     from penstock.trace.compare.run_report import report_runs, write_run_report
     from penstock.trace.compare.trace_study import open_study
 

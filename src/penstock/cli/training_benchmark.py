@@ -16,7 +16,7 @@ from penstock.cli.training_request import plan_training, run_training
 from penstock.cluster.comm import Comm
 
 if TYPE_CHECKING:
-    from penstock.reports.answer_page import AnswerPage
+    from penstock.reports.report import Report
     from penstock.workflows.accelerator_sweep import SweepResult
 
 
@@ -103,7 +103,7 @@ def sweep(options: _SweepOptions, terminal: Terminal) -> int:
     return 0 if result.accelerators else 1
 
 
-def _draw_sweep(result: SweepResult, options: _SweepOptions) -> AnswerPage:
+def _draw_sweep(result: SweepResult, options: _SweepOptions) -> Report:
     from penstock.workflows.accelerator_sweep import make_sweep_page
 
     return make_sweep_page(result, options.workload.name, options.data.uri)

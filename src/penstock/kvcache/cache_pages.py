@@ -8,10 +8,18 @@ from typing import Any, Final
 
 from penstock.kvcache.cache_figures import has_small_objects, limited_by_client, say_doubts
 from penstock.kvcache.compare_runs import is_latency, latency_note
-from penstock.reports import charts
-from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
-from penstock.reports.charts import Curve, ValueAxis
-from penstock.reports.panels import Panel, assign_hues
+from penstock.reports.report import (
+    Banner,
+    Chart,
+    Kind,
+    Look,
+    Report,
+    Section,
+    Series,
+    Tone,
+    bar_chart,
+    table_section,
+)
 from penstock.units import format_bytes, format_seconds
 
 GIB: Final = 1 << 30
@@ -19,7 +27,7 @@ _ENOUGH: Final = 0.95
 """The smallest cache with this share of the hits of an unlimited one is large enough."""
 
 
-def make_simulation_page(document: Mapping[str, Any]) -> AnswerPage:
+def make_simulation_page(document: Mapping[str, Any]) -> Report:
     """Hits against the size of the cache, and what each tier serves."""
     rows = sorted(
         (row for row in document["rows"] if row["capacity_blocks"] is not None),
@@ -27,23 +35,17 @@ def make_simulation_page(document: Mapping[str, Any]) -> AnswerPage:
     )
     most = max(row["prefix_hit_ratio"] for row in document["rows"])
     enough = next((row for row in rows if row["prefix_hit_ratio"] >= _ENOUGH * most), None)
-    hue = assign_hues([document["model"]])[document["model"]]
-    hits = charts.curves(
-        "Prefix hits against the size of the cache",
-        hue,
-        [format_bytes(row["capacity_bytes"]) for row in rows],
-        [
-            Curve(
-                "hits",
-                "tone-2",
-                list(range(len(rows))),
-                [100 * row["prefix_hit_ratio"] for row in rows],
-            )
-        ],
-        ValueAxis.of_percent(),
+    hits = Chart(
+        kind=Kind.LINES,
+        title="Prefix hits against the size of the cache",
+        run=document["model"],
+        unit="%",
+        names=[format_bytes(row["capacity_bytes"]) for row in rows],
+        series=[Series(y=[100 * row["prefix_hit_ratio"] for row in rows])],
+        y_end=100,
         limits={"no limit": 100 * most},
     )
-    return AnswerPage(
+    return Report(
         title=f"Hits of a key-value cache for {document['model']}",
         subtitle=(
             f"{document['requests']:,} requests in {format_seconds(document['span_s'])}, "
@@ -62,10 +64,10 @@ def make_simulation_page(document: Mapping[str, Any]) -> AnswerPage:
             ),
             to_do="`penstock kvcache replay` shows what a storage makes of it.",
         ),
-        first=[hits],
-        exhibits=[
-            folded_table("sizes", "Sizes", [_size_row(row) for row in document["rows"]]),
-            folded_table("tiers", "Tiers", [_tier_row(tier) for tier in document["tiers"]]),
+        highlights=[hits],
+        sections=[
+            table_section("sizes", "Sizes", [_size_row(row) for row in document["rows"]]),
+            table_section("tiers", "Tiers", [_tier_row(tier) for tier in document["tiers"]]),
         ],
     )
 
@@ -101,24 +103,23 @@ def _say_what_pays(worth: float | None, break_even: float) -> str:
     return f"Read with more than {format_bytes(break_even)}/s for each accelerator, or load less: {paid}."
 
 
-def make_run_page(document: Mapping[str, Any]) -> AnswerPage:
+def make_run_page(document: Mapping[str, Any]) -> Report:
     """A run on a storage: rates, latencies, break-even, and the load that it sustains."""
-    hue = assign_hues([document["target"]])[document["target"]]
     saved, misses = document["time_to_first_token"], sum(document["misses"].values())
     read, write = (document[name]["gib_per_s"] * GIB for name in ("read", "write"))
     break_even = saved["break_even_gib_per_s"] * GIB
-    rates = charts.bar_chart(
+    rates = bar_chart(
         "Throughput",
-        hue,
+        document["target"],
         {"read": read, "write": write},
-        ValueAxis.of_rates([read, write, break_even]),
+        "B/s",
         limits={"break-even of one accelerator": break_even},
     )
     worth = saved["hits_worth_it"]
     ranks = "1 rank" if document["ranks"] == 1 else f"{document['ranks']} ranks"
-    planned, loads = _hit_charts(document, hue), _load_charts(document, hue)
+    planned, loads = _hit_charts(document), _load_charts(document)
     first = loads or planned[:1]
-    return AnswerPage(
+    return Report(
         title=f"A key-value cache on {document['target']}",
         subtitle=(
             f"{document['plan']['name']}, {ranks} x {document['engine']['streams']} streams, "
@@ -140,23 +141,23 @@ def make_run_page(document: Mapping[str, Any]) -> AnswerPage:
                 *say_doubts(document),
             ],
         ),
-        first=[rates, *first],
-        exhibits=[
-            Exhibit(
+        highlights=[rates, *first],
+        sections=[
+            Section(
                 name="workload",
                 title="Over the workload's time, by tier",
-                says="As planned: which tier has the chunks that requests ask for, and what that moves.",
-                panels=planned if loads else planned[1:],
+                text=["As planned: which tier has the chunks that requests ask for, and what that moves."],
+                charts=planned if loads else planned[1:],
                 why_empty="This workload has no chunks.",
             ),
-            Exhibit(
+            Section(
                 name="run",
                 title="Over the run",
-                says="As measured on storage; memory tiers are planned and not moved.",
-                panels=_run_charts(document, hue),
+                text=["As measured on storage; memory tiers are planned and not moved."],
+                charts=_run_charts(document),
                 why_empty="Nothing was moved.",
             ),
-            folded_table("latency", "Latencies, ms", _latency_rows(document)),
+            table_section("latency", "Latencies, ms", _latency_rows(document)),
         ],
     )
 
@@ -167,38 +168,30 @@ def _say_limit(document: Mapping[str, Any]) -> str:
     return "the storage, or the streams in flight"
 
 
-def _load_charts(document: Mapping[str, Any], hue: int) -> list[Panel]:
+def _load_charts(document: Mapping[str, Any]) -> list[Chart]:
     """Latency against load, where a load was searched for."""
     sustained = document.get("sustained")
     if not sustained:
         return []
     points = sorted(sustained["points"], key=lambda point: point["speedup"])
     return [
-        charts.curves(
-            "Load time (p95) against load, in times the workload's pace",
-            hue,
-            [f"{point['speedup']:.3g}" for point in points],
-            [
-                Curve(
-                    "p95",
-                    "tone-2",
-                    list(range(len(points))),
-                    [point["load_p95_ms"] / 1e3 for point in points],
-                )
-            ],
-            ValueAxis.of_seconds(
-                [sustained["objective_ms"] / 1e3, *(point["load_p95_ms"] / 1e3 for point in points)]
-            ),
+        Chart(
+            kind=Kind.LINES,
+            title="Load time (p95) against load, in times the workload's pace",
+            run=document["target"],
+            unit="s",
+            names=[f"{point['speedup']:.3g}" for point in points],
+            series=[Series(y=[point["load_p95_ms"] / 1e3 for point in points])],
             limits={"objective": sustained["objective_ms"] / 1e3},
         )
     ]
 
 
-_TIERS: Final = {"gpu": "tone-1", "cpu": "tone-3", "storage": "tone-2"}
-_DIRECTIONS: Final = {"read": "tone-2", "write": "tone-3"}
+_TIERS: Final[Mapping[str, Tone]] = {"gpu": "light", "cpu": "dark", "storage": "full"}
+_DIRECTIONS: Final[Mapping[str, Tone]] = {"read": "full", "write": "dark"}
 
 
-def _hit_charts(document: Mapping[str, Any], hue: int) -> list[Panel]:
+def _hit_charts(document: Mapping[str, Any]) -> list[Chart]:
     """Hits and bytes of each tier over the workload's time."""
     rows = document["over_workload"]
     if not rows or not any(row["chunks"] for row in rows):
@@ -206,48 +199,44 @@ def _hit_charts(document: Mapping[str, Any], hue: int) -> list[Panel]:
     middles, end_s = _middles(rows)
     tiers = [tier for tier in _TIERS if any(row[f"{tier}_hits"] for row in rows)]
     shares = [
-        Curve(
-            tier,
-            _TIERS[tier],
-            *_known(middles, [_percent(row[f"{tier}_hits"], row["chunks"]) for row in rows]),
+        _known_series(
+            tier, _TIERS[tier], middles, [_percent(row[f"{tier}_hits"], row["chunks"]) for row in rows]
         )
         for tier in tiers or ["storage"]
     ]
     width_s = end_s / len(rows)
     read = [
-        Curve(tier, _TIERS[tier], middles, [row[f"{tier}_read_bytes"] / width_s for row in rows])
+        Series(
+            name=tier, tone=_TIERS[tier], x=middles, y=[row[f"{tier}_read_bytes"] / width_s for row in rows]
+        )
         for tier in tiers
     ]
     written = [row["storage_written_bytes"] / width_s for row in rows]
+    lines = [
+        (_title("Chunks that hit", "in", shares), "%", 100.0, shares),
+        *([(_title("Read", "from", read), "B/s", 0.0, read)] if read else []),
+        ("Written to storage", "B/s", 0.0, [Series(x=middles, y=written)]),
+    ]
     return [
-        charts.time_lines(
-            _title("Chunks that hit", "in", shares), hue, end_s, shares, ValueAxis.of_percent()
-        ),
-        *(
-            [charts.time_lines(_title("Read", "from", read), hue, end_s, read, _rates_of(read))]
-            if read
-            else []
-        ),
-        charts.time_lines(
-            "Written to storage",
-            hue,
-            end_s,
-            [Curve("", "tone-2", middles, written)],
-            ValueAxis.of_rates(written),
-        ),
+        Chart(
+            kind=Kind.LINES,
+            title=title,
+            run=document["target"],
+            unit=unit,
+            series=series,
+            x_end=end_s,
+            y_end=y_end,
+        )
+        for title, unit, y_end, series in lines
     ]
 
 
-def _title(what: str, word: str, series: Sequence[Curve]) -> str:
+def _title(what: str, word: str, series: Sequence[Series]) -> str:
     """Lines have a legend; one alone has none, so that its title names it."""
     return f"{what}, by tier" if len(series) > 1 else f"{what} {word} {series[0].name}"
 
 
-def _rates_of(series: Sequence[Curve]) -> ValueAxis:
-    return ValueAxis.of_rates([value for line in series for value in line.ys])
-
-
-def _run_charts(document: Mapping[str, Any], hue: int) -> list[Panel]:
+def _run_charts(document: Mapping[str, Any]) -> list[Chart]:
     """Rates and latencies on storage over the run's time."""
     rows = document["over_run"]
     directions = [name for name in _DIRECTIONS if any(row[f"{name}_bytes"] for row in rows)]
@@ -256,26 +245,31 @@ def _run_charts(document: Mapping[str, Any], hue: int) -> list[Panel]:
     middles, end_s = _middles(rows)
     width_s = end_s / len(rows)
     moved = [
-        Curve(name, look, middles, [row[f"{name}_bytes"] / width_s for row in rows])
-        for name, look in _DIRECTIONS.items()
-        if name in directions
-    ]
-    latencies = {
-        name: _known(
-            middles, [None if row[f"{name}_p95_ms"] is None else row[f"{name}_p95_ms"] / 1e3 for row in rows]
+        Series(
+            name=name,
+            tone=_DIRECTIONS[name],
+            x=middles,
+            y=[row[f"{name}_bytes"] / width_s for row in rows],
         )
         for name in directions
-    }
+    ]
+    latencies = [
+        _known_series(
+            name,
+            _DIRECTIONS[name],
+            middles,
+            [None if row[f"{name}_p95_ms"] is None else row[f"{name}_p95_ms"] / 1e3 for row in rows],
+        )
+        for name in directions
+    ]
     only = f": {directions[0]}" if len(directions) == 1 else ""
+    lines = [
+        (f"Throughput on storage{only}", "B/s", moved),
+        (f"Latency of objects, p95{only}", "s", latencies),
+    ]
     return [
-        charts.time_lines(f"Throughput on storage{only}", hue, end_s, moved, _rates_of(moved)),
-        charts.time_lines(
-            f"Latency of objects, p95{only}",
-            hue,
-            end_s,
-            [Curve(name, _DIRECTIONS[name], xs, ys) for name, (xs, ys) in latencies.items()],
-            ValueAxis.of_seconds([value for _, ys in latencies.values() for value in ys]),
-        ),
+        Chart(kind=Kind.LINES, title=title, run=document["target"], unit=unit, series=series, x_end=end_s)
+        for title, unit, series in lines
     ]
 
 
@@ -285,10 +279,10 @@ def _middles(rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], float]:
     return [row["begin_s"] + width_s / 2 for row in rows], width_s * len(rows)
 
 
-def _known(xs: Sequence[float], ys: Sequence[float | None]) -> tuple[list[float], list[float]]:
-    """The points that have a value."""
+def _known_series(name: str, tone: Tone, xs: Sequence[float], ys: Sequence[float | None]) -> Series:
+    """A line through the points that have a value."""
     pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
-    return [x for x, _ in pairs], [y for _, y in pairs]
+    return Series(name=name, tone=tone, x=[x for x, _ in pairs], y=[y for _, y in pairs])
 
 
 def _percent(part: int, whole: int) -> float | None:
@@ -312,7 +306,7 @@ def _latency_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
 _RATES: Final = ("gib_per_s", "bandwidth_gbps, honest")
 
 
-def make_comparison_page(comparison: Mapping[str, Any]) -> AnswerPage:
+def make_comparison_page(comparison: Mapping[str, Any]) -> Report:
     """Several storages: a chart for each rate and latency, and all figures with the order that they give."""
     runs = [f"run {index + 1}" for index in range(len(comparison["targets"]))]
     figures: Mapping[str, Mapping[str, Any]] = comparison["figures"]
@@ -320,7 +314,7 @@ def make_comparison_page(comparison: Mapping[str, Any]) -> AnswerPage:
         name: figure for name, figure in figures.items() if name.endswith(_RATES) and any(figure["values"])
     }
     is_same = comparison["is_comparable"]
-    return AnswerPage(
+    return Report(
         title="Storages for a key-value cache",
         subtitle=", ".join(
             f"{run}: {target}" for run, target in zip(runs, comparison["targets"], strict=True)
@@ -341,20 +335,20 @@ def make_comparison_page(comparison: Mapping[str, Any]) -> AnswerPage:
             since="all runs executed the same operations" if is_same else "the operations differ",
             to_do="Read the table: each figure has the order of the storages that it gives.",
         ),
-        first=[_compare_bars(name, runs, figure["values"]) for name, figure in rates.items()],
-        exhibits=[
-            Exhibit(
+        highlights=[_compare_bars(name, runs, figure["values"]) for name, figure in rates.items()],
+        sections=[
+            Section(
                 name="latencies",
                 title="Latencies",
-                says=latency_note(comparison) or "",
-                panels=[
+                text=[note] if (note := latency_note(comparison)) else (),
+                charts=[
                     _compare_bars(name, runs, figure["values"])
                     for name, figure in figures.items()
                     if is_latency(name) and any(figure["values"])
                 ],
                 why_empty="None was measured.",
             ),
-            folded_table("figures", "All figures", _figure_rows(comparison, runs)),
+            table_section("figures", "All figures", _figure_rows(comparison, runs)),
         ],
     )
 
@@ -373,11 +367,10 @@ def _spread(values: Sequence[float | None]) -> str:
     return f"{max(known) / min(known):.2f}x"
 
 
-def _compare_bars(name: str, runs: Sequence[str], values: Sequence[float | None]) -> Panel:
+def _compare_bars(name: str, runs: Sequence[str], values: Sequence[float | None]) -> Chart:
     is_time = "_ms" in name
     bars = {run: (value or 0.0) * (1e-3 if is_time else GIB) for run, value in zip(runs, values, strict=True)}
-    axis = ValueAxis.of_seconds(bars.values()) if is_time else ValueAxis.of_rates(bars.values())
-    return charts.bar_chart(_in_words(name), assign_hues(["comparison"])["comparison"], bars, axis, limits={})
+    return bar_chart(_in_words(name), "comparison", bars, "s" if is_time else "B/s")
 
 
 def _figure_rows(comparison: Mapping[str, Any], runs: Sequence[str]) -> list[dict[str, str]]:

@@ -1,6 +1,32 @@
-"""HTML pages that load nothing: mail them, print them, read them on a phone or in a dark room.
+"""Reports: what a run, a probe or a comparison found, as plain data, and the one renderer that draws it.
 
-One frame and one palette serve every page of Penstock: `templates/page.html`, `style.css` and `panels.css`.
-`html_page` renders templates and prepares tables; `panels` and `plots` draw. Each page has a template in
-`templates/`.
+Return a `Report` and draw nothing: the renderer alone knows ticks, scales, SVG and CSS.
+
+    from penstock.reports.page import write_report
+    from penstock.reports.report import Banner, Chart, Kind, Look, Report, Section, Series, table_section
+
+    report = Report(
+        title="Training run 7",
+        subtitle="4 ranks on node-1",
+        banner=Banner(
+            verdict="failed", look=Look.BAD, figure="AU 71 %, 90 % required",
+            limited_by="storage", since="epoch 2, step 40", to_do="Raise reader.read_threads.",
+        ),
+        highlights=[
+            Chart(
+                kind=Kind.BARS, title="AU of each epoch", run="run-7", unit="%",
+                names=["1", "2"], series=[Series(y=[92.0, 50.0])], limits={"required 90 %": 90.0},
+            ),
+        ],
+        sections=[
+            Section(title="Throughput", text=["Bytes that steps received."], charts=[...]),
+            table_section("epochs", "Epochs", [{"epoch": "1", "AU %": "92.00"}], bars="AU %"),
+        ],
+    )
+    write_report(report, Path("report.html"))
+
+Colours follow names: every chart, series or cell that gives the same `run` has the same hue, on each page.
+A page loads nothing, so it can be mailed and printed, and it suits phones and dark rooms.
+
+`report` has the model, `drawing` turns a chart into shapes and ticks, `page` renders and writes.
 """

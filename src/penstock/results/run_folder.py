@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import ObjectNotFound, UsageError, name_some
-from penstock.reports.html_page import is_page
+from penstock.reports.page import is_page
 from penstock.results.run_status import STATUS_FILE
 from penstock.storage.files.system_calls import translate_os_errors
 

@@ -13,10 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from penstock.errors import PenstockError, UsageError
-from penstock.reports import charts
-from penstock.reports.answer_page import AnswerPage, Banner, Look, folded_table
-from penstock.reports.charts import Curve, ValueAxis
-from penstock.reports.panels import assign_hues
+from penstock.reports.report import Banner, Chart, Kind, Look, Report, Series, table_section
 
 _LEAVE_S: Final = 15.0
 """How long an interrupted run may take to exit: its ranks have their own, shorter limits."""
@@ -106,14 +103,12 @@ def _capture_output(command: Sequence[str], accelerators: int) -> str:
     return output
 
 
-def make_sweep_page(result: SweepResult, workload: str, storage: str) -> AnswerPage:
+def make_sweep_page(result: SweepResult, workload: str, storage: str) -> Report:
     """The page of all tries, each of which has a page of its own."""
     tries = sorted(result.tries, key=lambda one: one.accelerators)
-    hue = assign_hues([storage])[storage]
     names = [str(one.accelerators) for one in tries]
-    places = list(range(len(tries)))
     failed = next((one for one in tries if not one.meets_threshold), None)
-    return AnswerPage(
+    return Report(
         title=f"How many accelerators of {workload} {storage} feeds",
         subtitle=f"{len(tries)} runs, from {names[0]} to {names[-1]} accelerators",
         banner=Banner(
@@ -130,24 +125,26 @@ def make_sweep_page(result: SweepResult, workload: str, storage: str) -> AnswerP
                 else f"Look at the first run that failed: {failed.results_dir}/report.html"
             ),
         ),
-        first=[
-            charts.curves(
-                "AU by accelerators",
-                hue,
-                names,
-                [Curve("AU", "tone-2", places, [one.au_compat for one in tries])],
-                ValueAxis.of_percent(),
+        highlights=[
+            Chart(
+                kind=Kind.LINES,
+                title="AU by accelerators",
+                run=storage,
+                unit="%",
+                names=names,
+                series=[Series(y=[one.au_compat for one in tries])],
+                y_end=100,
             ),
-            charts.curves(
-                "Samples a second by accelerators",
-                hue,
-                names,
-                [Curve("samples/s", "tone-2", places, [one.samples_per_s for one in tries])],
-                ValueAxis.of_counts([one.samples_per_s for one in tries]),
+            Chart(
+                kind=Kind.LINES,
+                title="Samples a second by accelerators",
+                run=storage,
+                names=names,
+                series=[Series(y=[one.samples_per_s for one in tries])],
             ),
         ],
-        exhibits=[
-            folded_table(
+        sections=[
+            table_section(
                 "tries",
                 "All runs",
                 [

@@ -24,7 +24,7 @@ from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.environment import Environment
 from penstock.progress import RunProgress
-from penstock.reports.answer_page import render_answer_page
+from penstock.reports.page import render_report
 from penstock.storage import open_storage
 from penstock.transfer.pipeline import PipelineSettings
 from penstock.workflows import demo_page
@@ -78,7 +78,7 @@ def tour(
         model_bytes=plan_layout(LayoutRequest(model=load_model(_MODEL), num_processes=1)).total_bytes,
         diagnoses=diagnoses,
     )
-    results.report.write_text(render_answer_page(demo_page.make_demo_page(results)), encoding="utf-8")
+    results.report.write_text(render_report(demo_page.make_demo_page(results)), encoding="utf-8")
     results.report.with_suffix(".json").write_text(json.dumps(results.document(), indent=2), encoding="utf-8")
     return results
 

@@ -20,10 +20,17 @@ from penstock.bench.probe.probe_run import ProbeMeasurement
 from penstock.bench.training.training_result import TrainingResult
 from penstock.cluster.doctor import Diagnosis
 from penstock.errors import name_some
-from penstock.reports import charts
-from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
-from penstock.reports.charts import ValueAxis
-from penstock.reports.panels import Panel, assign_hues
+from penstock.reports.report import (
+    Banner,
+    Chart,
+    Kind,
+    Look,
+    Report,
+    Section,
+    Series,
+    bar_chart,
+    table_section,
+)
 from penstock.results.event_files import read_events
 from penstock.results.pages.step_series import RunSteps
 from penstock.units import format_bytes, format_rate, format_seconds
@@ -181,12 +188,12 @@ def find_excess(tour: Tour) -> Iterator[str]:
         )
 
 
-def make_demo_page(tour: Tour) -> AnswerPage:
+def make_demo_page(tour: Tour) -> Report:
     """The page of a tour."""
     results = tour.probe
     limitations = [diagnosis for diagnosis in tour.diagnoses if diagnosis.state != "ok"]
     met = tour.training.train.meets_threshold
-    return AnswerPage(
+    return Report(
         title=f"What the storage at {results.uri} can do",
         subtitle=(
             f"{', '.join(results.hosts)}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, penstock {__version__}; "
@@ -206,10 +213,10 @@ def make_demo_page(tour: Tour) -> AnswerPage:
             to_do=say_what_helps(tour),
             troubles=list(find_excess(tour)),
         ),
-        first=list(_first(tour)),
-        exhibits=[
+        highlights=list(_first(tour)),
+        sections=[
             *_tables(tour),
-            folded_table(
+            table_section(
                 "machine",
                 "What this machine lacks",
                 [
@@ -232,34 +239,34 @@ def _say_limit(tour: Tour) -> str:
     return f"training: {training}; checkpoints, {', '.join(held)}"
 
 
-def _first(tour: Tour) -> Iterator[Panel]:
-    hue = assign_hues([tour.probe.uri])[tour.probe.uri]
-    yield _utilization(tour, hue)
-    yield _checkpoints(tour, hue)
+def _first(tour: Tour) -> Iterator[Chart]:
+    yield _utilization(tour)
+    yield _checkpoints(tour)
     read = Limit.of(tour, "read")
     beyond = {f"checkpoints read {format_rate(read.bytes_per_s)}": read.bytes_per_s}
-    yield probe_page.throughput_curve(tour.probe, hue, limits=beyond if read.excess() > _NEAR else {})
+    yield probe_page.throughput_curve(tour.probe, limits=beyond if read.excess() > _NEAR else {})
 
 
-def _utilization(tour: Tour, hue: int) -> Panel:
+def _utilization(tour: Tour) -> Chart:
     steps = RunSteps.of_events(read_events(Path(tour.training.results_dir)))
     assert steps is not None, "a training that ended has steps"
     ceiling = tour.training.stages.ceiling
     limits = {"asked 90 %": _ASKED}
     if ceiling is not None:
         limits[f"ceiling {ceiling.au_compat_percent:.1f} %"] = ceiling.au_compat_percent
-    return charts.area_chart(
-        "Training: accelerator busy",
-        hue,
-        steps.edges,
-        100 * steps.compute_shares(),
-        ValueAxis.of_percent(),
+    return Chart(
+        kind=Kind.AREA,
+        title="Training: accelerator busy",
+        run=tour.probe.uri,
+        unit="%",
+        series=[Series(x=steps.edges, y=100 * steps.compute_shares())],
+        y_end=100,
         limits=limits,
         note=f"AU {tour.training.train.au_compat_percent.mean:.1f} %; dips: between epochs",
     )
 
 
-def _checkpoints(tour: Tour, hue: int) -> Panel:
+def _checkpoints(tour: Tour) -> Chart:
     limits = {
         f"{name} at best {format_rate(limit.bytes_per_s)}": limit.bytes_per_s
         for name, limit in (("read", Limit.of(tour, "read")), ("written", Limit.of(tour, "write")))
@@ -268,37 +275,36 @@ def _checkpoints(tour: Tour, hue: int) -> Panel:
         f"{one.round.direction} {one.round.number}": one.phase.gib_per_s * GIB
         for one in tour.checkpoints.rounds
     }
-    return charts.bar_chart(
+    return bar_chart(
         "Checkpoints, GiB/s",
-        hue,
+        tour.probe.uri,
         bars,
-        ValueAxis.of_rates([*bars.values(), *limits.values()]),
+        "B/s",
         limits=limits,
         note=f"of {format_bytes(tour.checkpoints.total_bytes)} each",
     )
 
 
-def _tables(tour: Tour) -> Iterator[Exhibit]:
-
+def _tables(tour: Tour) -> Iterator[Section]:
     measurements = tour.probe.measurements
-    yield folded_table(
+    yield table_section(
         "best", "What this storage can do at best", probe_run.headline_rows(measurements), bars="GiB/s"
     )
-    yield folded_table(
-        "training", "Can it feed an accelerator?", training_rows(tour.training), says=_TRAINING, bars="AU %"
+    yield table_section(
+        "training", "Can it feed an accelerator?", training_rows(tour.training), text=_TRAINING, bars="AU %"
     )
-    yield folded_table(
+    yield table_section(
         "checkpoints",
         "Can it take checkpoints and give them back?",
         checkpoint_rows(tour.checkpoints),
-        says=_CHECKPOINTS.format(target=tour.checkpoints.target),
+        text=_CHECKPOINTS.format(target=tour.checkpoints.target),
         bars="GiB/s",
     )
-    yield folded_table(
+    yield table_section(
         "all",
         "All measurements of the probe",
         probe_run.measurement_rows(measurements),
-        says=" ".join([_METHOD.format(size=format_bytes(tour.probe.size_bytes)), *tour.probe.notes]),
+        text=" ".join([_METHOD.format(size=format_bytes(tour.probe.size_bytes)), *tour.probe.notes]),
         bars="GiB/s",
     )
 

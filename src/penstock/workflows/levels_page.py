@@ -4,26 +4,22 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.checkpoint.levels.cache_tools import LevelsOverview
 from penstock.checkpoint.levels.efficiency_model import Prediction
-from penstock.reports import charts
-from penstock.reports.answer_page import AnswerPage, Banner, Look, folded_table
-from penstock.reports.charts import ValueAxis
-from penstock.reports.panels import assign_hues
+from penstock.reports.report import Banner, Look, Report, bar_chart, table_section
 from penstock.units import format_bytes, format_rate, format_seconds
 
 Rows = Sequence[Mapping[str, str]]
 
 
-def make_plan_page(predictions: Sequence[Prediction], rows: Rows) -> AnswerPage:
+def make_plan_page(predictions: Sequence[Prediction], rows: Rows) -> Report:
     """What is left for training with each strategy."""
     best = max(predictions, key=lambda one: one.efficiency)
     names = [chr(ord("A") + number) for number in range(len(predictions))]
     meaning = "; ".join(f"{name} {one.strategy.name}" for name, one in zip(names, predictions, strict=True))
     waits = [one.strategy.blocked_s for one in predictions]
     lost = {name: 100 * (1 - one.simulated) for name, one in zip(names, predictions, strict=True)}
-    hue = assign_hues(["plan"])["plan"]
     failing = [failure for failure in best.strategy.failures if failure.mtbf_s < float("inf")]
     worst = min(failing, key=lambda failure: failure.mtbf_s, default=None)
-    return AnswerPage(
+    return Report(
         title="What checkpoints leave for training",
         subtitle=f"{len(predictions)} strategies, each at its interval, by formula and by simulated failures",
         banner=Banner(
@@ -39,25 +35,17 @@ def make_plan_page(predictions: Sequence[Prediction], rows: Rows) -> AnswerPage:
             to_do=f"Save every {format_seconds(best.interval_s)} with {best.strategy.name}.",
             troubles=list(_find_doubts(predictions)),
         ),
-        first=[
-            charts.bar_chart(
-                "Lost to checkpoints and failures, simulated",
-                hue,
-                lost,
-                ValueAxis.of_counts(lost.values(), "%"),
-                limits={},
-                note=meaning,
-            ),
-            charts.bar_chart(
+        highlights=[
+            bar_chart("Lost to checkpoints and failures, simulated", "plan", lost, "%", note=meaning),
+            bar_chart(
                 "Training waits at each checkpoint",
-                hue,
+                "plan",
                 dict(zip(names, waits, strict=True)),
-                ValueAxis.of_seconds(waits),
-                limits={},
+                "s",
                 note=meaning,
             ),
         ],
-        exhibits=[folded_table("strategies", "All strategies", rows)],
+        sections=[table_section("strategies", "All strategies", rows)],
     )
 
 
@@ -71,9 +59,8 @@ def _find_doubts(predictions: Sequence[Prediction]) -> Iterator[str]:
         yield from (f"{one.strategy.name}: {warning}" for warning in one.strategy.warnings)
 
 
-def make_status_page(run: str, levels: LevelsOverview, rows: Rows) -> AnswerPage:
+def make_status_page(run: str, levels: LevelsOverview, rows: Rows) -> Report:
     """Where the steps of a run are, and what is still to be copied."""
-    hue = assign_hues([run])[run]
     states = {
         step: state for flush in levels.flushes for step, state in flush.states.items() if not state.is_over
     }
@@ -85,7 +72,7 @@ def make_status_page(run: str, levels: LevelsOverview, rows: Rows) -> AnswerPage
     newest = str(max(steps, default="none"))
     by_step = {str(step): state.size_bytes - state.copied_bytes for step, state in states.items()}
     cached = {str(one.step): one.size_bytes for one in levels.cached}
-    return AnswerPage(
+    return Report(
         title=f"Checkpoints of {run}",
         subtitle=f"{len(steps)} step{'s' * (len(steps) != 1)}, on the durable level and "
         f"{len(levels.flushes)} cache{'s' * (len(levels.flushes) != 1)}",
@@ -106,12 +93,12 @@ def make_status_page(run: str, levels: LevelsOverview, rows: Rows) -> AnswerPage
             troubles=[f"Step {step}: {state.reason}" for step, state in failing.items()]
             + [f"Step {one.step}: {one.reason}" for one in levels.cached if one.reason],
         ),
-        first=[
-            charts.bar_chart(title, hue, values, ValueAxis.of_counts(values.values(), "MiB"), limits={})
+        highlights=[
+            bar_chart(title, run, {name: float(size) for name, size in sizes.items()}, "B")
             for title, sizes in (("Left to copy, by step", by_step), ("In the caches, by step", cached))
-            if (values := {name: size / 2**20 for name, size in sizes.items()})
+            if sizes
         ],
-        exhibits=[folded_table("steps", "All steps", rows)],
+        sections=[table_section("steps", "All steps", rows)],
     )
 
 

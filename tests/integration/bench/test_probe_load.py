@@ -33,7 +33,7 @@ from penstock.bench.probe.timed_streams import Blocks
 from penstock.cluster.comm import Comm, SoloComm
 from penstock.errors import StorageError, Unavailable, UsageError
 from penstock.progress import Silent
-from penstock.reports.answer_page import render_answer_page
+from penstock.reports.page import render_report
 from penstock.storage import Storage, open_storage
 from penstock.storage.uri import parse_uri
 from penstock.testing.faults import FailAtCall
@@ -310,7 +310,7 @@ def test_a_job_file_of_what_fio_cannot_repeat_is_refused_before_anything_is_meas
 def test_each_part_alone_has_a_page_that_answers_first(part: Part, figure: str) -> None:
     page = make_probe_page(_probe("mem://x", part, load=LoadShape(depth=2, read_percent=50)))
     assert page.banner.figure.startswith(figure)
-    assert page.first or part == "metadata"
-    text = render_answer_page(page)
+    assert page.highlights or part == "metadata"
+    text = render_report(page)
     assert ("Up to the knee: random 128 KiB operations (50 % reads)" in text) == (part == "knee")
     assert ("Accelerators that this storage feeds" in text) == (part != "metadata")

@@ -27,7 +27,7 @@ from penstock.kvcache.leftovers import sync_entry_names
 from penstock.kvcache.models import MODELS, change_model
 from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
 from penstock.progress import Silent
-from penstock.reports.answer_page import render_answer_page
+from penstock.reports.page import render_report
 from penstock.storage import Storage, open_storage
 from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage, reclaim_unfinished
@@ -190,7 +190,7 @@ def test_runs_do_the_same_on_any_number_of_ranks_and_streams(tmp_path: Path) -> 
     [folder] = (tmp_path / "1").glob("kvcache-*")
     assert (folder / "kvcache.json").is_file()
     assert results[0].document["ceiling"]["read_gib_per_s"] > 0
-    assert "operations" in render_answer_page(make_run_page(results[0].document))
+    assert "operations" in render_report(make_run_page(results[0].document))
 
 
 def test_parts_of_the_time_add_up_to_the_whole(tmp_path: Path) -> None:

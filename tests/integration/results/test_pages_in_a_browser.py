@@ -15,7 +15,7 @@ from tests.support.recorded_runs import CheckpointStory, TrainingStory, record_c
 from penstock.checkpoint.levels.cache_tools import CachedStep, CacheFlush, LevelsOverview
 from penstock.checkpoint.levels.flush.flusher import FlushState
 from penstock.cli import main
-from penstock.reports.answer_page import write_answer_page
+from penstock.reports.page import write_report
 from penstock.workflows.accelerator_sweep import SweepRun, find_most_accelerators, make_sweep_page
 from penstock.workflows.levels_page import make_status_page
 
@@ -52,7 +52,7 @@ def swept(parent: Path) -> Path:
         )
 
     page = make_sweep_page(find_most_accelerators(run, most=16), "unet3d_h100", "/mnt/pfs")
-    write_answer_page(page, parent / "page.html")
+    write_report(page, parent / "page.html")
     return parent / "page.html"
 
 
@@ -82,7 +82,7 @@ def levels(parent: Path) -> Path:
         cache="/ssd", daemon=7, flushing=20, bytes_per_s=float(1 << 28), is_paused=False, states=states
     )
     overview = LevelsOverview(durable=(10,), cached=(cached,), flushes=(flush,))
-    write_answer_page(make_status_page("/pfs/run", overview, [{"step": "20"}]), parent / "page.html")
+    write_report(make_status_page("/pfs/run", overview, [{"step": "20"}]), parent / "page.html")
     return parent / "page.html"
 
 

@@ -10,7 +10,7 @@ from tests.support.browser import Browser
 from tests.support.page_checks import FIRST_SCREEN, QUESTIONS, check_page, read_banner
 
 from penstock.progress import Silent
-from penstock.reports.answer_page import write_answer_page
+from penstock.reports.page import write_report
 from penstock.units import format_rate
 from penstock.workflows.demo import tour
 from penstock.workflows.demo_page import Limit, Tour, find_excess, make_demo_page
@@ -84,7 +84,7 @@ def test_the_longest_answers_end_on_the_first_screen_of_a_phone(
     long_uri = "/srv/storage/of/a/team/with/a/long/name/and/its/experiments/of/this/year"
     probe = replace(seen.probe, uri=long_uri, measurements=tuple(slower))
     page = tmp_path / "longest.html"
-    write_answer_page(make_demo_page(replace(seen, probe=probe)), page)
+    write_report(make_demo_page(replace(seen, probe=probe)), page)
     answers = browser.open(page, width=390, dark=False, questions=QUESTIONS).answers
     assert answers["banner_ends"] <= FIRST_SCREEN
 

@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from penstock.bench.probe.load_plan import MOST_SLOWDOWN, LoadInterval, OfferedLoad
+from penstock.bench.probe.load_plan import MOST_SLOWDOWN, OfferedLoad
 from penstock.bench.probe.load_run import LoadResult, load_rows
 from penstock.bench.probe.metadata_rates import MetadataRate, metadata_rows
-from penstock.reports import charts
-from penstock.reports.answer_page import Banner, Exhibit, Look, folded_table
-from penstock.reports.charts import Curve, ValueAxis
-from penstock.reports.panels import Panel
+from penstock.reports.report import Banner, Chart, Kind, Look, Section, Series, table_section
 from penstock.units import format_bytes, format_rate
 
 GIB = 2**30
@@ -77,7 +74,9 @@ def load_banner(load: LoadResult, feeds: str, notes: Sequence[str]) -> Banner:
 
 def metadata_banner(rates: Sequence[MetadataRate], notes: Sequence[str]) -> Banner:
     """The answers of a probe that counted files alone."""
-    best = {rate.op: rate for rate in sorted(rates, key=lambda rate: rate.files_per_s)}
+    best: dict[str, MetadataRate] = {}
+    for rate in rates:
+        best[rate.op] = max(rate, best.get(rate.op, rate), key=lambda one: one.files_per_s)
     slowest = min(best.values(), key=lambda rate: rate.files_per_s)
     figure = ", ".join(f"{op} {rate.files_per_s:,.0f}" for op, rate in best.items())
     return Banner(
@@ -101,81 +100,93 @@ def _first_phase(load: LoadResult) -> Iterator[str]:
 
 
 def load_exhibits(
-    loads: Sequence[LoadResult], rates: Sequence[MetadataRate], hue: int, *, draws_knee: bool
-) -> Iterator[Exhibit]:
+    loads: Sequence[LoadResult], rates: Sequence[MetadataRate], run: str, *, draws_knee: bool
+) -> Iterator[Section]:
     """Charts and tables of all loads, and of calls on files."""
     for load in loads:
-        yield Exhibit(
+        yield Section(
             name="knee",
             title=f"Up to the knee: {describe_shape(load)}",
-            says=f"The knee is at {say_knee(load)}: {load.knee.rule}." if load.knee else "",
-            panels=load_charts(load, hue) if draws_knee else (),
+            text=[f"The knee is at {say_knee(load)}: {load.knee.rule}."] if load.knee else (),
+            charts=load_charts(load, run) if draws_knee else (),
             why_empty="The charts are at the top.",
         )
-        yield Exhibit(
+        yield Section(
             name="time",
             title="Over time",
-            says=" ".join(_first_phase(load)) or "The closed loop had one phase from its first second.",
-            panels=list(_over_time(load, hue)),
+            text=list(_first_phase(load)) or ["The closed loop had one phase from its first second."],
+            charts=list(_over_time(load, run)),
         )
-        yield folded_table("loads", "All loads", load_rows(load), says=say_loops(load))
+        yield table_section("loads", "All loads", load_rows(load), text=say_loops(load))
     if rates:
-        yield folded_table("files", "Calls on files", metadata_rows(rates), bars="files/s")
+        yield table_section("files", "Calls on files", metadata_rows(rates), bars="files/s")
 
 
-def load_charts(load: LoadResult, hue: int) -> list[Panel]:
+def load_charts(load: LoadResult, run: str) -> list[Chart]:
     """Latency and throughput against the offered load."""
     points = list({point.offered_per_s: point for point in load.points}.values())
     points.sort(key=lambda point: point.offered_per_s)
     names = [_short(point.offered_per_s) for point in points]
-    places = list(range(len(points)))
     knee = f"; knee at {_short(load.knee.operations_per_s)}" if load.knee else ""
     note = f"offered a second{knee}"
     # Beyond the knee latency is only a matter of how long one waits: cut, so that the rest can be read.
     limit_s = MOST_SLOWDOWN * load.points[0].storage_p99_ms / 1e3
     latency = [
-        Curve("p50", "tone-2", places, [min(point.p50_ms / 1e3, 2 * limit_s) for point in points]),
-        Curve("p99", "tone-3", places, [min(point.p99_ms / 1e3, 2 * limit_s) for point in points]),
+        Series(name="p50", y=[min(point.p50_ms / 1e3, 2 * limit_s) for point in points]),
+        Series(name="p99", y=[min(point.p99_ms / 1e3, 2 * limit_s) for point in points], tone="dark"),
     ]
     rate = [
-        Curve("offered", "tone-2", places, [point.offered_per_s for point in points]),
-        Curve("answered", "tone-3", places, [point.achieved_per_s for point in points]),
+        Series(name="offered", y=[point.offered_per_s for point in points]),
+        Series(name="answered", y=[point.achieved_per_s for point in points], tone="dark"),
     ]
-    waits, rates = ValueAxis.of_seconds([*_heights(latency), limit_s]), ValueAxis.of_counts(_heights(rate))
     cut = "; cut at twice the limit" if any(point.p99_ms / 1e3 > 2 * limit_s for point in points) else ""
     limits = {f"limit of p99 {1e3 * limit_s:,.3g} ms": limit_s}
     return [
-        charts.curves("Latency by load", hue, names, latency, waits, limits=limits, note=note + cut),
-        charts.curves("Operations a second", hue, names, rate, rates, note=note),
+        Chart(
+            kind=Kind.LINES,
+            title="Latency by load",
+            run=run,
+            unit="s",
+            names=names,
+            series=latency,
+            limits=limits,
+            note=note + cut,
+        ),
+        Chart(kind=Kind.LINES, title="Operations a second", run=run, names=names, series=rate, note=note),
     ]
-
-
-def _heights(lines: Sequence[Curve]) -> list[float]:
-    return [y for line in lines for y in line.ys]
 
 
 def _short(rate: float) -> str:
     return f"{rate / 1e3:.3g}k" if rate >= 1e3 else f"{rate:.3g}"
 
 
-def _over_time(load: LoadResult, hue: int) -> Iterator[Panel]:
+def _over_time(load: LoadResult, run: str) -> Iterator[Chart]:
     series = load.saturation.intervals
     edges = [*(one.start_s for one in series), load.saturation.seconds]
     values = [one.operations_per_s for one in series]
-    yield charts.area_chart(
-        "Closed loop, operations a second", hue, edges, values, ValueAxis.of_counts(values), note=load.loop
+    yield Chart(
+        kind=Kind.AREA,
+        title="Closed loop, operations a second",
+        run=run,
+        series=[Series(x=edges, y=values)],
+        note=load.loop,
     )
     point = _point_at_knee(load)
     if point is not None:
         note = f"at {_short(point.offered_per_s)} a second"
-        lines = [_over("p50", "tone-2", point.intervals, 0), _over("p99", "tone-3", point.intervals, 1)]
-        axis = ValueAxis.of_seconds(_heights(lines))
-        yield charts.time_lines("Latency at the knee", hue, point.seconds, lines, axis, note=note)
-
-
-def _over(name: str, tone: str, series: Sequence[LoadInterval], which: int) -> Curve:
-    values = [(one.p50_ms, one.p99_ms)[which] / 1e3 for one in series]
-    return Curve(name, tone, [one.start_s for one in series], values)
+        starts = [one.start_s for one in point.intervals]
+        yield Chart(
+            kind=Kind.LINES,
+            title="Latency at the knee",
+            run=run,
+            unit="s",
+            series=[
+                Series(name="p50", x=starts, y=[one.p50_ms / 1e3 for one in point.intervals]),
+                Series(name="p99", x=starts, y=[one.p99_ms / 1e3 for one in point.intervals], tone="dark"),
+            ],
+            x_end=point.seconds,
+            note=note,
+        )
 
 
 def _point_at_knee(load: LoadResult) -> OfferedLoad | None:

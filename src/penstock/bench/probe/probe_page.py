@@ -1,9 +1,8 @@
 """The page of a probe: what this storage can do at best, how many streams that takes, and whom it feeds."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Final
 
 from penstock.bench.probe.load_page import (
@@ -14,49 +13,44 @@ from penstock.bench.probe.load_page import (
     say_knee,
 )
 from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, headline_rows, measurement_rows
-from penstock.reports import charts
-from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
-from penstock.reports.charts import Curve, ValueAxis
-from penstock.reports.panels import Panel, assign_hues
+from penstock.reports.report import Banner, Chart, Kind, Look, Report, Section, Series, Tone, table_section
 from penstock.units import format_bytes, format_rate
 from penstock.workload import load_workload
 from penstock.workload.accelerator_forecast import forecast_accelerators
 from penstock.workload.spec import Workload
 
 GIB: Final = 2**30
-NO_LIMITS: Final[charts.Limits] = MappingProxyType({})
 _KNEE: Final = 0.9
 """The fewest streams with this share of the best rate are enough."""
-_SEQUENTIAL: Final = {"read": "tone-2", "write": "tone-3"}
+_SEQUENTIAL: Final[Mapping[str, Tone]] = {"read": "full", "write": "dark"}
 _NAMED: Final = "unet3d_h100"
 
 
-def make_probe_page(result: ProbeResult) -> AnswerPage:
+def make_probe_page(result: ProbeResult) -> Report:
     """The page of a probe."""
     modes = list(dict.fromkeys(seen.mode for seen in result.measurements))
-    hue = assign_hues([result.uri])[result.uri]
-    charts_by_mode = {mode: _charts(result, mode, hue) for mode in modes}
+    charts_by_mode = {mode: _charts(result, mode) for mode in modes}
     first = charts_by_mode.pop(best(result, "read").mode) if modes else []
     if result.loads and not modes:
-        first = load_charts(result.loads[0], hue)
-    return AnswerPage(
+        first = load_charts(result.loads[0], result.uri)
+    return Report(
         title=f"What {result.uri} can do at best",
         subtitle=(
             f"probed from {', '.join(result.hosts)} with {result.ranks} rank{'s' * (result.ranks > 1)}, "
             f"up to {format_bytes(result.size_bytes)} a measurement"
         ),
         banner=_banner(result),
-        first=first,
-        exhibits=[
+        highlights=first,
+        sections=[
             *(
-                Exhibit(name=mode, title=f"The same, {_MODES.get(mode, mode)}", panels=panels)
-                for mode, panels in charts_by_mode.items()
+                Section(name=mode, title=f"The same, {_MODES.get(mode, mode)}", charts=charts)
+                for mode, charts in charts_by_mode.items()
             ),
-            *([_best_over_time(result, hue)] if modes else []),
-            *load_exhibits(result.loads, result.metadata, hue, draws_knee=bool(modes)),
+            *([_best_over_time(result)] if modes else []),
+            *load_exhibits(result.loads, result.metadata, result.uri, draws_knee=bool(modes)),
             *(_tables(result) if modes else ()),
             *(
-                [folded_table("feeds", "Accelerators that this storage feeds", feed_rows(result))]
+                [table_section("feeds", "Accelerators that this storage feeds", feed_rows(result))]
                 if read_rate(result)
                 else []
             ),
@@ -64,21 +58,29 @@ def make_probe_page(result: ProbeResult) -> AnswerPage:
     )
 
 
-def _best_over_time(result: ProbeResult, hue: int) -> Exhibit:
+def _best_over_time(result: ProbeResult) -> Section:
     """The fastest read and write as they went: a cache that fills, or credit that is spent, shows here."""
-    panels = []
-    for op in _SEQUENTIAL:
+    charts = []
+    for op, tone in _SEQUENTIAL.items():
         seen = best(result, op)
         edges = [*(one.start_s for one in seen.intervals), seen.elapsed_s]
         rates = [one.operations_per_s * seen.block_bytes for one in seen.intervals]
-        axis, note = ValueAxis.of_rates(rates), f"{seen.mode}, {describe(seen)}"
-        panels.append(charts.area_chart(f"Best {op} over time", hue, edges, rates, axis, look=op, note=note))
-    return Exhibit(name="series", title="The best read and write over time", panels=panels)
+        charts.append(
+            Chart(
+                kind=Kind.AREA,
+                title=f"Best {op} over time",
+                run=result.uri,
+                unit="B/s",
+                series=[Series(x=edges, y=rates, tone=tone)],
+                note=f"{seen.mode}, {describe(seen)}",
+            )
+        )
+    return Section(name="series", title="The best read and write over time", charts=charts)
 
 
-def _tables(result: ProbeResult) -> Iterator[Exhibit]:
-    yield folded_table("best", "The best of each kind", headline_rows(result.measurements))
-    yield folded_table("all", "All measurements", measurement_rows(result.measurements), bars="GiB/s")
+def _tables(result: ProbeResult) -> Iterator[Section]:
+    yield table_section("best", "The best of each kind", headline_rows(result.measurements))
+    yield table_section("all", "All measurements", measurement_rows(result.measurements), bars="GiB/s")
 
 
 _MODES: Final = {"buffered": "through the page cache, dropped before each read", "direct": "with O_DIRECT"}
@@ -89,9 +91,9 @@ def best(result: ProbeResult, op: str) -> ProbeMeasurement:
     return max(_of(result, op), key=lambda seen: seen.gib_per_s)
 
 
-def throughput_curve(result: ProbeResult, hue: int, *, limits: charts.Limits) -> Panel:
+def throughput_curve(result: ProbeResult, *, limits: Mapping[str, float]) -> Chart:
     """Throughput against streams, in the mode that reads fastest."""
-    return _curve(result, best(result, "read").mode, hue, _CURVES[0], limits)
+    return _curve(result, best(result, "read").mode, _CURVES[0], limits)
 
 
 def describe(seen: ProbeMeasurement) -> str:
@@ -191,9 +193,9 @@ def _from_memory(result: ProbeResult) -> Iterator[str]:
 _HELD: Final = 0.01
 
 
-def _charts(result: ProbeResult, mode: str, hue: int) -> list[Panel]:
+def _charts(result: ProbeResult, mode: str) -> list[Chart]:
     """Throughput against streams and against blocks, and latency against streams."""
-    return [_curve(result, mode, hue, shown) for shown in _CURVES]
+    return [_curve(result, mode, shown, {}) for shown in _CURVES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +206,7 @@ class _Chart:
     at: Callable[[ProbeMeasurement], int]
     name: Callable[[int], str]
     value: Callable[[ProbeMeasurement], float]
-    axis: Callable[[Sequence[float]], ValueAxis]
+    unit: str
 
 
 _CURVES: Final = (
@@ -213,43 +215,41 @@ _CURVES: Final = (
         at=lambda seen: seen.streams,
         name=str,
         value=lambda seen: seen.gib_per_s * GIB,
-        axis=ValueAxis.of_rates,
+        unit="B/s",
     ),
     _Chart(
         title="Throughput by block",
         at=lambda seen: seen.block_bytes,
         name=format_bytes,
         value=lambda seen: seen.gib_per_s * GIB,
-        axis=ValueAxis.of_rates,
+        unit="B/s",
     ),
     _Chart(
         title="p99 of a block by streams",
         at=lambda seen: seen.streams,
         name=str,
         value=lambda seen: seen.p99_ms / 1e3,
-        axis=ValueAxis.of_seconds,
+        unit="s",
     ),
 )
 
 
-def _curve(
-    result: ProbeResult, mode: str, hue: int, shown: _Chart, limits: charts.Limits = NO_LIMITS
-) -> Panel:
+def _curve(result: ProbeResult, mode: str, shown: _Chart, limits: Mapping[str, float]) -> Chart:
     """At each place the fastest measurement, as a line for reading and one for writing."""
     places = sorted({shown.at(seen) for op in _SEQUENTIAL for seen in _of(result, op, mode)})
-    series = [_line(_of(result, op, mode), op, places, shown) for op in _SEQUENTIAL]
-    return charts.curves(
-        shown.title,
-        hue,
-        list(map(shown.name, places)),
-        series,
-        shown.axis([*limits.values(), *(y for line in series for y in line.ys)]),
+    return Chart(
+        kind=Kind.LINES,
+        title=shown.title,
+        run=result.uri,
+        unit=shown.unit,
+        names=list(map(shown.name, places)),
+        series=[_line(_of(result, op, mode), op, places, shown) for op in _SEQUENTIAL],
         limits=limits,
         note=f"{mode}; the fastest at each",
     )
 
 
-def _line(measured: Sequence[ProbeMeasurement], op: str, places: Sequence[int], shown: _Chart) -> Curve:
+def _line(measured: Sequence[ProbeMeasurement], op: str, places: Sequence[int], shown: _Chart) -> Series:
     fastest = [
         max(
             (seen for seen in measured if shown.at(seen) == place),
@@ -259,7 +259,7 @@ def _line(measured: Sequence[ProbeMeasurement], op: str, places: Sequence[int], 
         for place in places
     ]
     known = [(number, shown.value(seen)) for number, seen in enumerate(fastest) if seen is not None]
-    return Curve(op, _SEQUENTIAL[op], [number for number, _ in known], [y for _, y in known])
+    return Series(name=op, tone=_SEQUENTIAL[op], x=[number for number, _ in known], y=[y for _, y in known])
 
 
 def feed_rows(result: ProbeResult) -> list[dict[str, str]]:

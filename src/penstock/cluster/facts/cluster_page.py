@@ -5,10 +5,7 @@ from typing import Final
 
 from penstock.cluster.facts.homogeneity import HomogeneityCheck, check_homogeneity, overall_verdict
 from penstock.cluster.facts.host_facts import ClusterFacts
-from penstock.reports import charts
-from penstock.reports.answer_page import AnswerPage, Banner, Look, folded_table
-from penstock.reports.charts import ValueAxis
-from penstock.reports.panels import Panel, assign_hues
+from penstock.reports.report import Banner, Chart, Look, Report, bar_chart, table_section
 from penstock.units import format_bytes
 
 GIB: Final = 2**30
@@ -21,14 +18,14 @@ _WORDS: Final = {
 }
 
 
-def make_cluster_page(facts: ClusterFacts, rows: Sequence[Mapping[str, str]]) -> AnswerPage:
+def make_cluster_page(facts: ClusterFacts, rows: Sequence[Mapping[str, str]]) -> Report:
     """The page of the hosts; `rows` have the facts of each."""
     checks = check_homogeneity(facts)
     verdict = overall_verdict(checks)
     bad = [check for check in checks if check.verdict != "pass"]
     collected = facts.collected_at[:16].replace("T", " ") + facts.collected_at[19:].replace("+00:00", " UTC")
     memory = "unknown" if facts.memory_bytes is None else format_bytes(facts.memory_bytes)
-    return AnswerPage(
+    return Report(
         title=f"Facts of {len(facts.present)} host{'s' * (len(facts.present) != 1)}",
         subtitle=f"collected {collected}",
         banner=Banner(
@@ -46,10 +43,10 @@ def make_cluster_page(facts: ClusterFacts, rows: Sequence[Mapping[str, str]]) ->
                 *(f"{host.host} is missing: {host.reason}" for host in facts.absent),
             ],
         ),
-        first=list(_charts(facts)),
-        exhibits=[
-            folded_table("checks", "All checks", list(map(_check_row, checks))),
-            folded_table("hosts", "Hosts", rows),
+        highlights=list(_charts(facts)),
+        sections=[
+            table_section("checks", "All checks", list(map(_check_row, checks))),
+            table_section("hosts", "Hosts", rows),
         ],
     )
 
@@ -58,11 +55,10 @@ def _check_row(check: HomogeneityCheck) -> dict[str, str]:
     return {"check": check.subject, "verdict": check.verdict, "found": check.found, "fix": check.fix or "-"}
 
 
-def _charts(facts: ClusterFacts) -> Iterator[Panel]:
+def _charts(facts: ClusterFacts) -> Iterator[Chart]:
     """Memory and cores of each host, where a host that is not like the others is seen."""
-    hue = assign_hues(["cluster"])["cluster"]
     memory = {host.host: host.report.memory_bytes / GIB for host in facts.present if host.report.memory_bytes}
     cores = {host.host: float(host.report.cpu.num_logical) for host in facts.present if host.report.cpu}
     for title, values, unit in (("Memory by host", memory, "GiB"), ("Cores by host", cores, "")):
         if values:
-            yield charts.bar_chart(title, hue, values, ValueAxis.of_counts(values.values(), unit), limits={})
+            yield bar_chart(title, "cluster", values, unit)

@@ -5,17 +5,26 @@ run.json, checkpoints.json, throughput.parquet -> rounds on one axis of time -> 
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from penstock.reports import charts
-from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
-from penstock.reports.charts import ValueAxis
-from penstock.reports.panels import Panel, assign_hues
+from penstock.reports.report import (
+    Banner,
+    Chart,
+    Kind,
+    Look,
+    Report,
+    Section,
+    Series,
+    Table,
+    Tone,
+    bar_chart,
+    table_section,
+)
 from penstock.results.checkpoint_figures import CheckpointFigures, DirectionFigures, read_checkpoint_figures
 from penstock.results.io_reconciliation import ReconciliationVerdict
 from penstock.results.pages.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
@@ -32,6 +41,7 @@ _SLOWER: Final = 0.7
 """Throughput that falls below this share of what it was is named."""
 _DOING: Final = {"write": "writing", "read": "reading"}
 _WORDS: Final = {"write": "written", "read": "read back"}
+_TONES: Final[Mapping[str, Tone]] = {"write": "dark", "read": "full"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +52,6 @@ class CheckpointRun:
     figures: CheckpointFigures | None
     rounds: Sequence[Mapping[str, Any]]
     throughput: Sequence[RoundThroughput]
-
-    @property
-    def hue(self) -> int:
-        """The run's colour."""
-        return assign_hues([self.record.id])[self.record.id]
 
     def of(self, direction: str) -> list[Mapping[str, Any]]:
         """The rounds of one direction."""
@@ -78,19 +83,19 @@ class CheckpointRun:
         return rates / np.diff(edges)
 
 
-def make_checkpoint_page(folder: Path, record: RunRecord) -> AnswerPage:
+def make_checkpoint_page(folder: Path, record: RunRecord) -> Report:
     """The page of the run in `folder`; of one that did not finish, how it ended."""
     figures = read_checkpoint_figures(folder)
     rounds: list[Mapping[str, Any]] = []
     if figures is not None:
         rounds = json.loads((folder / CHECKPOINTS_FILE).read_bytes())["checkpoints"]
     run = CheckpointRun(record=record, figures=figures, rounds=rounds, throughput=read_throughput(folder))
-    return AnswerPage(
+    return Report(
         title=f"Checkpoint run {record.id}",
         subtitle=run_subtitle(record),
         banner=_banner(run),
-        first=list(_first(run)) if figures else [],
-        exhibits=[*(_exhibits(run) if figures else ()), *_tables(run)],
+        highlights=list(_first(run)) if figures else [],
+        sections=[*(_exhibits(run) if figures else ()), *_tables(run)],
     )
 
 
@@ -254,7 +259,7 @@ def _late_rank(run: CheckpointRun, name: str, direction: DirectionFigures) -> It
 _ONE_BUCKET_S: Final = 0.05
 
 
-def _first(run: CheckpointRun) -> Iterator[Panel]:
+def _first(run: CheckpointRun) -> Iterator[Chart]:
     bars, limits = {}, {}
     for direction in ("write", "read"):
         for one in run.of(direction):
@@ -262,29 +267,24 @@ def _first(run: CheckpointRun) -> Iterator[Panel]:
         rates = [one["gib_per_s"] * GIB for one in run.of(direction)]
         if len(rates) > 1:
             limits[f"mean of {direction}s {format_rate(float(np.mean(rates)))}"] = float(np.mean(rates))
-    yield charts.bar_chart(
-        "Each checkpoint: w written, r read back",
-        run.hue,
-        bars,
-        ValueAxis.of_rates([*bars.values(), *limits.values()]),
-        limits=limits,
-    )
+    yield bar_chart("Each checkpoint: w written, r read back", run.record.id, bars, "B/s", limits=limits)
     yield _over_time(run)
     yield _durable_point(run)
 
 
-def _over_time(run: CheckpointRun) -> Panel:
+def _over_time(run: CheckpointRun) -> Chart:
     """Writing and reading on one axis of time; all writes come before all reads."""
     rates = {direction: run.rates(direction).sum(axis=0) for direction in ("write", "read")}
-    axis = ValueAxis.of_rates([rate for series in rates.values() for rate in series])
-    drawn = [
-        charts.area_chart("Throughput of all ranks", run.hue, run.edges, series, axis, look=direction)
-        for direction, series in rates.items()
-    ]
-    return replace(
-        drawn[0],
-        shapes=[shape for panel in drawn for shape in panel.shapes],
-        legend={_WORDS[direction]: direction for direction, series in rates.items() if series.any()},
+    return Chart(
+        kind=Kind.AREA,
+        title="Throughput of all ranks",
+        run=run.record.id,
+        unit="B/s",
+        series=[
+            Series(name=_WORDS[direction], x=run.edges, y=series, tone=_TONES[direction])
+            for direction, series in rates.items()
+            if series.any()
+        ],
         note=", ".join(
             f"{direction} at most {format_rate(float(series.max()))}"
             for direction, series in rates.items()
@@ -293,15 +293,16 @@ def _over_time(run: CheckpointRun) -> Panel:
     )
 
 
-def _durable_point(run: CheckpointRun) -> Panel:
+def _durable_point(run: CheckpointRun) -> Chart:
     """How the time of writing divides until the last byte is durable."""
     parts = {name: sum(one[key] for one in run.of("write")) for name, key in _PARTS.items()}
     whole = sum(parts.values()) or 1.0
-    looks = {"set-up": "metadata", "moving bytes": "write", "making durable": "barrier"}
-    return charts.stack_chart(
-        "Until a written checkpoint is durable",
-        run.hue,
-        {name: (looks[name], spent_s) for name, spent_s in parts.items()},
+    tones: Mapping[str, Tone] = {"set-up": "light", "moving bytes": "dark", "making durable": "doubt"}
+    return Chart(
+        kind=Kind.STACK,
+        title="Until a written checkpoint is durable",
+        run=run.record.id,
+        series=[Series(name=name, tone=tones[name], y=[spent_s]) for name, spent_s in parts.items()],
         note=", ".join(
             f"{name} {format_seconds(spent)} ({spent / whole:.0%})" for name, spent in parts.items()
         ),
@@ -311,35 +312,35 @@ def _durable_point(run: CheckpointRun) -> Panel:
 _PARTS: Final = {"set-up": "setup_s", "moving bytes": "pipeline_s", "making durable": "drain_s"}
 
 
-def _exhibits(run: CheckpointRun) -> Iterator[Exhibit]:
-    yield Exhibit(
+def _exhibits(run: CheckpointRun) -> Iterator[Section]:
+    yield Section(
         name="ranks",
         title="Throughput by rank and time",
-        says="The fuller the tone, the faster a rank moved its bytes; a round is as long as its last rank.",
-        panels=[panel for direction in ("write", "read") for panel in _rank_heat(run, direction)],
+        text=["The fuller the tone, the faster a rank moved its bytes; a round is as long as its last rank."],
+        charts=[chart for direction in ("write", "read") for chart in _rank_heat(run, direction)],
         why_empty="This run did not record its throughput over time.",
     )
     yield folded_cold(run)
 
 
-def _rank_heat(run: CheckpointRun, direction: str) -> Iterator[Panel]:
+def _rank_heat(run: CheckpointRun, direction: str) -> Iterator[Chart]:
     rates = run.rates(direction)
     if not rates.any():
         return
     names, rows = fold_rows([f"rank {rank}" for rank in range(len(rates))], rates)
-    yield charts.heat_map(
-        f"{direction.capitalize()}, by rank",
-        run.hue,
-        names,
-        run.edges,
-        rows,
-        largest=float(rows.max()),
-        look=direction,
+    yield Chart(
+        kind=Kind.HEAT,
+        title=f"{direction.capitalize()}, by rank",
+        run=run.record.id,
+        series=[
+            Series(name=name, x=run.edges, y=row, tone=_TONES[direction])
+            for name, row in zip(names, rows, strict=True)
+        ],
         note=f"full tone: {format_rate(float(rows.max()))}",
     )
 
 
-def folded_cold(run: CheckpointRun) -> Exhibit:
+def folded_cold(run: CheckpointRun) -> Section:
     """How it is known that reads were cold, and that bytes are right."""
     rows = [
         {
@@ -355,15 +356,15 @@ def folded_cold(run: CheckpointRun) -> Exhibit:
     says = [f"While {_DOING[delivery.direction]}, {delivery.why}." for delivery in run.record.deliveries]
     if gap is not None:
         says.insert(0, f"The first read began {format_seconds(gap)} after the last write.")
-    return Exhibit(
+    return Section(
         name="proof",
         title="Cold reads and verified bytes",
-        says=" ".join(says),
-        table=folded_table("", "", rows).table,
+        text=says,
+        tables=[Table(rows)] if rows else (),
     )
 
 
-def _tables(run: CheckpointRun) -> Iterator[Exhibit]:
+def _tables(run: CheckpointRun) -> Iterator[Section]:
     rows = [
         {
             "checkpoint": f"{one['direction']} {one['number']}",
@@ -378,6 +379,6 @@ def _tables(run: CheckpointRun) -> Iterator[Exhibit]:
         for one in run.rounds
     ]
     if rows:
-        yield folded_table("rounds", "All checkpoints", rows, bars="GiB/s")
+        yield table_section("rounds", "All checkpoints", rows, bars="GiB/s")
     target = {"target": run.figures.target} if run.figures else {}
-    yield folded_table("facts", "Run and settings", fact_rows(run.record, target))
+    yield table_section("facts", "Run and settings", fact_rows(run.record, target))

@@ -1,14 +1,11 @@
 """The page of a comparison of runs: which is faster, by how much, and what was different about it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from penstock.errors import name_some
-from penstock.reports import charts
-from penstock.reports.answer_page import AnswerPage, Banner, Look, folded_table
-from penstock.reports.charts import ValueAxis
-from penstock.reports.panels import Panel, assign_hues
+from penstock.reports.report import Banner, Chart, Kind, Look, Report, Series, table_section
 from penstock.results.run_comparison import RunComparison, RunSummary, SettingDifference
 from penstock.units import format_rate
 
@@ -24,7 +21,8 @@ class _Figure:
     title: str
     value: Callable[[RunSummary], float | None]
     text: Callable[[float], str]
-    axis: Callable[[Sequence[float]], ValueAxis]
+    unit: str
+    y_end: float = 0.0
 
 
 def _gib(value: float | None) -> float | None:
@@ -32,34 +30,32 @@ def _gib(value: float | None) -> float | None:
 
 
 _FIGURES: Final = (
-    _Figure(
-        "AU", lambda run: run.au_compat_percent, lambda au: f"{au:.2f} %", lambda _: ValueAxis.of_percent()
-    ),
+    _Figure("AU", lambda run: run.au_compat_percent, lambda au: f"{au:.2f} %", "%", 100),
     _Figure(
         "Samples a second",
         lambda run: run.samples_per_s_strict,
         lambda rate: f"{rate:,.1f}",
-        ValueAxis.of_counts,
+        "",
     ),
-    _Figure("Bytes read", lambda run: run.read_bytes_per_s, format_rate, ValueAxis.of_rates),
-    _Figure("Checkpoints written", lambda run: _gib(run.write_gib_per_s), format_rate, ValueAxis.of_rates),
-    _Figure("Checkpoints read back", lambda run: _gib(run.read_gib_per_s), format_rate, ValueAxis.of_rates),
+    _Figure("Bytes read", lambda run: run.read_bytes_per_s, format_rate, "B/s"),
+    _Figure("Checkpoints written", lambda run: _gib(run.write_gib_per_s), format_rate, "B/s"),
+    _Figure("Checkpoints read back", lambda run: _gib(run.read_gib_per_s), format_rate, "B/s"),
 )
 
 
-def make_comparison_page(comparison: RunComparison) -> AnswerPage:
+def make_comparison_page(comparison: RunComparison) -> Report:
     """The page of two or more runs, each against the first."""
     runs = comparison.runs
-    hues = assign_hues([run.id for run in runs])
-    return AnswerPage(
+    return Report(
         title=f"{len(runs)} runs compared",
         subtitle=f"{', '.join(run.id for run in runs)}; against {runs[0].id}",
         banner=_banner(comparison),
-        first=[panel for figure in _FIGURES for panel in _draw(figure, runs, hues)],
-        exhibits=[
-            folded_table("obstacles", "Requested differently", _differences(comparison.obstacles, runs)),
-            folded_table("varied", "Set differently", _differences(comparison.varied, runs)),
-            folded_table("runs", "Runs", list(_run_rows(runs))),
+        highlights=[chart for figure in _FIGURES for chart in _draw(figure, runs)],
+        runs=[run.id for run in runs],
+        sections=[
+            table_section("obstacles", "Requested differently", _differences(comparison.obstacles, runs)),
+            table_section("varied", "Set differently", _differences(comparison.varied, runs)),
+            table_section("runs", "Runs", list(_run_rows(runs))),
         ],
     )
 
@@ -114,15 +110,20 @@ def _say_run(run: RunSummary, first: RunSummary, known: Sequence[_Figure]) -> st
     return f"{run.id}: {', '.join(said) or 'no figures'}"
 
 
-def _draw(figure: _Figure, runs: Sequence[RunSummary], hues: Mapping[str, int]) -> Iterator[Panel]:
-    """A panel of all runs, each in its own colour; nothing where no run has the figure."""
+def _draw(figure: _Figure, runs: Sequence[RunSummary]) -> Iterator[Chart]:
+    """A chart of all runs, each in its own colour; nothing where no run has the figure."""
     values = {run.id: value for run in runs if (value := figure.value(run)) is not None}
     if values:
-        yield charts.colored_bars(
-            figure.title,
-            values,
-            hues,
-            figure.axis(list(values.values())),
+        yield Chart(
+            kind=Kind.BARS,
+            title=figure.title,
+            run=runs[0].id,
+            unit=figure.unit,
+            y_end=figure.y_end,
+            series=[
+                Series(name=run, run=run, x=[number], y=[value])
+                for number, (run, value) in enumerate(values.items())
+            ],
             note=", ".join(map(figure.text, values.values())),
         )
 

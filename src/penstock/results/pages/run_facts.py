@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.reports.answer_page import Look
+from penstock.reports.report import Look
 from penstock.results.run_record import RunOutcome, RunRecord
 from penstock.units import format_bytes
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import ObjectNotFound, Unavailable
-from penstock.reports.answer_page import AnswerPage, write_answer_page
+from penstock.reports.page import write_report
+from penstock.reports.report import Report
 from penstock.results.run_folder import CHECKPOINTS_FILE, PAGE_FILE
 
 logger = logging.getLogger(__name__)
 
 
-def draw_run(folder: Path) -> AnswerPage:
+def draw_run(folder: Path) -> Report:
     """The page of the run in `folder`; `ObjectNotFound` where it has left nothing to draw."""
     # Most ways into a run's folder never draw.
     from penstock.results.pages.checkpoint_page import make_checkpoint_page  # noqa: PLC0415
@@ -38,7 +39,7 @@ def draw_run(folder: Path) -> AnswerPage:
 def leave_run_page(folder: Path) -> None:
     """Write the page at the end of a run; where that fails, say how to make it."""
     try:
-        write_answer_page(draw_run(folder), folder / PAGE_FILE)
+        write_report(draw_run(folder), folder / PAGE_FILE)
     except ObjectNotFound as error:
         logger.debug("Nothing to draw: %s", error)  # it ended before its first step, and said why
     except Unavailable as error:

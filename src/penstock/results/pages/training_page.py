@@ -14,10 +14,18 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.errors import ObjectNotFound
-from penstock.reports import charts
-from penstock.reports.answer_page import AnswerPage, Banner, Exhibit, Look, folded_table
-from penstock.reports.charts import Curve, ValueAxis
-from penstock.reports.panels import Panel, assign_hues
+from penstock.reports.report import (
+    Banner,
+    Chart,
+    Kind,
+    Look,
+    Report,
+    Section,
+    Series,
+    Tone,
+    bar_chart,
+    table_section,
+)
 from penstock.results.bottleneck import Bottleneck, TimeBreakdown, time_rows
 from penstock.results.counter_files import read_counters
 from penstock.results.event_files import read_events, recompute_figures
@@ -45,11 +53,6 @@ class TrainingRun:
     first_step: int
 
     @property
-    def hue(self) -> int:
-        """The run's colour."""
-        return assign_hues([self.record.id])[self.record.id]
-
-    @property
     def ceiling(self) -> Mapping[str, Any] | None:
         """What the run reached on storage that costs nothing; None if that was not measured."""
         return self.stages.get("ceiling")
@@ -60,17 +63,17 @@ class TrainingRun:
         return str(self.stages.get("storage", {}).get("uri", "URI"))
 
 
-def make_training_page(folder: Path, record: RunRecord) -> AnswerPage:
+def make_training_page(folder: Path, record: RunRecord) -> Report:
     """The page of the run in `folder`; `StorageError` where it has left nothing to show."""
     run = read_training_run(folder, record)
     evidence = _evidence(run)
     troubles = find_troubles(evidence)
-    return AnswerPage(
+    return Report(
         title=f"Training run {record.id}",
         subtitle=run_subtitle(record),
         banner=_banner(run, evidence, troubles),
-        first=[_utilization(run), _throughput(run), _waits(run)],
-        exhibits=[*_exhibits(run), *_tables(run)],
+        highlights=[_utilization(run), _throughput(run), _waits(run)],
+        sections=[*_exhibits(run), *_tables(run)],
     )
 
 
@@ -220,49 +223,50 @@ def _say_outcome(record: RunRecord) -> Iterator[str]:
         yield f"The run is {record.outcome}: {record.why}"
 
 
-def _utilization(run: TrainingRun) -> Panel:
+def _utilization(run: TrainingRun) -> Chart:
     epochs = run.figures.epochs if run.figures else ()
     limits = {f"asked {run.asked_percent:.0f} %": run.asked_percent}
     if run.ceiling:
         limits[f"ceiling {run.ceiling['au_compat']:.1f} %"] = run.ceiling["au_compat"]
-    return charts.bar_chart(
+    return bar_chart(
         "AU of each epoch",
-        run.hue,
+        run.record.id,
         {f"{rate.epoch}": rate.au_compat_percent for rate in epochs},
-        ValueAxis.of_percent(),
+        "%",
+        y_end=100,
         limits=limits,
         note=f"{len(epochs)} epoch{'s' * (len(epochs) != 1)}",
     )
 
 
-def _throughput(run: TrainingRun) -> Panel:
+def _throughput(run: TrainingRun) -> Chart:
     rates = run.steps.rates("samples")
     limits = {}
     if run.ceiling:
         limits = {f"ceiling {run.ceiling['samples_per_s']:,.1f}": run.ceiling["samples_per_s"]}
-    return charts.area_chart(
-        "Samples a second",
-        run.hue,
-        run.steps.edges,
-        rates,
-        ValueAxis.of_counts([*rates, *limits.values()]),
+    return Chart(
+        kind=Kind.AREA,
+        title="Samples a second",
+        run=run.record.id,
+        series=[Series(x=run.steps.edges, y=rates)],
         limits=limits,
         note=f"mean {rates.mean():,.1f}",
     )
 
 
-def _waits(run: TrainingRun) -> Panel:
+def _waits(run: TrainingRun) -> Chart:
     names = [f"rank {rank.rank}" for rank in run.steps.ranks]
     shares = run.steps.wait_shares()
     names, rows = fold_rows(names, np.where(shares < _HARDLY, 0.0, np.minimum(shares, 1.0)))
-    return charts.heat_map(
-        "Waiting for samples, by rank",
-        run.hue,
-        names,
-        run.steps.edges,
-        rows,
-        largest=1.0,
-        look="wait",
+    return Chart(
+        kind=Kind.HEAT,
+        title="Waiting for samples, by rank",
+        run=run.record.id,
+        series=[
+            Series(name=name, x=run.steps.edges, y=row, tone="bad")
+            for name, row in zip(names, rows, strict=True)
+        ],
+        y_end=1.0,
         note="full tone: all of the time",
     )
 
@@ -271,59 +275,58 @@ _HARDLY: Final = 0.01
 """A share of waiting that is drawn as none."""
 
 
-def _exhibits(run: TrainingRun) -> Iterator[Exhibit]:
+def _exhibits(run: TrainingRun) -> Iterator[Section]:
     if waits := run.stages.get("waits"):
         yield from _loader_waits(run, waits)
     if run.figures and run.figures.times:
-        yield Exhibit(
+        yield Section(
             name="time",
             title="Where the accelerators' time went",
-            says=" ".join(run.figures.verdict.evidence[1:] if run.figures.verdict else ()),
-            panels=[_shares(run, run.figures.times)],
+            text=run.figures.verdict.evidence[1:] if run.figures.verdict else (),
+            charts=[_shares(run, run.figures.times)],
         )
-    yield Exhibit(
+    yield Section(
         name="latency",
         title="How long steps wait, and batches take",
-        says=(
-            "A wait is how long a step had no batch; the read time of a batch sums over its readers, which "
-            "overlap with the computation."
-        ),
-        panels=list(_latencies(run)),
+        text=[
+            "A wait is how long a step had no batch.",
+            "The read time of a batch sums over its readers, which overlap with the computation.",
+        ],
+        charts=list(_latencies(run)),
     )
-    yield Exhibit(
+    yield Section(
         name="bytes",
         title="Bytes asked for, and bytes delivered by devices",
-        says="Steps count their bytes when they take their batch; devices count those of all programs.",
-        panels=list(_bytes(run)),
+        text=["Steps count their bytes when they take their batch; devices count those of all programs."],
+        charts=list(_bytes(run)),
     )
-    yield Exhibit(
+    yield Section(
         name="hosts",
         title="Processors of the hosts",
-        panels=list(_processors(run)),
+        charts=list(_processors(run)),
         why_empty="This run has no sampled counters of its hosts.",
     )
 
 
-def _loader_waits(run: TrainingRun, waits: Mapping[str, Any]) -> Iterator[Exhibit]:
+def _loader_waits(run: TrainingRun, waits: Mapping[str, Any]) -> Iterator[Section]:
     """What a user's own loader was waited for, and what would help."""
     stages = {name.removesuffix("_s"): spent for name, spent in waits["stages"].items() if spent}
-    chart = charts.bar_chart(
+    chart = bar_chart(
         "Seconds of waiting, by what was waited for",
-        run.hue,
+        run.record.id,
         dict(sorted(stages.items(), key=lambda item: -item[1])),
-        ValueAxis.of_seconds(stages.values()),
-        limits={},
+        "s",
         note=f"{waits['wait_s']:.2f} s in all, {waits['wait_share']:.1%} of the time",
     )
-    yield Exhibit(
-        name="waits", title="Where the seconds of waiting went", says=f"{waits['answer']}.", panels=[chart]
+    yield Section(
+        name="waits", title="Where the seconds of waiting went", text=[f"{waits['answer']}."], charts=[chart]
     )
-    yield folded_table("predictions", "What would help", _prediction_rows(waits))
+    yield table_section("predictions", "What would help", _prediction_rows(waits))
     spots = [
         {"function": one["where"], "processor time": format_seconds(one["cpu_s"])}
         for one in waits["hot_spots"]
     ]
-    yield folded_table("spots", "Functions that used most processor time", spots)
+    yield table_section("spots", "Functions that used most processor time", spots)
 
 
 def _prediction_rows(waits: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -337,44 +340,45 @@ def _prediction_rows(waits: Mapping[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _shares(run: TrainingRun, times: TimeBreakdown) -> Panel:
+def _shares(run: TrainingRun, times: TimeBreakdown) -> Chart:
     shares = times.shares
-    return charts.stack_chart(
-        "Time of all accelerators",
-        run.hue,
-        {
-            "computation": ("read", shares.compute),
-            "waiting for samples": ("wait", shares.wait),
-            "held up by other ranks' samples": ("both", shares.held_up),
-            "other barriers": ("barrier", shares.barrier),
-            "between steps": ("step", shares.harness),
-        },
-        note=(
-            f"computation {shares.compute:.1%}, waiting for samples {shares.wait:.1%}, held up by other "
-            f"ranks' samples {shares.held_up:.1%}, other barriers {shares.barrier:.1%}, between steps "
-            f"{shares.harness:.1%}"
-        ),
+    parts: list[tuple[str, Tone, float]] = [
+        ("computation", "full", shares.compute),
+        ("waiting for samples", "bad", shares.wait),
+        ("held up by other ranks' samples", "dark", shares.held_up),
+        ("other barriers", "doubt", shares.barrier),
+        ("between steps", "faint", shares.harness),
+    ]
+    return Chart(
+        kind=Kind.STACK,
+        title="Time of all accelerators",
+        run=run.record.id,
+        series=[Series(name=name, tone=tone, y=[share]) for name, tone, share in parts],
+        note=", ".join(f"{name} {share:.1%}" for name, _, share in parts),
     )
 
 
-def _latencies(run: TrainingRun) -> Iterator[Panel]:
+def _latencies(run: TrainingRun) -> Iterator[Chart]:
     middles, (p50, p99) = run.steps.percentiles(wait_ns)
-    yield charts.time_lines(
-        "Wait of a step over time",
-        run.hue,
-        run.steps.end_s,
-        [Curve("p99", "wait", middles, p99), Curve("p50", "tone-2", middles, p50)],
-        ValueAxis.of_seconds(p99),
+    yield Chart(
+        kind=Kind.LINES,
+        title="Wait of a step over time",
+        run=run.record.id,
+        unit="s",
+        series=[Series(name="p99", x=middles, y=p99, tone="bad"), Series(name="p50", x=middles, y=p50)],
+        x_end=run.steps.end_s,
         note=f"p50 at most {format_seconds(p50.max())}, p99 {format_seconds(p99.max())}",
     )
     waits = np.concatenate([wait_ns(rank.steps) for rank in run.steps.ranks]) / 1e9
     reads = np.concatenate([rank.steps["read_ns"] for rank in run.steps.ranks]) / 1e9
     series = {name: values.tolist() for name, values in (("wait", waits), ("read", reads)) if values.any()}
     if series:
-        yield charts.distribution(
-            "Share of steps that took at most so long",
-            run.hue,
-            series,
+        tones: Mapping[str, Tone] = {"wait": "light", "read": "dark"}
+        yield Chart(
+            kind=Kind.CUMULATIVE,
+            title="Share of steps by their duration",
+            run=run.record.id,
+            series=[Series(name=name, y=values, tone=tones[name]) for name, values in series.items()],
             note="; ".join(f"{name} {_spread(values)}" for name, values in series.items()),
         )
 
@@ -384,35 +388,36 @@ def _spread(values: Sequence[float]) -> str:
     return f"p50 {format_seconds(p50)}, p90 {format_seconds(p90)}, p99 {format_seconds(p99)}"
 
 
-def _bytes(run: TrainingRun) -> Iterator[Panel]:
+def _bytes(run: TrainingRun) -> Iterator[Chart]:
     asked = run.steps.rates("read_bytes")
     delivered: Numbers | None = None
     if run.hosts:
         delivered = np.sum([host.drives_read + host.networks_received for host in run.hosts.values()], axis=0)
-    axis = ValueAxis.of_rates([*asked, *(delivered if delivered is not None else ())])
+    most = max(rates.max() for rates in (asked, delivered) if rates is not None)
     total = run.figures.read_bytes if run.figures else 0
-    yield charts.area_chart(
-        "Asked for by steps",
-        run.hue,
-        run.steps.edges,
-        asked,
-        axis,
+    yield Chart(
+        kind=Kind.AREA,
+        title="Asked for by steps",
+        run=run.record.id,
+        unit="B/s",
+        series=[Series(x=run.steps.edges, y=asked)],
+        y_end=most,
         note=f"{format_bytes(total)} in all epochs, {format_rate(float(asked.mean()))} on average",
     )
     if delivered is not None:
         notes = [delivery.why for delivery in run.record.deliveries if delivery.direction == "read"]
-        yield charts.area_chart(
-            "Delivered by drives and networks",
-            run.hue,
-            run.steps.edges,
-            delivered,
-            axis,
-            look="write",
+        yield Chart(
+            kind=Kind.AREA,
+            title="Delivered by drives and networks",
+            run=run.record.id,
+            unit="B/s",
+            series=[Series(x=run.steps.edges, y=delivered, tone="dark")],
+            y_end=most,
             note="; ".join(notes),
         )
 
 
-def _processors(run: TrainingRun) -> Iterator[Panel]:
+def _processors(run: TrainingRun) -> Iterator[Chart]:
     if not run.hosts:
         return
     names, rows = fold_rows(
@@ -420,18 +425,23 @@ def _processors(run: TrainingRun) -> Iterator[Panel]:
     )
     means = [mean for host in run.hosts.values() if (mean := mean_or_none(host.cpu_busy_share)) is not None]
     note = f"on average {np.mean(means):.0%} busy; full tone: all cores" if means else "nothing was counted"
-    yield charts.heat_map(
-        "Busy processors, by host", run.hue, names, run.steps.edges, rows, largest=1.0, note=note
+    yield Chart(
+        kind=Kind.HEAT,
+        title="Busy processors, by host",
+        run=run.record.id,
+        series=[Series(name=name, x=run.steps.edges, y=row) for name, row in zip(names, rows, strict=True)],
+        y_end=1.0,
+        note=note,
     )
 
 
-def _tables(run: TrainingRun) -> Iterator[Exhibit]:
+def _tables(run: TrainingRun) -> Iterator[Section]:
     figures = run.figures
     if figures is not None:
-        yield folded_table("epochs", "Epochs", epoch_rows(figures), bars="AU %")
+        yield table_section("epochs", "Epochs", epoch_rows(figures), bars="AU %")
         if figures.times is not None:
-            yield folded_table("times", "Times of a step", time_rows(figures.times))
-    yield folded_table("facts", "Run and settings", fact_rows(run.record, {"storage": run.storage_uri}))
+            yield table_section("times", "Times of a step", time_rows(figures.times))
+    yield table_section("facts", "Run and settings", fact_rows(run.record, {"storage": run.storage_uri}))
 
 
 def epoch_rows(figures: PhaseFigures) -> list[dict[str, str]]:

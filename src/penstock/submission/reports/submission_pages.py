@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.reports.answer_page import Banner, Look
 from penstock.reports.html_page import Cell, make_table, render_page
 from penstock.reports.plots import DotPlot, plan_dot_plot
+from penstock.reports.report import Banner, Look
 from penstock.submission.check import CheckedResult
 from penstock.submission.finding import Finding, Validity, Verdict
 from penstock.submission.reports.findings_export import count_verdicts

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from penstock.errors import StorageError
 from penstock.progress import Progress, Silent
-from penstock.reports.answer_page import Banner, Look
 from penstock.reports.html_page import render_page
 from penstock.reports.panels import Sheet, assign_hues
+from penstock.reports.report import Banner, Look
 from penstock.trace.compare.comparison import find_all, rank_findings
 from penstock.trace.compare.report import FINDING_LOOKS, PageTable, lay_out, say_lost
 from penstock.trace.compare.run_figures import FIGURES, Drawing, Figure

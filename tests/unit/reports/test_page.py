@@ -6,32 +6,38 @@ import re
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
-from jinja2 import UndefinedError
 
-from penstock.reports.answer_page import (
-    AnswerPage,
+from penstock.errors import UsageError
+from penstock.reports.page import render_report, write_report
+from penstock.reports.report import (
     Banner,
-    Exhibit,
+    Cell,
+    Chart,
+    Kind,
     Look,
-    folded_table,
-    render_answer_page,
+    Report,
+    Section,
+    Series,
+    Table,
+    table_section,
 )
-from penstock.reports.html_page import Cell, make_table, render_page
+
+BANNER = Banner(
+    verdict="passed", look=Look.GOOD, figure="", limited_by="a < b", since="no change", to_do="Nothing."
+)
 
 
-def render(*exhibits: Exhibit) -> str:
-    banner = Banner(
-        verdict="passed", look=Look.GOOD, figure="", limited_by="a < b", since="no change", to_do="Nothing."
-    )
+def render(*sections: Section) -> str:
     title = "Limits of <disk> & co"
-    return render_answer_page(AnswerPage(title=title, subtitle="here", banner=banner, exhibits=exhibits))
+    return render_report(Report(title=title, subtitle="here", banner=BANNER, sections=sections))
 
 
 PAGE = render(
-    folded_table(
+    table_section(
         "figures",
         "Figures",
         [
@@ -40,14 +46,14 @@ PAGE = render(
         ],
         bars="GiB/s",
     ),
-    folded_table("nothing", "Nothing to show", []),
+    table_section("nothing", "Nothing to show", []),
 )
 
 
 class _Reader(HTMLParser):
     """Collects the tags that are open at the end, and every address that a page would load."""
 
-    VOID = frozenset({"meta", "link"})
+    VOID = frozenset({"meta", "link", "input"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,18 +84,41 @@ def test_every_text_is_escaped() -> None:
     assert "<x>" not in PAGE
 
 
+def test_names_of_strangers_cannot_become_markup_or_scripts() -> None:
+    name = """<b>"'&"""
+    chart = Chart(kind=Kind.BARS, title=name, run=name, names=[name], series=[Series(name=name, y=[1.0])])
+    part = Section(title=name, name=name, mark=name, look=Look.BAD, text=[name], items=[name])
+    cell = Cell(name, link="javascript:alert(1)", run=name)
+    page = render(
+        Section(
+            title=name, name=name, charts=[chart], tables=[Table([{name: cell}], title=name)], parts=[part]
+        )
+    )
+    reader = _Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert "<b>" not in page
+    assert reader.loads == ["data:,", "./javascript%3Aalert%281%29"]
+
+
 def test_bars_are_to_scale() -> None:
     assert re.findall(r"--share: ([0-9.]+)%", PAGE) == ["100.0", "25.0"]
+    rows = [{"bytes": Cell("3 MiB", value=3.0)}, {"bytes": Cell("1.5 MiB", value=1.5)}]
+    page = render(Section(title="x", tables=[Table(rows, bars="bytes")]))
+    assert re.findall(r"--share: ([0-9.]+)%", page) == ["100.0", "50.0"]
 
 
 def test_columns_of_numbers_stand_to_the_right() -> None:
     assert '<td class="number">1,024</td>' in PAGE
     assert "<td>read</td>" in PAGE
+    page = render(Section(title="x", tables=[Table([{"rank": "1", "bytes": "2 MiB"}], numbers={"bytes"})]))
+    assert '<td>1</td><td class="number">2 MiB</td>' in page
 
 
-def test_an_exhibit_without_rows_has_no_table_and_zero_bars_none() -> None:
+def test_a_section_without_rows_has_a_sentence_and_zero_bars_none() -> None:
     assert PAGE.count("<table>") == 1
-    assert 'style="--share' not in render(folded_table("flat", "x", [{"GiB/s": "0.0"}], bars="GiB/s"))
+    assert "<p>None.</p>" in PAGE
+    assert 'style="--share' not in render(table_section("flat", "x", [{"GiB/s": "0.0"}], bars="GiB/s"))
 
 
 def test_a_page_suits_phones_dark_rooms_and_paper() -> None:
@@ -100,25 +129,60 @@ def test_a_page_suits_phones_dark_rooms_and_paper() -> None:
 
 def test_long_texts_break_their_lines() -> None:
     rows = [{"found": "short", "fix": "a remedy that takes more than a few words to tell"}]
-    text = render(folded_table("long", "x", rows))
+    text = render(table_section("long", "x", rows))
     assert '<td class="long">a remedy' in text
     assert "<td>short</td>" in text
 
 
-def test_only_named_columns_are_numbers_where_names_are_given() -> None:
-    table = make_table([{"rank": "1", "bytes": "2 MiB"}], numbers={"bytes"})
-    assert table is not None
-    assert table.head == (Cell("rank"), Cell("bytes", "number"))
-    assert table.rows == ((Cell("1"), Cell("2 MiB", "number")),)
+def test_a_run_has_one_colour_on_a_page() -> None:
+    chart = Chart(kind=Kind.BARS, title="x", run="a", series=[Series(y=[1.0])])
+    page = render(
+        Section(title="x", charts=[chart], tables=[Table([{"run": Cell("b", run="b")}])]),
+        Section(title="y", charts=[chart], tables=[Table([{"run": Cell("a", run="a")}])]),
+    )
+    first, again = re.findall(r'<figure class="panel (run-\d)"', page)
+    (other, same) = re.findall(r'<td class="hue (run-\d)"', page)
+    assert first == again == same != other
 
 
-def test_a_table_needs_rows() -> None:
-    assert make_table([]) is None
+def test_charts_of_one_legend_have_it_once() -> None:
+    both = [Series(name="read", y=[1.0]), Series(name="write", y=[1.0], tone="dark")]
+    charts = [
+        Chart(kind=Kind.BARS, title=title, run=title, names=["x"], series=series)
+        for title, series in (("a", both), ("b", both[:1]))
+    ]
+    assert render(Section(title="x", charts=charts)).count('class="key"') == 2
 
 
-def test_a_missing_template_value_is_an_error() -> None:
-    with pytest.raises(UndefinedError, match="page"):
-        render_page("answer.html", title="t", subtitle="s")
+def test_parts_can_be_filtered_by_their_marks() -> None:
+    finding = Section(title="rule", mark="fail", look=Look.BAD, text=["proof"])
+    part = Section(title="one", name="one", mark="invalid", look=Look.BAD, parts=[finding])
+    page = render_report(
+        Report(
+            title="t",
+            subtitle="s",
+            banner=BANNER,
+            sections=[Section(title="Findings", parts=[part])],
+            filters={"result": {"invalid": True}, "finding": {"fail": True, "pass": False}},
+        )
+    )
+    assert re.findall(r'name="(\w+)" value="(\w+)"( checked)?', page) == [
+        ("result", "invalid", " checked"),
+        ("finding", "fail", " checked"),
+        ("finding", "pass", ""),
+    ]
+    assert re.findall(r'data-mark="(\w+)"', page) == ["invalid", "fail"]
+    assert "<script" not in PAGE
+
+
+def test_only_pages_are_written_over(tmp_path: Path) -> None:
+    report = Report(title="t", subtitle="s", banner=BANNER)
+    write_report(report, tmp_path / "page.html")
+    write_report(report, tmp_path / "page.html")
+    (tmp_path / "notes.html").write_text("mine")
+    with pytest.raises(UsageError, match="not a page"):
+        write_report(report, tmp_path / "notes.html")
+    assert (tmp_path / "notes.html").read_text() == "mine"
 
 
 Colour = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

@@ -1,0 +1,161 @@
+"""Render a report as one HTML document, and write it.
+
+Jinja2 escapes every text. A name that the template uses and nobody passed is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from penstock.errors import UsageError, printable
+from penstock.optional_libraries import explained_imports
+from penstock.reports.drawing import Drawing, assign_hues, draw
+from penstock.reports.report import Cell, Chart, Look, Report, Section, Table
+from penstock.storage.files.file_storage import open_local
+from penstock.storage.protocol import write_object
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_LONG_TEXT: Final = 36
+"""From this many characters on, the text of a table cell may wrap."""
+_LETTERS: Final = {"first": 34, "grid": 50, "wide": 100}
+"""The letters that fit below a chart, by how much room it has."""
+
+
+def is_page(path: Path) -> bool:
+    """Check whether Penstock made a file as a page."""
+    try:
+        with path.open("rb") as file:
+            return b'<meta name="generator" content="Penstock">' in file.read(512)
+    except OSError:
+        return False
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write the page, over an earlier one; any other file is kept, and an error."""
+    if path.exists() and not is_page(path):
+        raise UsageError(
+            "This file is not a page of Penstock, and is kept", where=str(path), fix="Choose another name."
+        )
+    text = render_report(report).encode(errors="backslashreplace")
+    # Complete or not at all, as every file of a run's folder.
+    write_object(open_local(path.parent), path.name, [text])
+
+
+def render_report(report: Report) -> str:
+    """Return the page as HTML; it loads nothing."""
+    hues = assign_hues([*report.runs, *_runs_of(report)])
+    drawn = {
+        id(chart): draw(chart, hues, letters=_LETTERS[room])
+        for room, chart in _charts_of(report)
+    }  # fmt: skip
+    text: str = _template().render(
+        report=report,
+        hues=hues,
+        drawings=lambda charts: [drawn[id(chart)] for chart in charts],
+        shared_legend=_shared_legend,
+        lay_out=lambda table: _lay_out(table, hues),
+    )
+    return text
+
+
+def _template() -> Template:
+    with explained_imports():
+        from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415 - comes with an extra
+    return Environment(
+        loader=PackageLoader("penstock.reports"),
+        autoescape=True,
+        # Names of files may have control characters; what is markup was finalized when it was made.
+        finalize=lambda value: printable(value) if type(value) is str else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    ).get_template("report.html")
+
+
+def _sections_of(sections: Sequence[Section]) -> Iterator[Section]:
+    for section in sections:
+        yield section
+        yield from _sections_of(section.parts)
+
+
+def _charts_of(report: Report) -> Iterator[tuple[str, Chart]]:
+    """All charts, with the room that each has."""
+    yield from (("first", chart) for chart in report.highlights)
+    for section in _sections_of(report.sections):
+        for chart in section.charts:
+            yield ("wide" if chart.is_wide or len(section.charts) == 1 else "grid"), chart
+
+
+def _runs_of(report: Report) -> Iterator[str]:
+    """All names that have a colour, in their order on the page."""
+    for _, chart in _charts_of(report):
+        yield chart.run
+        yield from (one.run for one in chart.series if one.run)
+    for section in _sections_of(report.sections):
+        yield from filter(None, [section.run])
+        for table in section.tables:
+            for row in table.rows:
+                yield from (cell.run for cell in row.values() if isinstance(cell, Cell) and cell.run)
+
+
+def _shared_legend(drawings: Sequence[Drawing]) -> Mapping[str, str]:
+    """Return the legend that has those of all charts of a section, or nothing if there is no such one."""
+    widest = max((drawing.legend for drawing in drawings), key=len, default={})
+    is_shared = len(drawings) > 1 and not any("run-" in look for look in widest.values())
+    return widest if is_shared and all(one.legend.items() <= widest.items() for one in drawings) else {}
+
+
+def _lay_out(table: Table, hues: Mapping[str, int]) -> dict[str, Any]:
+    """Return the cells of the head and the rows: text, CSS classes, length of the bar in percent, link."""
+    rows = [
+        {name: cell if isinstance(cell, Cell) else Cell(cell) for name, cell in row.items()}
+        for row in table.rows
+    ]
+    columns = list(rows[0])
+    right = set(table.numbers or ())
+    if table.numbers is None:
+        right = {name for name in columns if all(_is_number(row[name].text) for row in rows)}
+    lengths = [_bar_length(row[table.bars]) for row in rows] if table.bars else [0.0] * len(rows)
+    longest = max(lengths)
+
+    def lay_out_cell(name: str, cell: Cell, length: float) -> dict[str, Any]:
+        has_bar = name == table.bars and longest > 0
+        is_right = name in right or name == table.bars
+        looks = ["number"] if is_right else ["long"] if len(cell.text) > _LONG_TEXT else []
+        looks += ["bar"] if has_bar else []
+        looks += [cell.look.value] if cell.look is not Look.PLAIN else []
+        looks += [f"{'hued' if has_bar else 'hue'} run-{hues[cell.run]}"] if cell.run else []
+        return {
+            "text": cell.text,
+            "look": " ".join(looks),
+            "bar": 100 * length / longest if has_bar else None,
+            "link": _make_link(cell.link),
+        }
+
+    return {
+        "head": [(name, "number" if name in right or name == table.bars else "") for name in columns],
+        "rows": [
+            [lay_out_cell(name, row[name], length) for name in columns]
+            for row, length in zip(rows, lengths, strict=True)
+        ],
+    }
+
+
+def _make_link(link: str) -> str:
+    # Quoted and below this page's folder, so that no name of a file becomes a scheme.
+    return "" if not link else f"#{quote(link[1:])}" if link.startswith("#") else f"./{quote(link)}"
+
+
+def _bar_length(cell: Cell) -> float:
+    if cell.value is not None:
+        return cell.value
+    return float(cell.text.replace(",", "")) if _is_number(cell.text) else 0.0
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(",", "").replace(".", "", 1).isdecimal()

@@ -1,0 +1,241 @@
+"""The model of every report: a banner of answers, charts to highlight, and sections with the evidence.
+
+It is plain data. Values of charts are in base units: bytes, seconds, percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Values = Sequence[float] | NDArray[np.float64]
+
+Tone = Literal["full", "dark", "light", "pale", "bad", "doubt", "ink", "faint"]
+"""A tone of a run's colour (`full` to `pale`) or a colour that means the same in all runs."""
+
+
+class Look(StrEnum):
+    """The colour of a verdict. Its word always stands next to it."""
+
+    GOOD = "good"
+    BAD = "bad"
+    DOUBT = "doubt"
+    PLAIN = "plain"
+
+
+class Kind(StrEnum):
+    """Kinds of charts, and which values their series have.
+
+    Times on an x axis are seconds. `x` of `n` values may have `n + 1` edges instead of `x` and `ends`.
+    """
+
+    BARS = "bars"
+    """Values `y` over the `names` of the chart, at the numbers `x` (default: 0, 1, ...); series stack."""
+    AREA = "area"
+    """Values `y` from `x` to `ends`; negative ones hang from zero. Series are drawn over each other."""
+    LAYERS = "layers"
+    """Like AREA, but series stack."""
+    LINES = "lines"
+    """Values `y` at times `x`; or, if the chart has `names`, at their numbers and with dots."""
+    HEAT = "heat"
+    """A row for each series: values `y` from `x` to `ends` as tones. `y_end` has the full tone."""
+    STACK = "stack"
+    """One bar whose parts are the only value of each series."""
+    CUMULATIVE = "cumulative"
+    """The percentage of each series' values, seconds, that are at most the value on a logarithmic axis."""
+    DOTS = "dots"
+    """Values `y` across, a row for each of the `names`; rows `x` of a series (default: 0, 1, ...)."""
+    LANES = "lanes"
+    """Times from `x` to `ends` in the lanes number `y`, which have `names`.
+
+    `full` and `dark` fill a lane, `light` is at its foot and `pale` behind both. Above them is a strip with
+    `faint`, and below that `bad`, `doubt` and `ink`.
+    """
+    SPANS = "spans"
+    """Rectangles from `x` to `ends` and from `y` to `tops`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Values of one name; see `Kind` for which a chart needs."""
+
+    y: Values
+    name: str = ""
+    x: Values = ()
+    ends: Values = ()
+    tops: Values = ()
+    tone: Tone = "full"
+    run: str = ""
+    """The run whose colour this has, if that is not the chart's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A chart as data."""
+
+    kind: Kind
+    title: str
+    series: Sequence[Series]
+    run: str
+    """The name that gives the chart its colour."""
+    unit: str = ""
+    """B/s, B, s and % are scaled to readable units; any other text is printed after each number."""
+    names: Sequence[str] = ()
+    x_title: str = ""
+    x_end: float = 0.0
+    """Where axes end, if several charts share one (default: at the last value)."""
+    y_end: float = 0.0
+    y_begin: float = 0.0
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Values to compare with, by the text at their line."""
+    interval: tuple[float, float] | None = None
+    """A range of values of DOTS that is shaded."""
+    note: str = ""
+    """The main figures in words."""
+    is_wide: bool = False
+    """Give the chart the width of the page, even if others could stand next to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell that is more than its text.
+
+    `value` is the length of the cell's bar in a column with bars, `link` a page next to this one or
+    `#NAME` of a section, `run` the run whose colour marks the text.
+    """
+
+    text: str
+    look: Look = Look.PLAIN
+    value: float | None = None
+    link: str = ""
+    run: str = ""
+
+
+Row = Mapping[str, str | Cell]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of the same columns.
+
+    The numbers of the column `bars` get bars. Columns in `numbers` are aligned right (default: those in
+    which every text is a number).
+    """
+
+    rows: Sequence[Row]
+    title: str = ""
+    bars: str = ""
+    numbers: Collection[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Text, charts and tables under a heading; `why_empty` replaces them if there are none.
+
+    A section with a `look` and without parts is a finding: a box in that colour. `mark` is its verdict.
+    """
+
+    title: str = ""
+    name: str = ""
+    """The anchor of the section."""
+    text: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+    items: Sequence[str] = ()
+    """A bulleted list."""
+    notes: Sequence[str] = ()
+    """Paragraphs in small print."""
+    parts: Sequence[Section] = ()
+    why_empty: str = ""
+    is_folded: bool = False
+    look: Look | None = None
+    mark: str = ""
+    aside: str = ""
+    """What stands behind the title, fainter."""
+    run: str = ""
+    """The run whose colour marks the title and fills bars; such parts stand side by side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Banner:
+    """The answers that every page begins with, each a word or a sentence."""
+
+    verdict: str
+    look: Look
+    figure: str
+    limited_by: str
+    since: str
+    to_do: str
+    troubles: Sequence[str] = ()
+    """Sentences about what stands out, the gravest first."""
+    more: Mapping[str, str] = field(default_factory=dict)
+    """Further answers by name."""
+
+    @property
+    def answers(self) -> dict[str, str]:
+        """The answers below the figure, by their names."""
+        fixed = {"Limited by": self.limited_by, "Since": self.since, "To do": self.to_do}
+        return {**self.more, **fixed}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A whole page."""
+
+    title: str
+    subtitle: str
+    banner: Banner
+    highlights: Sequence[Chart] = ()
+    """Charts next to the banner, on the first screen."""
+    sections: Sequence[Section] = ()
+    runs: Sequence[str] = ()
+    """Runs in the order in which they choose colours (default: as they appear)."""
+    has_contents: bool = False
+    """List the sections at the top, as links."""
+    filters: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    """Boxes that show or hide, and whether they are ticked at first.
+
+    The first group has the marks of sections with parts, the second those of findings in them.
+    """
+
+
+def table_section(name: str, title: str, rows: Sequence[Row], *, text: str = "", bars: str = "") -> Section:
+    """A table that opens with a click."""
+    return Section(
+        name=name,
+        title=title,
+        text=[text] if text else (),
+        tables=[Table(rows, bars=bars)] if rows else (),
+        is_folded=True,
+        why_empty="None.",
+    )
+
+
+def bar_chart(
+    title: str,
+    run: str,
+    bars: Mapping[str, float],
+    unit: str = "",
+    *,
+    y_end: float = 0.0,
+    limits: Mapping[str, float] | None = None,
+    note: str = "",
+) -> Chart:
+    """A chart with one bar for each name."""
+    return Chart(
+        kind=Kind.BARS,
+        title=title,
+        run=run,
+        unit=unit,
+        names=list(bars),
+        series=[Series(y=list(bars.values()))],
+        y_end=y_end,
+        limits=limits or {},
+        note=note,
+    )
