@@ -47,7 +47,8 @@ ENTERED = {
 }
 
 BROAD_EXCEPT = {
-    "bench/own_loader/own_loader_loop.py": "whatever a user's own loader raises",
+    "bench/own_loader/own_loader_run.py": "whatever a user's own loader or step raises",
+    "bench/own_loader/user_code.py": "whatever a user's own factory raises",
     "checkpoint/levels/redundancy/ring.py": "a failed member, whose group waits for its blocks",
     "cli/app.py": "the command line's edge",
     "cluster/comm.py": "the gather of all ranks' failures, where all wait for each other",

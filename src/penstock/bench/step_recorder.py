@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankClock, Rows, SpanEvent, StepEvent
+from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankClock, SpanEvent, StepEvent
 
 if TYPE_CHECKING:
     from penstock.bench.run_trace import RunTrace
@@ -60,14 +60,6 @@ class StepRecorder:
         is_full = self._num_rows == len(self._rows)
         if is_full or step.barrier_ns - self._flushed_ns >= FLUSH_INTERVAL_NS:
             self.flush()
-
-    def add_steps(self, steps: Rows) -> None:
-        """Keep many steps, rows of `STEP_TYPE`, and write them."""
-        self.flush()
-        self._spool.append_steps(steps)
-        if self._trace is not None:
-            for step in steps.tolist():
-                self._trace.add_step(StepEvent(*step))
 
     def add_span(self, span: SpanEvent) -> None:
         """Keep an epoch, a block or a checkpoint that has just ended; writes all steps before it."""

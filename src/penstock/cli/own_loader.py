@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import DataOptions, WorkloadOptions, parse_overrides
-from penstock.cli.options import command_line, flag, group, option, optional_argument, repeated
+from penstock.cli.options import command_line, group, option, optional_argument, repeated
 from penstock.cli.parsers import NAME, TEXT, TIME, URI, WORKLOAD, whole
 from penstock.cli.run_reports import view_training
 from penstock.cli.terminal import Terminal, View, bold
@@ -69,7 +69,6 @@ class OwnLoaderOptions:
     trials: tuple[str, ...] = repeated(
         "--try", TEXT, "Run again with workers=N, prefetch=N or persistent=1 of its DataLoader, and compare."
     )
-    tries_advice: bool = flag("--try-predictions", "Run again with the number of workers that is advised.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +123,7 @@ def view_own_loader(result: TrainingResult) -> View:
 
 def _plan(options: RunOptions, *, comm: Comm, terminal: Terminal) -> OwnLoaderRequest:
     from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest
-    from penstock.bench.own_loader.torch_probe import parse_trial
-    from penstock.bench.own_loader.user_code import DescribedLoader, UserLoader, load_user_code
+    from penstock.bench.own_loader.user_code import DescribedLoader, load_user_code
 
     _refuse_unfitting(options)
     own, name = options.own, options.loader or ""
@@ -134,16 +132,13 @@ def _plan(options: RunOptions, *, comm: Comm, terminal: Terminal) -> OwnLoaderRe
     return OwnLoaderRequest(
         results=options.results.folder,
         workload=workload,
-        loader=UserLoader(
-            described=DescribedLoader(name=name, step=own.step, batch_size=own.batch_size),
-            factory=load_user_code(name, where="--loader"),
-            step=load_user_code(own.step, where="--step") if own.step else None,
-            max_steps=own.max_steps,
-        ),
+        loader=DescribedLoader(name=name, step=own.step, batch_size=own.batch_size),
+        factory=load_user_code(name, where="--loader"),
+        step=load_user_code(own.step, where="--step") if own.step else None,
+        max_steps=own.max_steps,
         seed=choose_seed(comm, workload, options.seed),
         data=opener() if options.data.uri else None,
-        trials=[parse_trial(change) for change in own.trials],
-        tries_advice=own.tries_advice,
+        trials=own.trials,
         command=command_line(),
         environment=process_environment(),
         overrides=tuple(f"++workload.{text}" for text in options.workload.settings),

@@ -89,7 +89,7 @@ def test_a_loader_of_ones_own_is_measured(tmp_path: Path) -> None:
     emulated = json.loads(run(f"{loader} --batch-time 5ms --json", tmp_path))
     waits = emulated["outside_of_score"]["waits"]
     assert (waits["batches"], waits["samples"], waits["workers"]) == (20, 80, 2)
-    assert waits["stages"]["storage_s"] > waits["stages"]["transform_s"]
+    assert waits["stages"]["storage_s"] > waits["stages"]["compute_s"]
     assert "Waiting" in run(f"{loader} --step measured_loader:train --steps 5", tmp_path)
 
 

@@ -24,16 +24,15 @@ def measure_loader(
     data: str = "",
     trials: tuple[str, ...] = (),
 ) -> TrainingResult:
-    """What `penstock training run --loader` does, on one rank, for the loader that `factory` returns.
+    """Measure the loader that `factory` returns, on one rank, as `penstock training run --loader` does.
 
     A step computes for `step` seconds, or is a function that gets the batch. `data` is the URI of what the
     loader reads, evicted from the page cache before each epoch; `trials` are changes such as `workers=8`. The
-    result's `stages.waits` says where the waits went.
+    result's `stages.waits` has where the waits went.
     """
-    # The package is imported by workers, which need none of this.
+    # Workers import the package, and need none of this.
     from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest, run_own_loader  # noqa: PLC0415
-    from penstock.bench.own_loader.torch_probe import parse_trial  # noqa: PLC0415
-    from penstock.bench.own_loader.user_code import DescribedLoader, UserLoader  # noqa: PLC0415
+    from penstock.bench.own_loader.user_code import DescribedLoader  # noqa: PLC0415
     from penstock.cluster.comm import SoloComm  # noqa: PLC0415
     from penstock.progress import Silent  # noqa: PLC0415
     from penstock.storage.uri import open_here  # noqa: PLC0415
@@ -42,21 +41,16 @@ def measure_loader(
 
     function, batch_time_s = (step, 0.0) if callable(step) else (None, step)
     name = getattr(factory, "__name__", type(factory).__name__)
+    train = Train(epochs=epochs, computation_time=Duration.fixed(batch_time_s))
     request = OwnLoaderRequest(
         results=Path(results),
-        workload=Workload(
-            name=name, train=Train(epochs=epochs, computation_time=Duration.fixed(batch_time_s))
-        ),
-        loader=UserLoader(
-            described=DescribedLoader(
-                name=name, step=getattr(function, "__name__", None), batch_size=batch_size
-            ),
-            factory=factory,
-            step=function,
-            max_steps=max_steps,
-        ),
+        workload=Workload(name=name, train=train),
+        loader=DescribedLoader(name=name, step=getattr(function, "__name__", None), batch_size=batch_size),
+        factory=factory,
+        step=function,
+        max_steps=max_steps,
         seed=0,
         data=open_here(data) if data else None,
-        trials=[parse_trial(change) for change in trials],
+        trials=trials,
     )
     return run_own_loader(request, comm=SoloComm(), progress=Silent())

@@ -1,49 +1,48 @@
-"""A training run over a user's own loader: his iterable as it is, a step that computes or is his own.
+"""A training run over a user's own loader: the iterable as it is, and a step that computes or is the user's.
 
 Collective, as every training run: all ranks call it and get the same result, in the same folder, page and
 JSON. Steps have the same four moments. All ranks take as many steps as the one with the fewest batches.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.bench.compute import ComputeTimes
+from penstock.bench.compute import ComputeTimes, SystemClock, compute_until
 from penstock.bench.device_counters import DeviceObserver
-from penstock.bench.own_loader.loader_meter import LoaderMeter, RankWaits, count_cores
-from penstock.bench.own_loader.own_loader_loop import (
-    EpochOutcome,
-    OwnLoaderLoop,
-    RowRecorder,
-    call_factory,
-    emulated_step,
-    users_step,
+from penstock.bench.own_loader.process_watch import ProcessWatch
+from penstock.bench.own_loader.torch_watch import TorchWatch, parse_trial
+from penstock.bench.own_loader.user_code import (
+    DescribedLoader,
+    SampleCounter,
+    announce_epoch,
+    explain_code,
+    explain_failure,
+    find_batch_size,
+    is_dead_worker,
+    make_loader,
 )
-from penstock.bench.own_loader.own_reads import OwnReads
-from penstock.bench.own_loader.process_watch import WaitingClock, find_descendants
-from penstock.bench.own_loader.torch_probe import Trial, parse_trial
-from penstock.bench.own_loader.user_code import SampleCounter, UserLoader, announce_epoch, find_batch_size
-from penstock.bench.own_loader.wait_report import LoaderWaits, merge_ranks
+from penstock.bench.own_loader.waits import LoaderWaits, StepWait, divide_waits
 from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.run_settings import RunSettings
 from penstock.bench.run_trace import RunTrace
 from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.bench.training.harness_limit import EventsInMemory, count_limit_steps, summarize_limit
 from penstock.bench.training.training_files import Validation
+from penstock.bench.training.training_loop import EventRecorder
 from penstock.bench.training.training_result import EpochStage, HarnessLimit, Stages, TrainingResult
 from penstock.cluster.comm import Comm, all_gather_results
-from penstock.errors import StorageError, UsageError
+from penstock.errors import PenstockError, StorageError, UsageError
 from penstock.progress import PhasesOnly, RunProgress
 from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
 from penstock.results.active_run import ActiveRun
 from penstock.results.bottleneck import Bottleneck, BottleneckVerdict
-from penstock.results.step_events import StepPhase
+from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 from penstock.storage import Counters, Storage, capabilities, residency
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.enums import DataFormat
@@ -51,37 +50,97 @@ from penstock.workload.spec import Workload
 
 _LIMIT_SHARE: Final = 0.3
 """The part of the harness limit's usual time that it takes here, where nothing but the loop is measured."""
+_RECORDED_EVERY_NS: Final = 5 * 10**9
+"""Steps are held back this long for the bytes read for them; a killed run loses no more than that."""
+_FIRST_DRAWN: Final = 1024
+_END: Final = object()
+
+Consume = Callable[[Any, int, int, int], int]
+"""`(batch, loaded_ns, epoch, step)`: computes, and returns the moment at which it ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnLoaderRequest(RunSettings):
     """What a run of a user's loader is asked to do.
 
-    `data` is where the loader reads, if that was said: its pages are evicted before each epoch, and its
-    device is watched. `tries_advice` tries what the run itself advises, where that can be tried.
+    `factory` makes the loader; `step`, if there is one, consumes its batches. `data` is where the loader
+    reads, if the user named it: its pages are evicted before each epoch, and its device is watched. `trials`
+    are changes such as `workers=8`, each measured in a run of its own.
     """
 
     workload: Workload
-    loader: UserLoader
+    loader: DescribedLoader
+    factory: Callable[..., Any]
+    step: Callable[[Any], object] | None = None
+    max_steps: int | None = None
     seed: int
     data: Storage | None = None
-    trials: Sequence[Trial] = ()
-    tries_advice: bool = False
+    trials: Sequence[str] = ()
 
 
 def run_own_loader(request: OwnLoaderRequest, *, comm: Comm, progress: RunProgress) -> TrainingResult:
     """Run the user's loader for all epochs; the same result on every rank."""
+    for change in request.trials:
+        parse_trial(change)  # refuse a wrong one before hours of measurement
     with request.open_run(
         request.workload,
         comm=comm,
         seeds={"order": request.seed},
-        plan={"loader": request.loader.described.document()},
+        plan={"loader": request.loader.document()},
         progress=progress,
     ) as (run, folder):
-        session = _Session(request, comm, progress)
-        stages, workload = session.run(folder, run)
+        on_flush = run.heartbeat if run else lambda: None
+        stages, workload = _measure_and_try(request, comm, progress, folder=folder, on_flush=on_flush)
         result = _write_results(run, stages, workload, request=request) if run else None
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
+
+
+def _measure_and_try(
+    request: OwnLoaderRequest,
+    comm: Comm,
+    progress: RunProgress,
+    *,
+    folder: Path,
+    on_flush: Callable[[], None],
+) -> tuple[Stages, Workload]:
+    """Measure, then try each change; afterwards the folder's spools have the steps."""
+    storage = request.data or MemoryStorage()
+    spool = event_files.SpoolWriter(
+        event_files.spool_path(folder, comm.rank), read_clocks(comm.rank, comm.host)
+    )
+    observer = DeviceObserver(comm, folder, storage)
+    measured = _Measurement(request, comm, progress)
+    recorder = StepRecorder(spool, on_flush=on_flush, trace=RunTrace.of(storage, folder))
+    with observer, recorder, observer.during("read"):
+        measured.run(recorder)
+    waits = LoaderWaits.of_ranks(comm.gather(measured.waits, awaiting="the waits of all ranks"))
+    workload = measured.describe_workload()
+    ceiling = measured.measure_limit(workload)
+    for change in request.trials:
+        progress.begin(f"trying {change}", 1)
+        tried = _Measurement(request, comm, PhasesOnly(progress), parse_trial(change))
+        tried.run(EventsInMemory())
+        gain = tried.samples_per_s / measured.samples_per_s if measured.samples_per_s else 0.0
+        gains = comm.gather(gain, awaiting="all ranks' trials")
+        waits.trials[change] = sum(gains) / len(gains)
+    return Stages(
+        remarks=tuple(measured.remarks),
+        opening_s=0.0,
+        validation=Validation(num_files=0, elapsed_s=0.0),
+        planning_s=0.0,
+        loader=request.loader,
+        loader_start_s=waits.factory_s,
+        ceiling=ceiling,
+        ceiling_s=0.0,
+        epochs=tuple(measured.stages),
+        survey_bytes=0,
+        storage_uri=storage.uri if request.data else "",
+        storage_options=storage.options,
+        counters=Counters(),
+        # Which devices it reads is known only if the user named the place of the data.
+        deliveries=(observer.deliver("read", measured.waits.io["rchar"]),) if request.data else (),
+        waits=waits,
+    ), workload
 
 
 def _write_results(
@@ -91,10 +150,19 @@ def _write_results(
     counter_files.gather_counters(run.folder)
     events = event_files.read_events(run.folder)
     share = stages.ceiling.compute_share if stages.ceiling else None
-    train = phase_figures.compute_phase_figures(events, workload, ceiling=share)
-    if train is None or stages.waits is None:
+    train, waits = phase_figures.compute_phase_figures(events, workload, ceiling=share), stages.waits
+    if train is None or waits is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
-    train = replace(train, verdict=_judge(stages.waits, train.verdict))
+    verdict = train.verdict
+    # The stages know more than the usual verdict, which takes a loader for a storage.
+    if verdict is None or verdict.bottleneck is not Bottleneck.BARRIER:
+        kinds = {"storage": Bottleneck.STORAGE, "consumer": Bottleneck.NONE}
+        evidence = verdict.evidence[:1] if verdict else ()
+        verdict = BottleneckVerdict(
+            bottleneck=kinds.get(waits.bottleneck, Bottleneck.CLIENT_CPU),
+            evidence=(f"{waits.sentence}.", *evidence),
+        )
+    train = replace(train, verdict=verdict)
     published_files.write_json(run.folder, run_folder.STAGES_FILE, stages.document())
     request.write_dlio_files(run, workload, events=events, train=train)
     run.finish(train=train, deliveries=stages.deliveries, workload=workload)
@@ -108,175 +176,102 @@ def _write_results(
     )
 
 
-def _judge(waits: LoaderWaits, usual: BottleneckVerdict | None) -> BottleneckVerdict:
-    """The verdict of every training run, told by the stages of the waits."""
-    bottleneck = {"storage": Bottleneck.STORAGE, "consumer": Bottleneck.NONE}.get(
-        waits.bottleneck, Bottleneck.CLIENT_CPU
-    )
-    evidence = usual.evidence if usual else ()
-    if usual is not None and usual.bottleneck is Bottleneck.BARRIER:
-        return usual
-    return BottleneckVerdict(bottleneck=bottleneck, evidence=(f"{waits.sentence}.", *evidence[:1]))
-
-
 @dataclass(slots=True)
-class _Measured:
-    """One rank's epochs."""
-
-    waits: RankWaits
-    epochs: list[EpochOutcome] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    stages: list[EpochStage] = field(default_factory=list)
-
-    @property
-    def samples_per_s(self) -> float:
-        """Over the time in epochs."""
-        elapsed_s = sum(epoch.elapsed_ns for epoch in self.epochs) / 1e9
-        return sum(epoch.samples for epoch in self.epochs) / elapsed_s if elapsed_s else 0.0
-
-    @property
-    def batch_size(self) -> int:
-        """The samples of the first batch: the last one of an epoch may have fewer."""
-        return max((epoch.batch_size for epoch in self.epochs), default=1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Session:
-    """One rank's part of a run, and of the trials that follow it."""
+class _Measurement:
+    """One rank's epochs, with the settings of a trial or without."""
 
     request: OwnLoaderRequest
     comm: Comm
     progress: RunProgress
+    changes: Mapping[str, Any] | None = None
+    remarks: list[str] = field(default_factory=list)
+    stages: list[EpochStage] = field(default_factory=list)
+    batch_size: int = 1
+    samples_per_s: float = 0.0
+    waits: LoaderWaits = field(init=False)
+    _num_steps: list[int] = field(default_factory=list)
 
-    def run(self, folder: Path, run: ActiveRun | None) -> tuple[Stages, Workload]:
-        """Measure, then try what was asked for; afterwards the folder's spools have the steps."""
-        request, comm = self.request, self.comm
-        storage = request.data or MemoryStorage()
-        spool = event_files.SpoolWriter(
-            event_files.spool_path(folder, comm.rank), read_clocks(comm.rank, comm.host)
-        )
-        observer = DeviceObserver(comm, folder, storage)
-        began_s, strangers = time.monotonic(), _find_strangers()
+    def run(self, recorder: EventRecorder) -> None:
+        """Run all epochs while this thread, torch's loaders and the loader's processes are watched."""
+        request, comm, epochs = self.request, self.comm, self.request.workload.train.epochs
+        found = self.waits = LoaderWaits(loader=request.loader.name, tolerated=1 - request.workload.metric.au)
+        loop = EpochLoop(comm, recorder, self.progress, self._choose_step(), request.loader.name)
+        watch, elapsed_ns, began_s = ProcessWatch(loop.waited_ns), 0, time.monotonic()
         loader = self._make_loader()
-        factory_s = comm.reduce(time.monotonic() - began_s, "max", awaiting="all ranks' factories")
-        on_flush = run.heartbeat if run else lambda: None
-        recorder = StepRecorder(spool, on_flush=on_flush, trace=RunTrace.of(storage, folder))
-        with observer, recorder, observer.during("read"):
-            measured = self._measure(loader, recorder, strangers)
-        del loader
-        waits = self._merge(measured, factory_s)
-        workload = self._describe(measured)
-        return Stages(
-            remarks=tuple(measured.remarks),
-            opening_s=0.0,
-            validation=Validation(num_files=0, elapsed_s=0.0),
-            planning_s=0.0,
-            loader=request.loader.described,
-            loader_start_s=factory_s,
-            ceiling=self._measure_limit(measured, workload),
-            ceiling_s=0.0,
-            epochs=tuple(measured.stages),
-            survey_bytes=0,
-            storage_uri=storage.uri if request.data else "",
-            storage_options=storage.options,
-            counters=Counters(),
-            # Which devices it reads is known if it was said where the data lies.
-            deliveries=(observer.deliver("read", measured.waits.io.get("rchar", 0)),) if request.data else (),
-            waits=self._try(waits, measured),
-        ), workload
-
-    def _make_loader(self) -> Any:
-        request, comm = self.request, self.comm
-        make = partial(request.loader.make, rank=comm.rank, num_ranks=comm.size, seed=request.seed)
-        return call_factory(
-            partial(make, epochs=request.workload.train.epochs), request.loader.described.name
-        )
-
-    def _measure(
-        self,
-        loader: Any,
-        recorder: RowRecorder,
-        strangers: frozenset[int],
-        changes: Mapping[str, Any] | None = None,
-    ) -> _Measured:
-        """All epochs with all probes."""
-        request, comm = self.request, self.comm
-        hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
-        cores = count_cores() / hosts.count(comm.host)
-        with LoaderMeter(changes, cores=cores, strangers=strangers) as meter:
-            measured = _Measured(meter.found)
-            progress = self.progress if changes is None else PhasesOnly(self.progress)
-            loop = self._make_loop(recorder, meter.clock, progress, self._make_counter(loader))
-            loop.read_bytes = meter.read_bytes
+        found.factory_s = time.monotonic() - began_s
+        count = SampleCounter(find_batch_size(loader))
+        size = request.loader.batch_size
+        loop.count = count if size is None else lambda _: size
+        with TorchWatch(self.changes) as torch_watch, ExitStack() as undo:
+            watch.start()
+            undo.callback(watch.stop)
+            loop.read_bytes = lambda: (torch_watch.read_so_far() or watch.read_so_far())["rchar"]
             ended_s = time.monotonic()
-            for epoch in range(1, request.workload.train.epochs + 1):
-                if epoch > 1 and iter(loader) is loader:  # an iterator, which one epoch has used up
+            for epoch in range(1, epochs + 1):
+                if epoch > 1 and hasattr(loader, "__next__"):  # an iterator, which one epoch has used up
                     loader = self._make_loader()
                 cache = self._evict()
                 announce_epoch(loader, epoch - 1)
                 comm.barrier(awaiting=f"all ranks to begin epoch {epoch}")
-                total = self._total(loader)
-                self.progress.begin(f"epoch {epoch} of {request.workload.train.epochs}, steps", total)
+                total = request.max_steps or 0
+                with suppress(TypeError, NotImplementedError):
+                    total = min(len(loader), request.max_steps or len(loader))
+                self.progress.begin(f"epoch {epoch} of {epochs}, steps", total)
                 change_s = time.monotonic() - ended_s - (cache.elapsed_s if cache else 0.0)
-                outcome = loop.run_epoch(loader, epoch)
-                waited_ns = outcome.waited_ns
-                meter.end_epoch(
-                    outcome.steps, consumed_ns=outcome.elapsed_ns - waited_ns, samples=outcome.samples
-                )
-                measured.epochs.append(outcome)
-                if total > len(outcome.steps) and comm.size == 1:
-                    measured.remarks.append(
-                        f"Epoch {epoch} ended after {len(outcome.steps)} of the {total} batches that the "
+                self.stages.append(EpochStage(epoch=epoch, cache=cache, change_s=change_s))
+                steps = loop.run_epoch(loader, epoch, max_steps=request.max_steps)
+                if total > len(steps) and comm.size == 1:
+                    self.remarks.append(
+                        f"Epoch {epoch} ended after {len(steps)} of the {total} batches that the "
                         "loader's length promises"
                     )
-                measured.stages.append(EpochStage(epoch=epoch, cache=cache, change_s=change_s))
+                # The iterator is gone, so its workers have written all that they know.
+                deliveries = torch_watch.take_deliveries()
+                stages_ns = divide_waits(steps, deliveries, watch.busy_share)
+                waited_ns = sum(step.loaded_ns - step.start_ns for step in steps)
+                found.stages_s.update({stage: spent / 1e9 for stage, spent in stages_ns.items()})
+                found.wait_s += waited_ns / 1e9
+                found.compute_s += (loop.elapsed_ns - waited_ns) / 1e9
+                found.ended_s += loop.ended_s
+                found.batches += len(steps)
+                self._num_steps.append(len(steps))
+                elapsed_ns += loop.elapsed_ns
                 ended_s = time.monotonic()
-        if not any(outcome.steps for outcome in measured.epochs):
+            found.io = torch_watch.read_so_far() or watch.read_so_far()
+            found.settings, found.memory = torch_watch.settings, watch.memory
+        # Loaders that torch does not make are counted by their processes.
+        found.workers = torch_watch.settings.get("workers", 0) or watch.num_workers
+        found.samples, self.batch_size = loop.samples, loop.batch_size or 1
+        self.samples_per_s = loop.samples / (elapsed_ns / 1e9) if elapsed_ns else 0.0
+        if not found.batches:
             raise UsageError(
                 "The loader gave no batch",
-                where=request.loader.described.name,
+                where=request.loader.name,
                 fix="Check its data and its sampler.",
             )
-        return measured
 
-    def _make_loop(
-        self,
-        recorder: RowRecorder,
-        clock: WaitingClock,
-        progress: RunProgress,
-        count: Callable[[Any], int],
-    ) -> OwnLoaderLoop:
+    def _make_loader(self) -> Any:
+        request, comm = self.request, self.comm
+        return make_loader(
+            request.factory,
+            request.loader.name,
+            rank=comm.rank,
+            num_ranks=comm.size,
+            epochs=request.workload.train.epochs,
+            seed=request.seed,
+        )
+
+    def _choose_step(self) -> Consume:
         request, train = self.request, self.request.workload.train
+        if request.step is not None:
+            return _users_step(request.step, request.loader.step or "")
         times = ComputeTimes(
             duration=train.computation_time, seed=train.seed, phase=StepPhase.TRAIN, rank=self.comm.rank
         )
-        step = request.loader.step
-        return OwnLoaderLoop(
-            comm=self.comm,
-            recorder=recorder,
-            progress=progress,
-            consume=emulated_step(times)
-            if step is None
-            else users_step(step, request.loader.described.step or ""),
-            clock=clock,
-            name=request.loader.described.name,
-            count=count,
-            max_steps=request.loader.max_steps,
-        )
-
-    def _make_counter(self, loader: Any) -> Callable[[Any], int]:
-        """What counts the samples of a batch."""
-        given = self.request.loader.described.batch_size
-        return SampleCounter(find_batch_size(loader)) if given is None else lambda _: given
-
-    def _total(self, loader: Any) -> int:
-        """The steps of an epoch, as far as they are known."""
-        with suppress(TypeError, NotImplementedError):
-            return min(len(loader), self.request.loader.max_steps or len(loader))
-        return self.request.loader.max_steps or 0
+        return _emulated_step(times)
 
     def _evict(self) -> CacheEviction | None:
-        """Drop what the loader reads from memory, once a host; None where it was not said what that is."""
+        """Drop what the loader reads from memory, once a host; None if the user did not name it."""
         data, comm = self.request.data, self.comm
         if data is None or not capabilities.uses_page_cache(data):
             return None
@@ -296,69 +291,201 @@ class _Session:
             elapsed_s=time.monotonic() - began_s,
         )
 
-    def _merge(self, measured: _Measured, factory_s: float) -> LoaderWaits:
-        ended_s = sum(epoch.ended_s for epoch in measured.epochs)
-        ranks = self.comm.gather(measured.waits, awaiting="the waits of all ranks")
-        return merge_ranks(
-            ranks,
-            loader=self.request.loader.described.name,
-            tolerated=1 - self.request.workload.metric.au,
-            startup_s=factory_s,
-            ended_s=self.comm.reduce(ended_s, "max", awaiting="the ends of all ranks' loaders"),
-        )
-
-    def _describe(self, measured: _Measured) -> Workload:
-        """The workload in the words of all runs: the steps and samples that there were."""
+    def describe_workload(self) -> Workload:
+        """The workload as every run describes it, with the steps and samples that there were. Collective."""
         workload, comm = self.request.workload, self.comm
-        batch_size = comm.reduce(measured.batch_size, "max", awaiting="the batches of all ranks")
-        steps = min((len(epoch.steps) for epoch in measured.epochs if epoch.steps), default=1)
-        samples = max(1, measured.waits.samples)
+        batch_size = comm.reduce(self.batch_size, "max", awaiting="the batches of all ranks")
+        steps = min((steps for steps in self._num_steps if steps), default=1)
         dataset = replace(
             workload.dataset,
             format=DataFormat.SYNTHETIC,
             num_files_train=steps * batch_size * comm.size,
             num_samples_per_file=1,
-            record_length_bytes=Fraction(max(1, measured.waits.io.get("rchar", 0) // samples)),
+            record_length_bytes=Fraction(max(1, self.waits.io["rchar"] // max(1, self.waits.samples))),
             record_length_bytes_stdev=Fraction(0),
         )
-        reader = replace(workload.reader, batch_size=batch_size)
-        return replace(workload, dataset=dataset, reader=reader)
+        return replace(workload, dataset=dataset, reader=replace(workload.reader, batch_size=batch_size))
 
-    def _measure_limit(self, measured: _Measured, workload: Workload) -> HarnessLimit | None:
-        """The same loop over batches that cost nothing; None of a user's step, which takes what it gets."""
+    def measure_limit(self, workload: Workload) -> HarnessLimit | None:
+        """The same loop over batches that cost nothing; None for a user's step, which takes what it gets."""
         compute_s = workload.train.computation_time.expected_s
-        if self.request.loader.step is not None or not compute_s:
+        if self.request.step is not None or not compute_s:
             return None
-        num_steps = max(1, int(_LIMIT_SHARE * count_limit_steps(compute_s, len(measured.epochs[0].steps))))
-        recorder = EventsInMemory()
+        num_steps = max(1, int(_LIMIT_SHARE * count_limit_steps(compute_s, self._num_steps[0])))
+        recorder, batch_size = EventsInMemory(), workload.reader.batch_size
         self.progress.begin("measuring the harness limit, steps", num_steps)
-        batch_size = workload.reader.batch_size
-        loop = self._make_loop(recorder, WaitingClock(), PhasesOnly(self.progress), lambda _: batch_size)
-        loop.max_steps = num_steps
-        loop.run_epoch(repeat(None), 1)
+        quiet = PhasesOnly(self.progress)
+        loop = EpochLoop(self.comm, recorder, quiet, self._choose_step(), self.request.loader.name)
+        loop.count = lambda _: batch_size
+        loop.run_epoch(repeat(None), 1, max_steps=num_steps)
         mine = recorder.events(rank=self.comm.rank, host=self.comm.host)
         events = self.comm.gather(mine, awaiting="the harness limit of all ranks")
         return summarize_limit(events, workload, num_steps)
 
-    def _try(self, waits: LoaderWaits, measured: _Measured) -> LoaderWaits:
-        """Run again with each change, and compare the samples a second."""
-        for trial in self._choose_trials(waits):
-            self.progress.begin(f"trying {trial.change}", 1)
-            strangers = _find_strangers()
-            tried = self._measure(self._make_loader(), EventsInMemory(), strangers, trial.settings)
-            gain = tried.samples_per_s / measured.samples_per_s if measured.samples_per_s else 0.0
-            gains = self.comm.gather(gain, awaiting="all ranks' trials")
-            waits = waits.with_trial(trial.change, sum(gains) / len(gains))
+
+def _emulated_step(times: ComputeTimes) -> Consume:
+    """A step that computes for as long as the workload says, and ignores the batch."""
+    clock = SystemClock()
+    drawn: dict[int, list[int]] = {}
+
+    def consume(_batch: Any, loaded_ns: int, epoch: int, step: int) -> int:
+        durations = drawn.get(epoch, [])
+        if step > len(durations):
+            durations = drawn[epoch] = times.of_epoch(epoch, max(_FIRST_DRAWN, 2 * len(durations)))
+        return compute_until(loaded_ns + durations[step - 1], clock)
+
+    return consume
+
+
+def _users_step(function: Callable[[Any], object], name: str) -> Consume:
+    """The user's own step."""
+
+    def consume(batch: Any, _loaded_ns: int, epoch: int, step: int) -> int:
+        try:
+            function(batch)
+        except (Exception, SystemExit) as error:  # whatever a user's step raises, reported with its place
+            if is_dead_worker(error):
+                raise
+            raise explain_code(error, f"The step {name}", f"at step {step} of epoch {epoch}") from error
+        return time.monotonic_ns()
+
+    return consume
+
+
+@dataclass(slots=True)
+class EpochLoop:
+    """The timed loop of one rank: wait for a batch, let the step consume it, meet the other ranks.
+
+    The wait of an epoch's first step begins before the iterator is made, as for a trainer. `read_bytes`
+    returns what has been read so far; steps are recorded together, each with an equal part of it.
+    """
+
+    comm: Comm
+    recorder: EventRecorder
+    progress: RunProgress
+    consume: Consume
+    name: str
+    count: Callable[[Any], int] = lambda _: 1
+    read_bytes: Callable[[], int] = lambda: 0
+    samples: int = 0
+    batch_size: int = 0
+    elapsed_ns: int = 0
+    """From the beginning of the last epoch to the end of its last step."""
+    ended_s: float = 0.0
+    """How long its iterator took to end after that."""
+    _waited_ns: int = 0
+    _waits_since_ns: int = 0
+    _recorded_bytes: int = 0
+    _pending: list[StepEvent] = field(default_factory=list)
+
+    def waited_ns(self) -> int:
+        """All waits so far, the present one included; called by another thread."""
+        since_ns = self._waits_since_ns
+        return self._waited_ns + (time.monotonic_ns() - since_ns if since_ns else 0)
+
+    def run_epoch(self, loader: Iterable[Any], epoch: int, *, max_steps: int | None = None) -> list[StepWait]:
+        """Run one epoch. Collective: it ends for all ranks with the batches of any."""
+        waits: list[StepWait] = []
+        ended_ns = began_ns = time.monotonic_ns()
+        try:
+            for event, wait in self._step_through(loader, epoch, max_steps):
+                waits.append(wait)
+                self._pending.append(event)
+                ended_ns = event.barrier_ns
+                self.samples += event.samples
+                self.batch_size = self.batch_size or event.samples  # the last one may have fewer
+                self.progress.advance(1)
+                self.progress.count(
+                    steps=1,
+                    samples=event.samples * self.comm.size,
+                    read_bytes=0,
+                    computing_s=(event.computed_ns - event.loaded_ns) / 1e9,
+                    sample_wait_s=(event.loaded_ns - event.start_ns) / 1e9,
+                    rank_wait_s=(event.barrier_ns - event.computed_ns) / 1e9,
+                )
+                if ended_ns - self._pending[0].barrier_ns > _RECORDED_EVERY_NS:
+                    self._record()
+        except RuntimeError as error:
+            # torch hears of dead workers by a signal, and raises wherever this thread is.
+            if not is_dead_worker(error):
+                raise
+            raise explain_failure(error, loader=self.name, epoch=epoch, step=len(waits) + 1) from error
+        finally:
+            self._waits_since_ns = 0
+            self.progress.enter("working")
+            self._record()
+        self.elapsed_ns = ended_ns - began_ns
+        for kind, step in ((SpanKind.BLOCK, len(waits)), (SpanKind.EPOCH, 0)):
+            span = SpanEvent(
+                kind=kind,
+                phase=StepPhase.TRAIN,
+                epoch=epoch,
+                block=1,
+                step=step,
+                start_ns=began_ns,
+                end_ns=ended_ns,
+                size_bytes=0,
+            )
+            self.recorder.add_span(span)
+        self.ended_s = (time.monotonic_ns() - ended_ns) / 1e9
         return waits
 
-    def _choose_trials(self, waits: LoaderWaits) -> list[Trial]:
-        trials = list(self.request.trials)
-        advice = waits.advice
-        if self.request.tries_advice and advice is not None and advice.change.startswith("workers="):
-            trials.append(parse_trial(advice.change))
-        return trials
+    def _step_through(
+        self, loader: Iterable[Any], epoch: int, max_steps: int | None
+    ) -> Iterable[tuple[StepEvent, StepWait]]:
+        comm, now_ns, thread_ns = self.comm, time.monotonic_ns, time.thread_time_ns
+        step, batch, iterator = 0, None, None
+        try:
+            while step != max_steps:
+                step += 1
+                self.progress.enter("reading")
+                self._waits_since_ns = start_ns = now_ns()
+                cpu_ns = thread_ns()
+                try:
+                    iterator = iter(loader) if iterator is None else iterator
+                    batch = next(iterator, _END)
+                except PenstockError:
+                    raise
+                except (Exception, SystemExit) as error:  # whatever a user's loader raises, with its place
+                    raise explain_failure(error, loader=self.name, epoch=epoch, step=step) from error
+                loaded_ns, cpu_ns = now_ns(), thread_ns() - cpu_ns
+                self._waits_since_ns, self._waited_ns = 0, self._waited_ns + loaded_ns - start_ns
+                self.progress.enter("computing")
+                has_batch = batch is not _END
+                computed_ns = self.consume(batch, loaded_ns, epoch, step) if has_batch else loaded_ns
+                if comm.size > 1:
+                    awaited = f"all ranks to finish step {step}"
+                    has_batch = bool(comm.reduce(int(has_batch), "min", awaiting=awaited))
+                if not has_batch:
+                    break
+                event = StepEvent(
+                    phase=StepPhase.TRAIN,
+                    epoch=epoch,
+                    block=1,
+                    step=step,
+                    start_ns=start_ns,
+                    loaded_ns=loaded_ns,
+                    computed_ns=computed_ns,
+                    barrier_ns=now_ns(),
+                    samples=self.count(batch),
+                    read_bytes=0,
+                    reads=0,
+                    read_ns=0,
+                    decode_ns=0,
+                )
+                yield event, StepWait(start_ns, loaded_ns, cpu_ns, is_first=step == 1)
+        finally:
+            del batch, iterator  # the workers of a DataLoader end with it, and report what they have read
 
-
-def _find_strangers() -> frozenset[int]:
-    """The processes below this one before there is a loader, which are not the loader's."""
-    return frozenset(find_descendants(OwnReads())[0])
+    def _record(self) -> None:
+        """Record the steps that were held back, with equal parts of what was read meanwhile."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        total = self.read_bytes()
+        new_bytes = max(0, total - self._recorded_bytes)
+        self._recorded_bytes = max(total, self._recorded_bytes)
+        self.progress.count(read_bytes=new_bytes * self.comm.size)
+        share, rest = divmod(new_bytes, len(pending))
+        for number, event in enumerate(pending):
+            self.recorder.add_step(event._replace(read_bytes=share + (rest if number == 0 else 0)))

@@ -7,17 +7,26 @@ called, and when, is the run's business.
 import importlib
 import inspect
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.errors import UsageError
+from penstock.errors import OutOfSpace, PenstockError, StorageError, Unavailable, UsageError
+from penstock.units import format_bytes
 
 OWN_FOLDER: Final = str(Path(__file__).parents[2]) + os.sep
 """Where this package lies: code of the user's may be below a folder of the same name."""
 _DEEPEST: Final = 4
+_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - not a file that is written
+_SHARED: Final = re.compile(r"shared memory|bus error|</?torch_|torch_shm|/dev/shm|psm_\w+", re.IGNORECASE)
+_DESCRIPTORS: Final = re.compile(r"too many open files|received 0 items of ancdata", re.IGNORECASE)
+_KILLED: Final = re.compile(r"worker \(pid.*?\) (is killed by signal: \w+|exited unexpectedly)")
+_PLACE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def names_user_code(text: str) -> bool:
@@ -103,33 +112,31 @@ class DescribedLoader:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UserLoader:
-    """The user's loader in this process: what makes it, and the step of his that consumes it, if any."""
-
-    described: DescribedLoader
-    factory: Callable[..., Any]
-    step: Callable[[Any], object] | None = None
-    max_steps: int | None = None
-
-    def make(self, *, rank: int, num_ranks: int, epochs: int, seed: int) -> Any:
-        """Call the factory, as it wants to be called."""
-        known = {
-            "rank": rank,
-            "world_size": num_ranks,
-            "ranks": num_ranks,
-            "num_ranks": num_ranks,
-            "epochs": epochs,
-            "seed": seed,
-        }
-        loader = call_with_known(self.factory, known, where=self.described.name)
-        if not hasattr(loader, "__iter__"):
-            raise UsageError(
-                f"The factory returned {type(loader).__name__}, over which nothing can iterate",
-                where=self.described.name,
-                fix="Return the iterable of batches: a DataLoader, or a generator.",
-            )
-        return loader
+def make_loader(
+    factory: Callable[..., Any], name: str, *, rank: int, num_ranks: int, epochs: int, seed: int
+) -> Any:
+    """Call the user's factory with the arguments that it declares; its failure is an error of the user's."""
+    known = {
+        "rank": rank,
+        "world_size": num_ranks,
+        "ranks": num_ranks,
+        "num_ranks": num_ranks,
+        "epochs": epochs,
+        "seed": seed,
+    }
+    try:
+        loader = call_with_known(factory, known, where=name)
+    except PenstockError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever a user's factory raises, reported with its place
+        raise explain_code(error, f"The factory {name}", "") from error
+    if not hasattr(loader, "__iter__"):
+        raise UsageError(
+            f"The factory returned {type(loader).__name__}, over which nothing can iterate",
+            where=name,
+            fix="Return the iterable of batches: a DataLoader, or a generator.",
+        )
+    return loader
 
 
 def announce_epoch(loader: Any, epoch: int) -> None:
@@ -217,3 +224,69 @@ def _dimensions(part: Any, depth: int) -> Iterator[int]:
 
 def _has_lists(values: Any) -> bool:
     return isinstance(next(iter(values), None), Sequence)
+
+
+def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int) -> PenstockError:
+    """What to tell the user of an error of his loader."""
+    text = "".join(traceback.format_exception(error))
+    # Torch's message has the traceback of a worker, where a file of the user's may lie in /dev/shm.
+    said = _PLACE.sub("", text if isinstance(error, OSError) else _last_line(str(error)))
+    when = f"at step {step} of epoch {epoch}"
+    if _SHARED.search(said):
+        return OutOfSpace(
+            f"Shared memory is full: the loader {loader} failed {when} ({_last_line(str(error))})",
+            where=_describe_shared_memory(),
+            fix="Give the container more (--shm-size), or use fewer workers, smaller batches or a smaller "
+            "prefetch_factor.",
+        )
+    if _DESCRIPTORS.search(text):
+        return Unavailable(
+            f"Descriptors ran out: the loader {loader} failed {when}",
+            where="RLIMIT_NOFILE",
+            fix="Raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system').",
+        )
+    if (killed := _KILLED.search(str(error))) and not _PLACE.search(str(error)):
+        return StorageError(
+            f"A worker of the loader {loader} died {when}: {killed.group(0)}",
+            fix="`dmesg` says whether memory ran out: fewer workers, smaller batches or a smaller "
+            "prefetch_factor need less.",
+        )
+    return explain_code(error, f"The loader {loader}", when)
+
+
+def is_dead_worker(error: BaseException) -> bool:
+    """Whether torch reports that a worker has died."""
+    return bool(_KILLED.search(str(error)))
+
+
+def explain_code(error: BaseException, who: str, when: str) -> StorageError:
+    """An error of the user's own code, with the innermost line of it."""
+    said, kind = _last_line(str(error)), type(error).__name__
+    return StorageError(
+        f"{f'{who} failed {when}'.rstrip()}: {said if said.startswith(kind) else f'{kind}: {said}'}",
+        where=_find_place("".join(traceback.format_exception(error))),
+        fix="Run it alone to see the whole traceback.",
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _find_place(text: str) -> str:
+    """The innermost line that is neither torch's nor ours."""
+    places = [
+        f"{path}:{line} in {function}"
+        for path, line, function in _PLACE.findall(text)
+        if "-packages/torch" not in path and not path.startswith(OWN_FOLDER)
+    ]
+    return places[-1] if places else ""
+
+
+def _describe_shared_memory() -> str:
+    with suppress(OSError):
+        found = os.statvfs(_SHARED_MEMORY)
+        total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+        return f"{_SHARED_MEMORY} has {format_bytes(free)} free of {format_bytes(total)}"
+    return _SHARED_MEMORY

@@ -33,7 +33,6 @@ from penstock.results.step_events import (
     SPAN_TYPE,
     STEP_TYPE,
     RankEvents,
-    Rows,
     SpanEvent,
     StepEvent,
     StepPhase,
@@ -184,10 +183,6 @@ class EventsInMemory:
     def add_step(self, step: StepEvent) -> None:
         """Keep one step."""
         self._steps.append(step)
-
-    def add_steps(self, steps: Rows) -> None:
-        """Keep many steps, rows of `STEP_TYPE`."""
-        self._steps += (StepEvent(*step) for step in steps.tolist())
 
     def add_span(self, span: SpanEvent) -> None:
         """Keep one span."""

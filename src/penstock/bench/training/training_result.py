@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from penstock.bench.loader.loader_protocol import LoaderOptions
 from penstock.bench.own_loader.user_code import DescribedLoader
-from penstock.bench.own_loader.wait_report import LoaderWaits
+from penstock.bench.own_loader.waits import LoaderWaits
 from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.run_trace import find_trace_folder
 from penstock.bench.training.training_files import Validation

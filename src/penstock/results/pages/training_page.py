@@ -321,23 +321,15 @@ def _loader_waits(run: TrainingRun, waits: Mapping[str, Any]) -> Iterator[Sectio
     yield Section(
         name="waits", title="Where the seconds of waiting went", text=[f"{waits['answer']}."], charts=[chart]
     )
-    yield table_section("predictions", "What would help", _prediction_rows(waits))
-    spots = [
-        {"function": one["where"], "processor time": format_seconds(one["cpu_s"])}
-        for one in waits["hot_spots"]
+    # Runs of 0.2.0 list predictions, some of which they have tried.
+    trials = waits.get("trials") or [
+        {"change": one["change"], "gain": one["tried"]}
+        for one in waits.get("predictions", ())
+        if one["tried"]
     ]
-    yield table_section("spots", "Functions that used most processor time", spots)
-
-
-def _prediction_rows(waits: Mapping[str, Any]) -> list[dict[str, str]]:
-    return [
-        {
-            "change": one["change"],
-            "predicted": f"{one['gain']:.2f} x",
-            "tried": "-" if one["tried"] is None else f"{one['tried']:.2f} x",
-        }
-        for one in waits["predictions"]
-    ]
+    rows = [{"change": one["change"], "samples per second": f"{one['gain']:.2f} x"} for one in trials]
+    if rows:
+        yield table_section("trials", "What changes brought", rows)
 
 
 def _shares(run: TrainingRun, times: TimeBreakdown) -> Chart:

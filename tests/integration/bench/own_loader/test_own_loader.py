@@ -76,9 +76,6 @@ def killed():
 def stays():
     return DataLoader(Images(__file__, count=40), batch_size=4, num_workers=1, persistent_workers=True)
 
-def starved():
-    return DataLoader(Images(__file__, late_s=0.06), batch_size=2, num_workers=1)
-
 def from_data():
     return DataLoader(Images("data/one.bin", count=4), batch_size=2)
 
@@ -148,8 +145,7 @@ def test_slow_storage_is_named_and_the_stages_add_up(here: Path) -> None:
     assert (waits["batches"], waits["samples"], waits["workers"]) == (12, 24, 2)
     size = len(LOADERS)
     assert size <= waits["per_sample"]["read_bytes"] <= 1.2 * size
-    assert waits["per_sample"]["opens"] == pytest.approx(1, abs=0.3)
-    assert [one["change"] for one in waits["predictions"] if one["tried"]] == ["workers=4"]
+    assert [one["change"] for one in waits["trials"]] == ["workers=4"]
     page = Path(document["results_dir"], "report.html").read_text()
     assert "Where the seconds of waiting went" in page
     assert waits["answer"].partition(";")[0] in page
@@ -160,7 +156,6 @@ def test_slow_storage_is_named_and_the_stages_add_up(here: Path) -> None:
 def test_loader_without_workers_reads_in_the_consumer() -> None:
     _, waits = measure("--loader", "my_loaders:alone", "--batch-time", "1ms", "--steps", "4")
     assert (waits["bottleneck"], waits["batches"]) == ("storage", 4)
-    assert "workers=2" in {one["change"] for one in waits["predictions"]}
 
 
 @pytest.mark.usefixtures("here")
@@ -216,9 +211,8 @@ def test_reads_of_workers_that_stay_are_those_of_their_samples() -> None:
     _, waits = measure("--loader", "my_loaders:stays", "--batch-time", "10ms", "--epochs", "12")
     assert (waits["samples"], waits["workers"]) == (480, 1)
     sample = waits["per_sample"]
-    # A file is opened once and read twice, the second time to its end, and each batch is asked for with two
-    # reads more. What a worker last said of its queues may be a second old: a small part of twelve epochs.
-    assert sample["opens"] == pytest.approx(1, abs=0.2)
+    # A file is read twice, the second time to its end, and each batch is asked for with two reads more. A
+    # worker's last report may be 100 ms old: a small part of twelve epochs.
     assert 1.8 <= sample["reads"] <= 3
     assert sample["read_bytes"] == pytest.approx(len(LOADERS), rel=0.25)
 
@@ -229,15 +223,6 @@ def test_spawned_workers_are_measured_without_their_start() -> None:
     _, waits = measure("--loader", "my_loaders:spawned", "--batch-time", "1ms")
     assert (waits["batches"], waits["bottleneck"]) == (6, "startup")
     assert waits["per_sample"]["read_bytes"] == pytest.approx(len(LOADERS), rel=0.3)
-
-
-@pytest.mark.usefixtures("here")
-def test_advised_workers_are_tried() -> None:
-    words = ("--loader", "my_loaders:starved", "--batch-time", "1ms", "--try-predictions")
-    _, waits = measure(*words, "--epochs", "2")
-    tried = [one for one in waits["predictions"] if one["tried"]]
-    assert [one["change"] for one in tried] == [waits["answer"].rpartition("; ")[2].partition(" ")[0]]
-    assert tried[0]["change"].startswith("workers=")
 
 
 def test_fewer_batches_than_the_length_promises_are_told(here: Path) -> None:
@@ -279,11 +264,12 @@ def test_data_is_evicted_before_each_epoch(here: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_loader_is_as_it_was_after_the_run() -> None:
-    from torch.utils.data import dataloader
+    from torch.utils.data import DataLoader
+    from torch.utils.data._utils import fetch
 
-    kinds = (dataloader._MultiProcessingDataLoaderIter, dataloader._SingleProcessDataLoaderIter)
+    kinds = (DataLoader, fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)
     before = [dict(vars(kind)) for kind in kinds]
-    assert run("--loader", "my_loaders:generated", "--batch-time", "1ms").returncode == 0
+    assert run("--loader", "my_loaders:kept", "--batch-time", "1ms").returncode == 0
     assert [dict(vars(kind)) for kind in kinds] == before
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.bench.own_loader.own_loader_loop import explain_failure
 from penstock.bench.own_loader.user_code import (
     SampleCounter,
     announce_epoch,
     call_with_known,
     count_samples,
+    explain_failure,
     find_batch_size,
     load_user_code,
     names_user_code,

@@ -1,0 +1,328 @@
+"""Watch torch DataLoaders from outside: when each batch was fetched, collated and given, by which worker.
+
+While the watch runs, `DataLoader.__iter__` gives iterators that note when the consumer asked for a batch and
+got it, and workers start with a probe that times each fetch. torch has no public hook for a fetch, so the
+probe replaces `fetch` of torch's two fetchers and puts it back at the end. Invariant: the loader yields what
+it would, and its data set, samples and functions are the user's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from pathlib import Path
+from struct import Struct
+from typing import Any, Final, Self
+from weakref import WeakKeyDictionary
+
+from penstock.bench.own_loader.process_watch import read_io, read_open_proc
+from penstock.bench.own_loader.waits import Delivery, Fetch, WorkerFetches
+from penstock.errors import UsageError
+
+_RECORD: Final = Struct(f"<{len(Fetch._fields)}q")
+_REPORTED_EVERY_NS: Final = 100_000_000
+"""How often a worker reports what it has read: that takes it about 0.1 ms."""
+_MESSENGERS: Final = ("QueueFeeder", "(_serve)")
+"""Threads in which `multiprocessing` sends batches and hands over their memory."""
+
+
+class FetchProbe:
+    """Times the fetches of the thread that made it, and passes each record to `keep`.
+
+    Moments cost about 0.5 us, the kernel's clocks 1 us each: a batch has two readings of them.
+    """
+
+    def __init__(self, keep: Callable[[Fetch], object], *, is_worker: bool = False) -> None:
+        self._keep = keep
+        self._is_worker = is_worker
+        self._schedule: int | None = None
+        with suppress(OSError):  # not all kernels have it
+            self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._thread = threading.get_ident()
+        self._is_fetching = False
+        self._feeder: int | None = None
+        self._undo = ExitStack()
+        fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]
+        for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):  # noqa: SLF001
+            self._undo.callback(setattr, kind, "fetch", kind.fetch)
+            # A forked worker inherits its parent's probe, which its own one replaces.
+            plain = getattr(kind.fetch, "of_torch", kind.fetch)
+            kind.fetch = self._timed(plain)
+
+    def remove(self) -> None:
+        """Put torch's own functions back."""
+        self._undo.close()
+        if self._schedule is not None:
+            os.close(self._schedule)
+
+    def _timed(self, plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def fetch(fetcher: Any, index: Any) -> Any:
+            # A loader within a data set, or in another thread, is not what the consumer waits for.
+            if self._is_fetching or threading.get_ident() != self._thread:
+                return plain(fetcher, index)
+            collate, is_batch, loaded = fetcher.collate_fn, False, (0, 0)
+
+            def timed_collation(samples: Any) -> Any:
+                nonlocal loaded
+                loaded = loaded if loaded[0] else self._read_clocks()
+                return collate(samples)
+
+            self._is_fetching, fetcher.collate_fn = True, timed_collation
+            began_ns, before_ns = self._read_clocks()
+            try:
+                batch = plain(fetcher, index)
+                is_batch = True
+            finally:
+                ended_ns = time.monotonic_ns()
+                loaded_ns, after_ns = loaded if loaded[0] else self._read_clocks()
+                self._is_fetching, fetcher.collate_fn = False, collate
+                self._keep(Fetch(began_ns, loaded_ns, ended_ns, after_ns - before_ns, is_batch))
+            return batch
+
+        fetch.of_torch = plain  # type: ignore[attr-defined]
+        return fetch
+
+    def _read_clocks(self) -> tuple[int, int]:
+        """The time, and how long this process was awake: its threads computed, or this one wanted a core."""
+        queued_ns = 0 if self._schedule is None else int(read_open_proc(self._schedule).split()[1])
+        return time.monotonic_ns(), time.process_time_ns() - self._feeder_ns() + queued_ns
+
+    def _feeder_ns(self) -> int:
+        """The processor time of the thread that sends this worker's batches, which is no part of a fetch."""
+        if self._feeder is None and self._is_worker:
+            for thread in threading.enumerate():
+                if thread.name.startswith("QueueFeeder") and thread.ident is not None:
+                    self._feeder = time.pthread_getcpuclockid(thread.ident)
+        try:
+            return 0 if self._feeder is None else time.clock_gettime_ns(self._feeder)
+        except OSError:  # it has ended with its queue
+            return 0
+
+
+class ProbedWorker:
+    """A worker's `worker_init_fn`: the user's own first, then the probe. It can be pickled."""
+
+    def __init__(self, folder: Path, user_init: Callable[[int], object] | None) -> None:
+        self._folder = folder
+        self._user_init = user_init
+
+    def __call__(self, worker_id: int) -> None:
+        """Start the probe in a worker, before torch builds what fetches."""
+        if self._user_init is not None:
+            self._user_init(worker_id)
+        records = os.open(self._folder / f"worker-{worker_id}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        report, first, due_ns = self._folder / f"{os.getpid()}.json", _read_own_io(), 0
+
+        def write_report() -> None:
+            found = _read_own_io()
+            found.subtract(first)
+            with suppress(OSError):
+                unfinished = report.with_suffix(".part")
+                unfinished.write_text(json.dumps(found))
+                unfinished.replace(report)
+
+        def keep(fetch: Fetch) -> None:
+            nonlocal due_ns
+            # A full disk must not end the loader: the rest of its fetches is unknown.
+            with suppress(OSError):
+                os.write(records, _RECORD.pack(*fetch))
+            if fetch.ended_ns >= due_ns:
+                due_ns = fetch.ended_ns + _REPORTED_EVERY_NS
+                write_report()
+
+        FetchProbe(keep, is_worker=True)
+        Finalize(None, write_report, exitpriority=100)
+
+
+def _read_own_io() -> Counter[str]:
+    """What this process has read for samples."""
+    threads = threading.enumerate()
+    return read_io(
+        os.getpid(),
+        without=[one.native_id for one in threads if any(name in one.name for name in _MESSENGERS)],
+    )
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """One pass over a DataLoader: its settings, and when each batch was asked for and given."""
+
+    loader: Any
+    folder: Path
+    began_ns: int
+    starts_workers: bool
+    moments: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _WatchedIterator:
+    """The iterator of a DataLoader, which notes when each batch was asked for and given."""
+
+    def __init__(self, plain: Any, moments: list[tuple[int, int]]) -> None:
+        self._plain = plain
+        self._moments = moments
+        self._consumer = threading.get_ident()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        asked_ns = time.monotonic_ns()
+        batch = next(self._plain)
+        # The consumer may not be waiting for what another thread awaits.
+        if threading.get_ident() == self._consumer:
+            self._moments.append((asked_ns, time.monotonic_ns()))
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._plain)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+
+class TorchWatch:
+    """Watches, while its block runs, the DataLoaders that this thread iterates.
+
+    `changes` are settings that loaders get before they are iterated.
+    """
+
+    def __init__(self, changes: Mapping[str, Any] | None = None) -> None:
+        self._changes = dict(changes or {})
+        self._folder: Path | None = None
+        self._iterations: list[_Iteration] = []
+        self._folders: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
+        self._own: list[Fetch] = []
+        self._undo = ExitStack()
+        self.settings: dict[str, Any] = {}
+        """The settings of the loader that gave most batches of the last epoch."""
+
+    def __enter__(self) -> Self:
+        # The user's own torch: if his factory has not imported it, there is no DataLoader.
+        if "torch.utils.data" in sys.modules:
+            self._undo.callback(FetchProbe(self._own.append).remove)
+            self._folder = Path(tempfile.mkdtemp(prefix="penstock-loader-"))
+            self._undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            kind: Any = sys.modules["torch.utils.data"].DataLoader
+            self._undo.callback(setattr, kind, "__iter__", kind.__iter__)
+            kind.__iter__ = self._watched(kind.__iter__)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def _watched(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def iterate(loader: Any) -> Any:
+            # Past DataLoader's own refusal to be changed: nothing has been iterated yet.
+            loader.__dict__.update(self._changes)
+            if loader.num_workers and loader.prefetch_factor is None:
+                loader.prefetch_factor = 2
+            is_new = loader not in self._folders
+            if is_new:
+                self._folders[loader] = Path(tempfile.mkdtemp(dir=self._folder))
+            iteration = _Iteration(
+                loader=loader,
+                folder=self._folders[loader],
+                began_ns=time.monotonic_ns(),
+                starts_workers=is_new or not loader.persistent_workers,
+            )
+            self._iterations.append(iteration)
+            users = loader.worker_init_fn
+            loader.worker_init_fn = ProbedWorker(iteration.folder, users)
+            try:
+                return _WatchedIterator(plain(loader), iteration.moments)
+            finally:
+                loader.worker_init_fn = users
+
+        return iterate
+
+    def read_so_far(self) -> Counter[str]:
+        """What workers have read for samples, as they have reported."""
+        found: Counter[str] = Counter()
+        for path in self._folder.glob("*/*.json") if self._folder else ():
+            with suppress(OSError, ValueError):
+                found.update(json.loads(path.read_text()))
+        return found
+
+    def take_deliveries(self) -> list[Delivery]:
+        """The batches since the last call, each with the fetches of the worker that made it."""
+        iterations, self._iterations[:] = self._iterations[:], []
+        own, self._own[:] = WorkerFetches(0, self._own[:]), []
+        found: list[Delivery] = []
+        for number, iteration in enumerate(iterations):
+            end_ns = min(
+                (one.began_ns for one in iterations[number + 1 :] if one.folder == iteration.folder),
+                default=sys.maxsize,
+            )
+            if iteration.loader.num_workers:
+                found += _deliveries_of_workers(iteration, end_ns)
+        # Without workers the consumer fetches for itself.
+        alone = [one for one in iterations if not one.loader.num_workers]
+        if alone:
+            own.began_ns = alone[0].began_ns
+        found += [Delivery(row.began_ns, row.ended_ns, own, row) for row in own.rows if row.is_batch]
+        if iterations:
+            most = max(iterations, key=lambda one: len(one.moments)).loader
+            self.settings = {
+                "workers": most.num_workers,
+                "prefetch": most.prefetch_factor or 0,
+                "persistent": bool(most.persistent_workers),
+            }
+        return sorted(found, key=lambda one: one.given_ns)
+
+
+def _deliveries_of_workers(iteration: _Iteration, end_ns: int) -> Iterator[Delivery]:
+    """Find who made each batch: workers are dealt batches in turn, and batches are given in that order."""
+    began_ns = iteration.began_ns if iteration.starts_workers else 0
+    workers = []
+    for number in range(iteration.loader.num_workers):
+        content = b""
+        with suppress(OSError):
+            content = (iteration.folder / f"worker-{number}").read_bytes()
+        rows = map(Fetch._make, _RECORD.iter_unpack(content[: len(content) // _RECORD.size * _RECORD.size]))
+        fetches = WorkerFetches(
+            began_ns, [row for row in rows if iteration.began_ns <= row.began_ns < end_ns]
+        )
+        workers.append(fetches)
+    # Worker 0's first batch, worker 1's first batch, ..., worker 0's second; one that has no more is skipped.
+    order = sorted(
+        (turn, number)
+        for number, worker in enumerate(workers)
+        for turn in range(sum(row.is_batch for row in worker.rows))
+    )
+    batches = [[row for row in worker.rows if row.is_batch] for worker in workers]
+    made = [(batches[number][turn], workers[number]) for turn, number in order]
+    if not getattr(iteration.loader, "in_order", True):
+        made.sort(key=lambda one: one[0].ended_ns)
+    for (asked_ns, given_ns), (row, worker) in zip(iteration.moments, made, strict=False):
+        yield Delivery(asked_ns, given_ns, worker, row)
+
+
+TRIALS: Final[Mapping[str, str]] = {
+    "workers": "num_workers",
+    "prefetch": "prefetch_factor",
+    "persistent": "persistent_workers",
+}
+"""Settings of a DataLoader that a trial can change, by the name that `--try` gives them."""
+
+
+def parse_trial(change: str) -> dict[str, Any]:
+    """The settings of `workers=8`, `prefetch=4` or `persistent=1`; several are separated by commas."""
+    settings: dict[str, Any] = {}
+    for assignment in change.split(","):
+        name, _, text = assignment.strip().partition("=")
+        if name not in TRIALS or not text.isdecimal():
+            raise UsageError(
+                f"{assignment!r} cannot be tried", where="--try", fix=f"Try {'=N, '.join(TRIALS)}=N."
+            )
+        settings[TRIALS[name]] = bool(int(text)) if name == "persistent" else int(text)
+    return settings
