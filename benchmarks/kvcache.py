@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 from tests.support.rank_threads import on_ranks
+from tests.support.rate_limit import RateLimitedStorage
 
 from penstock.bench.probe import ProbeRequest, probe
 from penstock.bench.probe.probe_folder import ProbeFolder
@@ -48,7 +49,6 @@ from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
 from penstock.storage.capabilities import defer_sync
 from penstock.storage.files.file_storage import reclaim_unfinished
-from penstock.storage.rate_limit import RateLimitedStorage
 from penstock.storage.uri import parse_uri
 
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from minio.datatypes import Part
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 from urllib3 import exceptions
 
-from penstock.storage.objects.client import RemoteObject, bare_etag
+from penstock.storage.objects.client import PartClient, RemoteObject, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings
 from penstock.storage.objects.object_requests import FailureKind, RequestFailed
 from penstock.storage.objects.own_process import PerProcess
@@ -61,11 +61,8 @@ class _Minio(Minio):
         return built, date
 
 
-class MinioClient:
+class MinioClient(PartClient):
     """One endpoint; parts are sent one by one, each straight from its buffer."""
-
-    read_copy = ""
-    write_copy = ""
 
     def __init__(self, settings: ClientSettings) -> None:
         self._bucket = settings.bucket

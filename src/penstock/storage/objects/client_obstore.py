@@ -22,7 +22,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from penstock.errors import Unavailable
-from penstock.storage.objects.client import RemoteObject, bare_etag
+from penstock.storage.objects.client import RemoteObject, StreamClient, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings
 from penstock.storage.objects.object_requests import FailureKind, RequestFailed
 from penstock.storage.objects.own_process import LibraryThreads
@@ -57,12 +57,11 @@ def connect(settings: ClientSettings) -> ObstoreClient:
         ) from error
 
 
-class ObstoreClient:
+class ObstoreClient(StreamClient):
     """One endpoint through two stores: one that never retries, and one for streams that does."""
 
     read_copy = "obstore-read"
-    write_copy = ""
-    stream_retries = True
+    gets_whole = True
 
     def __init__(self, settings: ClientSettings) -> None:
         self._options = settings.options

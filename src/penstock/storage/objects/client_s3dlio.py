@@ -18,7 +18,7 @@ import numpy as np
 import s3dlio  # type: ignore[import-untyped] # it ships neither stubs nor annotations
 
 from penstock.errors import UsageError
-from penstock.storage.objects.client import ObjectClient, RemoteObject, bare_etag
+from penstock.storage.objects.client import RemoteObject, StreamClient, bare_etag
 from penstock.storage.objects.client_obstore import ObstoreClient
 from penstock.storage.objects.client_settings import ClientSettings, ProcessWideSettings, export_credentials
 from penstock.storage.objects.object_requests import FailureKind, RequestFailed
@@ -42,7 +42,7 @@ _STATUS_OF_CODE = {
 }
 
 
-def connect(settings: ClientSettings) -> ObjectClient:
+def connect(settings: ClientSettings) -> "S3dlioClient":
     """A client for one endpoint; refused if this process already uses s3dlio with other settings."""
     options = settings.options
     if not options.tls_verify or not options.path_style:
@@ -62,12 +62,10 @@ def connect(settings: ClientSettings) -> ObjectClient:
     return S3dlioClient(settings, is_primary=settings.endpoint == exported["AWS_ENDPOINT_URL"])
 
 
-class S3dlioClient:
+class S3dlioClient(StreamClient):
     """One endpoint: the process's own by plain URIs, another by URIs that name its host."""
 
     read_copy = "s3dlio-read"
-    write_copy = ""
-    stream_retries = True
 
     def __init__(self, settings: ClientSettings, *, is_primary: bool) -> None:
         if not is_primary and settings.uses_tls:

@@ -17,7 +17,7 @@ import numpy as np
 from s3torchconnectorclient._mountpoint_s3_client import HeadObjectResult, MountpointS3Client, S3Exception
 
 from penstock.errors import UsageError
-from penstock.storage.objects.client import RemoteObject, bare_etag
+from penstock.storage.objects.client import RemoteObject, StreamClient, bare_etag
 from penstock.storage.objects.client_settings import ClientSettings, export_credentials
 from penstock.storage.objects.object_requests import FailureKind, RequestFailed
 from penstock.storage.objects.own_process import PerProcess
@@ -57,12 +57,11 @@ def connect(settings: ClientSettings) -> S3TorchClient:
     return S3TorchClient(settings)
 
 
-class S3TorchClient:
+class S3TorchClient(StreamClient):
     """One endpoint. Each call runs in a thread of its own, which a stall leaves behind."""
 
     read_copy = "s3torchconnector-read"
     write_copy = "s3torchconnector-write"
-    stream_retries = True
 
     def __init__(self, settings: ClientSettings) -> None:
         export_credentials(settings)

@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 from penstock.errors import StorageError, StorageTimeout
-from penstock.storage.objects.client import ObjectClient, SupportsPartUpload, SupportsStreamUpload
+from penstock.storage.objects.client import ObjectClient, PartClient, StreamClient
 from penstock.storage.objects.object_requests import (
     Endpoint,
     RequestContext,
@@ -130,8 +130,9 @@ class PartUpload:
             _warn_of_orphan(self._spec, error)
 
 
-def _by_parts(client: ObjectClient) -> SupportsPartUpload:
-    return cast("SupportsPartUpload", client)
+def _by_parts(client: ObjectClient) -> PartClient:
+    assert isinstance(client, PartClient), "a storage uploads in the way of its client"
+    return client
 
 
 def _warn_of_orphan(spec: UploadSpec, error: StorageError) -> None:
@@ -227,7 +228,8 @@ class StreamUpload:
         threading.Thread(target=self._run, name=f"upload {spec.key}", daemon=True).start()
 
     def _run(self) -> None:
-        client = cast("SupportsStreamUpload", self._endpoint.client)
+        client = self._endpoint.client
+        assert isinstance(client, StreamClient), "a storage uploads in the way of its client"
         failure: StorageError | None = StorageError(
             "The client library ended without a result", uri=self._spec.uri
         )

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from copy import copy
 from dataclasses import replace
-from typing import cast
 
 from penstock.environment import Environment
 from penstock.errors import AlreadyThere, ShortTransfer
@@ -22,9 +21,7 @@ from penstock.storage.capabilities import Deferred
 from penstock.storage.objects.client import (
     ObjectClient,
     RemoteObject,
-    SupportsConditionalPut,
-    SupportsStreamUpload,
-    SupportsWholeGet,
+    StreamClient,
     connect,
 )
 from penstock.storage.objects.client_settings import ObjectLocation, resolve_location
@@ -186,7 +183,7 @@ class ObjectStorage:
             stall_s=options.attempts * (options.request_timeout_s + MAX_BACKOFF_S) + STALL_GRACE_S,
         )
         endpoint = self._requests.next_endpoint()
-        if isinstance(endpoint.client, SupportsStreamUpload):
+        if isinstance(endpoint.client, StreamClient):
             return StreamUpload(spec, endpoint, self.counters)
         pool = self._pool("parts", options.parts_in_flight)
         return PartUpload(spec, self._requests, pool, self.counters)
@@ -194,8 +191,7 @@ class ObjectStorage:
     @property
     def has_conditions(self) -> bool:
         """Whether client and service support conditional writes."""
-        client = self._requests.any_client
-        return isinstance(client, SupportsConditionalPut) and client.has_conditions
+        return self._requests.any_client.has_conditions
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
         """Write a small object in one request, if the object there has the checksum `replaces`."""
@@ -203,9 +199,7 @@ class ObjectStorage:
 
         def put(client: ObjectClient) -> str | None:
             try:
-                return cast("SupportsConditionalPut", client).put_if(
-                    remote, memoryview(content), replaces=replaces
-                )
+                return client.put_if(remote, memoryview(content), replaces=replaces)
             except RequestFailed as failure:
                 is_gone = replaces is not None and failure.is_missing and failure.code != "NoSuchBucket"
                 if failure.status not in _CONDITION_FAILED and not is_gone:
@@ -239,14 +233,14 @@ class ObjectStorage:
 
     def read_whole(self, key: str) -> tuple[ObjectInfo, bytearray]:
         """An object and what describes it: one request for a small one, if the client can."""
-        if not isinstance(self._requests.any_client, SupportsWholeGet):
+        if not self._requests.any_client.gets_whole:
             info = self.stat(key)
             return info, _read(self.open(key))
         remote = self._remote(check_key(key, self.uri))
         found, content = self._requests.call(
             "GetObject",
             self._uri_of(key),
-            lambda client: cast("SupportsWholeGet", client).get_whole(remote, SMALL_BYTES),
+            lambda client: client.get_whole(remote, SMALL_BYTES),
         )
         if content is None:
             return _describe(key, found), _read(self._source(found, key))
@@ -323,7 +317,7 @@ class ObjectStorage:
         self.counters.add(requests=1, endpoint=endpoint.url)
         nowhere, client = self._remote(f".penstock-{secrets.token_hex(16)}"), endpoint.client
         try:
-            if isinstance(client, SupportsWholeGet):
+            if client.gets_whole:
                 client.get_whole(nowhere, 0)
             else:
                 client.head(nowhere)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.support.file_faults import CallLog, FailFileCall, faulty_calls
 from tests.support.known_steps import files_below
+from tests.support.rate_limit import RateLimitedStorage
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
 from penstock.storage.capabilities import (
@@ -21,7 +22,6 @@ from penstock.storage.files.file_storage import DirectOptions, FileStorage
 from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage, read_object, write_object
-from penstock.storage.rate_limit import RateLimitedStorage
 from penstock.storage.uri import open_here, open_storage
 
 

@@ -14,7 +14,7 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.storage.objects import client_obstore, client_s3dlio, client_s3torchconnector
-from penstock.storage.objects.client import CLIENTS, RemoteObject, connect
+from penstock.storage.objects.client import CLIENTS, ObjectClient, RemoteObject, connect
 from penstock.storage.objects.client_settings import ProcessWideSettings, export_credentials, resolve_location
 from penstock.storage.objects.object_requests import (
     MAX_BACKOFF_S,
@@ -87,10 +87,8 @@ def test_only_what_may_pass_is_tried_again(failure: RequestFailed, *, is_transie
     assert failure.is_transient is is_transient
 
 
-class _ListedClient:
+class _ListedClient(ObjectClient):
     """A client whose every head is the next of a list of outcomes."""
-
-    read_copy = write_copy = ""
 
     def __init__(self, *outcomes: RemoteObject | RequestFailed) -> None:
         self._outcomes = iter(outcomes)

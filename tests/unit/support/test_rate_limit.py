@@ -4,13 +4,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.support.rate_limit import RateLimitedStorage, TokenBucket
 
 from penstock.errors import UsageError
 from penstock.storage import open_storage
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import Storage, read_object, write_object
-from penstock.storage.rate_limit import RateLimitedStorage, TokenBucket
 from penstock.testing.storage_contract import StorageContract
 
 
