@@ -11,16 +11,14 @@ from penstock.cli.options import argument, flag, option, optional_argument, verb
 from penstock.cli.parsers import EDITION, FILE, FOLDER, RULE
 from penstock.cli.terminal import Terminal, TextTable, View, bold
 from penstock.errors import name_some, printable
-from penstock.submission.check import CheckedResult, check_lone_descriptions
-from penstock.submission.check import check as check_tree
-from penstock.submission.edition import Edition, load_edition
+from penstock.submission import check as judging
+from penstock.submission.check import CheckedResult
+from penstock.submission.edition import Edition
 from penstock.submission.edition_choice import EditionChoice, choose_edition
 from penstock.submission.find_results import FoundTree, search_tree
 from penstock.submission.finding import Verdict
 from penstock.submission.reports import findings_export
-from penstock.submission.reports.sarif import sarif
 from penstock.submission.rules import RULES, rule_by_id
-from penstock.submission.rules.rehearsal_rules import assess_rehearsal
 from penstock.submission.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ _EDITION_TEXT = "Apply this edition of the rules; auto: by the layout of the tre
 class _CheckOptions:
     folder: Path = argument("DIR", FOLDER, _FOLDER_TEXT)
     edition: str = option("--edition", EDITION, _EDITION_TEXT, default="auto")
-    sarif: Path | None = option("--sarif", FILE, "Write findings as SARIF 2.1.0, for code viewers.")
     csv: Path | None = option("--csv", FILE, "Write findings as CSV, a row for each.")
     html: Path | None = option("--html", FILE, "Write an HTML page that needs no network.")
 
@@ -57,23 +54,21 @@ def check(options: _CheckOptions, terminal: Terminal) -> int:
     """
     edition = choose_edition(options.edition, options.folder)
     with terminal.progress() as progress:
-        results = list(check_tree(options.folder, edition, progress=progress))
+        results = list(judging.check(options.folder, edition, progress=progress))
     found = search_tree(options.folder)
     terminal.notes(f"{name}: no results are here" for name in found.without_results)
     terminal.notes(f"{name}: belongs to no result" for name in found.leftovers)
     terminal.notes(f"not checked: {reason}" for reason in found.unreadable)
-    alone = list(check_lone_descriptions(found, edition, options.folder))
+    alone = judging.check_lone_descriptions(found, edition, options.folder)
     terminal.notes(
-        f"{description.name}: {finding.verdict.value}: {finding.proof}"
-        for description in alone
-        for finding in description.findings
+        f"{name}: {finding.verdict.value}: {finding.proof}"
+        for name, findings in alone.items()
+        for finding in findings
         if finding.verdict is not Verdict.PASS
     )
     _write_findings(options, results, edition, found)
-    terminal.result(
-        findings_export.check_document(results, edition, found, alone), _view_verdicts(results, edition)
-    )
-    return findings_export.exit_code(results)
+    terminal.result(judging.check_document(results, edition, found, alone), _view_verdicts(results, edition))
+    return judging.exit_code(results)
 
 
 def _write_findings(
@@ -82,13 +77,9 @@ def _write_findings(
     edition: Edition | EditionChoice,
     found: FoundTree,
 ) -> None:
-    from penstock.results.published_files import write_json, write_text
+    from penstock.results.published_files import write_text
     from penstock.submission.reports.submission_pages import verdicts_page
 
-    if (path := options.sarif) is not None:
-        editions = {load_edition(result.edition).rules for result in results}
-        rules_of_edition = [rule for rule in RULES if editions.intersection(rule.editions)]
-        write_json(path.parent, path.name, sarif(results, rules_of_edition, options.folder))
     if (path := options.csv) is not None:
         write_text(path.parent, path.name, findings_export.findings_csv(results))
     if (path := options.html) is not None:
@@ -101,7 +92,7 @@ def _view_verdicts(results: Sequence[CheckedResult], edition: Edition | EditionC
     yield TextTable(title, [_verdict_row(result) for result in results])
     for result in results:
         yield from _view_findings(result)
-    counts = ", ".join(f"{count} {what}" for what, count in findings_export.count_verdicts(results).items())
+    counts = ", ".join(f"{count} {what}" for what, count in judging.count_verdicts(results).items())
     yield f"\n{counts}"
     yield "For the reviewer, because files cannot show it:"
     for point in edition.for_the_reviewer:
@@ -121,7 +112,7 @@ def _view_findings(result: CheckedResult) -> View:
                 rules.setdefault((verdict, cause, finding.proof, finding.fix), []).append(finding.rule)
     if rules:
         yield printable(result.name, keep="")
-    if (assessment := assess_rehearsal(result.findings)) is not None:
+    if (assessment := judging.assess_rehearsal(result.findings)) is not None:
         yield f"  a rehearsal: {assessment.summary}"
     for (verdict, cause, proof, fix), found in rules.items():
         note = f" ({len(found)} times)" if len(found) > 1 else ""

@@ -30,8 +30,8 @@ from penstock.environment import process_environment
 from penstock.errors import UsageError, name_some
 from penstock.submission.authoring import tree_owner
 from penstock.submission.authoring.result_dir import HIDDEN
-from penstock.submission.edition import load_edition
-from penstock.submission.rules.rehearsal_rules import RehearsalAssessment, assess_rehearsal
+from penstock.submission.check import RehearsalAssessment, assess_rehearsal, check
+from penstock.submission.edition import CheckpointLimits, load_edition
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -87,9 +87,14 @@ class _RehearseOptions:
         return self.gates if self.data else replace(self.gates, skipped=(*self.gates.skipped, "apart"))
 
 
+def _limits() -> CheckpointLimits:
+    edition = load_edition(EDITION)
+    return edition.require(edition.checkpoints)
+
+
 def _usual_ranks(values: Mapping[str, Any]) -> int | None:
     """As many ranks as the model takes, where one host has so many accelerators."""
-    model = load_edition(EDITION).require_checkpoints().models.get(values["workload"])
+    model = _limits().models.get(values["workload"])
     is_small = model is not None and model.closed_processes <= _MOST_LOCAL_RANKS
     return model.closed_processes if model is not None and is_small else None
 
@@ -112,7 +117,6 @@ def rehearse(options: _RehearseOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock submission rehearse llama3-8b ~/rehearsal --scale 0.0005 --accelerator mi355 --json
     """
-    edition = load_edition(EDITION)
     if options.scale >= 1:
         raise UsageError(
             "A rehearsal is smaller than the real thing",
@@ -120,7 +124,7 @@ def rehearse(options: _RehearseOptions, comm: Comm, terminal: Terminal) -> int:
             fix="Name a share below 1, or use `penstock submission run`.",
         )
     _prepare_tree(options, comm, terminal)
-    if options.workload in edition.require_checkpoints().models:
+    if options.workload in _limits().models:
         is_done, size = _rehearse_checkpointing(options, comm, terminal)
     else:
         is_done, size = _rehearse_training(options, comm, terminal)
@@ -234,7 +238,7 @@ def _rehearse_checkpointing(options: _RehearseOptions, comm: Comm, terminal: Ter
         terminal.note("run: ten checkpoints are written, and ten read back")
         if run_checkpointing_result(asked, comm=comm, terminal=terminal) is None:
             return False, _Size(rehearsed="", required="")
-    edition = load_edition(EDITION).require_checkpoints()
+    edition = _limits()
     full_bytes = edition.models[options.workload].architecture_gib * 2**30
     count = edition.num_checkpoints
     return True, _Size(
@@ -245,8 +249,6 @@ def _rehearse_checkpointing(options: _RehearseOptions, comm: Comm, terminal: Ter
 
 def _report(options: _RehearseOptions, size: _Size, terminal: Terminal) -> bool:
     """Check the tree, and print the verdict and the list; whether nothing but size and place is left."""
-    from penstock.submission.check import check
-
     results = check(options.folder, load_edition(EDITION))
     checked = next(result for result in results if _is_own(result, options))
     assessment = assess_rehearsal(checked.findings)
@@ -267,7 +269,7 @@ def _report(options: _RehearseOptions, size: _Size, terminal: Terminal) -> bool:
         ],
     }
     terminal.result(document, _view(checked, assessment, needs, commands, options))
-    return assessment.is_ready
+    return not assessment.other
 
 
 def _is_own(result: CheckedResult, options: _RehearseOptions) -> bool:
@@ -284,7 +286,7 @@ def _list_needs(options: _RehearseOptions, size: _Size, assessment: RehearsalAss
     yield f"size: {size.required} (rehearsed: {size.rehearsed})"
     if size.duration:
         yield f"time: {size.duration}"
-    if assessment.place:
+    if assessment.excused["place"]:
         yield "place: results on another file system than the data"
     path = _description(options)
     placeholders = find_placeholders(path.read_text(encoding="utf-8"))
@@ -293,7 +295,7 @@ def _list_needs(options: _RehearseOptions, size: _Size, assessment: RehearsalAss
     picture = path.with_suffix(".pdf")
     if picture.read_bytes() == rehearsed_picture():
         yield f"picture: a drawing of the system as systems/{picture.name}"
-    if assessment.utilization:
+    if assessment.excused["utilization"]:
         yield (
             "utilization: at least the minimum in each run; here the start of an epoch weighs more, and a "
             "larger --scale tells more"
@@ -311,7 +313,7 @@ def _list_commands(options: _RehearseOptions) -> Iterator[str]:
     organisation = options.organisation if options.organisation != _REHEARSED else "ORGANIZATION"
     yield f"penstock submission init {organisation} {tree}"
     yield " ".join(["penstock submission describe", *own])
-    is_model = options.workload in load_edition(EDITION).require_checkpoints().models
+    is_model = options.workload in _limits().models
     verb, place = ("checkpointing", "--to") if is_model else ("training", "--data")
     words = [verb, options.workload, "--accelerator", options.accelerator]
     words += [word for setting in options.settings for word in ("--set", setting)]

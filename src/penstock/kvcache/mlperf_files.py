@@ -23,7 +23,7 @@ from penstock.kvcache.io_plan import Op, Operations, TierNumber
 from penstock.kvcache.latency_histogram import LatencyHistogram
 from penstock.kvcache.mlperf_plan import LEVELS, OptionPlan, OptionSettings
 from penstock.results import published_files
-from penstock.submission.kv_cache_runs import SUMS
+from penstock.submission.query_runs import SUMS
 
 GIB: Final = 1 << 30
 _PERCENTILES: Final[Mapping[str, float]] = {"p50": 50, "p95": 95, "p99": 99, "p999": 99.9, "p9999": 99.99}

@@ -6,16 +6,19 @@
     apply_rule       each rule of the edition on the parsed files
 
 Only the files of one result are in memory at a time, because a round has thousands. Invariant: an exception
-inside a rule never makes a result invalid; what a rule cannot judge is `not checked`.
+inside a rule never makes a result invalid; a rule that cannot judge gives `not checked`.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any, Final
 
 from penstock.progress import Progress, Silent
-from penstock.submission import tree_context
+from penstock.submission import result_files
 from penstock.submission.edition import Edition
 from penstock.submission.edition_choice import EditionChoice
 from penstock.submission.find_results import FoundTree, Submitter, require_results, search_tree
@@ -23,10 +26,10 @@ from penstock.submission.finding import Finding, Validity, Verdict, combine, not
 from penstock.submission.folder_listing import find_folder, list_folder
 from penstock.submission.parsed_file import MissingFact, read_description, relative
 from penstock.submission.recomputed_metrics import num_accelerators, recompute
-from penstock.submission.result_files import SubmittedResult, read_results
+from penstock.submission.result_files import CodeImagePool, SubmittedResult
 from penstock.submission.rules import RULES
 from penstock.submission.rules.rule import Rule
-from penstock.submission.rules.system_rules import judge_schema
+from penstock.submission.rules.tree_rules import REHEARSAL_RULE, judge_schema
 
 logger = logging.getLogger(__name__)
 
@@ -83,18 +86,36 @@ def read_tree(
     progress = progress or Silent()
     locations = require_results(search_tree(root), root)
     progress.begin("results", len(locations))
-    contexts = _ContextReader(root)
+    # Each pool of code images is hashed once. Locations are sorted by submitter, whose files are read once.
+    pools: dict[Path | None, CodeImagePool] = {None: CodeImagePool()}
+    last: Submitter | None = None
     for location in locations:
-        chosen = edition.of(location.submitter.folder)
-        num_warm_ups = chosen.count_warm_ups(len(location.run_folders))
-        yield from read_results(location, contexts.read(location.submitter), root, num_warm_ups=num_warm_ups)
+        submitter = location.submitter
+        if submitter != last:
+            last, pool = submitter, result_files.find_pool(submitter)
+            if pool is not None and pool not in pools:
+                pools[pool] = result_files.read_pool(pool, submitter, root)
+            context = result_files.read_tree_context(submitter, pools[pool], root)
+        num_warm_ups = edition.of(submitter.folder).count_warm_ups(len(location.run_folders))
+        yield from result_files.read_results(location, context, root, num_warm_ups=num_warm_ups)
         progress.advance(1)
 
 
 def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule] = RULES) -> CheckedResult:
     """Apply all rules to one result."""
     location = result.location
-    workload, accelerator = _find_workload(result)
+    workload, accelerator = location.model.lower(), ""
+    for run_dir in reversed(result.run_dirs()):  # by the first run that states them
+        try:
+            workload, accelerator = run_dir.workload()
+        except MissingFact:  # the rule on workloads names what is missing
+            continue
+    accelerators = None
+    for run in reversed(result.runs):
+        try:
+            accelerators = num_accelerators(run)
+        except MissingFact:  # the rule on equal runs names what is missing
+            continue
     only_system = Path(result.systems[0].file).stem if len(result.systems) == 1 else ""
     return CheckedResult(
         name=result.name,
@@ -104,7 +125,7 @@ def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule
         system=location.system or only_system,
         workload=workload,
         accelerator=accelerator,
-        num_accelerators=_count_accelerators(result),
+        num_accelerators=accelerators,
         metrics=recompute(result),
         findings=tuple(
             finding
@@ -119,7 +140,7 @@ def apply_rule(rule: Rule, result: SubmittedResult, edition: Edition) -> list[Fi
     """One rule's findings, including those made before it failed."""
     findings: list[Finding] = []
     try:
-        findings.extend(rule.judge(result, edition))
+        findings.extend(rule.findings(result, edition))
     except MissingFact as reason:
         findings.append(not_checked(reason))
     except Exception as defect:
@@ -135,71 +156,117 @@ def apply_rule(rule: Rule, result: SubmittedResult, edition: Edition) -> list[Fi
     return [replace(finding, rule=rule.id) for finding in findings]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoneDescription:
-    """The description of a system without results, of which no result's findings speak."""
-
-    name: str
-    findings: tuple[Finding, ...]
-
-
 def check_lone_descriptions(
     found: FoundTree, edition: Edition | EditionChoice, root: Path
-) -> Iterator[LoneDescription]:
+) -> dict[str, list[Finding]]:
     """Judge descriptions whose system has no results by their schema; only v3.0 has one."""
-    base = root.resolve()
+    base, judged = root.resolve(), {}
     for submitter in found.submitters:
         if edition.of(submitter.folder).rules != "v3.0":
             continue
         described = {location.system for location in found.results if location.submitter == submitter}
         for path in list_folder(find_folder(submitter.folder, "systems")):
             if path.suffix.lower() == ".yaml" and path.stem not in described:
-                yield LoneDescription(name=relative(path, base), findings=tuple(_judge_alone(path, base)))
+                try:
+                    findings = list(judge_schema(read_description(path, base)))
+                except MissingFact as reason:
+                    findings = [not_checked(reason)]
+                judged[relative(path, base)] = [replace(each, rule="system.schema") for each in findings]
+    return judged
 
 
-def _judge_alone(path: Path, base: Path) -> Iterator[Finding]:
-    try:
-        for finding in judge_schema(read_description(path, base)):
-            yield replace(finding, rule="system.schema")
-    except MissingFact as reason:
-        yield replace(not_checked(reason), rule="system.schema")
+def check_document(
+    checked: Sequence[CheckedResult],
+    edition: Edition | EditionChoice,
+    found: FoundTree,
+    alone: dict[str, list[Finding]],
+) -> dict[str, Any]:
+    """The document of `--json`; `found` names folders that are no results, `alone` lone descriptions."""
+    return {
+        "edition": edition.edition,
+        "results": [
+            result.identity()
+            | {
+                "edition": result.edition,
+                "verdict": result.verdict.value,
+                "metrics": result.metrics,
+                "findings": [asdict(finding) for finding in result.findings],
+            }
+            for result in checked
+        ],
+        "summary": {
+            **count_verdicts(checked),
+            "without_results": list(found.without_results),
+            "leftovers": list(found.leftovers),
+            "unreadable": list(found.unreadable),
+            "descriptions": [
+                {"name": name, "findings": [asdict(finding) for finding in findings]}
+                for name, findings in alone.items()
+            ],
+            "for_the_reviewer": list(edition.for_the_reviewer),
+        },
+    }
 
 
-class _ContextReader:
-    """Reads the shared files of each submitter, and hashes each pool of code images, once."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._pools: dict[Path | None, tree_context.CodeImagePool] = {None: tree_context.CodeImagePool()}
-        self._submitter: Submitter | None = None
-        self._context = tree_context.TreeContext(name="")
-
-    def read(self, submitter: Submitter) -> tree_context.TreeContext:
-        """The shared files of a submitter; only the last are cached, as locations are sorted by submitter."""
-        if submitter != self._submitter:
-            self._submitter = submitter
-            folder = tree_context.find_pool(submitter)
-            if folder not in self._pools and folder is not None:
-                self._pools[folder] = tree_context.read_pool(folder, submitter, self._root)
-            self._context = tree_context.read_tree_context(submitter, self._pools[folder], self._root)
-        return self._context
+def count_verdicts(checked: Sequence[CheckedResult]) -> dict[str, Any]:
+    """The number of results by verdict."""
+    counts = Counter(result.verdict for result in checked)
+    return {"results": len(checked)} | {verdict.value: counts[verdict] for verdict in Validity}
 
 
-def _find_workload(result: SubmittedResult) -> tuple[str, str]:
-    """Workload and accelerator by the first run that states them."""
-    for run in result.run_dirs():
-        try:
-            return run.workload()
-        except MissingFact:  # the rule on workloads names what is missing
-            continue
-    return result.location.model.lower(), ""
+def exit_code(checked: Sequence[CheckedResult]) -> int:
+    """0 valid, 1 something invalid, 3 something not checked (and nothing invalid)."""
+    verdicts = {result.verdict for result in checked}
+    if Validity.INVALID in verdicts:
+        return 1
+    return 3 if Validity.NOT_CHECKED in verdicts else 0
 
 
-def _count_accelerators(result: SubmittedResult) -> int | None:
-    """The accelerators of the first run that states them."""
-    for run in result.runs:
-        try:
-            return num_accelerators(run)
-        except MissingFact:  # the rule on equal runs names what is missing
-            continue
-    return None
+_EXCUSES: Final = {
+    "size": frozenset({"sizing.steps", "sizing.memory", "checkpoint.size", "checkpoint.ratio"}),
+    # A rehearsal may keep data and results in one folder.
+    "place": frozenset({"paths.filesystems"}),
+    # The start of an epoch weighs more where an epoch has a few steps.
+    "utilization": frozenset({"utilization.minimum", "utilization.stated"}),
+}
+"""The rules that a rehearsal may break because of its scale, its place, and its few steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalAssessment:
+    """The findings against a rehearsal: excused by size, place or utilization, or by nothing (`other`)."""
+
+    excused: dict[str, tuple[Finding, ...]]
+    other: tuple[Finding, ...]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All of them, the excused ones first."""
+        return (*chain.from_iterable(self.excused.values()), *self.other)
+
+    @property
+    def summary(self) -> str:
+        """The assessment as a phrase."""
+        parts = ["size", *(name for name in ("place", "utilization") if self.excused[name])]
+        excuse = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+        if not self.other:
+            return f"valid but for {excuse}"
+        broken = ", ".join(dict.fromkeys(finding.rule for finding in self.other))
+        return f"not valid, whatever its {excuse}: {broken}"
+
+
+def assess_rehearsal(findings: Iterable[Finding]) -> RehearsalAssessment | None:
+    """Assess the findings of one result; None if it is no rehearsal."""
+    open_verdicts = (Verdict.FAIL, Verdict.NOT_CHECKED)
+    # One finding for each rule and proof, however many runs it concerns.
+    against = {(each.rule, each.proof): each for each in findings if each.verdict in open_verdicts}.values()
+    if not any(finding.rule == REHEARSAL_RULE for finding in against):
+        return None
+    excusable = {REHEARSAL_RULE}.union(*_EXCUSES.values())
+    return RehearsalAssessment(
+        excused={
+            name: tuple(finding for finding in against if finding.rule in rules)
+            for name, rules in _EXCUSES.items()
+        },
+        other=tuple(finding for finding in against if finding.rule not in excusable),
+    )

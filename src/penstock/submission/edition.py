@@ -6,7 +6,7 @@ The YAML files in `editions/` are parsed here, strictly. Invariant: a rule conta
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -154,6 +154,9 @@ class VectorLimits(_Strict):
     closed_keys: frozenset[str]
 
 
+Part = TypeVar("Part", bound=_Strict)
+
+
 class Edition(_Strict):
     """One edition; the last ones are absent where it has no such tree or benchmark.
 
@@ -189,32 +192,14 @@ class Edition(_Strict):
         return self.lacks_warm_ups and num_runs == self.num_runs - self.num_warm_ups
 
     def of(self, _submitter: Path) -> Self:
-        """The edition of a submitter: this one, whoever it is."""
+        """The edition of a submitter's folder: this one."""
         return self
 
-    def require_timed(self) -> TimedTree:
-        """The limits that only trees with runs named by time have."""
-        if self.timed is None:
-            raise MissingFact(f"{self.edition} names no run by time")
-        return self.timed
-
-    def require_checkpoints(self) -> CheckpointLimits:
-        """The limits that only editions with checkpointing have."""
-        if self.checkpoints is None:
-            raise MissingFact(f"{self.edition} has no checkpointing")
-        return self.checkpoints
-
-    def require_kv_cache(self) -> KvCacheLimits:
-        """The limits that only editions with key-value caches have."""
-        if self.kv_cache is None:
-            raise MissingFact(f"{self.edition} has no key-value caches")
-        return self.kv_cache
-
-    def require_vectors(self) -> VectorLimits:
-        """The limits that only editions with vector search have."""
-        if self.vectors is None:
-            raise MissingFact(f"{self.edition} has no vector search")
-        return self.vectors
+    def require(self, part: Part | None) -> Part:
+        """A part that some editions lack: `edition.require(edition.checkpoints)`."""
+        if part is None:
+            raise MissingFact(f"{self.edition} has no such rules")
+        return part
 
 
 EDITIONS = ("v1.0", "v2.0", "v3.0", "v3.0-strict")

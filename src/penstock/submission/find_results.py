@@ -1,17 +1,22 @@
 """Find the results in a round's, a division's or one submitter's folder; only names are read.
 
-Later editions than v1.0 name runs by time (`tree_layout` has that tree; `find_numbered_results` the older).
-Invariant: an unknown entry is named, as stray beside a result or as a leftover, and is never fatal.
+    results/SYSTEM/training/MODEL/run/20260102_030405/        later editions (`tree_layout` has that tree)
+    results/SYSTEM/WORKLOAD/run1 ... run5                     v1.0; or runs/run1, or any_name_run_1
+    results/SYSTEM/WORKLOAD/mlperf_storage_report.json        next to its runs, in runs/, or levels above them
+
+v1.0 prescribes no name but the report's: a folder is a run by its name or by a summary in it, or in its
+clients' folders. Invariant: an unknown entry is named, as stray in a result or as a leftover, and is never
+fatal.
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from penstock.errors import Unavailable, UsageError
-from penstock.submission.find_numbered_results import NumberedResult, find_numbered_results
 from penstock.submission.folder_listing import (
     find_file,
     find_folder,
@@ -23,13 +28,21 @@ from penstock.submission.folder_listing import (
 from penstock.submission.tree_layout import (
     RESULTS_FILE,
     SENTINEL,
+    SUMMARY,
     Benchmark,
     SubmissionPhase,
     is_result_dir_name,
 )
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
-_KNOWN_BESIDE_TIMES: Final = frozenset({RESULTS_FILE, "results.csv"})
+V1_REPORT_FILE: Final = "mlperf_storage_report.json"
+_KNOWN_FILES: Final = frozenset({RESULTS_FILE, "results.csv"})
+_RUN: Final = re.compile(r"(.*[_.-])?run[_-]?(\d+)", re.IGNORECASE)
+_NUMBERS: Final = re.compile(r"(\d+)")
+_RUNS: Final = "runs"
+_DESCRIPTIONS: Final = "systems"
+_NEVER_RESULTS: Final = frozenset({"code", "datagen", "datasize", "generation_logs", _DESCRIPTIONS})
+"""Copies of the benchmark's code have test data that look like runs, and so do logs of data generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +81,7 @@ class ResultLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTree:
-    """What lies below a folder; names are relative to it.
+    """The contents of a folder; names are relative to it.
 
     `leftovers` are folders of results/ that belong to no result, `unreadable` folders that cannot be listed,
     and `without_results` submitters that hand in none.
@@ -112,30 +125,26 @@ def search_tree(root: Path) -> FoundTree:
 
 def require_results(found: FoundTree, root: Path) -> tuple[ResultLocation, ...]:
     """The results of a tree; `UsageError` if there are none."""
-    if not found.results and (root / SENTINEL).is_file():
+    if found.results:
+        return found.results
+    if (root / SENTINEL).is_file():
         raise Unavailable(
             "There are no results in this tree yet",
             where=str(root),
             fix=f"See what is missing with `penstock submission status {root}`.",
         )
-    if not found.results:
-        above = _find_submitter_above(root.resolve())
-        raise UsageError(
-            "No results found" + "".join(f"; {reason}" for reason in found.unreadable),
-            where=str(root),
-            fix=(
-                "Give a round's folder (with closed/ or open/), or a submitter's (with results/)."
-                if above is None
-                else f"Give the submitter's folder, {above}: a result is judged with the files beside it."
-            ),
-        )
-    return found.results
-
-
-def _find_submitter_above(folder: Path) -> Path | None:
-    """The submitter whose results/ has this folder."""
-    inside = (path.parent for path in (folder, *folder.parents) if path.name.lower() == "results")
-    return next((path for path in inside if find_folder(path, "systems")), None)
+    top = root.resolve()
+    above = (path.parent for path in (top, *top.parents) if path.name.lower() == "results")
+    submitter = next((path for path in above if find_folder(path, _DESCRIPTIONS)), None)
+    raise UsageError(
+        "No results found" + "".join(f"; {reason}" for reason in found.unreadable),
+        where=str(root),
+        fix=(
+            "Give a round's folder (with closed/ or open/), or a submitter's (with results/)."
+            if submitter is None
+            else f"Give the submitter's folder, {submitter}: a result is judged with the files beside it."
+        ),
+    )
 
 
 def find_submitters(root: Path) -> Iterator[Submitter]:
@@ -144,22 +153,19 @@ def find_submitters(root: Path) -> Iterator[Submitter]:
         raise UsageError("There is no such folder", where=str(root), fix="Give a round's or a submitter's.")
     top = root.resolve()
     if find_folder(top, "results"):
-        yield _submitter(top)
-    elif _division(top.name):
-        yield from map(_submitter, list_subfolders(top))
+        folders = [top]
+    elif _division(top):
+        folders = list_subfolders(top)
     else:
-        here = _list_divisions(top)
-        for division in here or [each for round_ in list_subfolders(top) for each in _list_divisions(round_)]:
-            yield from (_submitter(folder) for folder in list_subfolders(division))
-
-
-def _list_divisions(top: Path) -> list[Path]:
-    return [folder for folder in list_subfolders(top) if _division(folder.name)]
-
-
-def list_folders(submitter: Submitter) -> frozenset[str]:
-    """The names in a submitter's folder, in lower case."""
-    return frozenset(folder.name.lower() for folder in list_subfolders(submitter.folder))
+        divisions = [folder for folder in list_subfolders(top) if _division(folder)] or [
+            folder
+            for round_ in list_subfolders(top)
+            for folder in list_subfolders(round_)
+            if _division(folder)
+        ]
+        folders = [folder for division in divisions for folder in list_subfolders(division)]
+    for folder in folders:
+        yield Submitter(organisation=folder.name, division=_division(folder.parent), folder=folder)
 
 
 def find_result_dirs(submitter: Submitter) -> list[Path]:
@@ -181,35 +187,31 @@ def list_benchmarks(results: Path) -> frozenset[Benchmark]:
         benchmark
         for system in list_subfolders(results)
         for folder in list_subfolders(system)
-        if (benchmark := _benchmark(folder.name))
+        if (benchmark := _benchmark(folder))
     )
 
 
-def _submitter(folder: Path) -> Submitter:
-    return Submitter(organisation=folder.name, division=_division(folder.parent.name), folder=folder)
+def _division(folder: Path) -> SubmissionDivision | None:
+    return next((division for division in SubmissionDivision if division.value == folder.name.lower()), None)
 
 
-def _division(name: str) -> SubmissionDivision | None:
-    return next((division for division in SubmissionDivision if division.value == name.lower()), None)
-
-
-def _benchmark(name: str) -> Benchmark | None:
-    return next((benchmark for benchmark in Benchmark if benchmark.value == name.lower()), None)
+def _benchmark(folder: Path) -> Benchmark | None:
+    return next((benchmark for benchmark in Benchmark if benchmark.value == folder.name.lower()), None)
 
 
 def _search_submitter(submitter: Submitter, top: Path) -> tuple[list[ResultLocation], list[Path]]:
+    """The results of a submitter, and the folders that belong to none."""
     results = find_folder(submitter.folder, "results")
     if results is None:
         if (linked := find_file(submitter.folder, "results")) and linked.is_symlink():
             raise Unavailable("This is a link, and links are not searched", where=str(linked))
         return [], []
-    list_folder(find_folder(submitter.folder, "systems"))  # which is read for every result
+    list_folder(find_folder(submitter.folder, _DESCRIPTIONS))  # which is read for every result
     if list_benchmarks(results):
         locations, leftovers = _search_timed(submitter, results, top)
     else:
-        numbered = find_numbered_results(results)
-        locations = [_numbered_location(submitter, results, found, top) for found in numbered.results]
-        leftovers = list(numbered.leftovers)
+        numbered, leftovers = _search_numbered(results)
+        locations = [_numbered_location(submitter, results, top, found) for found in numbered]
     links = (
         entry
         for folder in (results, *list_subfolders(results))
@@ -227,21 +229,19 @@ def _search_timed(submitter: Submitter, results: Path, top: Path) -> tuple[list[
         models = [
             (benchmark, model)
             for category in list_subfolders(system)
-            if (benchmark := _benchmark(category.name))
+            if (benchmark := _benchmark(category))
             for model in _list_models(category, benchmark)
         ]
-        found = [(benchmark, model) for benchmark, model in models if _is_claimed(model)]
-        locations += [
-            _timed_location(submitter, system.name, benchmark, model, top) for benchmark, model in found
+        # Somebody claims a result here, by a result directory or by its figures.
+        claimed = [
+            _timed_location(submitter, system.name, benchmark, model, top)
+            for benchmark, model in models
+            if any(walk_result_dirs(model)) or find_file(model, RESULTS_FILE) is not None
         ]
-        with_results = {model for _, model in found}
-        leftovers += [model for _, model in models if model not in with_results] if found else [system]
+        with_results = {location.folder for location in claimed}
+        locations += claimed
+        leftovers += [model for _, model in models if model not in with_results] if claimed else [system]
     return locations, leftovers
-
-
-def _is_claimed(model: Path) -> bool:
-    """Whether somebody says that a result is here: by a result directory, or by its figures."""
-    return any(walk_result_dirs(model)) or find_file(model, RESULTS_FILE) is not None
 
 
 def _list_models(category: Path, benchmark: Benchmark) -> list[Path]:
@@ -261,13 +261,18 @@ def _timed_location(
     has_phases = benchmark is not Benchmark.CHECKPOINTING
     runs = find_folder(model, SubmissionPhase.RUN) if has_phases else model
     beside_runs = [entry.name for entry in list_folder(runs)]
-    stray = [name for name in beside_runs if not (is_result_dir_name(name) or name in _KNOWN_BESIDE_TIMES)]
+    stray = [name for name in beside_runs if not (is_result_dir_name(name) or name in _KNOWN_FILES)]
     if has_phases:
-        known = {*SubmissionPhase, *_KNOWN_BESIDE_TIMES}
+        known = {*SubmissionPhase, *_KNOWN_FILES}
         stray += [entry.name for entry in list_folder(model) if entry.name.lower() not in known]
-    run_folders = _timed_folders(runs)
-    datasize_folders = _timed_folders(find_folder(model, SubmissionPhase.DATASIZE))
-    datagen_folders = _timed_folders(find_folder(model, SubmissionPhase.DATAGEN))
+    run_folders, datasize_folders, datagen_folders = (
+        tuple(folder for folder in list_linked_subfolders(parent) if is_result_dir_name(folder.name))
+        for parent in (
+            runs,
+            find_folder(model, SubmissionPhase.DATASIZE),
+            find_folder(model, SubmissionPhase.DATAGEN),
+        )
+    )
     stray += _links_inside(model, (*datasize_folders, *datagen_folders, *run_folders))
     return ResultLocation(
         submitter=submitter,
@@ -284,26 +289,109 @@ def _timed_location(
     )
 
 
-def _timed_folders(parent: Path | None) -> tuple[Path, ...]:
-    return tuple(folder for folder in list_linked_subfolders(parent) if is_result_dir_name(folder.name))
-
-
-def _numbered_location(
-    submitter: Submitter, results: Path, found: NumberedResult, top: Path
-) -> ResultLocation:
-    steps = found.above_runs.relative_to(results).parts
-    return ResultLocation(
-        submitter=submitter,
-        system=steps[0] if len(steps) > 1 else "",
-        folder=found.folder,
-        name=found.folder.relative_to(top).as_posix(),
-        run_folders=found.run_folders,
-        stray=(*found.stray, *_links_inside(found.folder, found.run_folders)),
-    )
-
-
 def _links_inside(result: Path, folders: Iterable[Path]) -> list[str]:
     """Links within the folders of runs: no benchmark writes any, and a folder behind one is not read."""
     return [
         f"the link {link.relative_to(result).as_posix()}" for folder in folders for link in list_links(folder)
     ]
+
+
+_Numbered = tuple[Path, tuple[Path, ...], tuple[str, ...]]
+"""A result of v1.0: its folder, its runs in order, and the stray entries of its folders."""
+
+
+def _numbered_location(
+    submitter: Submitter,
+    results: Path,
+    top: Path,
+    found: _Numbered,
+) -> ResultLocation:
+    folder, run_folders, stray = found
+    above = run_folders[0].parent if run_folders else folder
+    steps = (above.parent if above.name.lower() == _RUNS else above).relative_to(results).parts
+    return ResultLocation(
+        submitter=submitter,
+        system=steps[0] if len(steps) > 1 else "",
+        folder=folder,
+        name=folder.relative_to(top).as_posix(),
+        run_folders=run_folders,
+        stray=(*stray, *_links_inside(folder, run_folders)),
+    )
+
+
+def _search_numbered(folder: Path) -> tuple[list[_Numbered], list[Path]]:
+    """The results of v1.0 at or below a folder, in order, and the folders that belong to none."""
+    if result := _numbered_result(folder):
+        return [result], []
+    results: list[_Numbered] = []
+    leftovers: list[Path] = []
+    for entry in list_subfolders(folder):
+        if entry.name.lower() == _DESCRIPTIONS:  # which some keep among their results
+            continue
+        found, left = ([], []) if _is_never_result(entry) else _search_numbered(entry)
+        results += found
+        leftovers += left if found else [entry]
+    return results, leftovers
+
+
+def _is_never_result(folder: Path) -> bool:
+    return folder.name.lower() in _NEVER_RESULTS
+
+
+def _numbered_result(folder: Path) -> _Numbered | None:
+    has_report = find_file(folder, V1_REPORT_FILE) is not None
+    runs = _find_runs(folder)
+    if runs and (
+        has_report
+        or find_file(runs[0].parent, V1_REPORT_FILE)
+        or any(find_file(run, SUMMARY) or list_clients(run) for run in runs)
+    ):
+        return folder, runs, _list_stray(folder, runs, runs[0].parent)
+    if not has_report:
+        return None
+    below = [result for entry in list_subfolders(folder) for result in _search_numbered(entry)[0]]
+    if len(below) > 1:  # each is a result of its own, and the report above them none of theirs
+        return None
+    if not below:
+        return folder, (), _list_stray(folder, (), folder)
+    place, runs, stray = below[0]
+    on_the_way = place.relative_to(folder).parts[0]
+    here = [name for name in _list_stray(folder, runs, folder) if name != on_the_way]
+    return folder, runs, (*here, *stray)
+
+
+def _find_runs(folder: Path) -> tuple[Path, ...]:
+    """The runs in `folder` or its runs/, by their names, else by the summaries in them."""
+    places = [place for place in (folder, find_folder(folder, _RUNS)) if place is not None]
+    for place in places:
+        matches = [
+            (match, run) for run in list_linked_subfolders(place) if (match := _RUN.fullmatch(run.name))
+        ]
+        # Plain names come before prefixed ones: with run1 there, old_run_1 is none.
+        named = [(match, run) for match, run in matches if not match[1]] or matches
+        if named:
+            return tuple(run for _, run in sorted(named, key=lambda pair: (int(pair[0][2]), pair[1].name)))
+    for place in places:
+        runs = [
+            run for run in list_subfolders(place) if not _is_never_result(run) and find_file(run, SUMMARY)
+        ]
+        if runs:
+            return tuple(sorted(runs, key=_natural_order))
+    return ()
+
+
+def _natural_order(run: Path) -> list[tuple[int, str]]:
+    """Digits compare as numbers: test2 is before test10."""
+    parts = _NUMBERS.split(run.name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _list_stray(folder: Path, runs: tuple[Path, ...], with_runs: Path) -> tuple[str, ...]:
+    known = {run.name for run in runs} | {with_runs.name} - {folder.name}
+    entries = {entry.name for place in {folder, with_runs} for entry in list_folder(place)}
+    return tuple(sorted(name for name in entries - known if name.lower() not in (V1_REPORT_FILE, _RUNS)))
+
+
+def list_clients(run: Path) -> list[Path]:
+    """The folders of a run's clients: each has a summary."""
+    return [client for client in list_subfolders(run) if find_file(client, SUMMARY)]

@@ -113,7 +113,7 @@ def _usual_fix(where: str) -> str:
     if "systems" in where.split("/"):
         return "Correct the description, which people write."
     if name in _REPORTS:
-        return "Write the report anew with `penstock submission report --write`."
+        return "Write the report again with `penstock submission report --write`."
     if name.startswith(".") or name.endswith(_FILE_ENDINGS):
         return "Restore the file as the benchmark wrote it."
-    return "Hand in the whole folder, with all that the benchmark wrote."
+    return "Hand in the whole folder, with every file of the benchmark."

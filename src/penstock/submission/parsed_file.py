@@ -1,6 +1,6 @@
 """One parsed file of a submission, whose fields are read by path.
 
-`result_files` and `tree_context` read the files, rules read their fields. Invariant: no content of a file
+`result_files` reads the files, rules read their fields. Invariant: no content of a file
 makes reading the file fail; reading a missing or malformed field raises `MissingFact`, which `check` turns
 into `not checked`. There are no defaults.
 """
@@ -16,7 +16,7 @@ import yaml
 
 from penstock.did_you_mean import nearest
 from penstock.errors import PenstockError
-from penstock.submission.bounded_parse import (
+from penstock.submission.bounded_files import (
     MAX_JSON_BYTES,
     MAX_METADATA_BYTES,
     MAX_YAML_BYTES,
@@ -24,8 +24,9 @@ from penstock.submission.bounded_parse import (
     compose_yaml,
     parse_json,
     parse_yaml,
+    read_bytes,
+    tree_of,
 )
-from penstock.submission.bounded_read import read_beginning, read_bytes, tree_of
 from penstock.submission.tree_layout import METADATA_SUFFIX
 
 MAX_TEXT_BYTES: Final = 4 << 20
@@ -151,7 +152,7 @@ def read_named_file(path: str, file: str, tree: str) -> ParsedFile:
     Links are followed within `tree`, a real path.
     """
     try:
-        parsed = _parse(path, tree)
+        content, repeated = _parse(path, tree)
     except FileNotFoundError:
         return ParsedFile(file=file, problem=NO_FILE)
     except OSError as error:
@@ -159,7 +160,21 @@ def read_named_file(path: str, file: str, tree: str) -> ParsedFile:
     except (ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         return ParsedFile(file=file, problem=f"cannot be understood: {first}")
-    return ParsedFile(file=file, content=parsed.content, repeated=parsed.repeated)
+    return ParsedFile(file=file, content=content, repeated=repeated)
+
+
+def _parse(path: str, tree: str) -> Parsed:
+    lower = path.lower()  # some submitters write .JSON
+    if lower.endswith(".json"):
+        max_bytes = MAX_METADATA_BYTES if lower.endswith(METADATA_SUFFIX) else MAX_JSON_BYTES
+        raw = read_bytes(path, tree, max_bytes)
+        if raw.strip() == _PLACEHOLDER:  # a round's staff left it of a file that was too large to publish
+            raise ValueError(f"only a placeholder is left of it: {_PLACEHOLDER.decode()}")
+        return parse_json(raw)
+    if lower.endswith((".yaml", ".yml")):
+        return parse_yaml(read_bytes(path, tree, MAX_YAML_BYTES))
+    text = read_bytes(path, tree, MAX_TEXT_BYTES, is_whole=False).decode("utf-8", errors="replace")
+    return text, ()
 
 
 def read_description(path: Path, base: Path) -> ParsedFile:
@@ -182,20 +197,3 @@ def _line_numbers(node: yaml.Node, above: KeyPath) -> Iterator[tuple[KeyPath, in
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from _line_numbers(value, (*above, str(index)))
-
-
-def _require_content(text: bytes) -> bytes:
-    """Refuse what a round's staff left of files that were too large to publish."""
-    if text.strip() == _PLACEHOLDER:
-        raise ValueError(f"only a placeholder is left of it: {_PLACEHOLDER.decode()}")
-    return text
-
-
-def _parse(path: str, tree: str) -> Parsed:
-    lower = path.lower()  # some submitters write .JSON
-    if lower.endswith(".json"):
-        max_bytes = MAX_METADATA_BYTES if lower.endswith(METADATA_SUFFIX) else MAX_JSON_BYTES
-        return parse_json(_require_content(read_bytes(path, tree, max_bytes)))
-    if lower.endswith((".yaml", ".yml")):
-        return parse_yaml(read_bytes(path, tree, MAX_YAML_BYTES))
-    return Parsed(read_beginning(path, tree, MAX_TEXT_BYTES).decode("utf-8", errors="replace"))

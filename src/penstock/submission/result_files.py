@@ -1,24 +1,45 @@
-"""The files of one result, parsed: its runs, their result directories, its description and its report.
+"""The files of one result, parsed, and the files that the results of a submitter share.
 
-`find_results` locates a result, this module reads it, rules judge it. Invariant: no content of a file makes
-reading fail; a rule that needs a missing field gets `MissingFact`.
+`find_results` locates a result, this module reads it, rules judge it. Invariants: no content of a file makes
+reading fail; a rule that needs a missing field gets `MissingFact`; each code image of a pool is hashed once,
+however many results point to it.
 """
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypedDict
+from typing import Any, Final
 
-from penstock.errors import Unavailable
-from penstock.submission import kv_cache_runs, tree_layout, vector_search_runs
-from penstock.submission.bounded_parse import MAX_YAML_BYTES, parse_lenient_json
-from penstock.submission.bounded_read import LEADS_OUT, leads_out, read_bytes, tree_of
-from penstock.submission.code_image import POINTER
-from penstock.submission.find_numbered_results import V1_REPORT_FILE, list_clients
-from penstock.submission.find_results import ResultLocation
-from penstock.submission.folder_listing import find_file, find_folder, is_leaving, list_folder
+from penstock.errors import DataDamaged, Unavailable
+from penstock.submission import query_runs, tree_layout
+from penstock.submission.bounded_files import (
+    LEADS_OUT,
+    MAX_YAML_BYTES,
+    leads_out,
+    parse_json,
+    read_bytes,
+    tree_of,
+)
+from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK, parse_pointer, tree_digest
+from penstock.submission.find_results import (
+    V1_REPORT_FILE,
+    ResultLocation,
+    Submitter,
+    find_result_dirs,
+    find_submitters,
+    list_clients,
+)
+from penstock.submission.folder_listing import (
+    find_file,
+    find_folder,
+    is_leaving,
+    list_folder,
+    list_names,
+    list_subfolders,
+)
 from penstock.submission.parsed_file import (
     NO_FILE,
     MissingFact,
@@ -28,22 +49,23 @@ from penstock.submission.parsed_file import (
     read_named_file,
     relative,
 )
-from penstock.submission.tree_context import TreeContext
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
 _V1_STATS: Final = "per_epoch_stats.json"
 _RANK_STATS: Final = re.compile(r"\d+_per_epoch_stats\.json")
 _NOT_IN_EDITION: Final = ParsedFile(file="", problem="this edition has no such file")
+_NOTHING: Final = ParsedFile(file="", problem=NO_FILE)
+_IMAGE: Final = re.compile(r"code-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultDir:
-    """One result directory: what one launcher wrote, which in v1.0 may be one client's share of a run.
+    """One result directory: the output of one launcher, which in v1.0 may be one client's share of a run.
 
-    `pointer` is the text of its pointer to a code image, `record` our own `run.json`, `epochs` what the first
-    rank reports of its epochs, `stats` what each reports of them (of checkpoints alone), `log` what the run
-    printed. v1.0 has only `epochs` of these, and no metadata. `files` has names in lower case, `unlisted` the
-    reason why there are none. `ranks` are what each rank of a key-value cache reports; `aggregate` and
+    `pointer` is the text of its pointer to a code image, `record` our own `run.json`, `epochs` the first
+    rank's report of its epochs, `stats` each rank's report (of checkpoints alone), `log` the output of the
+    run. v1.0 has only `epochs` of these, and no metadata. `files` has names in lower case, `unlisted` the
+    reason why there are none. `ranks` are the reports of a key-value cache's ranks; `aggregate` and
     `ground_truth` belong to vector search.
     """
 
@@ -62,7 +84,7 @@ class ResultDir:
     epochs: ParsedFile
     stats: tuple[ParsedFile, ...] = ()
     unlisted: str = ""
-    ranks: tuple[kv_cache_runs.RankResult, ...] = ()
+    ranks: tuple[query_runs.RankResult, ...] = ()
     aggregate: ParsedFile = _NOT_IN_EDITION
     ground_truth: ParsedFile = _NOT_IN_EDITION
 
@@ -107,6 +129,45 @@ class ResultRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodeImage:
+    """One code image: its own statement, and the digest of its files ("" if they cannot be read)."""
+
+    name: str
+    stated: ParsedFile
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeImagePool:
+    """All code images of a tree, and the digests that any submitter's result directories point to."""
+
+    name: str = ""
+    images: tuple[CodeImage, ...] = ()
+    pointed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeContext:
+    """The shared part of one submitter's folder, by names: hidden entries are left out, folders end in "/".
+
+    `is_merged` if other organisations' folders are in the same tree. `systems` has the entries of systems/,
+    `categories` each `system/category` of the results.
+    """
+
+    name: str
+    entries: tuple[str, ...] = ()
+    beside_divisions: tuple[str, ...] = ()
+    is_merged: bool = False
+    systems: tuple[str, ...] = ()
+    result_systems: tuple[str, ...] = ()
+    categories: tuple[str, ...] = ()
+    result_dirs: tuple[str, ...] = ()
+    manifest: ParsedFile = _NOTHING
+    public_ids: ParsedFile = _NOTHING
+    pool: CodeImagePool = field(default_factory=CodeImagePool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedResult:
     """All files of one result. `name` is unique, even if one folder has several results."""
 
@@ -144,104 +205,41 @@ def read_results(
     base = root.resolve()
     if not location.model:
         return (_read_numbered(location, context, base),)
+    is_training = location.benchmark is Benchmark.TRAINING
     runs = [
         ResultRun(name=folder.name, dirs=(_read_timed_dir(folder, location, SubmissionPhase.RUN, base),))
         for folder in location.run_folders
     ]
-    if location.benchmark is Benchmark.KV_CACHE:
-        runs = _published_run(runs)
+    if location.benchmark is Benchmark.KV_CACHE:  # of several runs the latest without errors counts
+        error_free = [run for run in runs if query_runs.is_error_free(run.dirs[0].summary)]
+        runs = (error_free or runs)[-1:]
     groups = _group_by_accelerator(runs)
-    is_training = location.benchmark is Benchmark.TRAINING
-    return tuple(
-        _read_timed(
-            location,
-            context,
-            base,
-            runs=_mark_warm_ups(group, num_warm_ups if is_training else 0),
-            name=location.name if len(groups) == 1 else f"{location.name} ({accelerator or 'unknown'})",
-        )
-        for accelerator, group in groups.items()
-    )
-
-
-def _published_run(runs: list[ResultRun]) -> list[ResultRun]:
-    """Of several runs of a key-value cache the latest without errors, else the latest; a result has one."""
-    error_free = [run for run in runs if kv_cache_runs.is_error_free(run.dirs[0].summary)]
-    return (error_free or runs)[-1:]
-
-
-def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -> SubmittedResult:
-    """A result of v1.0, whose description may lie beside its runs instead of in systems/."""
-    places = (location.folder, *(folder.parent for folder in location.run_folders[:1]))
-    reports = [path for place in places if (path := find_file(place, V1_REPORT_FILE))]
-    described = _list_descriptions(location)
-    return SubmittedResult(
-        name=location.name,
-        location=location,
-        runs=tuple(_read_numbered_run(folder, base) for folder in location.run_folders),
-        report=read_file(reports[0] if reports else location.folder / V1_REPORT_FILE, base),
-        systems=tuple(
-            _read_lenient_json(path, base)
-            for path in [path for path in described if path.stem == location.system] or described
-        ),
-        context=context,
-    )
-
-
-def _list_descriptions(location: ResultLocation) -> list[Path]:
-    """The JSON files in the submitter's systems/, else in one that lies among the results."""
-    submitter = location.submitter.folder
-    above = [path for path in location.folder.parents if path.is_relative_to(submitter)]
-    for place in (submitter, location.folder, *above):
-        described = [
-            path for path in list_folder(find_folder(place, "systems")) if path.suffix.lower() == ".json"
-        ]
-        if described:
-            return described
-    return []
-
-
-def _read_numbered_run(folder: Path, base: Path) -> ResultRun:
-    clients = [] if find_file(folder, tree_layout.SUMMARY) else list_clients(folder)
-    dirs = tuple(
-        _read_dir(path, base, benchmark=Benchmark.TRAINING, config_folder="configs", log="")
-        for path in clients or [folder]
-    )
-    return ResultRun(name=folder.name, dirs=dirs)
-
-
-def _read_lenient_json(path: Path, base: Path) -> ParsedFile:
-    """Read handwritten JSON: a trailing comma is only remarked on."""
-    strict = read_file(path, base)
-    if not strict.problem:
-        return strict
-    try:
-        content = parse_lenient_json(read_bytes(str(path), tree_of(path, base), MAX_YAML_BYTES)).content
-    except (OSError, ValueError, RecursionError):
-        return strict
-    return ParsedFile(file=strict.file, content=content, remark="a comma stands before a closing bracket")
-
-
-def _read_timed(
-    location: ResultLocation, context: TreeContext, base: Path, *, runs: tuple[ResultRun, ...], name: str
-) -> SubmittedResult:
-    is_training = location.benchmark is Benchmark.TRAINING
     above = location.run_folders[0].parent if is_training and location.run_folders else location.folder
     description = find_file(find_folder(location.submitter.folder, "systems"), f"{location.system}.yaml")
-
-    def read_phase(folders: tuple[Path, ...], phase: SubmissionPhase) -> tuple[ResultDir, ...]:
-        return tuple(_read_timed_dir(folder, location, phase, base) for folder in folders)
-
-    return SubmittedResult(
-        name=name,
-        location=location,
-        runs=runs,
-        report=read_file(above / tree_layout.RESULTS_FILE, base),
-        systems=(read_description(description, base),) if description else (),
-        context=context,
-        datasize=read_phase(location.datasize_folders, SubmissionPhase.DATASIZE),
-        datagen=read_phase(location.datagen_folders, SubmissionPhase.DATAGEN),
+    datasize, datagen = (
+        tuple(_read_timed_dir(folder, location, phase, base) for folder in folders)
+        for folders, phase in (
+            (location.datasize_folders, SubmissionPhase.DATASIZE),
+            (location.datagen_folders, SubmissionPhase.DATAGEN),
+        )
     )
+    results = []
+    for accelerator, group in groups.items():
+        # If no run would be left to count, all count, so that no figure escapes the rules.
+        num_before = num_warm_ups if is_training and len(group) > num_warm_ups else 0
+        results.append(
+            SubmittedResult(
+                name=location.name if len(groups) == 1 else f"{location.name} ({accelerator or 'unknown'})",
+                location=location,
+                runs=tuple(replace(run, is_warm_up=index < num_before) for index, run in enumerate(group)),
+                report=read_file(above / tree_layout.RESULTS_FILE, base),
+                systems=(read_description(description, base),) if description else (),
+                context=context,
+                datasize=datasize,
+                datagen=datagen,
+            )
+        )
+    return tuple(results)
 
 
 def _group_by_accelerator(runs: list[ResultRun]) -> dict[str, list[ResultRun]]:
@@ -259,10 +257,47 @@ def _group_by_accelerator(runs: list[ResultRun]) -> dict[str, list[ResultRun]]:
     return groups or {"": []}
 
 
-def _mark_warm_ups(runs: list[ResultRun], num_warm_ups: int) -> tuple[ResultRun, ...]:
-    # If no run would be left to count, all count, so that no figure escapes the rules.
-    first_counted = num_warm_ups if len(runs) > num_warm_ups else 0
-    return tuple(replace(run, is_warm_up=index < first_counted) for index, run in enumerate(runs))
+def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -> SubmittedResult:
+    """A result of v1.0, whose description may lie near its runs instead of in systems/."""
+    places = (location.folder, *(folder.parent for folder in location.run_folders[:1]))
+    reports = [path for place in places if (path := find_file(place, V1_REPORT_FILE))]
+    runs = []
+    for folder in location.run_folders:
+        clients = [] if find_file(folder, tree_layout.SUMMARY) else list_clients(folder)
+        dirs = tuple(
+            _read_dir(path, base, benchmark=Benchmark.TRAINING, config_folder="configs", log="")
+            for path in clients or [folder]
+        )
+        runs.append(ResultRun(name=folder.name, dirs=dirs))
+    # The submitter's systems/, else one that lies among the results.
+    submitter = location.submitter.folder
+    above = [path for path in location.folder.parents if path.is_relative_to(submitter)]
+    for place in (submitter, location.folder, *above):
+        entries = list_folder(find_folder(place, "systems"))
+        if described := [path for path in entries if path.suffix.lower() == ".json"]:
+            break
+    named = [path for path in described if path.stem == location.system]
+    return SubmittedResult(
+        name=location.name,
+        location=location,
+        runs=tuple(runs),
+        report=read_file(reports[0] if reports else location.folder / V1_REPORT_FILE, base),
+        systems=tuple(_read_lenient_json(path, base) for path in named or described),
+        context=context,
+    )
+
+
+def _read_lenient_json(path: Path, base: Path) -> ParsedFile:
+    """Read handwritten JSON: a trailing comma is only remarked on."""
+    strict = read_file(path, base)
+    if not strict.problem:
+        return strict
+    try:
+        raw = read_bytes(str(path), tree_of(path, base), MAX_YAML_BYTES)
+        content, _ = parse_json(raw, is_lenient=True)
+    except (OSError, ValueError, RecursionError):
+        return strict
+    return ParsedFile(file=strict.file, content=content, remark="a comma stands before a closing bracket")
 
 
 def _read_timed_dir(folder: Path, location: ResultLocation, phase: SubmissionPhase, base: Path) -> ResultDir:
@@ -293,13 +328,6 @@ def _list_files(folder: Path, config_folder: str, base: Path) -> tuple[dict[str,
     return files, ""
 
 
-def _summary_name(benchmark: Benchmark, files: Mapping[str, str]) -> str:
-    """Older tools wrote that of a key-value cache under another name."""
-    if benchmark is not Benchmark.KV_CACHE or tree_layout.SUMMARY in files:
-        return tree_layout.SUMMARY
-    return next(filter(kv_cache_runs.OLD_SUMMARY.fullmatch, files), tree_layout.SUMMARY)
-
-
 def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: str, log: str) -> ResultDir:
     name, path, tree = relative(folder, base), str(folder), str(base)
     files, unlisted = _list_files(folder, config_folder, base)
@@ -315,11 +343,24 @@ def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: 
     else:
         problem = f"it has {len(metadata_files)} files *{tree_layout.METADATA_SUFFIX}, not one"
         metadata = ParsedFile(file=name, problem=problem)
+    summary = tree_layout.SUMMARY
+    queries: dict[str, Any] = {}
+    if benchmark is Benchmark.KV_CACHE:
+        if summary not in files:  # older tools wrote it under another name
+            summary = next(filter(query_runs.OLD_SUMMARY.fullmatch, files), summary)
+        with suppress(Unavailable):  # rules on figures report that files of ranks are missing
+            queries["ranks"] = query_runs.read_rank_results(folder, base)
+    elif benchmark is Benchmark.VECTOR_SEARCH:
+        queries["ground_truth"] = read(query_runs.VERDICT)
+        try:
+            queries["aggregate"] = query_runs.read_aggregate(folder, base)
+        except Unavailable as error:
+            queries["aggregate"] = ParsedFile(file=name, problem=str(error))
     stats = sorted(filter(_RANK_STATS.fullmatch, files))
     return ResultDir(
         name=name,
         benchmark=benchmark,
-        summary=read(_summary_name(benchmark, files)),
+        summary=read(summary),
         config=read(f"{config_folder}/config.yaml"),
         overrides=read(f"{config_folder}/overrides.yaml"),
         files=frozenset(files),
@@ -332,29 +373,68 @@ def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: 
         epochs=read(next((name for name in (_V1_STATS, *stats[:1]) if name in files), _V1_STATS)),
         stats=tuple(map(read, stats)) if benchmark is Benchmark.CHECKPOINTING else (),
         unlisted=unlisted,
-        **_read_queries(folder, base, benchmark, read),
+        **queries,
     )
 
 
-class _QueryFiles(TypedDict, total=False):
-    ranks: tuple[kv_cache_runs.RankResult, ...]
-    aggregate: ParsedFile
-    ground_truth: ParsedFile
+def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> TreeContext:
+    """Read the files and names that the submitter's results share; `pool` is the one of its tree."""
+    base, folder = root.resolve(), submitter.folder
+    result_systems = list_subfolders(find_folder(folder, "results"))
+    beside_divisions: tuple[str, ...] = ()
+    if submitter.division is not None:  # each organisation may have a pool of code images there
+        pools = {f"{each.name}/" for each in list_subfolders(submitter.top) if _is_pool(each)}
+        beside_divisions = tuple(name for name in list_names(submitter.top) if name not in pools)
+    return TreeContext(
+        name=relative(folder, base),
+        entries=list_names(folder),
+        beside_divisions=beside_divisions,
+        is_merged=len({other.organisation.lower() for other in find_submitters(submitter.top)}) > 1,
+        systems=list_names(find_folder(folder, "systems")),
+        result_systems=tuple(entry.name for entry in result_systems),
+        categories=tuple(
+            f"{system.name}/{category.name}"
+            for system in result_systems
+            for category in list_subfolders(system)
+        ),
+        result_dirs=tuple(path.relative_to(folder).as_posix() for path in find_result_dirs(submitter)),
+        manifest=read_file(folder / tree_layout.MANIFEST, base),
+        public_ids=read_file(submitter.top / tree_layout.PUBLIC_IDS, base),
+        pool=pool,
+    )
 
 
-def _read_queries(
-    folder: Path, base: Path, benchmark: Benchmark, read: Callable[[str], ParsedFile]
-) -> _QueryFiles:
-    """The files that only key-value caches or only vector search have."""
-    if benchmark is Benchmark.KV_CACHE:
+def find_pool(submitter: Submitter) -> Path | None:
+    """The folder of the submitter's code images: tools keep one for a tree, or one for an organisation."""
+    top = submitter.top
+    own = find_folder(top, submitter.organisation)
+    candidates = [own] if own and _is_pool(own) else []
+    candidates += [top / POOL, submitter.folder / POOL]
+    return next((folder for folder in candidates if folder.is_dir()), None)
+
+
+def _is_pool(folder: Path) -> bool:
+    """Whether an organisation keeps its code images here: by the tool's mark, or by their names alone."""
+    inner = list_subfolders(folder)
+    return (folder / POOL_MARK).exists() or (
+        bool(inner) and all(_IMAGE.fullmatch(entry.name) for entry in inner)
+    )
+
+
+def read_pool(folder: Path, submitter: Submitter, root: Path) -> CodeImagePool:
+    """Hash all images in `folder`, and collect the digests that any result directory points to."""
+    base, images, pointed = root.resolve(), [], set()
+    for entry in list_subfolders(folder):
         try:
-            return {"ranks": kv_cache_runs.read_rank_results(folder, base)}
-        except Unavailable:  # rules on figures say that files of ranks are missing
-            return {}
-    if benchmark is Benchmark.VECTOR_SEARCH:
+            digest, stated = tree_digest(entry), read_file(entry / DIGEST_FILE, base)
+        except OSError as error:  # the rule on images names the file
+            unread = relative(Path(str(error.filename or entry)), base)
+            digest, stated = "", ParsedFile(file=unread, problem=f"cannot be read: {error.strerror}")
+        images.append(CodeImage(name=entry.name, stated=stated, digest=digest))
+    for result_dir in (each for other in find_submitters(submitter.top) for each in find_result_dirs(other)):
         try:
-            aggregate = vector_search_runs.read_aggregate(folder, base)
-        except Unavailable as error:
-            aggregate = ParsedFile(file=relative(folder, base), problem=str(error))
-        return {"aggregate": aggregate, "ground_truth": read(vector_search_runs.VERDICT)}
-    return {}
+            text = str(read_file(result_dir / POINTER, result_dir).value())
+            pointed.add(parse_pointer(text, where=str(result_dir)))
+        except (MissingFact, DataDamaged):  # the rule on pointers names it
+            continue
+    return CodeImagePool(name=relative(folder, base), images=tuple(images), pointed=frozenset(pointed))

@@ -20,10 +20,10 @@ from tests.support.submission.timed_tree import (
 
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.submission.check import CheckedResult, check
-from penstock.submission.edition import Edition, load_edition
+from penstock.submission.edition import load_edition
 from penstock.submission.finding import Finding, Validity, Verdict
-from penstock.submission.result_files import SubmittedResult
 from penstock.submission.rules import rule_by_id
+from penstock.submission.rules.rule import Case
 from penstock.workload.load_workload import load_model
 
 EDITION: Final = load_edition("v3.0")
@@ -318,9 +318,9 @@ def _a_defect_names_its_cause(judge: Judge) -> None:
     assert "ZeroDivisionError: division by zero" in finding.proof
 
 
-def _divide_by_zero(result: SubmittedResult, edition: Edition) -> Iterator[Finding]:
+def _divide_by_zero(case: Case) -> Iterator[Finding]:
     yield from ()
-    _ = 1 / len(result.name[:0])
+    _ = 1 / len(case.name[:0])
 
 
 ROWS: Final[dict[str, Callable[[Judge], None]]] = {

@@ -117,7 +117,7 @@ def _of_sizing(edition: Edition, trees: _Trees) -> Iterator[Boundary]:
 
 
 def _of_checkpoints(edition: Edition, trees: _Trees) -> Iterator[Boundary]:
-    checkpoints = edition.require_checkpoints()
+    checkpoints = edition.require(edition.checkpoints)
     for name, model in checkpoints.models.items():
         at = f"checkpoints.models.{name}"
         yield Boundary(
@@ -380,7 +380,7 @@ class _Trees:
 
     def size(self, name: str, gib: float, *, outer: bool) -> Making:
         """At the upper end of what is let pass, or at the lower one."""
-        tolerance = self.edition.require_checkpoints().size_tolerance
+        tolerance = self.edition.require(self.edition.checkpoints).size_tolerance
         edge = gib * (1 + tolerance if outer else 1 - tolerance)
 
         def tree(steps: int) -> Round:

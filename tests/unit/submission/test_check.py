@@ -9,23 +9,22 @@ from tests.support.submission.numbered_tree import RESULT, valid_submission
 from tests.support.submission.timed_tree import valid_round
 
 from penstock.errors import UsageError
-from penstock.submission.check import apply_rule, check
-from penstock.submission.edition import Edition, load_edition
+from penstock.submission.check import apply_rule, check, exit_code
+from penstock.submission.edition import load_edition
 from penstock.submission.edition_choice import choose_edition
 from penstock.submission.find_results import search_tree
 from penstock.submission.finding import Finding, Validity, Verdict
-from penstock.submission.reports.findings_export import exit_code
-from penstock.submission.result_files import SubmittedResult, read_results
+from penstock.submission.result_files import TreeContext, read_results
 from penstock.submission.rules import rule_by_id
-from penstock.submission.tree_context import TreeContext
+from penstock.submission.rules.rule import Case
 from penstock.workload.dataset_size import MEMORY_MULTIPLE, MIN_STEPS
 
 EDITION = load_edition("v1.0")
 
 
-def fail_after_nothing(result: SubmittedResult, edition: Edition) -> Iterator[Finding]:
+def fail_after_nothing(case: Case) -> Iterator[Finding]:
     yield from ()
-    raise KeyError(f"{edition.edition} {result.location.name}")
+    raise KeyError(f"{case.edition.edition} {case.name}")
 
 
 DEFECTIVE = replace(rule_by_id("runs.number"), id="test.defective", judge=fail_after_nothing)

@@ -14,7 +14,6 @@ from penstock.submission.edition_choice import detect_edition
 from penstock.submission.find_results import (
     find_result_dirs,
     find_submitters,
-    list_folders,
     search_tree,
 )
 from penstock.submission.parsed_file import MissingFact
@@ -173,7 +172,6 @@ def test_submitters_are_named_with_their_folders(store: TreeStore) -> None:
         ("idle", SubmissionDivision.OPEN),
     ]
     assert [each.top for each in submitters] == [root.resolve()] * 2
-    assert list_folders(submitters[0]) == {"code", "results", "systems"}
     assert search_tree(root).without_results == ("open/idle",)
     assert [Path(each).name for each in find_result_dirs(submitters[0])] == [
         "20260701_080000",

@@ -239,13 +239,13 @@ def test_descriptions_without_results_are_judged_by_themselves(store: TreeStore)
     tree.files |= {"closed/idle/systems/slow.yaml": described, "closed/idle/systems/odd.yaml": "a: [1"}
     root = store.write(tree)
     found = search_tree(root)
-    alone = list(check_lone_descriptions(found, load_edition("v3.0"), root))
-    assert [(each.name, [f.verdict for f in each.findings]) for each in alone] == [
-        ("closed/idle/systems/odd.yaml", [Verdict.NOT_CHECKED]),
-        ("closed/idle/systems/slow.yaml", [Verdict.FAIL]),
-    ]
-    assert "solution.availability: Field required" in alone[1].findings[0].proof
-    assert list(check_lone_descriptions(found, load_edition("v2.0"), root)) == []
+    alone = check_lone_descriptions(found, load_edition("v3.0"), root)
+    assert {name: [finding.verdict for finding in findings] for name, findings in alone.items()} == {
+        "closed/idle/systems/odd.yaml": [Verdict.NOT_CHECKED],
+        "closed/idle/systems/slow.yaml": [Verdict.FAIL],
+    }
+    assert "solution.availability: Field required" in alone["closed/idle/systems/slow.yaml"][0].proof
+    assert check_lone_descriptions(found, load_edition("v2.0"), root) == {}
 
 
 def test_pool_of_an_organisation_is_known_by_its_images_alone(store: TreeStore) -> None:

@@ -76,7 +76,7 @@ def checkpoint_breaches(
     edition: Edition, division: SubmissionDivision, request: CheckpointPreflight
 ) -> Iterator[Breach]:
     """All breaches of the division's rules for a checkpointing run."""
-    rules = edition.require_checkpoints()
+    rules = edition.require(edition.checkpoints)
     model = rules.models.get(request.model)
     if model is None:
         why = f"is not one of {', '.join(rules.models)}"
@@ -98,7 +98,7 @@ def checkpoint_breaches(
 
 
 def _check_memory(edition: Edition, request: CheckpointPreflight) -> Iterator[Breach]:
-    memory = edition.require_checkpoints().accelerator_memory_gb
+    memory = edition.require(edition.checkpoints).accelerator_memory_gb
     if request.accelerator not in memory:
         yield Breach(
             rule="4.3.4",
@@ -114,7 +114,7 @@ def _check_memory(edition: Edition, request: CheckpointPreflight) -> Iterator[Br
 
 
 def _check_closed(edition: Edition, model: ModelLimits, request: CheckpointPreflight) -> Iterator[Breach]:
-    rules = edition.require_checkpoints()
+    rules = edition.require(edition.checkpoints)
     allowed = (0, rules.num_checkpoints)
     for what, number in (("writes", request.num_writes), ("reads", request.num_reads)):
         if number not in allowed:

@@ -333,7 +333,7 @@ def _request_like(run_dir: PublishedDir, edition: Edition) -> RequestedResult:
         data_path=run_dir.data_path,
         num_files=run_dir.num_files,
         num_runs=edition.num_runs,
-        max_pause_runs=edition.require_timed().max_pause_runs,
+        max_pause_runs=edition.require(edition.timed).max_pause_runs,
     )
 
 
@@ -351,7 +351,7 @@ def _list_missing(series: Series, state: SeriesState, edition: Edition, *, num_m
 
 def missing_checkpoints(state: SeriesState, edition: Edition) -> dict[str, int]:
     """How many writes and reads of checkpoints the result lacks."""
-    required, runs = edition.require_checkpoints().num_checkpoints, state.runs
+    required, runs = edition.require(edition.checkpoints).num_checkpoints, state.runs
     return {
         "writes": max(0, required - sum(run_dir.num_writes for run_dir in runs)),
         "reads": max(0, required - sum(run_dir.num_reads for run_dir in runs)),

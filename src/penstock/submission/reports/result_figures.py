@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from penstock.submission import kv_cache_runs, vector_search_runs
+from penstock.submission import query_runs
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import (
     deviation,
@@ -277,7 +277,7 @@ def _of_option(number: int, name: str) -> _Values:
     """What the summary of a run states: files of ranks may be left out, and rules compare it with them."""
 
     def read(run: ResultRun) -> float:
-        options = kv_cache_runs.options_of(run.dirs[0].summary)
+        options = query_runs.options_of(run.dirs[0].summary)
         if number not in options:
             raise MissingFact(f"there is no option {number}", where=run.dirs[0].summary.file)
         return options[number].number(name)
@@ -290,7 +290,7 @@ _CACHE_FIGURES: Final = (
     ("write bandwidth", "GiB/s", "aggregated_write_bandwidth_gbps"),
     ("throughput", "tokens/s", "aggregated_avg_throughput_tokens_per_sec"),
     ("storage throughput", "tokens/s", "aggregated_storage_throughput_tokens_per_sec"),
-    ("largest p95 latency", "ms", kv_cache_runs.LATENCY),
+    ("largest p95 latency", "ms", query_runs.LATENCY),
 )
 _KV_CACHE: Final[tuple[_Kind, ...]] = tuple(
     (f"option {number}: {figure}", unit, _of_option(number, name))
@@ -313,7 +313,7 @@ def _stated(name: str) -> _Values:
 
 
 def _recomputed_rate(run: ResultRun) -> float:
-    return vector_search_runs.recompute_run(run.dirs[0].aggregate)["throughput_qps"]
+    return query_runs.recompute_run(run.dirs[0].aggregate)["throughput_qps"]
 
 
 _VECTOR_SEARCH: Final[tuple[_Kind, ...]] = (

@@ -22,7 +22,7 @@ from penstock.results.published_files import write_text
 from penstock.submission.check import CheckedResult, check_result, read_tree
 from penstock.submission.edition import Edition
 from penstock.submission.edition_choice import EditionChoice
-from penstock.submission.find_numbered_results import V1_REPORT_FILE
+from penstock.submission.find_results import V1_REPORT_FILE
 from penstock.submission.finding import Verdict
 from penstock.submission.parsed_file import MissingFact, ParsedFile, read_file
 from penstock.submission.recomputed_metrics import mib_per_second, samples_per_second

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.reports.html_page import Cell, make_table, render_page
 from penstock.reports.plots import DotPlot, plan_dot_plot
 from penstock.reports.report import Banner, Look
-from penstock.submission.check import CheckedResult
+from penstock.submission.check import CheckedResult, count_verdicts
 from penstock.submission.finding import Finding, Validity, Verdict
-from penstock.submission.reports.findings_export import count_verdicts
 from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigure
 
 if TYPE_CHECKING:

@@ -1,34 +1,27 @@
-"""The rules of all editions: a module registers its rules when it is imported."""
+"""The rules of all editions, as tables of rows."""
 
-from importlib import import_module
 from typing import Final
 
 from penstock.errors import UsageError
-from penstock.submission.rules.rule import Rule, registered_rules
-
-MODULES: Final = (
-    "structure_rules",
-    "system_rules",
-    "provenance_rules",
-    "run_rules",
-    "dataset_rules",
-    "host_rules",
-    "metric_rules",
-    "parameter_rules",
-    "checkpoint_rules",
-    "kv_cache_rules",
-    "vector_rules",
-    "agreement_rules",
-    "plausibility_rules",
-    "rehearsal_rules",
-    "sample_order_rules",
+from penstock.submission.rules import (
+    checkpoint_rules,
+    dataset_rules,
+    figure_rules,
+    query_rules,
+    run_rules,
+    tree_rules,
 )
-"""In the order in which findings are listed, which import statements lose to a sorter."""
+from penstock.submission.rules.rule import Rule
 
-for _module in MODULES:
-    import_module(f"{__name__}.{_module}")
-
-RULES: Final[tuple[Rule, ...]] = registered_rules()
+RULES: Final[tuple[Rule, ...]] = (
+    *tree_rules.RULES,
+    *run_rules.RULES,
+    *dataset_rules.RULES,
+    *figure_rules.RULES,
+    *checkpoint_rules.RULES,
+    *query_rules.RULES,
+)
+"""In the order in which findings are listed."""
 
 
 def rule_by_id(name: str) -> Rule:

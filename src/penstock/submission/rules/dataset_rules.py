@@ -1,6 +1,7 @@
-"""Rules about the data set: its paths, its size, and that it was sized, generated and read in full.
+"""Rules about the data set: its place and size, its generation, and the order in which its samples are read.
 
-Sizes are computed in exact fractions: one file decides a verdict.
+Sizes are computed in exact fractions: one file decides a verdict. Rules about order use the `run.json` of our
+own runs; no edition decides about it, so they only warn, and do not apply to a run without `run.json`.
 """
 
 import math
@@ -9,34 +10,54 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache, partial
-from types import MappingProxyType
+from functools import cache, lru_cache
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.submission.edition import Edition
 from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.recomputed_metrics import num_accelerators, record_bytes
 from penstock.submission.result_files import ResultDir, ResultRun
-from penstock.submission.rules import rule
+from penstock.submission.rules.rule import (
+    ALL,
+    BOTH,
+    EVERY,
+    LATER,
+    NEWEST,
+    Case,
+    Rule,
+    limit,
+    num_hosts,
+    require_all_hosts,
+    require_runs,
+)
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.dataset_size import bytes_text, quotient_text
 
-_STORAGE_KEYS: Final = MappingProxyType(
-    {
-        Benchmark.TRAINING: "data_dir",
-        Benchmark.CHECKPOINTING: "checkpoint_folder",
-        Benchmark.VECTOR_SEARCH: "storage_root",
-        Benchmark.KV_CACHE: "cache_dir",
-    }
-)
+_STORAGE_KEYS: Final = {
+    Benchmark.TRAINING: "data_dir",
+    Benchmark.CHECKPOINTING: "checkpoint_folder",
+    Benchmark.VECTOR_SEARCH: "storage_root",
+    Benchmark.KV_CACHE: "cache_dir",
+}
+"""The argument that names the storage under test."""
 _MOUNT: Final = re.compile(r"^(\S+)\s+\d+\s+\d+\s+\d+\s+\d+%\s+(/\S*)$", re.MULTILINE)
 """A line of `df`: the device, four figures, and where it is mounted."""
-
-
-def _storage_key(case: rule.RunCase) -> str:
-    """The argument that names the storage under test."""
-    return _STORAGE_KEYS[case.run.benchmark]
+_MEMORY_LIMIT: Final = re.compile(
+    r"\b(\d+)\s*([MGT])i?B?\b[^&;|]{0,80}>\s{0,9}\S{0,200}memory\.(?:max|limit_in_bytes)", re.IGNORECASE
+)
+"""A shell command that limits a cgroup's memory, as descriptions quote it."""
+_UNITS: Final = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_GIB: Final = 1 << 30
+_SIZING_SOURCE: Final = "v1.0 rules and sizing command; 3.1.2 of later editions"
+_MODULUS: Final = 1 << 64
+_CHUNK_ITEMS: Final = 1 << 20
+"""Items that are hashed together, so that memory stays small."""
+MAX_ITEMS: Final = 50_000_000
+"""Items whose digest is computed: a second's work."""
 
 
 def _path_argument(run: ResultDir, key: str) -> str:
@@ -47,21 +68,8 @@ def _path_argument(run: ResultDir, key: str) -> str:
     return "" if path is None else str(path)
 
 
-@rule.run_rule(
-    id="paths.set",
-    title="The paths of the data and of the results are set, and differ",
-    editions=rule.LATER,
-    benchmarks=rule.EVERY,
-    source="3.4.1, 4.4.1, 5.4.1, 6.4.1",
-    formula=(
-        "args.data_dir (checkpoint_folder, storage_root, cache_dir) and args.results_dir are set, and not "
-        "equal; a storage_root that is not set was let pass in v3.0 (a warning)"
-    ),
-    passes="data_dir /mnt/data, results_dir /home/acme/results",
-    fails="both /mnt/data",
-)
-def _check_paths(case: rule.RunCase) -> Iterator[Finding]:
-    key = _storage_key(case)
+def _judge_paths(case: Case) -> Iterator[Finding]:
+    key = _STORAGE_KEYS[case.run.benchmark]
     under_test, results = _path_argument(case.run, key), _path_argument(case.run, "results_dir")
     unset = [name for name, path in ((key, under_test), ("results_dir", results)) if not path]
     yield pass_if(
@@ -77,26 +85,12 @@ def _check_paths(case: rule.RunCase) -> Iterator[Finding]:
     )
 
 
-@rule.run_rule(
-    id="paths.filesystems",
-    title="Results were written to another file system than the one under test",
-    editions=rule.LATER,
-    benchmarks=rule.EVERY,
-    source="3.4.2, 4.4.2, 5.4.2, 6.4.1; the validator never asks a key-value cache for it",
-    formula=(
-        "fs_separation.json says same_filesystem: false; without it, df in the log shows two devices by "
-        "longest mount; neither of both was let pass in v3.0 (a warning); objects have no file system"
-    ),
-    passes="same_filesystem: false",
-    fails="same_filesystem: true",
-)
-def _check_file_systems(case: rule.RunCase) -> Iterator[Finding]:
-    run, under_test = case.run, _path_argument(case.run, _storage_key(case))
+def _judge_file_systems(case: Case) -> Iterator[Finding]:
+    run, under_test = case.run, _path_argument(case.run, _STORAGE_KEYS[case.run.benchmark])
     if "://" in under_test and not under_test.startswith("file://"):
         yield not_applicable(run.metadata.file, "the storage under test holds objects")
-    elif run.separation.is_missing:
-        yield _judge_mounts(case)
-    else:
+        return
+    if not run.separation.is_missing:
         is_same = run.separation.boolean("same_filesystem")
         yield pass_if(
             not is_same,
@@ -106,28 +100,28 @@ def _check_file_systems(case: rule.RunCase) -> Iterator[Finding]:
             proof=f"results and storage under test are on {'one file system' if is_same else 'two'}",
             fix="Repeat the run with results on another file system.",
         )
-
-
-def _judge_mounts(case: rule.RunCase) -> Finding:
-    """By the output of `df` in the run's log, which tools wrote before they probed the file systems."""
-    run = case.run
-    has_log = not (case.is_query and run.log.is_missing)
+        return
+    # Before tools probed the file systems, they wrote the output of `df` to the run's log.
+    has_log = run.benchmark in BOTH or not run.log.is_missing
     mounts = [mount for _, mount in _MOUNT.findall(str(run.log.value()))] if has_log else []
     if not mounts:
-        return violation(
+        yield violation(
             evidence=run.separation.file,
             proof="there is no fs_separation.json, and the run's log has no df",
             fix="Let the reviewer ask where the results were written.",
             verdict=Verdict.WARNING if run.benchmark is Benchmark.KV_CACHE else case.verdict_of_round,
         )
-    under_test = _mount_point(_path_argument(run, _storage_key(case)), mounts)
-    results = _mount_point(_path_argument(run, "results_dir"), mounts)
-    return pass_if(
-        under_test != results,
+        return
+    tested, results = (
+        _mount_point(under_test, mounts),
+        _mount_point(_path_argument(run, "results_dir"), mounts),
+    )
+    yield pass_if(
+        tested != results,
         evidence=run.log.file,
         value=results,
-        limit=f"not {under_test}",
-        proof=f"df: the storage under test is mounted at {under_test}, the results' at {results}",
+        limit=f"not {tested}",
+        proof=f"df: the storage under test is mounted at {tested}, the results' at {results}",
         fix="Repeat the run with results on another file system.",
     )
 
@@ -139,14 +133,14 @@ def _mount_point(path: str, mounts: list[str]) -> str:
     return max(above, key=len, default="/")
 
 
-def _require_datagen(case: rule.ResultCase) -> ResultDir:
+def _require_datagen(case: Case) -> ResultDir:
     """The result directory of the last data generation."""
     if not case.result.datagen:
         raise MissingFact("there is no result directory in datagen/", where=case.result.name)
     return case.result.datagen[-1]
 
 
-def _num_files(directory: ResultDir, case: rule.RunCase) -> int:
+def _num_files(directory: ResultDir, case: Case) -> int:
     """The files of the data set: from the summary in the metadata, else from their whole configuration."""
     metadata = directory.metadata
     if metadata.has("dataset", "num_files_train"):
@@ -160,16 +154,7 @@ def _num_files(directory: ResultDir, case: rule.RunCase) -> int:
     return metadata.integer(section, "dataset", "num_files_train")
 
 
-@rule.run_rule(
-    id="dataset.sized",
-    title="A run has at least as many files as were sized for its data folder",
-    editions=rule.NEWEST,
-    source="3.1.1, 3.3.1 (DATASIZE-MISSING, DATASIZE-UNDERRUN)",
-    formula="num_files of the last datasize with the run's data_dir and accelerator <= the run's num_files",
-    passes="28,000 files sized, 28,000 read",
-    fails="28,000 files sized, 27,999 read",
-)
-def _check_sized_files(case: rule.RunCase) -> Iterator[Finding]:
+def _judge_sized_files(case: Case) -> Iterator[Finding]:
     run = case.run
     data_folder = run.metadata.value("args", "data_dir")
     sizings = [
@@ -198,16 +183,7 @@ def _check_sized_files(case: rule.RunCase) -> Iterator[Finding]:
     )
 
 
-@rule.run_rule(
-    id="dataset.generated",
-    title="A run reads no more files than were generated, in the same folders",
-    editions=rule.LATER,
-    source="3.3.1 (DATAGEN-OVERRUN)",
-    formula="the run's num_files <= that of the data generation; num_subfolders are the same",
-    passes="28,000 files generated, 28,000 read",
-    fails="27,999 files generated, 28,000 read",
-)
-def _check_generated_files(case: rule.RunCase) -> Iterator[Finding]:
+def _judge_generated_files(case: Case) -> Iterator[Finding]:
     datagen = _require_datagen(case)
     generated, read = _num_files(datagen, case), case.run.summary.integer("num_files_train")
     yield pass_if(
@@ -236,135 +212,82 @@ def _file_bytes(directory: ResultDir) -> int:
     return round(samples * record_bytes(directory))
 
 
-def _generated_bytes(case: rule.RunCase) -> int:
-    datagen = _require_datagen(case)
-    return _num_files(datagen, case) * _file_bytes(datagen)
-
-
-rule.limit_rule(
-    rule.RunCase,
-    id="dataset.bytes",
-    title="At least as many bytes were generated as a run reads",
-    editions=rule.LATER,
-    source="3.2.1",
-    formula="files x samples a file x bytes a sample of the data generation >= those of the run",
-    passes="the same files, samples and bytes",
-    fails="generated with a record length of 1",
-    value=_generated_bytes,
-    compare=">=",
-    limit=lambda case: case.run.summary.integer("num_files_train") * _file_bytes(case.run),
-    evidence=lambda case: _require_datagen(case).config.file,
-    show="{:,} B",
-    proof="{value:,} B generated {sign} {limit:,} B read",
-    fix="Generate the data set with the workload's own values.",
-)
-
-
-GIB: Final = 1 << 30
-_SOURCE: Final = "v1.0 rules and sizing command; 3.1.2 of later editions"
-_MEMORY_LIMIT: Final = re.compile(
-    r"\b(\d+)\s*([MGT])i?B?\b[^&;|]{0,80}>\s{0,9}\S{0,200}memory\.(?:max|limit_in_bytes)", re.IGNORECASE
-)
-"""A shell command that limits a cgroup's memory, as descriptions quote it."""
-_UNITS: Final = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def min_files(samples: Fraction, samples_per_file: int, edition: Edition) -> int:
+def _min_files(samples: Fraction, samples_per_file: int, edition: Edition) -> int:
     """Whole files for `samples`, rounded as the edition says."""
     exact = samples / samples_per_file
     return math.ceil(exact) if edition.sizing.rounding == "up" else math.floor(exact)
 
 
-def _judge_each_run(
-    case: rule.ResultCase, judge: Callable[[ResultRun, rule.ResultCase], Finding]
-) -> Iterator[Finding]:
+def _for_each_run(
+    judge: Callable[[Case], Callable[[ResultRun], Finding]],
+) -> Callable[[Case], Iterator[Finding]]:
     """One finding for each run: the clients of a run, which read one data set, are judged together."""
-    rule.require_runs(case.result)
-    for run in case.result.runs:
-        try:
-            yield judge(run, case)
-        except MissingFact as reason:
-            yield not_checked(reason)
+
+    def judge_runs(case: Case) -> Iterator[Finding]:
+        require_runs(case.result)
+        judge_run = judge(case)
+        for run in case.result.runs:
+            try:
+                yield judge_run(run)
+            except MissingFact as reason:
+                yield not_checked(reason)
+
+    return judge_runs
 
 
-@rule.result_rule(
-    id="sizing.steps",
-    title="The data set feeds every accelerator for enough steps an epoch",
-    editions=rule.ALL,
-    source=_SOURCE,
-    formula="files >= min_steps x batch x accelerators / samples a file, rounded as the edition says",
-    passes="unet3d, batch 7, 2 accelerators: 7,000 files (500 x 7 x 2)",
-    fails="the same with 6,999 files",
-)
-def _check_steps(case: rule.ResultCase) -> Iterator[Finding]:
-    yield from _judge_each_run(case, _judge_steps_of)
+@_for_each_run
+def _judge_steps(case: Case) -> Callable[[ResultRun], Finding]:
+    def judge(run: ResultRun) -> Finding:
+        first, steps = run.dirs[0], case.edition.sizing.min_steps
+        batch = first.config.integer("workload", "reader", "batch_size")
+        per_file, files = _read_files(first)
+        accelerators = num_accelerators(run)
+        samples = Fraction(steps * batch * accelerators)
+        needed = _min_files(samples, per_file, case.edition)
+        return pass_if(
+            files >= needed,
+            evidence=first.summary.file,
+            value=f"{files:,} files",
+            limit=f"{needed:,} files",
+            proof=(
+                f"{steps} steps x {batch:,} samples x {accelerators:,} accelerators / "
+                f"{per_file:,} samples a file = {quotient_text(samples / per_file)} -> "
+                f"{needed:,} files {'<=' if files >= needed else '>'} {files:,}"
+            ),
+            fix=f"Generate at least {needed:,} files and repeat the runs.",
+        )
+
+    return judge
 
 
-def _judge_steps_of(run: ResultRun, case: rule.ResultCase) -> Finding:
-    first, steps = run.dirs[0], case.edition.sizing.min_steps
-    batch = first.config.integer("workload", "reader", "batch_size")
-    per_file, files = _read_files(first)
-    accelerators = num_accelerators(run)
-    samples = steps * batch * accelerators
-    needed = min_files(Fraction(samples), per_file, case.edition)
-    return pass_if(
-        files >= needed,
-        evidence=first.summary.file,
-        value=f"{files:,} files",
-        limit=f"{needed:,} files",
-        proof=(
-            f"{steps} steps x {batch:,} samples x {accelerators:,} accelerators / "
-            f"{per_file:,} samples a file = {quotient_text(Fraction(samples, per_file))} -> "
-            f"{needed:,} files {'<=' if files >= needed else '>'} {files:,}"
-        ),
-        fix=f"Generate at least {needed:,} files and repeat the runs.",
-    )
-
-
-@rule.result_rule(
-    id="sizing.memory",
-    title="The data set is several times larger than the memory of all hosts",
-    editions=rule.ALL,
-    source=_SOURCE,
-    formula=(
-        "files >= memory_multiple x sum of the hosts' memory / record length / samples a file, rounded as "
-        "the edition says; memory that the system description limits (a cgroup's memory.max) counts as "
-        "limited, and is then left to the reviewer as a warning; so is a data set for the memory in whole "
-        "GiB, within the edition's tolerance"
-    ),
-    passes="unet3d on one host of 256 GiB: 9,376 files of 146,600,628 bytes",
-    fails="the same with 9,374 files",
-)
-def _check_memory(case: rule.ResultCase) -> Iterator[Finding]:
+@_for_each_run
+def _judge_memory(case: Case) -> Callable[[ResultRun], Finding]:
+    """Judge first by the memory that the hosts have, then by the part of it that they may use."""
+    edition, systems = case.edition, case.result.systems
     # All runs are of one system, whose description is searched once, and only if it matters.
-    find_limit = cache(lambda: find_memory_limit(case.result.systems))
-    yield from _judge_each_run(case, partial(_judge_memory_of, find_limit=find_limit))
+    find_limit = cache(lambda: find_memory_limit(systems))
 
+    def judge(run: ResultRun) -> Finding:
+        first = run.dirs[0]
+        require_all_hosts(first)
+        hosts = tuple(memory for run_dir in run.dirs for memory in _read_memory(run_dir.summary, edition))
+        physical = _compare_with_memory(first, hosts, edition)
+        if physical.verdict is Verdict.PASS:
+            return physical
+        limit_of_host = find_limit()
+        if typed := _compare_with_typed_memory(run, hosts, edition):
+            return replace(typed, proof=f"{physical.proof}; {typed.proof}")
+        if limit_of_host is None:
+            for system in systems:  # one that cannot be read may state a limit
+                system.value()
+            return physical
+        limit_bytes, evidence = limit_of_host
+        limited = tuple(min(memory, Fraction(limit_bytes)) for memory in hosts)
+        if limited == hosts:
+            return physical
+        return _compare_with_memory(first, limited, edition, f"limited to this by {evidence}")
 
-def _judge_memory_of(
-    run: ResultRun, case: rule.ResultCase, *, find_limit: Callable[[], tuple[int, str] | None]
-) -> Finding:
-    """First by the memory that the hosts have, then by what they may use of it."""
-    first, systems = run.dirs[0], case.result.systems
-    rule.require_all_hosts(first)
-    hosts = tuple(memory for run_dir in run.dirs for memory in _read_memory(run_dir.summary, case.edition))
-    physical = _compare_with_memory(first, hosts, case.edition)
-    if physical.verdict is Verdict.PASS:
-        return physical
-    limit = find_limit()
-    if typed := _compare_with_typed_memory(run, hosts, case.edition):
-        return replace(typed, proof=f"{physical.proof}; {typed.proof}")
-    if limit is None:
-        for system in systems:  # one that cannot be read may state a limit
-            system.value()
-        return physical
-    limit_bytes, evidence = limit
-    limited = tuple(min(memory, Fraction(limit_bytes)) for memory in hosts)
-    return (
-        physical
-        if limited == hosts
-        else _compare_with_memory(first, limited, case.edition, f"limited to this by {evidence}")
-    )
+    return judge
 
 
 def _compare_with_memory(
@@ -373,37 +296,39 @@ def _compare_with_memory(
     length = record_bytes(run)
     per_file, files = _read_files(run)
     multiple, memory = edition.sizing.memory_multiple, sum(hosts, Fraction(0))
-    needed = min_files(multiple * memory / length, per_file, edition)
+    needed = _min_files(multiple * memory / length, per_file, edition)
     holds = files >= needed
     note = f" ({counted})" if counted else ""
-    fix = f"Generate at least {needed:,} files and repeat the runs."
-    verdict = Verdict.PASS if holds else Verdict.FAIL
-    if holds and counted:  # only a reviewer can find out whether it was so
-        verdict, fix = Verdict.WARNING, "Let the reviewer confirm this amount of memory."
-    return Finding(
-        verdict=verdict,
+    return pass_if(
+        holds and not counted,
         evidence=run.summary.file,
         value=f"{files:,} files",
         limit=f"{needed:,} files",
         proof=(
-            f"{multiple} x {float(memory / GIB):.6g} GiB of memory{note} / {bytes_text(length)} B / "
+            f"{multiple} x {float(memory / _GIB):.6g} GiB of memory{note} / {bytes_text(length)} B / "
             f"{per_file:,} samples a file -> {needed:,} files {'<=' if holds else '>'} {files:,}"
         ),
-        fix="" if verdict is Verdict.PASS else fix,
+        # Only a reviewer can find out whether the hosts had just this memory.
+        fix=(
+            "Let the reviewer confirm this amount of memory."
+            if holds
+            else f"Generate at least {needed:,} files and repeat the runs."
+        ),
+        otherwise=Verdict.WARNING if holds else Verdict.FAIL,
     )
 
 
 def _compare_with_typed_memory(
     run: ResultRun, hosts: tuple[Fraction, ...], edition: Edition
 ) -> Finding | None:
-    """A warning if the data set is large enough for the memory in whole GiB, as sizing commands are told it.
+    """A warning if the data set is large enough for the memory in whole GiB, as people type it.
 
     None if that is not enough either, or leaves out more than the edition's tolerance.
     """
     memory = sum(hosts, Fraction(0))
     # Where only the sum is known, it is that of equal hosts.
-    num_each = 1 if edition.sizing.host_memory == "each" else rule.num_hosts(run.dirs[0])
-    typed = tuple(Fraction(host // (num_each * GIB) * num_each * GIB) for host in hosts)
+    num_each = 1 if edition.sizing.host_memory == "each" else num_hosts(run.dirs[0])
+    typed = tuple(Fraction(host // (num_each * _GIB) * num_each * _GIB) for host in hosts)
     if sum(typed) < memory * (1 - Fraction(edition.sizing.memory_tolerance)):
         return None
     finding = _compare_with_memory(
@@ -421,21 +346,21 @@ def _read_files(run: ResultDir) -> tuple[int, int]:
 
 
 def _read_memory(summary: ParsedFile, edition: Edition) -> tuple[Fraction, ...]:
-    """Each host's memory in bytes, or that of all where only the sum is right."""
+    """Each host's memory in bytes, or the sum over all hosts where only that is right."""
     stated = summary.numbers("host_memory_GB")
-    num_hosts = summary.integer("num_hosts")
+    hosts = summary.integer("num_hosts")
     if edition.sizing.host_memory == "sum":
         if min(stated) < 0 or sum(stated) <= 0:
             raise MissingFact(f"host_memory_GB is {stated!r:.60}, which is no memory", where=summary.file)
-        return (sum(map(Fraction, stated), Fraction(0)) * GIB,)
-    if len(stated) != num_hosts or min(stated) <= 0:
+        return (sum(map(Fraction, stated), Fraction(0)) * _GIB,)
+    if len(stated) != hosts or min(stated) <= 0:
         raise MissingFact(
             f"host_memory_GB has {len(stated)} entries, {sum(entry <= 0 for entry in stated)} of them empty, "
-            f"for {num_hosts} hosts: the benchmark of this edition fills the list wrongly",
+            f"for {hosts} hosts: the benchmark of this edition fills the list wrongly",
             where=summary.file,
             fix="Let the reviewer compare the hosts' memory with the number of files.",
         )
-    return tuple(Fraction(entry) * GIB for entry in stated)
+    return tuple(Fraction(entry) * _GIB for entry in stated)
 
 
 def find_memory_limit(systems: tuple[ParsedFile, ...]) -> tuple[int, str] | None:
@@ -456,3 +381,281 @@ def _strings(content: object) -> Iterator[str]:
     elif isinstance(content, list | dict):
         for entry in content.values() if isinstance(content, dict) else content:
             yield from _strings(entry)
+
+
+def _unless_no_record(case: Case) -> str:
+    return "the run has no run.json" if case.run.record.is_missing else ""
+
+
+def _epochs(record: ParsedFile) -> list[tuple[ParsedFile, list[ParsedFile]]]:
+    """Each epoch of the plan in `run.json`, with the shares of its ranks."""
+    epochs = record.value("plan", "epochs")
+    if not isinstance(epochs, list) or not epochs:
+        raise MissingFact("plan.epochs is not a list of epochs", where=record.file)
+    found = []
+    for epoch in (ParsedFile(file=record.file, content=content) for content in epochs):
+        ranks = epoch.value("ranks")
+        if not isinstance(ranks, list) or not ranks:
+            raise MissingFact("an epoch of plan.epochs has no list of ranks", where=record.file)
+        found.append((epoch, [ParsedFile(file=record.file, content=rank) for rank in ranks]))
+    return found
+
+
+def _num_samples(record: ParsedFile) -> int:
+    dataset = ("workload", "dataset")
+    return record.integer(*dataset, "num_files_train") * record.integer(*dataset, "num_samples_per_file")
+
+
+def _digest(share: ParsedFile, *path: str) -> int:
+    text = share.text(*path, "digest")
+    try:
+        return int(text, 16)
+    except ValueError as error:
+        raise MissingFact(f"digest is {text!r:.60}, not a number", where=share.file) from error
+
+
+def _largest_remainder(case: Case) -> int:
+    """The samples that the worst epoch leaves out; negative where it reads some twice."""
+    total, epochs = _num_samples(case.run.record), _epochs(case.run.record)
+    return max((total - sum(rank.integer("samples") for rank in ranks) for _, ranks in epochs), key=abs)
+
+
+def _prove_remainder(case: Case, remainder: int, _: int) -> str:
+    total, policy = _num_samples(case.run.record), case.run.record.text("plan", "division")
+    share = remainder / total if total else 0.0
+    return f"an epoch leaves out {remainder:,} of {total:,} samples ({share:.3%}); the policy is {policy}"
+
+
+def _judge_shuffle(case: Case) -> Iterator[Finding]:
+    """A finding for the order, and one for its change."""
+    record = case.run.record
+    is_requested = any(
+        record.text("workload", "reader", key).lower() != "off" for key in ("file_shuffle", "sample_shuffle")
+    )
+    is_shuffled = record.text("plan", "shuffle").lower() != "off"
+    yield pass_if(
+        is_shuffled or not is_requested,
+        evidence=record.file,
+        value=f"shuffled: {is_shuffled}",
+        limit=f"shuffled: {is_requested}",
+        proof=f"shuffled: {is_requested} in the workload, {is_shuffled} in the run",
+        fix="Repeat the run with the workload's own shuffles.",
+        otherwise=Verdict.WARNING,
+    )
+    orders = [tuple(map(_digest, ranks)) for _, ranks in _epochs(record)]
+    # A single rank has all samples in each epoch, so that its digest never changes.
+    must_change = (
+        is_requested and len(orders[0]) > 1 and record.boolean("workload", "train", "seed_change_epoch")
+    )
+    num_orders = len(set(orders))
+    yield pass_if(
+        not must_change or num_orders == len(orders),
+        evidence=record.file,
+        value=f"{num_orders} orders",
+        limit=f"{len(orders)} orders",
+        proof=f"{len(orders)} epochs deal out {num_orders} different ways",
+        fix="Repeat the run with seed_change_epoch.",
+        otherwise=Verdict.WARNING,
+    )
+
+
+def _judge_repeated_samples(case: Case) -> Iterator[Finding]:
+    record = case.run.record
+    total, item_samples = _num_samples(record), record.integer("plan", "item_samples")
+    per_file = record.integer("workload", "dataset", "num_samples_per_file")
+    try:
+        expected = digest_of_all(total, item_samples, per_file)
+    except MissingFact as reason:
+        raise MissingFact(reason.what, where=record.file) from reason
+    wrong, num_limited = [], 0
+    for number, (epoch, ranks) in enumerate(_epochs(record), start=1):
+        if epoch.integer("steps") != epoch.integer("steps_without_limit"):
+            num_limited += 1
+        elif (sum(map(_digest, ranks)) + _digest(epoch, "left_out")) % _MODULUS != expected:
+            wrong.append(str(number))
+    if num_limited:
+        yield not_applicable(record.file, f"{num_limited} epochs ended early, by a limit of steps")
+    yield pass_if(
+        not wrong,
+        evidence=record.file,
+        value=f"{len(wrong)} epochs",
+        limit="0 epochs",
+        proof=(
+            f"epochs {', '.join(wrong)} do not read each sample once"
+            if wrong
+            else "all epochs read each sample once"
+        ),
+        fix="Read with another division than pad, and report this if there was none.",
+        otherwise=Verdict.WARNING,
+    )
+
+
+@lru_cache(maxsize=16)
+def digest_of_all(num_samples: int, item_samples: int, samples_per_file: int) -> int:
+    """The digest of all samples, as `run.json` defines it: see the plan of a training run."""
+    if min(num_samples, item_samples, samples_per_file) < 1:
+        raise MissingFact("run.json has no samples")
+    per_file = -(-samples_per_file // item_samples)
+    last = samples_per_file - (per_file - 1) * item_samples
+    num_items = num_samples // samples_per_file * per_file
+    if num_items > MAX_ITEMS:
+        raise MissingFact(f"{num_items:,} items are more than the {MAX_ITEMS:,} whose order is verified")
+    total = 0
+    for start in range(0, num_items, _CHUNK_ITEMS):
+        items = np.arange(start, min(start + _CHUNK_ITEMS, num_items), dtype=np.uint64)
+        sizes = np.where(items % per_file == per_file - 1, last, item_samples).astype(np.uint64)
+        total += int(_mix(_mix(items) + sizes).sum(dtype=np.uint64))
+    return total % _MODULUS
+
+
+def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finisher of splitmix64."""
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return words ^ words >> np.uint64(31)
+
+
+RULES: Final = (
+    Rule(
+        id="paths.set",
+        title="The paths of the data and of the results are set, and differ",
+        editions=LATER,
+        benchmarks=EVERY,
+        source="3.4.1, 4.4.1, 5.4.1, 6.4.1",
+        formula=(
+            "args.data_dir (checkpoint_folder, storage_root, cache_dir) and args.results_dir are set, and "
+            "not equal; a storage_root that is not set was let pass in v3.0 (a warning)"
+        ),
+        passes="data_dir /mnt/data, results_dir /home/acme/results",
+        fails="both /mnt/data",
+        judge=_judge_paths,
+    ),
+    Rule(
+        id="paths.filesystems",
+        title="Results were written to another file system than the one under test",
+        editions=LATER,
+        benchmarks=EVERY,
+        source="3.4.2, 4.4.2, 5.4.2, 6.4.1; the validator never asks a key-value cache for it",
+        formula=(
+            "fs_separation.json says same_filesystem: false; without it, df in the log shows two devices by "
+            "longest mount; neither of both was let pass in v3.0 (a warning); objects have no file system"
+        ),
+        passes="same_filesystem: false",
+        fails="same_filesystem: true",
+        judge=_judge_file_systems,
+    ),
+    Rule(
+        id="dataset.sized",
+        title="A run has at least as many files as were sized for its data folder",
+        editions=NEWEST,
+        source="3.1.1, 3.3.1 (DATASIZE-MISSING, DATASIZE-UNDERRUN)",
+        formula=(
+            "num_files of the last datasize with the run's data_dir and accelerator <= the run's num_files"
+        ),
+        passes="28,000 files sized, 28,000 read",
+        fails="28,000 files sized, 27,999 read",
+        judge=_judge_sized_files,
+    ),
+    Rule(
+        id="dataset.generated",
+        title="A run reads no more files than were generated, in the same folders",
+        editions=LATER,
+        source="3.3.1 (DATAGEN-OVERRUN)",
+        formula="the run's num_files <= that of the data generation; num_subfolders are the same",
+        passes="28,000 files generated, 28,000 read",
+        fails="27,999 files generated, 28,000 read",
+        judge=_judge_generated_files,
+    ),
+    Rule(
+        id="dataset.bytes",
+        title="At least as many bytes were generated as a run reads",
+        editions=LATER,
+        source="3.2.1",
+        formula="files x samples a file x bytes a sample of the data generation >= those of the run",
+        passes="the same files, samples and bytes",
+        fails="generated with a record length of 1",
+        judge=limit(
+            lambda case: _num_files(_require_datagen(case), case) * _file_bytes(_require_datagen(case)),
+            ">=",
+            lambda case: case.run.summary.integer("num_files_train") * _file_bytes(case.run),
+            at=lambda case: _require_datagen(case).config.file,
+            show="{:,} B",
+            proof="{fact:,} B generated {sign} {limit:,} B read",
+            fix="Generate the data set with the workload's own values.",
+        ),
+    ),
+    Rule(
+        id="sizing.steps",
+        title="The data set feeds every accelerator for enough steps an epoch",
+        editions=ALL,
+        each="result",
+        source=_SIZING_SOURCE,
+        formula="files >= min_steps x batch x accelerators / samples a file, rounded as the edition says",
+        passes="unet3d, batch 7, 2 accelerators: 7,000 files (500 x 7 x 2)",
+        fails="the same with 6,999 files",
+        judge=_judge_steps,
+    ),
+    Rule(
+        id="sizing.memory",
+        title="The data set is several times larger than the memory of all hosts",
+        editions=ALL,
+        each="result",
+        source=_SIZING_SOURCE,
+        formula=(
+            "files >= memory_multiple x sum of the hosts' memory / record length / samples a file, rounded "
+            "as the edition says; memory that the system description limits (a cgroup's memory.max) counts "
+            "as limited, and is then left to the reviewer as a warning; so is a data set for the memory in "
+            "whole GiB, within the edition's tolerance"
+        ),
+        passes="unet3d on one host of 256 GiB: 9,376 files of 146,600,628 bytes",
+        fails="the same with 9,374 files",
+        judge=_judge_memory,
+    ),
+    Rule(
+        id="order.left_out",
+        title="Every epoch reads all samples",
+        editions=LATER,
+        source="ours",
+        formula=(
+            "samples - those of all ranks == 0 in each epoch (else warning), with count, share and policy"
+        ),
+        passes="28,000 samples, batches of 7 on 8 accelerators: none is left out",
+        fails="28,001 samples: one is left out of each epoch (a warning)",
+        unless=_unless_no_record,
+        judge=limit(
+            _largest_remainder,
+            "==",
+            0,
+            at=lambda case: case.run.record.file,
+            show="{:,} samples",
+            proof=_prove_remainder,
+            fix="Choose a number of files that all accelerators' batches divide.",
+            otherwise=Verdict.WARNING,
+        ),
+    ),
+    Rule(
+        id="order.shuffled",
+        title="Samples come in the order that the workload asks for, which changes in each epoch",
+        editions=LATER,
+        source="ours",
+        formula=(
+            "plan.shuffle is seed where the workload shuffles; ranks of two epochs do not have the same "
+            "shares, unless seed_change_epoch is false or there is one rank (else warning)"
+        ),
+        passes="file_shuffle: seed, shuffle: seed, other shares in each epoch",
+        fails="file_shuffle: seed, shuffle: off (a warning)",
+        unless=_unless_no_record,
+        judge=_judge_shuffle,
+    ),
+    Rule(
+        id="order.once",
+        title="No epoch reads a sample twice",
+        editions=LATER,
+        source="ours",
+        formula="digests of all ranks and of what is left out sum up to that of all samples (else warning)",
+        passes="eight ranks with an eighth each",
+        fails="one rank that has what another has (a warning)",
+        unless=_unless_no_record,
+        judge=_judge_repeated_samples,
+    ),
+)

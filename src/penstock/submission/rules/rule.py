@@ -1,18 +1,18 @@
-"""How a rule is declared: `limit_rule` for one value against one limit, a decorated function for the others.
+"""The row of a rule, and the two comparisons by which most rules judge.
 
-    limit_rule(RunCase, id=..., editions=..., value=..., compare="<=", limit=..., ...)
-    @run_rule(id=..., editions=..., ...)       a generator of findings for each run, given a `RunCase`
-    @result_rule(id=..., editions=..., ...)    the same for each result, given a `ResultCase`
+    Rule(id=..., editions=..., judge=limit(fact, "<=", bound, at=SUMMARY, proof=..., fix=...))
+    Rule(id=..., editions=..., judge=nothing(problems, at=SUMMARY, proof=..., fix=...))
+    Rule(id=..., editions=..., judge=function)
 
-A declaration registers its rule; nothing else lists it. Invariant: a rule that says too little about itself
-raises while its module is imported, so that no rule is silently left out of an edition.
+`limit` compares one fact with one limit, `nothing` passes if a list of problems is empty, and a function is
+for rules that yield several findings or need more than that. The tables of rows are in `*_rules.py`.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Final, Literal, NotRequired, TypedDict, TypeVar, Unpack
+from operator import attrgetter
+from typing import Any, Final, Literal, Required, TypedDict
 
 from penstock.submission.edition import (
     CheckpointLimits,
@@ -32,78 +32,55 @@ ALL: Final = ("v1.0", "v2.0", "v3.0")
 LATER: Final = ("v2.0", "v3.0")
 NEWEST: Final = ("v3.0",)
 FIRST: Final = ("v1.0",)
-BOTH: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
+TRAINING: Final = (Benchmark.TRAINING,)
 CHECKPOINTING: Final = (Benchmark.CHECKPOINTING,)
+BOTH: Final = (*TRAINING, *CHECKPOINTING)
 EVERY: Final = tuple(Benchmark)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One rule. `passes` and `fails` are examples in words; the tests hold trees for both.
-
-    `judge` yields the findings, or raises `MissingFact` where a fact is missing.
-    """
-
-    id: str
-    title: str
-    editions: tuple[str, ...]
-    benchmarks: tuple[Benchmark, ...]
-    source: str
-    formula: str
-    passes: str
-    fails: str
-    judge: Callable[[SubmittedResult, Edition], Iterator[Finding]]
-
-
-class Scope(TypedDict):
-    """What a rule applies to: to training unless it names other benchmarks."""
-
-    editions: tuple[str, ...]
-    benchmarks: NotRequired[tuple[Benchmark, ...]]
-
-
-class Description(Scope):
-    """What every rule says about itself."""
-
-    id: str
-    title: str
-    source: str
-    formula: str
-    passes: str
-    fails: str
-
-
 @dataclass(frozen=True, slots=True)
-class ResultCase:
-    """One result under the rules of one edition."""
+class Case:
+    """The subject of a rule: one result, or one result directory of a run (in v1.0 one client's share)."""
 
     result: SubmittedResult
     edition: Edition
+    directory: ResultDir | None = None
+
+    @property
+    def run(self) -> ResultDir:
+        """The result directory, in a rule that is judged for each run."""
+        assert self.directory is not None
+        return self.directory
 
     @property
     def name(self) -> str:
-        """What is judged, relative to the checked folder."""
-        return self.result.name
+        """The folder that is judged, relative to the checked one."""
+        return self.directory.name if self.directory else self.result.name
 
     @property
     def timed(self) -> TimedTree:
         """The edition's limits for a tree whose runs are named by time."""
-        return self.edition.require_timed()
+        return self.edition.require(self.edition.timed)
 
     @property
     def checkpoints(self) -> CheckpointLimits:
         """The edition's limits for checkpointing."""
-        return self.edition.require_checkpoints()
+        return self.edition.require(self.edition.checkpoints)
 
     @property
     def kv_cache(self) -> KvCacheLimits:
         """The edition's limits for key-value caches."""
-        return self.edition.require_kv_cache()
+        return self.edition.require(self.edition.kv_cache)
 
     @property
     def vectors(self) -> VectorLimits:
         """The edition's limits for vector search."""
-        return self.edition.require_vectors()
+        return self.edition.require(self.edition.vectors)
+
+    @property
+    def parameters(self) -> ParameterLists:
+        """The keys that a run of this benchmark may set."""
+        return self.checkpoints.parameters if self.is_checkpointing else self.edition.parameters
 
     @property
     def division(self) -> SubmissionDivision:
@@ -118,183 +95,178 @@ class ResultCase:
         return division
 
     @property
-    def verdict_of_round(self) -> Verdict:
-        """What a broken rule comes to that the edition's round let pass with a warning."""
-        return Verdict.WARNING if self.edition.is_softened else Verdict.FAIL
-
-    @property
     def is_closed(self) -> bool:
         """Whether the result is in CLOSED."""
         return self.division is SubmissionDivision.CLOSED
 
-
-@dataclass(frozen=True, slots=True)
-class RunCase(ResultCase):
-    """One result directory of a run; of v1.0, one client's share of it."""
-
-    run: ResultDir
-
     @property
-    def name(self) -> str:
-        """The run's directory, relative to the checked folder."""
-        return self.run.name
+    def is_checkpointing(self) -> bool:
+        """Whether the result is one of checkpointing."""
+        return self.result.location.benchmark is Benchmark.CHECKPOINTING
 
     @property
     def is_warm_up(self) -> bool:
         """Whether the run counts in no mean."""
-        return any(run.is_warm_up and self.run in run.dirs for run in self.result.runs)
+        return any(run.is_warm_up and self.directory in run.dirs for run in self.result.runs)
 
     @property
-    def is_query(self) -> bool:
-        """Whether the run is one of vector search or of a key-value cache."""
-        return self.run.benchmark not in BOTH
-
-    @property
-    def is_checkpointing(self) -> bool:
-        """Whether the run is one of checkpointing."""
-        return self.run.benchmark is Benchmark.CHECKPOINTING
-
-    @property
-    def parameters(self) -> ParameterLists:
-        """The keys that the run may set."""
-        return self.checkpoints.parameters if self.is_checkpointing else self.edition.parameters
+    def verdict_of_round(self) -> Verdict:
+        """The verdict on a breach that the edition's round let pass with a warning."""
+        return Verdict.WARNING if self.edition.is_softened else Verdict.FAIL
 
 
-_registry: dict[str, Rule] = {}
+class Scope(TypedDict, total=False):
+    """Where rules apply, shared by several rows: Rule(id=..., **SCOPE, ...)."""
+
+    editions: Required[tuple[str, ...]]
+    benchmarks: tuple[Benchmark, ...]
+    each: Literal["run", "result"]
 
 
-def registered_rules() -> tuple[Rule, ...]:
-    """All rules that were declared so far, in the order of their declarations."""
-    return tuple(_registry.values())
+Judge = Callable[[Case], Iterator[Finding]]
+Read = Callable[[Case], Any]
 
 
-def declare(judge: Callable[[SubmittedResult, Edition], Iterator[Finding]], description: Description) -> Rule:
-    """Register a rule; `TypeError` or `ValueError` where its description is incomplete or taken."""
-    name = f"Rule {description.get('id')!r}"
-    # A type checker would see this, too, but a rule without editions would silently never be applied.
-    missing = sorted(
-        key for key in Description.__annotations__.keys() - {"benchmarks"} if not description.get(key)
-    )
-    if missing:
-        raise TypeError(f"{name} lacks {', '.join(missing)}. Add it to the declaration.")
-    if unknown := sorted(set(description["editions"]) - set(ALL)):
-        raise ValueError(f"{name} names unknown editions {', '.join(unknown)}. Known: {', '.join(ALL)}.")
-    if description["id"] in _registry:
-        raise ValueError(f"{name} is declared twice. Give each rule an id of its own.")
-    rule = Rule(judge=judge, **({"benchmarks": (Benchmark.TRAINING,)} | description))
-    _registry[rule.id] = rule
-    return rule
-
-
-def result_rule(
-    **description: Unpack[Description],
-) -> Callable[[Callable[[ResultCase], Iterator[Finding]]], Rule]:
-    """Declare a rule that is judged once for a result."""
-
-    def decorate(judge: Callable[[ResultCase], Iterator[Finding]]) -> Rule:
-        return declare(lambda result, edition: judge(ResultCase(result, edition)), description)
-
-    return decorate
-
-
-def always_applicable(_case: ResultCase) -> str:
-    """Apply a rule wherever its edition and benchmark are."""
-    return ""
-
-
-def free_in_open(case: ResultCase) -> str:
+def free_in_open(case: Case) -> str:
     """Apply a rule in CLOSED alone."""
     return "" if case.is_closed else "OPEN leaves this free"
 
 
-def run_rule(
-    *, not_applicable_if: Callable[[RunCase], str] = always_applicable, **description: Unpack[Description]
-) -> Callable[[Callable[[RunCase], Iterator[Finding]]], Rule]:
-    """Declare a rule that is judged for each run, unless `not_applicable_if` says why it is not.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row. `passes` and `fails` are examples in words; the tests have trees for both.
 
-    A missing fact of one run does not hide findings about other runs.
+    `unless` returns the reason why the rule does not apply to a case, or "". `judge` yields findings, or
+    raises `MissingFact`; a fact that one run lacks hides nothing about the other runs.
     """
 
-    def decorate(judge: Callable[[RunCase], Iterator[Finding]]) -> Rule:
-        def judge_runs(result: SubmittedResult, edition: Edition) -> Iterator[Finding]:
-            require_runs(result)
-            for run in result.run_dirs():
-                case = RunCase(result, edition, run)
-                try:
-                    if reason := not_applicable_if(case):
-                        yield not_applicable(case.name, reason)
-                    else:
-                        yield from judge(case)
-                except MissingFact as missing:
-                    yield not_checked(missing)
+    id: str
+    title: str
+    editions: tuple[str, ...]
+    benchmarks: tuple[Benchmark, ...] = TRAINING
+    each: Literal["run", "result"] = "run"
+    source: str
+    formula: str
+    passes: str
+    fails: str
+    unless: Callable[[Case], str] = lambda _: ""
+    judge: Judge
 
-        return declare(judge_runs, description)
+    def findings(self, result: SubmittedResult, edition: Edition) -> Iterator[Finding]:
+        """Judge a result, or each of its runs."""
+        if self.each == "result":
+            yield from self._judge(Case(result, edition))
+            return
+        require_runs(result)
+        for run in result.run_dirs():
+            try:
+                yield from self._judge(Case(result, edition, run))
+            except MissingFact as missing:
+                yield not_checked(missing)
 
-    return decorate
+    def _judge(self, case: Case) -> Iterator[Finding]:
+        if reason := self.unless(case):
+            yield not_applicable(case.name, reason)
+        else:
+            yield from self.judge(case)
 
 
-Operator = Literal["==", "<=", ">=", ">"]
-_COMPARE: Final[Mapping[Operator, tuple[Callable[[Any, Any], bool], str]]] = MappingProxyType(
-    {"==": (operator.eq, "!="), "<=": (operator.le, ">"), ">=": (operator.ge, "<"), ">": (operator.gt, "<=")}
-)
+NAME: Final[Read] = attrgetter("name")
+SUMMARY: Final[Read] = attrgetter("run.summary.file")
+CONFIG: Final[Read] = attrgetter("run.config.file")
+OVERRIDES: Final[Read] = attrgetter("run.overrides.file")
+METADATA: Final[Read] = attrgetter("run.metadata.file")
+"""The files that are usual evidence."""
+
+Operator = Literal["==", "<=", ">=", ">", "in"]
+_COMPARE: Final[Mapping[Operator, tuple[Callable[[Any, Any], bool], str]]] = {
+    "==": (operator.eq, "!="),
+    "<=": (operator.le, ">"),
+    ">=": (operator.ge, "<"),
+    ">": (operator.gt, "<="),
+    "in": (lambda fact, bound: fact in bound, "not in"),
+}
 """Each comparison, and the sign that proofs show where it does not hold."""
 
-Case = TypeVar("Case", bound=ResultCase)
 
-
-def limit_rule(  # noqa: PLR0913 - the parts of one declaration
-    kind: type[Case],
-    *,
-    value: Callable[[Case], Any],
+def limit(
+    fact: Read,
     compare: Operator,
-    limit: Callable[[Case], Any] | float | str,
-    evidence: Callable[[Case], str],
+    bound: Read | float | str,
+    *,
+    at: Read,
     proof: str | Callable[[Case, Any, Any], str],
     fix: str,
     show: str | tuple[str, str] = "{}",
     otherwise: Verdict | Callable[[Any, Any], Verdict] = Verdict.FAIL,
-    not_applicable_if: Callable[[Case], str] = always_applicable,
     lenient_in_warm_up: bool = False,
-    **description: Unpack[Description],
-) -> Rule:
-    """Declare a rule that compares one value with one limit, for each run or for each result.
+) -> Judge:
+    """Compare a fact with its limit. `at` returns the file that is the evidence.
 
-    `proof` and `fix` may name {value}, {limit} and {sign}; `show` formats the value and the limit of the
-    finding; `otherwise` is the verdict where the rule is broken, by value and limit.
+    `proof` and `fix` may name {fact}, {limit} and {sign}; `show` formats the fact and the limit of the
+    finding, e.g. ("{} entries", "{} epochs"); `otherwise` is the verdict where the comparison does not hold.
+    A failure in a warm-up, which counts in no mean, may be `lenient_in_warm_up`: a warning.
     """
-    show_value, show_limit = (show, show) if isinstance(show, str) else show
+    show_fact, show_limit = (show, show) if isinstance(show, str) else show
     holds, sign_if_broken = _COMPARE[compare]
 
     def judge(case: Case) -> Iterator[Finding]:
-        if reason := not_applicable_if(case):
-            yield not_applicable(case.name, reason)
-            return
-        # The value is read before the limit: of two missing facts, the value's is reported.
-        measured = value(case)
-        bound = limit(case) if callable(limit) else limit
-        is_kept = holds(measured, bound)
-        facts = {"value": measured, "limit": bound, "sign": compare if is_kept else sign_if_broken}
+        # The fact is read before the limit: if both are missing, the fact is reported.
+        value = fact(case)
+        most = bound(case) if callable(bound) else bound
+        is_kept = holds(value, most)
+        texts = {"fact": value, "limit": most, "sign": compare if is_kept else sign_if_broken}
         finding = pass_if(
             is_kept,
-            evidence=evidence(case),
-            value=show_value.format(measured),
-            limit=show_limit.format(bound),
-            proof=proof(case, measured, bound) if callable(proof) else proof.format(**facts),
-            fix=fix.format(**facts),
-            otherwise=otherwise(measured, bound) if callable(otherwise) else otherwise,
+            evidence=at(case),
+            value=show_fact.format(value),
+            limit=show_limit.format(", ".join(most) if isinstance(most, list) else most),
+            proof=proof(case, value, most) if callable(proof) else proof.format(**texts),
+            fix=fix.format(**texts),
+            otherwise=otherwise(value, most) if callable(otherwise) else otherwise,
         )
-        yield _excuse_warm_up(finding, case) if lenient_in_warm_up else finding
+        if lenient_in_warm_up and case.is_warm_up and finding.verdict is Verdict.FAIL:
+            finding = replace(finding, verdict=Verdict.WARNING, proof=f"{finding.proof} (in the warm-up)")
+        yield finding
 
-    decorate: Any = run_rule if issubclass(kind, RunCase) else result_rule
-    rule: Rule = decorate(**description)(judge)
-    return rule
+    return judge
 
 
-def _excuse_warm_up(finding: Finding, case: ResultCase) -> Finding:
-    """A warm-up counts in no mean: a failure in it is a warning."""
-    if isinstance(case, RunCase) and case.is_warm_up and finding.verdict is Verdict.FAIL:
-        return replace(finding, verdict=Verdict.WARNING, proof=f"{finding.proof} (in the warm-up)")
-    return finding
+def nothing(
+    problems: Callable[[Case], Iterable[str]],
+    *,
+    at: Read,
+    proof: str | Read,
+    fix: str,
+    show: str | tuple[str | Read, str | Read] = "{}",
+    bad: str = "{}",
+    separator: str = "; ",
+    otherwise: Verdict | Read = Verdict.FAIL,
+) -> Judge:
+    """Pass if nothing is wrong. `proof` is the text of a pass, `bad` the one of the problems ("unknown: {}").
+
+    `show` formats the number of problems for the value and for the limit, which is 0; functions of the case
+    return other texts.
+    """
+    shown = (show, show) if isinstance(show, str) else show
+
+    def judge(case: Case) -> Iterator[Finding]:
+        found = list(problems(case))
+        value, none = (
+            text(case) if callable(text) else text.format(number)
+            for text, number in zip(shown, (len(found), 0), strict=True)
+        )
+        yield pass_if(
+            not found,
+            evidence=at(case),
+            value=value,
+            limit=none,
+            proof=bad.format(separator.join(found)) if found else proof(case) if callable(proof) else proof,
+            fix=fix,
+            otherwise=otherwise(case) if callable(otherwise) else otherwise,
+        )
+
+    return judge
 
 
 def require_runs(result: SubmittedResult) -> None:
@@ -320,3 +292,8 @@ def num_hosts(run: ResultDir) -> int:
     if count < 1:
         raise MissingFact(f"num_hosts is {count}", where=run.summary.file)
     return count
+
+
+def num_accelerators(case: Case) -> int:
+    """The accelerators that the summary of a run states."""
+    return case.run.summary.integer("num_accelerators")

@@ -1,50 +1,51 @@
-"""Rules about the runs of a result: how many, with which files, of one workload, one after the other."""
+"""Rules about runs: their number, files, hosts and parameters, and what their files record several times.
+
+One program writes all files of a run, so they differ only where one was edited. A record that a file does not
+have is no contradiction.
+"""
 
 import fnmatch
-from collections.abc import Callable, Iterator
-from itertools import pairwise
-from typing import Final
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import chain, pairwise
+from typing import Any, Final
 
+from penstock.errors import name_some
 from penstock.submission import recomputed_metrics, tree_layout
-from penstock.submission.finding import Finding, Verdict, pass_if
-from penstock.submission.parsed_file import MissingFact
+from penstock.submission.finding import Finding, Verdict, not_applicable, pass_if
+from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
+from penstock.submission.recomputed_metrics import per_run, samples_per_second
 from penstock.submission.result_files import ResultDir, ResultRun
-from penstock.submission.rules import rule
-
-rule.limit_rule(
-    rule.ResultCase,
-    id="datagen.number",
-    title="The data set was generated once",
-    editions=rule.LATER,
-    source="2.1.13",
-    formula="number of result directories in datagen/ == the edition's",
-    passes="datagen/20260701_080000/",
-    fails="two result directories in datagen/",
-    value=lambda case: len(case.result.datagen),
-    compare="==",
-    limit=lambda case: case.timed.num_datagen,
-    evidence=lambda case: case.name,
-    proof="{value} result directories {sign} {limit}",
-    fix="Hand in the result directory of the data set that the runs read.",
+from penstock.submission.rules.rule import (
+    ALL,
+    BOTH,
+    FIRST,
+    LATER,
+    NAME,
+    SUMMARY,
+    Case,
+    Rule,
+    Scope,
+    limit,
+    num_accelerators,
+    num_hosts,
+    require_all_hosts,
+    require_runs,
 )
+from penstock.workload.dlio_keys import canonical_path, canonical_values
+from penstock.workload.shipped_catalog import families, shipped_card
 
-
-@rule.result_rule(
-    id="datagen.files",
-    title="The result directory of the data generation has its files",
-    editions=rule.LATER,
-    source="2.1.14; the JSON files that its text names too are never written by a generation",
-    formula="every pattern of the edition's list matches a file of the directory",
-    passes="training_datagen.stdout.log, training_datagen.stderr.log, dlio.log",
-    fails="no dlio.log",
-)
-def _check_datagen_files(case: rule.ResultCase) -> Iterator[Finding]:
-    for directory in case.result.datagen:
-        yield _judge_files(directory, case.timed.datagen_files)
+_BOTH: Final[Scope] = {"editions": ALL, "benchmarks": BOTH}
+_LATER_BOTH: Final[Scope] = {"editions": LATER, "benchmarks": BOTH, "each": "result"}
+_ONE_RUN: Final = "Hand in the files of one run, as the benchmark wrote them."
+_ABSENT: Final = object()
+_MEMORY_TOLERANCE: Final = 0.01
+_KIB_IN_GIB: Final = 1 << 20
 
 
 def _judge_files(directory: ResultDir, patterns: tuple[str, ...]) -> Finding:
-    """Whether each pattern matches a file of the directory."""
+    """Pass if each pattern matches a file of the directory."""
     if directory.unlisted:
         raise MissingFact(directory.unlisted, where=directory.name)
     missing = [pattern for pattern in patterns if not fnmatch.filter(directory.files, pattern)]
@@ -58,22 +59,22 @@ def _judge_files(directory: ResultDir, patterns: tuple[str, ...]) -> Finding:
     )
 
 
-@rule.result_rule(
-    id="runs.number",
-    title="A result has exactly as many runs as the edition asks for",
-    editions=rule.ALL,
-    source="v1.0 rules, a result is the mean of five runs; 2.1.17: one warm-up and five",
-    formula="number of runs == num_runs; in v2.0 five runs without the warm-up are a warning",
-    passes="run1 ... run5",
-    fails="run1 ... run4",
-)
-def _check_num_runs(case: rule.ResultCase) -> Iterator[Finding]:
+def _judge_datagen_files(case: Case) -> Iterator[Finding]:
+    for directory in case.result.datagen:
+        yield _judge_files(directory, case.timed.datagen_files)
+
+
+def _judge_run_files(case: Case) -> Iterator[Finding]:
+    yield _judge_files(case.run, case.checkpoints.files if case.is_checkpointing else case.edition.run_files)
+
+
+def _judge_num_runs(case: Case) -> Iterator[Finding]:
     num_runs, expected = len(case.result.runs), case.edition.num_runs
     if not num_runs:
-        raise MissingFact("there is no folder of a run", where=case.result.name)
+        raise MissingFact("there is no folder of a run", where=case.name)
     yield pass_if(
         num_runs == expected,
-        evidence=case.result.name,
+        evidence=case.name,
         value=num_runs,
         limit=expected,
         proof=f"{num_runs} runs {'==' if num_runs == expected else '!='} {expected}",
@@ -82,31 +83,7 @@ def _check_num_runs(case: rule.ResultCase) -> Iterator[Finding]:
     )
 
 
-@rule.run_rule(
-    id="runs.files",
-    title="Each run has its files",
-    editions=rule.ALL,
-    benchmarks=rule.BOTH,
-    source="v1.0 rules, structure of a submission; 2.1.19 and 2.1.25 of later editions",
-    formula="every pattern of the edition's list matches a file in the run's folder",
-    passes="run1/ with summary.json, per_epoch_stats.json and configs/",
-    fails="run3/ without summary.json",
-)
-def _check_run_files(case: rule.RunCase) -> Iterator[Finding]:
-    yield _judge_files(case.run, case.checkpoints.files if case.is_checkpointing else case.edition.run_files)
-
-
-@rule.result_rule(
-    id="runs.configuration",
-    title="The configuration's folder has exactly its files",
-    editions=rule.LATER,
-    benchmarks=rule.BOTH,
-    source="2.1.15, 2.1.20, 2.1.26",
-    formula="the files in dlio_config/ are those of the edition's list",
-    passes="dlio_config/ with config.yaml, hydra.yaml, overrides.yaml",
-    fails="dlio_config/ with config.yaml alone",
-)
-def _check_config_files(case: rule.ResultCase) -> Iterator[Finding]:
+def _judge_config_files(case: Case) -> Iterator[Finding]:
     expected, prefix = set(case.timed.config_files), f"{tree_layout.CONFIG_FOLDER}/"
     for directory in (*case.result.datagen, *case.result.run_dirs()):
         present = {name.removeprefix(prefix) for name in directory.files if name.startswith(prefix)}
@@ -122,17 +99,7 @@ def _check_config_files(case: rule.ResultCase) -> Iterator[Finding]:
         )
 
 
-@rule.result_rule(
-    id="runs.results",
-    title="The runs have their results.json",
-    editions=rule.LATER,
-    benchmarks=rule.BOTH,
-    source="2.1.16, 2.1.22",
-    formula="results.json is beside the runs, and can be read",
-    passes="run/results.json",
-    fails="no results.json",
-)
-def _check_results_file(case: rule.ResultCase) -> Iterator[Finding]:
+def _judge_results_file(case: Case) -> Iterator[Finding]:
     report = case.result.report
     if not report.is_missing:
         report.value()
@@ -144,36 +111,25 @@ def _check_results_file(case: rule.ResultCase) -> Iterator[Finding]:
     )
 
 
-@rule.run_rule(
-    id="runs.workload",
-    title="Workload and accelerator belong to the edition",
-    editions=rule.ALL,
-    benchmarks=rule.BOTH,
-    source="v1.0 rules, workloads; 2.1.11, 2.1.21 and 4.3.3 of later editions",
-    formula=(
-        "workload= in overrides.yaml (of checkpoints, the metadata) names a workload and an accelerator of "
-        "the edition, and the folder has the workload's name; case does not matter"
-    ),
-    passes="workload=unet3d_h100",
-    fails="workload=bert_v100",
-)
-def _check_workload(case: rule.RunCase) -> Iterator[Finding]:
+def _judge_workload(case: Case) -> Iterator[Finding]:
     run, edition = case.run, case.edition
     family, accelerator = run.workload()
     if case.is_checkpointing:
-        families = tuple(case.checkpoints.models)
-        accelerators = tuple(case.checkpoints.accelerator_memory_gb)
-        is_known = family in families  # the rule on accelerators' memory judges the accelerator
+        families_, accelerators = (
+            tuple(case.checkpoints.models),
+            tuple(case.checkpoints.accelerator_memory_gb),
+        )
+        is_known = family in families_  # the rule on accelerators' memory judges the accelerator
     else:
-        families, accelerators = tuple(edition.min_utilization_percent), edition.accelerators
-        is_known = family in families and accelerator in accelerators
+        families_, accelerators = tuple(edition.min_utilization_percent), edition.accelerators
+        is_known = family in families_ and accelerator in accelerators
     folder = case.result.location.model.lower()
     is_misplaced = is_known and bool(folder) and folder != family
     yield pass_if(
         is_known and not is_misplaced,
         evidence=run.metadata.file if case.is_checkpointing else run.overrides.file,
         value=f"{family} on {accelerator}",
-        limit=f"{', '.join(families)} on {', '.join(accelerators)}",
+        limit=f"{', '.join(families_)} on {', '.join(accelerators)}",
         proof=(
             f"{family} lies in a folder called {folder}"
             if is_misplaced
@@ -187,35 +143,24 @@ def _over_dirs(read: Callable[[ResultDir], str]) -> Callable[[ResultRun], str]:
     return lambda run: ", ".join(sorted({read(directory) for directory in run.dirs}))
 
 
-SHARED_SETTINGS: Final[tuple[tuple[str, Callable[[ResultRun], str]], ...]] = (
+_SHARED_SETTINGS: Final[tuple[tuple[str, Callable[[ResultRun], str]], ...]] = (
     ("workload", _over_dirs(lambda run: "_".join(run.workload()))),
     ("accelerators", lambda run: str(recomputed_metrics.num_accelerators(run))),
     ("files", _over_dirs(lambda run: str(run.summary.integer("num_files_train")))),
     ("samples a file", _over_dirs(lambda run: str(run.summary.integer("num_samples_per_file")))),
 )
-"""What all runs of a result share; checkpoints have the first two."""
+"""Settings that all runs of a result share; checkpoints have the first two."""
 
 
-@rule.result_rule(
-    id="runs.same",
-    title="Workload, accelerators, files and samples a file are the same in all runs",
-    editions=rule.ALL,
-    benchmarks=rule.BOTH,
-    source="v1.0 rules, a result is the mean of runs of one configuration; 1.3 of later editions",
-    formula="one value of each over all runs",
-    passes="five runs with 8 accelerators",
-    fails="four runs with 8 accelerators, one with 7",
-)
-def _check_same_settings(case: rule.ResultCase) -> Iterator[Finding]:
-    rule.require_runs(case.result)
-    is_training = case.result.location.benchmark is tree_layout.Benchmark.TRAINING
-    for name, read in SHARED_SETTINGS if is_training else SHARED_SETTINGS[:2]:
+def _judge_same_settings(case: Case) -> Iterator[Finding]:
+    require_runs(case.result)
+    for name, read in _SHARED_SETTINGS[:2] if case.is_checkpointing else _SHARED_SETTINGS:
         values = {run.name: read(run) for run in case.result.runs}
         distinct = sorted(set(values.values()))
         listed = ", ".join(f"{run}: {value}" for run, value in values.items())
         yield pass_if(
             len(distinct) == 1,
-            evidence=case.result.name,
+            evidence=case.name,
             value=", ".join(distinct),
             limit="one value",
             proof=f"{name}: {distinct[0]} in all runs" if len(distinct) == 1 else f"{name}: {listed}",
@@ -223,20 +168,11 @@ def _check_same_settings(case: rule.ResultCase) -> Iterator[Finding]:
         )
 
 
-@rule.result_rule(
-    id="runs.pauses",
-    title="Runs follow one another, with pauses shorter than a run",
-    editions=rule.LATER,
-    source="2.1.18: the text measures from end to start, its tool from start to start; both agree here",
-    formula="0 <= begin of a run - end of the run before < max_pause_runs x duration of the shortest run",
-    passes="runs of 18 minutes with 2 minutes between them",
-    fails="runs of 18 minutes with 18 minutes between them",
-)
-def _check_pauses(case: rule.ResultCase) -> Iterator[Finding]:
+def _judge_pauses(case: Case) -> Iterator[Finding]:
     runs = case.result.runs
     if len(runs) < 2:
         found = "is one run" if runs else "are no runs"
-        raise MissingFact(f"there {found}, and no pause", where=case.result.name)
+        raise MissingFact(f"there {found}, and no pause", where=case.name)
     intervals = [recomputed_metrics.read_interval(run.dirs[0]) for run in runs]
     shortest_s = min(interval.duration_s for interval in intervals)
     limit_s = case.timed.max_pause_runs * shortest_s
@@ -254,3 +190,675 @@ def _check_pauses(case: rule.ResultCase) -> Iterator[Finding]:
             ),
             fix="Repeat the runs one after the other.",
         )
+
+
+def _judge_hosts_alone(case: Case) -> Iterator[Finding]:
+    hosts, accelerators = num_hosts(case.run), num_accelerators(case)
+    recommended = case.timed.min_accelerators_alone
+    yield pass_if(
+        hosts > 1 or accelerators >= recommended,
+        evidence=case.run.summary.file,
+        value=accelerators,
+        limit=recommended,
+        proof=f"{accelerators} accelerators on {hosts} hosts; one host should have {recommended}",
+        fix="Simulate more accelerators on this host.",
+        otherwise=Verdict.WARNING,
+    )
+
+
+def _judge_single_host(case: Case) -> Iterator[Finding]:
+    hosts, names = num_hosts(case.run), case.run.metadata.value("args", "hosts")
+    if isinstance(names, str):
+        names = names.replace(",", " ").split()
+    num_named = len(names) if isinstance(names, list) else 0
+    yield pass_if(
+        hosts > 1 or num_named <= 1,
+        evidence=case.run.metadata.file,
+        value=f"{num_named} named",
+        limit=f"{hosts} in the summary",
+        proof=f"{num_named} hosts were named, the summary has {hosts}",
+        fix="Repeat the run on the hosts that are to be handed in.",
+    )
+
+
+def _judge_alike_hosts(case: Case) -> Iterator[Finding]:
+    summary, metadata = case.run.summary, case.run.metadata
+    require_all_hosts(case.run)
+    count, max_ratio, path = num_hosts(case.run), case.timed.max_ratio_of_hosts, ("system_info", "hosts")
+    for name, key in (
+        ("host_memory_GB", ("memory", "total")),
+        ("host_cpu_count", ("cpu", "num_logical_cores")),
+    ):
+        # DLIO fills its lists wrongly on clusters; the metadata may have the same facts of each host.
+        numbers, hosts = summary.numbers(name), metadata.value(*path) if metadata.has(*path) else None
+        if (len(numbers) != count or min(numbers) <= 0) and isinstance(hosts, list) and hosts:
+            numbers = tuple(ParsedFile(file=metadata.file, content=host).number(*key) for host in hosts)
+        is_comparable = len(numbers) == count and min(numbers) > 0
+        ratio = max(numbers) / min(numbers) if is_comparable else 0.0
+        yield pass_if(
+            is_comparable and ratio <= max_ratio,
+            evidence=summary.file,
+            value=f"{ratio:.4g}" if is_comparable else f"{len(numbers)} entries",
+            limit=f"{max_ratio:g}",
+            proof=(
+                f"{name}: {max(numbers):g} / {min(numbers):g} = {ratio:.4g}"
+                if is_comparable
+                else f"{name} has {len(numbers)} entries for {count} hosts, which cannot be compared"
+            ),
+            fix="Let the reviewer compare the hosts.",
+            otherwise=Verdict.WARNING,
+        )
+
+
+def _judge_host_memory(case: Case) -> Iterator[Finding]:
+    summary, metadata = case.run.summary, case.run.metadata
+    if not summary.has("host_meminfo", "MemTotal"):
+        yield not_applicable(summary.file, "the summary has no host_meminfo")
+    else:
+        yield _compare_with_meminfo(summary)
+    if metadata.has("system_info", "total_memory_bytes"):
+        listed_gib = sum(summary.numbers("host_memory_GB"))
+        total_gib = metadata.number("system_info", "total_memory_bytes") / (1 << 30)
+        yield pass_if(
+            abs(listed_gib - total_gib) <= _MEMORY_TOLERANCE * total_gib,
+            evidence=metadata.file,
+            value=f"{listed_gib:.6g} GiB",
+            limit=f"{total_gib:.6g} GiB",
+            proof=f"host_memory_GB sums up to {listed_gib:.6g} GiB, system_info has {total_gib:.6g} GiB",
+            fix="Let the reviewer ask which hosts ran.",
+            otherwise=Verdict.WARNING,
+        )
+    if summary.has("potential_caching") and summary.has("data_size_per_host_GB"):
+        # Hosts that could hold their share of the data in memory: no rule counts them, and readers do.
+        memory_gib, share_gib = summary.numbers("host_memory_GB"), summary.number("data_size_per_host_GB")
+        stated = [*summary.numbers("potential_caching")]
+        # On clusters the list of the memory may have more entries than there are hosts.
+        expected = [float(each_gib > share_gib) for each_gib in memory_gib[: len(stated)]]
+        yield pass_if(
+            stated == expected,
+            evidence=summary.file,
+            value=_list(stated),
+            limit=_list(expected),
+            proof=(
+                f"potential_caching is {_list(stated)}, by {share_gib:.6g} GiB of data a host and "
+                f"{max(memory_gib):.6g} GiB of memory it is {_list(expected)}"
+            ),
+            fix="Let the reviewer ask whether the data were read from memory.",
+            otherwise=Verdict.WARNING,
+        )
+
+
+def _compare_with_meminfo(summary: ParsedFile) -> Finding:
+    listed = summary.numbers("host_memory_GB")
+    text = summary.text("host_meminfo", "MemTotal")
+    stated = ParsedFile(file=summary.file, content={"host_meminfo.MemTotal": text.removesuffix("kB").strip()})
+    total_gib = stated.number("host_meminfo.MemTotal") / _KIB_IN_GIB
+    if min(listed) <= 0 or total_gib <= 0:
+        return not_applicable(summary.file, "host_memory_GB has empty entries")
+    ratios = [entry / total_gib for entry in listed]
+    holds = any(round(ratio) >= 1 and abs(ratio - round(ratio)) <= _MEMORY_TOLERANCE for ratio in ratios)
+    return pass_if(
+        holds,
+        evidence=summary.file,
+        value=f"{max(listed):.6g} GiB",
+        limit=f"{total_gib:.6g} GiB",
+        proof=(
+            f"host_meminfo.MemTotal is {total_gib:.6g} GiB, host_memory_GB has "
+            f"{'it' if holds else f'{max(listed):.6g} GiB at most, and no multiple of it'}"
+        ),
+        fix=_ONE_RUN,
+    )
+
+
+def _judge_allowed_parameters(case: Case) -> Iterator[Finding]:
+    division = case.division
+    changed = case.run.settings().keys() - {"workload"}
+    forbidden = ", ".join(sorted(changed - case.parameters.allowed(division)))
+    yield pass_if(
+        not forbidden,
+        evidence=case.run.overrides.file,
+        value=forbidden,
+        limit=f"the free keys of {division.value}",
+        proof=(
+            f"{forbidden}: not free in {division.value}"
+            if forbidden
+            else f"all {len(changed)} keys are free in {division.value}"
+        ),
+        fix="Repeat the runs without these.",
+    )
+
+
+def _judge_odirect(case: Case) -> Iterator[Finding]:
+    family, _ = case.run.workload()
+    allowed = case.timed.odirect_workloads
+    is_set = case.run.settings().get("reader.odirect", "false").lower() == "true"
+    yield pass_if(
+        not is_set or family in allowed,
+        evidence=case.run.overrides.file,
+        value=f"{family}, odirect {'on' if is_set else 'off'}",
+        limit=", ".join(sorted(allowed)),
+        proof=f"reader.odirect is {'set' if is_set else 'not set'} for {family}",
+        fix="Repeat the runs without reader.odirect.",
+    )
+
+
+def _judge_configuration(case: Case) -> Iterator[Finding]:
+    run, parameters = case.run, case.parameters
+    free = parameters.allowed(case.division)
+    family, accelerator = run.workload()
+    reference = _published_values(family, None if case.is_checkpointing else accelerator)
+    if reference is None and case.is_checkpointing:
+        raise MissingFact(f"{family} has no known parameters", where=run.metadata.file)
+    if reference is None:
+        raise MissingFact(f"{family} on {accelerator} has no known parameters", where=run.overrides.file)
+    given = canonical_values(run.config.value("workload"))
+    # Compared by our own paths, because configurations spell some keys in two ways.
+    compared = {
+        key: (given.get(path, _ABSENT), reference[path])
+        for key in parameters.compared
+        if key not in free and (path := canonical_path(tuple(key.split(".")))) in reference
+    }
+    missing = [f"workload.{key}" for key, (value, _) in compared.items() if value is _ABSENT]
+    if missing:
+        raise MissingFact(f"there is no field {', '.join(missing)}", where=run.config.file)
+    # Numbers are compared by value, so that 0.9 is 0.90; everything else as text.
+    changed = [
+        f"{key} is {value!r}, not {wanted!r}"
+        for key, (value, wanted) in compared.items()
+        if not (type(value) in (int, float) and value == wanted) and str(value) != str(wanted)
+    ]
+    yield pass_if(
+        not changed,
+        evidence=run.config.file,
+        value=f"{len(changed)} changed",
+        limit="0 changed",
+        proof="; ".join(changed) or f"{len(compared)} values are those of {family} on {accelerator}",
+        fix="Repeat the runs with the workload as it is.",
+    )
+
+
+@cache
+def _published_values(family: str, accelerator: str | None) -> Mapping[KeyPath, object] | None:
+    """The values of a workload by our paths; of a model, which has no accelerator, those of its card."""
+    if accelerator is None:
+        card = shipped_card(family)
+        return None if card is None else canonical_values(card.sections)
+    shipped = families().get(family)
+    if shipped is None or accelerator not in shipped.variants:
+        return None
+    # What an accelerator sets replaces what all share.
+    return {**canonical_values(shipped.shared), **canonical_values(shipped.variants[accelerator])}
+
+
+def _recorded_configuration(case: Case) -> KeyPath:
+    """The name under which the metadata have the whole configuration."""
+    names = case.edition.timed.metadata_parameters if case.edition.timed else ()
+    return next(((name,) for name in names if case.run.metadata.has(name)), ("parameters",))
+
+
+def _judge_recorded_numbers(case: Case) -> Iterator[Finding]:
+    run, parameters = case.run, _recorded_configuration(case)
+    # Each number, with the places that may record it; the first is compared with the others.
+    recorded: dict[str, list[tuple[ParsedFile, KeyPath]]] = {
+        name: [
+            (run.summary, (key,)),
+            (run.config, ("workload", "dataset", key)),
+            (run.metadata, (*parameters, "dataset", key)),
+            (run.metadata, ("override_parameters", f"dataset.{key}")),
+        ]
+        for name, key in (("files", "num_files_train"), ("samples a file", "num_samples_per_file"))
+    }
+    recorded["epochs"] = [
+        (run.summary, ("epochs",)),
+        (run.config, ("workload", "train", "epochs")),
+        (run.metadata, (*parameters, "train", "epochs")),
+    ]
+    recorded["accelerators"] = [
+        (run.summary, ("num_accelerators",)),
+        (run.metadata, ("num_processes",)),
+        (run.metadata, ("args", "num_accelerators")),
+    ]
+    problems = []
+    for name, places in recorded.items():
+        stated = [(file, file.number(*path)) for file, path in places if file.has(*path)]
+        problems += [
+            f"{name}: {value:,g} in {_short(file)}, {stated[0][1]:,g} in {_short(stated[0][0])}"
+            for file, value in stated[1:]
+            if value != stated[0][1]
+        ]
+    problems += _find_other_models(run)
+    # The command line's own number: the configuration shows what came of it.
+    overridden, key = [], "num_files_train"
+    if (text := run.settings().get(f"dataset.{key}")) is not None:
+        asked = ParsedFile(file=run.overrides.file, content={key: text}).number(key)
+        if asked != (read := run.summary.number(key)):
+            overridden = [f"files: {asked:,g} in {_short(run.overrides)}, {read:,g} in summary.json"]
+    yield pass_if(
+        not (problems or overridden),
+        evidence=run.name,
+        value=f"{len(problems) + len(overridden)} differ",
+        limit="0 differ",
+        proof="; ".join((*problems, *overridden)) or "all files of the run record the same numbers",
+        fix=_ONE_RUN,
+        otherwise=Verdict.FAIL if problems else Verdict.WARNING,
+    )
+
+
+def _find_other_models(run: ResultDir) -> Iterator[str]:
+    """The model of the configuration, which is the workload's family, and the accelerator of the metadata."""
+    family, accelerator = run.workload()
+    for path in (("workload", "model", "name"), ("workload", "model")):
+        if run.config.has(*path) and isinstance(run.config.value(*path), str):
+            model = run.config.text(*path).lower()
+            if not (family.startswith(model) or model.startswith(family)):
+                yield f"model: {model} in {_short(run.config)}, {family} in {_short(run.overrides)}"
+    stated = run.accelerator()
+    if stated and stated != accelerator:
+        yield f"accelerator: {stated} in {_short(run.metadata)}, {accelerator} in {_short(run.overrides)}"
+
+
+def _short(file: ParsedFile) -> str:
+    return file.file.rpartition("/")[2]
+
+
+def _judge_recorded_parameters(case: Case) -> Iterator[Finding]:
+    run, parameters = case.run, case.parameters
+    # What overrides.yaml has, too, is judged by the rule on that file.
+    allowed = parameters.allowed(case.division) | run.settings().keys()
+    problems = [
+        f"{place} sets {', '.join(sorted(set(keys) - allowed))}"
+        for place, keys in _recorded_overrides(run.metadata)
+        if set(keys) - allowed
+    ]
+    recorded, configured = (
+        canonical_values(file.value(*path)) if file.has(*path) else {}
+        for file, path in ((run.metadata, _recorded_configuration(case)), (run.config, ("workload",)))
+    )
+    for key in (*parameters.compared, "dataset.num_files_train"):
+        path = canonical_path(tuple(key.split(".")))
+        here, there = recorded.get(path, _ABSENT), configured.get(path, _ABSENT)
+        if _ABSENT not in (here, there) and _plain(here) != _plain(there):
+            problems.append(f"{key} is {here!r:.40} in {_short(run.metadata)}, {there!r:.40} in config.yaml")
+    yield pass_if(
+        not problems,
+        evidence=run.metadata.file,
+        value=f"{len(problems)} differ",
+        limit="0 differ",
+        proof=name_some(problems, 5, separator="; ") or "the metadata record what the configuration has",
+        fix="Repeat the runs without these parameters, and hand in their files as they were written.",
+    )
+
+
+def _recorded_overrides(metadata: ParsedFile) -> Iterator[tuple[str, list[str]]]:
+    """The keys that a run set, by each place that records them."""
+    words: Any = {}
+    if metadata.has("override_parameters"):
+        overrides = metadata.value("override_parameters")
+        words["override_parameters"] = overrides if isinstance(overrides, dict) else ()
+    if metadata.has("args", "params"):
+        params = metadata.value("args", "params")
+        entries = params if isinstance(params, list | dict) else [params]
+        flat = chain.from_iterable(entry if isinstance(entry, list) else [entry] for entry in entries)
+        words["args.params"] = [str(word).partition("=")[0] for word in flat]
+    if metadata.has("executed_command"):
+        command = str(metadata.value("executed_command"))
+        try:
+            parts = shlex.split(command)
+        except ValueError:  # a quote without end
+            parts = command.split()
+        words["executed_command"] = [
+            word.partition("=")[0] for word in parts if word.startswith("++workload.")
+        ]
+    for place, keys in words.items():
+        yield place, [str(key).lstrip("+~").removeprefix("workload.") for key in keys]
+
+
+def _plain(value: Any) -> Any:
+    """A value as it is meant: metadata quote numbers and truth values."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return str(value).lower()
+
+
+def _judge_report_identity(case: Case) -> Iterator[Finding]:
+    report, result = case.result.report, case.result
+    require_runs(result)
+    report.value("overall")
+    problems = list(_find_other_identity(case))
+    if report.has("runs"):
+        problems += _find_other_rates(case)
+    yield pass_if(
+        not problems,
+        evidence=report.file,
+        value=f"{len(problems)} differ",
+        limit="0 differ",
+        proof="; ".join(problems) or f"it says what its {len(result.runs)} runs do",
+        fix="Write the report from these runs (penstock submission report --write).",
+    )
+
+
+def _find_other_identity(case: Case) -> Iterator[str]:
+    report, run = case.result.report, case.result.runs[0]
+    first, per_dir = run.dirs[0], {run_dir.summary.integer("num_accelerators") for run_dir in run.dirs}
+    family, accelerator = first.workload()
+    entries = report.value("runs") if report.has("runs") else {}
+    counts: tuple[tuple[str, set[int]], ...] = (
+        ("train_num_accelerators", {recomputed_metrics.num_accelerators(run)} | per_dir),
+        ("num_files_train", {first.summary.integer("num_files_train")}),
+        ("num_samples_per_file", {first.summary.integer("num_samples_per_file")}),
+        ("num_benchmark_runs", {len(case.result.runs)}),
+    )
+    for place in (
+        ("overall",),
+        *(("runs", str(name)) for name in (entries if isinstance(entries, dict) else ())),
+    ):
+        where = ".".join(place)
+        for key, expected in (("model", family), ("accelerator", accelerator)):
+            if report.has(*place, key) and report.text(*place, key).lower() != expected:
+                yield f"{where}.{key} is {report.text(*place, key)}, the runs have {expected}"
+        for key, allowed in counts:
+            if report.has(*place, key) and report.integer(*place, key) not in allowed:
+                shown = " or ".join(map(str, sorted(allowed)))
+                yield f"{where}.{key} is {report.integer(*place, key):,}, the runs have {shown}"
+
+
+def _find_other_rates(case: Case) -> Iterator[str]:
+    report = case.result.report
+    entries, key = report.value("runs"), "train_throughput_samples_per_second"
+    if not isinstance(entries, dict):
+        raise MissingFact("runs is not a mapping of runs", where=report.file)
+    stated = sorted(report.number("runs", name, key) for name in entries if report.has("runs", name, key))
+    rates = sorted(per_run(case.result, samples_per_second))
+    tolerance = case.edition.means.relative_tolerance
+    if stated and (
+        len(stated) != len(rates)
+        or any(abs(a - b) > tolerance * max(abs(a), abs(b)) for a, b in zip(stated, rates, strict=True))
+    ):
+        yield f"runs.*.{key} are {_list(stated)}, recomputed {_list(rates)}"
+
+
+def _list(values: list[float]) -> str:
+    return name_some([f"{value:.8g}" for value in values], 6)
+
+
+def _judge_repeated_keys(case: Case) -> Iterator[Finding]:
+    result = case.result
+    files = [result.report, *result.systems, result.context.manifest]
+    for run in result.all_dirs():
+        files += (run.summary, run.config, run.overrides, run.metadata, run.provenance, run.separation)
+        files += (run.record, run.epochs, *run.stats[1:])
+    repeated = [file for file in files if file.repeated]
+    for file in repeated:
+        yield Finding(
+            verdict=Verdict.FAIL,
+            evidence=file.file,
+            value=f"{len(file.repeated)} keys",
+            limit="0 keys",
+            proof=f"{name_some(file.repeated)} given twice",
+            fix="Hand in the file as the benchmark wrote it.",
+        )
+    if not repeated:
+        yield Finding(verdict=Verdict.PASS, evidence=result.name, proof="each key is given once")
+
+
+RULES: Final = (
+    Rule(
+        id="datagen.number",
+        title="The data set was generated once",
+        editions=LATER,
+        each="result",
+        source="2.1.13",
+        formula="number of result directories in datagen/ == the edition's",
+        passes="datagen/20260701_080000/",
+        fails="two result directories in datagen/",
+        judge=limit(
+            lambda case: len(case.result.datagen),
+            "==",
+            lambda case: case.timed.num_datagen,
+            at=NAME,
+            proof="{fact} result directories {sign} {limit}",
+            fix="Hand in the result directory of the data set that the runs read.",
+        ),
+    ),
+    Rule(
+        id="datagen.files",
+        title="The result directory of the data generation has its files",
+        editions=LATER,
+        each="result",
+        source="2.1.14; the JSON files that its text names too are never written by a generation",
+        formula="every pattern of the edition's list matches a file of the directory",
+        passes="training_datagen.stdout.log, training_datagen.stderr.log, dlio.log",
+        fails="no dlio.log",
+        judge=_judge_datagen_files,
+    ),
+    Rule(
+        id="runs.number",
+        title="A result has exactly as many runs as the edition asks for",
+        editions=ALL,
+        each="result",
+        source="v1.0 rules, a result is the mean of five runs; 2.1.17: one warm-up and five",
+        formula="number of runs == num_runs; in v2.0 five runs without the warm-up are a warning",
+        passes="run1 ... run5",
+        fails="run1 ... run4",
+        judge=_judge_num_runs,
+    ),
+    Rule(
+        id="runs.files",
+        title="Each run has its files",
+        **_BOTH,
+        source="v1.0 rules, structure of a submission; 2.1.19 and 2.1.25 of later editions",
+        formula="every pattern of the edition's list matches a file in the run's folder",
+        passes="run1/ with summary.json, per_epoch_stats.json and configs/",
+        fails="run3/ without summary.json",
+        judge=_judge_run_files,
+    ),
+    Rule(
+        id="runs.configuration",
+        title="The configuration's folder has exactly its files",
+        **_LATER_BOTH,
+        source="2.1.15, 2.1.20, 2.1.26",
+        formula="the files in dlio_config/ are those of the edition's list",
+        passes="dlio_config/ with config.yaml, hydra.yaml, overrides.yaml",
+        fails="dlio_config/ with config.yaml alone",
+        judge=_judge_config_files,
+    ),
+    Rule(
+        id="runs.results",
+        title="The runs have their results.json",
+        **_LATER_BOTH,
+        source="2.1.16, 2.1.22",
+        formula="results.json is beside the runs, and can be read",
+        passes="run/results.json",
+        fails="no results.json",
+        judge=_judge_results_file,
+    ),
+    Rule(
+        id="runs.workload",
+        title="Workload and accelerator belong to the edition",
+        **_BOTH,
+        source="v1.0 rules, workloads; 2.1.11, 2.1.21 and 4.3.3 of later editions",
+        formula=(
+            "workload= in overrides.yaml (of checkpoints, the metadata) names a workload and an accelerator "
+            "of the edition, and the folder has the workload's name; case does not matter"
+        ),
+        passes="workload=unet3d_h100",
+        fails="workload=bert_v100",
+        judge=_judge_workload,
+    ),
+    Rule(
+        id="runs.same",
+        title="Workload, accelerators, files and samples a file are the same in all runs",
+        editions=ALL,
+        benchmarks=BOTH,
+        each="result",
+        source="v1.0 rules, a result is the mean of runs of one configuration; 1.3 of later editions",
+        formula="one value of each over all runs",
+        passes="five runs with 8 accelerators",
+        fails="four runs with 8 accelerators, one with 7",
+        judge=_judge_same_settings,
+    ),
+    Rule(
+        id="runs.pauses",
+        title="Runs follow one another, with pauses shorter than a run",
+        editions=LATER,
+        each="result",
+        source="2.1.18: the text measures from end to start, its tool from start to start; both agree here",
+        formula="0 <= begin of a run - end of the run before < max_pause_runs x duration of the shortest run",
+        passes="runs of 18 minutes with 2 minutes between them",
+        fails="runs of 18 minutes with 18 minutes between them",
+        judge=_judge_pauses,
+    ),
+    Rule(
+        id="hosts.accelerators",
+        title="A single host simulates several accelerators",
+        editions=LATER,
+        source="3.3.3, a recommendation",
+        formula="num_hosts > 1, or num_accelerators >= the edition's number (else warning)",
+        passes="one host, 4 accelerators",
+        fails="one host, 3 accelerators (a warning)",
+        judge=_judge_hosts_alone,
+    ),
+    Rule(
+        id="hosts.single",
+        title="A run on one host was started on one",
+        editions=LATER,
+        source="3.3.4",
+        formula="num_hosts > 1, or at most one host in the metadata's args.hosts",
+        passes="num_hosts 1, hosts [node1]",
+        fails="num_hosts 1, hosts [node1, node2]",
+        judge=_judge_single_host,
+    ),
+    Rule(
+        id="hosts.equal",
+        title="Every host has the same number of accelerators",
+        editions=LATER,
+        source="3.3.6",
+        formula="num_accelerators is a multiple of num_hosts",
+        passes="8 accelerators on 2 hosts",
+        fails="9 accelerators on 2 hosts",
+        judge=limit(
+            lambda case: num_accelerators(case) % num_hosts(case.run),
+            "==",
+            0,
+            at=SUMMARY,
+            proof=lambda case, rest, _: (
+                f"{num_accelerators(case)} accelerators / {num_hosts(case.run)} hosts leaves {rest}"
+            ),
+            fix="Give every host the same number of accelerators.",
+        ),
+    ),
+    Rule(
+        id="hosts.alike",
+        title="Hosts are alike in memory and cores",
+        editions=LATER,
+        source="3.3.7, a recommendation",
+        formula=(
+            "largest / smallest of host_memory_GB and of host_cpu_count <= the edition's ratio (else "
+            "warning); without one entry a host the metadata's hosts are compared, and without these nothing"
+            " (a warning)"
+        ),
+        passes="hosts of 256 and 256 GiB",
+        fails="hosts of 256 and 512 GiB (a warning)",
+        judge=_judge_alike_hosts,
+    ),
+    Rule(
+        id="hosts.memory",
+        title="The hosts' memory is what they themselves report",
+        **_BOTH,
+        source="ours: the same program reads both from the same hosts",
+        formula=(
+            "an entry of host_memory_GB is the MemTotal of the summary's host_meminfo, or a multiple, +- 1 "
+            "%; their sum is system_info.total_memory_bytes, +- 1 % (else warning); potential_caching is 1 "
+            "for the hosts whose host_memory_GB is above data_size_per_host_GB, and 0 for the others (else "
+            "warning)"
+        ),
+        passes='host_memory_GB [247.7], MemTotal "259739116 kB"',
+        fails='host_memory_GB [64], MemTotal "259739116 kB"',
+        judge=_judge_host_memory,
+    ),
+    Rule(
+        id="parameters.allowed",
+        title="A run sets only what its division leaves free",
+        **_BOTH,
+        source="v1.0 rules, CLOSED and OPEN; 3.6.2, 3.6.3 and 4.6.3 of later editions",
+        formula="keys in overrides.yaml are in the division's list or set by the benchmark's own script",
+        passes="closed, ++workload.reader.read_threads=16",
+        fails="closed, ++workload.reader.batch_size=1",
+        judge=_judge_allowed_parameters,
+    ),
+    Rule(
+        id="parameters.odirect",
+        title="Only workloads whose reader can bypass the page cache set reader.odirect",
+        editions=LATER,
+        source="checks of a run, odirect",
+        formula="reader.odirect is set only for workloads of the edition's list",
+        passes="unet3d, ++workload.reader.odirect=True",
+        fails="retinanet, ++workload.reader.odirect=True",
+        judge=_judge_odirect,
+    ),
+    Rule(
+        id="parameters.configuration",
+        title="A run's configuration is the workload's, except for what its division leaves free",
+        **_BOTH,
+        source="v1.0 rules, CLOSED and OPEN; the workload's published parameters",
+        formula="compared keys of config.yaml == the workload's, unless the division leaves them free",
+        passes="closed, unet3d, config.yaml with batch_size 7",
+        fails="closed, unet3d, config.yaml with batch_size 1, whatever overrides.yaml says",
+        judge=_judge_configuration,
+    ),
+    Rule(
+        id="parameters.recorded",
+        title="Whatever records the parameters of a run, they are allowed, and those of its configuration",
+        editions=LATER,
+        benchmarks=BOTH,
+        source="3.6.2, 4.3.2, 4.6.3, which tools read in different places",
+        formula=(
+            "keys in override_parameters, args.params and executed_command are free in the division, or "
+            "those of overrides.yaml; compared keys have one value in the metadata's configuration and in "
+            "config.yaml"
+        ),
+        passes="metadata with reader.batch_size 7, config.yaml with 7",
+        fails="args.params with reader.batch_size=1, and nothing in overrides.yaml",
+        judge=_judge_recorded_parameters,
+    ),
+    Rule(
+        id="runs.recorded",
+        title="Configuration, command line and metadata have the numbers of the summary",
+        editions=ALL,
+        source="ours: one program writes all of them",
+        formula=(
+            "files, samples a file, epochs, accelerators and model are the same wherever they are recorded; "
+            "another number of files in overrides.yaml alone is a warning"
+        ),
+        passes="28,000 files in summary.json, config.yaml, overrides.yaml and the metadata",
+        fails="17,500 files in summary.json, 2,000 in config.yaml",
+        judge=_judge_recorded_numbers,
+    ),
+    Rule(
+        id="report.identity",
+        title="The report is of these runs",
+        editions=FIRST,
+        each="result",
+        source="v1.0 rules, a result is what its report says of its runs",
+        formula=(
+            "model, accelerator, accelerators, files, samples a file and runs of the report are those of the "
+            "runs; so are the samples/s of each, in any order"
+        ),
+        passes='"train_num_accelerators": "10", runs on 10 accelerators',
+        fails="a report of 12 accelerators beside runs on one",
+        judge=_judge_report_identity,
+    ),
+    Rule(
+        id="files.keys",
+        title="No file gives a key twice",
+        editions=ALL,
+        benchmarks=BOTH,
+        each="result",
+        source="ours: of two values programs read the last, and people the first",
+        formula="each key once in a mapping",
+        passes='{"train_au_meet_expectation": "success"}',
+        fails='{"train_au_meet_expectation": "fail", "train_au_meet_expectation": "success"}',
+        judge=_judge_repeated_keys,
+    ),
+)

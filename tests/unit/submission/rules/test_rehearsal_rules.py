@@ -2,8 +2,8 @@
 
 import pytest
 
+from penstock.submission.check import assess_rehearsal
 from penstock.submission.finding import Finding, Verdict
-from penstock.submission.rules.rehearsal_rules import assess_rehearsal
 
 REHEARSAL = Finding(rule="runs.rehearsal", verdict=Verdict.FAIL, proof="1 of 8")
 
@@ -36,7 +36,7 @@ def test_assessment_names_what_stands_against_the_result(
 ) -> None:
     assessment = assess_rehearsal([REHEARSAL, *map(fail, rules)])
     assert assessment is not None
-    assert (assessment.summary, assessment.is_ready) == (summary, is_ready)
+    assert (assessment.summary, not assessment.other) == (summary, is_ready)
 
 
 def test_what_was_not_checked_stands_against_the_result() -> None:

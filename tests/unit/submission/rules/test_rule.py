@@ -1,22 +1,19 @@
-"""Declarations of rules: what they must say, and what becomes of value, limit, proof and verdict."""
+"""Rows of rules: each is complete, and its comparison gives value, limit, proof and verdict."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.submission.timed_tree import valid_training
 from tests.support.submission.tree_store import TreeStore
 
-import penstock.submission.rules
+import penstock.submission.check
 from penstock.errors import UsageError
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Finding, Verdict, not_checked
 from penstock.submission.parsed_file import MissingFact
-from penstock.submission.rules import MODULES, RULES, rule_by_id
-from penstock.submission.rules import rule as rule_module
-from penstock.submission.rules.rule import ALL, ResultCase, RunCase, limit_rule, result_rule, run_rule
-from penstock.submission.tree_layout import Benchmark
+from penstock.submission.rules import RULES, rule_by_id
+from penstock.submission.rules.rule import ALL, NAME, Case, Rule, limit, nothing
 
 ABOUT: dict[str, Any] = {
     "id": "test.rule",
@@ -29,55 +26,19 @@ ABOUT: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules that are declared here are forgotten afterwards."""
-    monkeypatch.setattr(rule_module, "_registry", {})
-
-
-def nothing(_: ResultCase) -> Iterator[Finding]:
-    yield from ()
-
-
-@pytest.mark.parametrize("key", ["title", "editions", "source", "formula", "passes", "fails"])
-def test_a_rule_that_says_too_little_fails_where_it_is_declared(key: str) -> None:
-    with pytest.raises(TypeError, match=rf"Rule 'test\.rule' lacks {key}\. Add it to the declaration\."):
-        result_rule(**{name: text for name, text in ABOUT.items() if name != key})(nothing)
-
-
-def test_a_rule_without_any_edition_fails() -> None:
-    with pytest.raises(TypeError, match=r"Rule 'test\.rule' lacks editions"):
-        result_rule(**ABOUT | {"editions": ()})(nothing)
-
-
-def test_a_rule_of_an_unknown_edition_fails() -> None:
-    with pytest.raises(
-        ValueError, match=r"Rule 'test\.rule' names unknown editions v9\. Known: v1\.0, v2\.0"
-    ):
-        result_rule(**ABOUT | {"editions": ("v1.0", "v9")})(nothing)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_rule_explains_itself(rule: Rule) -> None:
+    assert rule_by_id(rule.id) is rule
+    assert all((rule.title, rule.source, rule.formula, rule.passes, rule.fails, rule.benchmarks))
+    assert rule.editions
+    assert set(rule.editions) <= set(ALL)
 
 
 def test_an_id_is_given_once() -> None:
-    result_rule(**ABOUT)(nothing)
-    with pytest.raises(ValueError, match=r"Rule 'test\.rule' is declared twice"):
-        result_rule(**ABOUT)(nothing)
-
-
-def test_a_rule_is_about_training_unless_it_says_otherwise() -> None:
-    assert result_rule(**ABOUT)(nothing).benchmarks == (Benchmark.TRAINING,)
-    other = ABOUT | {"id": "test.other", "benchmarks": (Benchmark.KV_CACHE,)}
-    assert result_rule(**other)(nothing).benchmarks == (Benchmark.KV_CACHE,)
-
-
-def test_every_module_of_rules_is_imported_in_the_order_of_the_findings() -> None:
-    folder = Path(penstock.submission.rules.__file__).parent
-    assert sorted(MODULES) == sorted(path.stem for path in folder.glob("*_rules.py"))
-    assert [rule.id for rule in RULES[:3]] == ["scope.benchmark", "structure.names", "structure.divisions"]
-    assert RULES[-1].id == "order.once"
     assert len({rule.id for rule in RULES}) == len(RULES)
 
 
-def test_an_unknown_rule_is_refused_with_those_that_there_are() -> None:
+def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"There is no rule 'sizing'\. Rules are: .*sizing\.steps"):
         rule_by_id("sizing")
 
@@ -95,19 +56,21 @@ def test_an_unknown_rule_is_refused_with_those_that_there_are() -> None:
         (">", 7, Verdict.FAIL, "<="),
     ],
 )
-def test_a_limit_rule_compares_and_proves(
+def test_a_limit_is_compared_and_proved(
     compare: Any, value: int, verdict: Verdict, sign: str, store: TreeStore
 ) -> None:
-    rule = limit_rule(
-        ResultCase,
+    rule = Rule(
         **ABOUT,
-        value=lambda _: value,
-        compare=compare,
-        limit=lambda case: len(case.result.runs) + 1,
-        evidence=lambda case: case.name,
-        show=("{} a", "{} b"),
-        proof="{value} {sign} {limit}",
-        fix="make it {limit}",
+        each="result",
+        judge=limit(
+            lambda _: value,
+            compare,
+            lambda case: len(case.result.runs) + 1,
+            at=NAME,
+            show=("{} a", "{} b"),
+            proof="{fact} {sign} {limit}",
+            fix="make it {limit}",
+        ),
     )
     (finding,) = store.findings(valid_training(), rule)
     assert finding == Finding(
@@ -121,19 +84,44 @@ def test_a_limit_rule_compares_and_proves(
     )
 
 
-def test_a_limit_rule_of_runs_excuses_a_warm_up_and_may_not_apply(store: TreeStore) -> None:
-    rule = limit_rule(
-        RunCase,
-        **ABOUT,
-        not_applicable_if=lambda case: "second" if case.name.endswith("102000") else "",
-        value=lambda case: len(case.result.runs),
-        compare="==",
-        limit=0,
-        evidence=lambda case: case.run.summary.file,
-        proof=lambda case, value, limit: f"{case.edition.edition}: {value}, {limit}",
+@pytest.mark.parametrize(("name", "verdict"), [("a", Verdict.PASS), ("c", Verdict.FAIL)])
+def test_a_fact_is_one_of_a_list(name: str, verdict: Verdict, store: TreeStore) -> None:
+    judge = limit(lambda _: name, "in", lambda _: ["a", "b"], at=NAME, proof="{fact} {sign} {limit}", fix="-")
+    (finding,) = store.findings(valid_training(), Rule(**ABOUT, each="result", judge=judge))
+    assert (finding.verdict, finding.value, finding.limit) == (verdict, name, "a, b")
+
+
+@pytest.mark.parametrize(("problems", "verdict"), [([], Verdict.PASS), (["a {x}", "b"], Verdict.WARNING)])
+def test_nothing_may_be_wrong(problems: list[str], verdict: Verdict, store: TreeStore) -> None:
+    judge = nothing(
+        lambda _: problems,
+        at=NAME,
+        show="{} differ",
+        proof="fine",
+        bad="these: {}",
         fix="-",
-        otherwise=lambda value, limit: Verdict.FAIL if value > limit else Verdict.WARNING,
-        lenient_in_warm_up=True,
+        otherwise=Verdict.WARNING,
+    )
+    (finding,) = store.findings(valid_training(), Rule(**ABOUT, each="result", judge=judge))
+    assert finding.verdict is verdict
+    assert (finding.value, finding.limit) == (f"{len(problems)} differ", "0 differ")
+    assert finding.proof == ("these: a {x}; b" if problems else "fine")
+
+
+def test_a_rule_of_runs_excuses_a_warm_up_and_may_not_apply(store: TreeStore) -> None:
+    rule = Rule(
+        **ABOUT,
+        unless=lambda case: "second" if case.name.endswith("102000") else "",
+        judge=limit(
+            lambda case: len(case.result.runs),
+            "==",
+            0,
+            at=NAME,
+            proof=lambda case, value, bound: f"{case.edition.edition}: {value}, {bound}",
+            fix="-",
+            otherwise=lambda value, bound: Verdict.FAIL if value > bound else Verdict.WARNING,
+            lenient_in_warm_up=True,
+        ),
     )
     first, second, third = store.findings(valid_training(num_runs=3), rule)
     assert (first.verdict, first.proof) == (Verdict.WARNING, "v3.0: 3, 0 (in the warm-up)")
@@ -142,13 +130,12 @@ def test_a_limit_rule_of_runs_excuses_a_warm_up_and_may_not_apply(store: TreeSto
 
 
 def test_a_fact_that_one_run_lacks_hides_nothing_about_the_others(store: TreeStore) -> None:
-    @run_rule(**ABOUT)
-    def rule(case: RunCase) -> Iterator[Finding]:
+    def judge(case: Case) -> Iterator[Finding]:
         if case.is_warm_up:
             raise MissingFact("gone", where="here.json")
         yield Finding(verdict=Verdict.PASS, proof="kept")
 
-    found = store.findings(valid_training(num_runs=3), rule)
+    found = store.findings(valid_training(num_runs=3), Rule(**ABOUT, judge=judge))
     assert [finding.verdict for finding in found] == [Verdict.NOT_CHECKED, Verdict.PASS, Verdict.PASS]
     assert (found[0].proof, found[0].evidence) == ("gone", "here.json")
     assert found[0].fix == "Restore the file as the benchmark wrote it."
@@ -158,10 +145,13 @@ def test_a_fact_that_one_run_lacks_hides_nothing_about_the_others(store: TreeSto
     ("where", "fix"),
     [
         ("closed/acme/systems/fast.JSON", "Correct the description, which people write."),
-        ("fast/unet3d/run/results.json", "Write the report anew with `penstock submission report --write`."),
+        (
+            "fast/unet3d/run/results.json",
+            "Write the report again with `penstock submission report --write`.",
+        ),
         ("fast/unet3d/run/20260701_104000/summary.json", "Restore the file as the benchmark wrote it."),
         ("run/20260701_104000/.mlps-code-image", "Restore the file as the benchmark wrote it."),
-        ("fast/kv_cache/llama3.1-8b", "Hand in the whole folder, with all that the benchmark wrote."),
+        ("fast/kv_cache/llama3.1-8b", "Hand in the whole folder, with every file of the benchmark."),
     ],
 )
 def test_fix_of_a_missing_fact_fits_the_file(where: str, fix: str) -> None:
@@ -169,18 +159,17 @@ def test_fix_of_a_missing_fact_fits_the_file(where: str, fix: str) -> None:
 
 
 def test_runs_that_are_missing_are_not_checked(store: TreeStore) -> None:
-    rule = run_rule(**ABOUT)(nothing)
     tree = valid_training()
     tree.drop("/run/2026")
-    (finding,) = store.findings(tree, rule)
+    (finding,) = store.findings(tree, Rule(**ABOUT, judge=lambda _: iter(())))
     assert (finding.verdict, finding.proof) == (Verdict.NOT_CHECKED, "there are no runs")
 
 
 def test_a_path_without_a_division_is_not_checked(store: TreeStore) -> None:
-    @result_rule(**ABOUT)
-    def rule(case: ResultCase) -> Iterator[Finding]:
+    def judge(case: Case) -> Iterator[Finding]:
         yield Finding(verdict=Verdict.PASS if case.is_closed else Verdict.FAIL, proof="-")
 
+    rule = Rule(**ABOUT, each="result", judge=judge)
     tree = valid_training()
     assert store.verdict(tree, rule) is Verdict.PASS
     tree.division = "other"

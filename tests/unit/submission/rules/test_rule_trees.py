@@ -15,7 +15,7 @@ from tests.support.submission.tree_store import TreeStore, worst
 
 from penstock.submission.check import CheckedResult
 from penstock.submission.finding import Validity, Verdict
-from penstock.submission.rules import RULES, rule_by_id
+from penstock.submission.rules import RULES
 from penstock.submission.rules.rule import ALL, Rule
 
 HOMES = {"v1.0": "NUMBERED_TREES in numbered_rule_trees.py"} | dict.fromkeys(
@@ -97,9 +97,3 @@ def test_a_rule_gives_its_verdict_with_a_fix_where_it_is_broken(
         bool(finding.fix) == (finding.verdict not in (Verdict.PASS, Verdict.NOT_APPLICABLE))
         for finding in findings
     )
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
-def test_a_rule_explains_itself(rule: Rule) -> None:
-    assert rule_by_id(rule.id) is rule
-    assert all((rule.title, rule.source, rule.formula, rule.passes, rule.fails, rule.benchmarks))

@@ -12,7 +12,7 @@ from penstock.bench.training.training_plan import (
     left_out_by_division,
     summarize_samples,
 )
-from penstock.submission.rules.sample_order_rules import digest_of_all
+from penstock.submission.rules.dataset_rules import digest_of_all
 from penstock.workload.enums import Shuffle
 
 

@@ -1,0 +1,591 @@
+"""Rules about figures: utilization, stated means, and agreement of rates, files and times.
+
+Who raises a figure has to raise all that depend on it. Every tolerance is far beyond what 660 published runs
+need. A fact that older tools do not record makes a rule not applicable, never broken.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final
+
+from penstock.submission import recomputed_metrics
+from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
+from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
+from penstock.submission.recomputed_metrics import (
+    Interval,
+    read_time,
+    samples_per_second,
+    utilization_percent,
+)
+from penstock.submission.rules.rule import (
+    ALL,
+    BOTH,
+    CHECKPOINTING,
+    FIRST,
+    LATER,
+    SUMMARY,
+    Case,
+    Rule,
+    limit,
+    num_accelerators,
+    require_runs,
+)
+from penstock.submission.tree_layout import Benchmark
+
+_RATE_TOLERANCE: Final = 1.002
+"""Published runs reach 99.998 % of their accelerators' rate."""
+_UTILIZATION_TOLERANCE: Final = 0.5
+"""Percent; in published runs the utilization is never below the rate's share."""
+_MAX_UTILIZATION_GAP: Final = 30.0
+"""Percent; in published runs at most 15.2: the time between steps counts in the rate alone."""
+_FILES_TOLERANCE: Final = 0.05
+"""In published runs 0.01: reading starts before an epoch's clock does."""
+_SECONDS_TOLERANCE: Final = 1.0
+_EPOCH_SECONDS_TOLERANCE: Final = 0.5
+"""Marks of an epoch's begin and end are set near those that its rate is counted by."""
+_MAX_PROBLEMS: Final = 3
+"""One lie about time shows in many records."""
+_FIRST_RANK: Final = frozenset({"per_epoch_stats.json", "0_per_epoch_stats.json"})
+_RATES: Final = ("metric", "train_throughput_samples_per_second")
+_NO_STATISTICS: Final = "the run has no per_epoch_stats.json"
+_AS_WRITTEN: Final = "Hand in the summary as the benchmark wrote it."
+
+
+def _min_utilization(case: Case) -> float:
+    family, _ = case.run.workload()
+    limits = case.edition.min_utilization_percent
+    if family not in limits:
+        raise MissingFact(
+            f"{family} is not a workload of {case.edition.edition}", where=case.run.overrides.file
+        )
+    return limits[family]
+
+
+def _num_epoch_entries(case: Case) -> int:
+    entries = case.run.summary.value("metric", "train_au_percentage")
+    return len(entries) if isinstance(entries, list) else 0
+
+
+def _compare_stated(
+    case: Case, file: ParsedFile, path: KeyPath, recompute: Callable[[], float | tuple[float, ...]]
+) -> Finding:
+    """A stated figure against the recomputed one, or the nearest of several.
+
+    A figure that cannot be recomputed hides no other figure.
+    """
+    try:
+        recomputed = recompute()
+        stated = file.number(*path)
+    except MissingFact as reason:
+        return not_checked(reason)
+    if isinstance(recomputed, tuple):
+        recomputed = min(recomputed, key=lambda candidate: abs(candidate - stated))
+    tolerance = case.edition.means.relative_tolerance
+    holds = math.isclose(stated, recomputed, rel_tol=tolerance, abs_tol=tolerance)
+    return pass_if(
+        holds,
+        evidence=file.file,
+        value=repr(stated),
+        limit=repr(recomputed),
+        proof=f"{'.'.join(path)}: stated {stated!r} {'==' if holds else '!='} recomputed {recomputed!r}",
+        fix="State the recomputed figure, or restore the files that it was made from.",
+    )
+
+
+def _judge_run_means(case: Case) -> Iterator[Finding]:
+    for name, metric in (
+        ("train_au_mean_percentage", utilization_percent),
+        ("train_throughput_mean_samples_per_second", samples_per_second),
+        ("train_io_mean_MB_per_second", recomputed_metrics.mib_per_second),
+    ):
+        yield _compare_stated(case, case.run.summary, ("metric", name), partial(metric, case.run))
+
+
+def _judge_checkpoint_means(case: Case) -> Iterator[Finding]:
+    summary = case.run.summary
+    for prefix in ("save", "load"):
+        for name, candidates in recomputed_metrics.checkpoint_means(case.run, prefix).items():
+            summary.number("metric", name)  # without it nothing of the run is compared
+            yield _compare_stated(case, summary, ("metric", name), partial(tuple, candidates))
+
+
+def _judge_results_means(case: Case) -> Iterator[Finding]:
+    report, is_training = case.result.report, case.result.location.benchmark is Benchmark.TRAINING
+    metrics = recomputed_metrics.TRAINING_METRICS if is_training else recomputed_metrics.CHECKPOINT_METRICS
+    stated = [
+        path
+        for name in metrics
+        for path in ((name,), ("metrics", name), ("overall", name))
+        if report.has(*path)
+    ]
+    for path in stated:
+        compute = metrics[path[-1]] if is_training else recomputed_metrics.result_checkpoint_means
+        arguments = (case.result,) if is_training else (case.result, path[-1])
+        yield _compare_stated(case, report, path, partial(compute, *arguments))
+    if not stated:
+        report.value()
+        yield not_applicable(report.file, "it states no known figure")
+
+
+def _judge_report_means(case: Case) -> Iterator[Finding]:
+    case.result.report.value("overall")
+    for name, metric in recomputed_metrics.TRAINING_METRICS.items():
+        if name.startswith("train_throughput"):
+            yield _compare_stated(case, case.result.report, ("overall", name), partial(metric, case.result))
+
+
+def _maximum_rate(case: Case) -> float:
+    """The samples a second that the accelerators of a directory could compute."""
+    workload, path = case.run.config, ("workload", "train", "computation_time")
+    batch = workload.integer("workload", "reader", "batch_size")
+    step_s = workload.number(*path, *(("mean",) if workload.has(*path, "mean") else ()))
+    if step_s <= 0:
+        raise MissingFact("workload.train.computation_time is not positive", where=workload.file)
+    return batch * num_accelerators(case) / step_s
+
+
+def _judge_rate_against_utilization(case: Case) -> Iterator[Finding]:
+    share = 100 * samples_per_second(case.run) / _maximum_rate(case)
+    utilization = utilization_percent(case.run)
+    is_too_low = share < utilization - _MAX_UTILIZATION_GAP
+    # Nobody can sign a utilization that the rate contradicts, and the files do not say why it does. A program
+    # that is slow to start writes such figures, too, so it is no failure. A warm-up is in no mean.
+    verdict_on_low = Verdict.WARNING if case.is_warm_up else Verdict.NOT_CHECKED
+    yield pass_if(
+        share <= utilization + _UTILIZATION_TOLERANCE and not is_too_low,
+        evidence=case.run.summary.file,
+        value=f"{share:.6g} %",
+        limit=f"{utilization:.6g} %",
+        proof=f"the rate is {share:.6g} % of the accelerators', the utilization {utilization:.6g} %",
+        fix="Let the reviewer see from the run's log which of the two is true."
+        if is_too_low
+        else _AS_WRITTEN,
+        otherwise=verdict_on_low if is_too_low else Verdict.FAIL,
+    )
+
+
+def _unless_no_statistics(case: Case) -> str:
+    return _NO_STATISTICS if case.run.epochs.is_missing else ""
+
+
+def _epochs(case: Case) -> list[ParsedFile]:
+    """The statistics of each training epoch, in order."""
+    content = case.run.epochs.value()
+    epochs = content if isinstance(content, dict) else {}
+    return [
+        ParsedFile(file=case.run.epochs.file, content=epoch)
+        for _, epoch in sorted(epochs.items(), key=lambda item: (len(str(item[0])), str(item[0])))
+    ]
+
+
+def _judge_epochs(case: Case) -> Iterator[Finding]:
+    epochs, rates = _epochs(case), case.run.summary.numbers(*_RATES)
+    yield pass_if(
+        len(epochs) == len(rates),
+        evidence=case.run.epochs.file,
+        value=f"{len(epochs)} epochs",
+        limit=f"{len(rates)} epochs",
+        proof=f"the statistics have {len(epochs)} epochs, the summary has rates of {len(rates)}",
+        fix="Hand in the statistics as the benchmark wrote them.",
+    )
+
+
+def _judge_rates_against_files(case: Case) -> Iterator[Finding]:
+    run = case.run
+    if not any(each.dirs == (run,) for each in case.result.runs):
+        yield not_applicable(case.name, "several clients ran")
+        return
+    epochs = _epochs(case)
+    total = run.summary.integer("num_files_train") * run.summary.integer("num_samples_per_file")
+    rates = run.summary.numbers(*_RATES)
+    if total < 1:
+        raise MissingFact("there are no samples", where=run.summary.file)
+    shares = [
+        (rate * _seconds_of_blocks(epoch) / total, rate) for rate, epoch in zip(rates, epochs, strict=False)
+    ]
+    if not shares:
+        yield not_applicable(case.name, "there is no epoch with a rate")
+        return
+    worst, rate = max(shares, key=lambda share: abs(share[0] - 1))
+    yield pass_if(
+        abs(worst - 1) <= _FILES_TOLERANCE + _EPOCH_SECONDS_TOLERANCE * rate / total,
+        evidence=run.epochs.file,
+        value=f"{worst * total:,.0f} samples",
+        limit=f"{total:,} samples",
+        proof=(
+            f"epoch {shares.index((worst, rate)) + 1}: samples/s x its seconds are {worst:.2%} of the "
+            f"{total:,} samples of the data set"
+        ),
+        fix="Hand in summary and statistics of one run, as the benchmark wrote them.",
+        otherwise=Verdict.FAIL if worst > 1 else Verdict.WARNING,
+    )
+
+
+def _seconds_of_blocks(epoch: ParsedFile) -> float:
+    """The time of the parts of an epoch between which checkpoints may lie."""
+    return sum(
+        (_moment(epoch, record["end"]) - _moment(epoch, record["start"])).total_seconds()
+        for name, record in _timed_records({"": epoch.value()})
+        if name.startswith(".block")
+    )
+
+
+def _timed_records(content: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Epochs and their parts that state when they started and ended."""
+    for number, epoch in content.items() if isinstance(content, dict) else ():
+        if not isinstance(epoch, dict):
+            continue
+        parts = {f"{number}.{name}": part for name, part in epoch.items()}
+        for name, record in {str(number): epoch, **parts}.items():
+            if isinstance(record, dict) and "start" in record and "end" in record:
+                yield name, record
+
+
+def _moment(stats: ParsedFile, text: Any) -> datetime:
+    try:
+        moment = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return read_time(ParsedFile(file=stats.file, content={"start or end": text}), "start or end")
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _interval(record: ParsedFile) -> Interval:
+    return Interval(begin=read_time(record, "start"), end=read_time(record, "end"))
+
+
+def _judge_times(case: Case) -> Iterator[Finding]:
+    problems = list(_find_time_problems(case))
+    for file, problem in problems[:_MAX_PROBLEMS]:
+        yield violation(
+            evidence=file, proof=problem, fix="Hand in the files of one run, as the benchmark wrote them."
+        )
+    metadata = case.run.metadata
+    if not problems and metadata.has("runtime"):
+        spanned_s, runtime_s = _interval(case.run.summary).duration_s, metadata.number("runtime")
+        yield pass_if(
+            spanned_s <= runtime_s + _SECONDS_TOLERANCE,
+            evidence=metadata.file,
+            value=f"{spanned_s:g} s",
+            limit=f"{runtime_s:g} s",
+            proof=f"the tool ran for {runtime_s:g} s, the summary spans {spanned_s:g} s",
+            fix="Let the reviewer compare the clocks.",
+            otherwise=Verdict.WARNING,
+        )
+    elif not problems:
+        yield Finding(verdict=Verdict.PASS, evidence=case.run.summary.file, proof="all times agree")
+
+
+def _find_time_problems(case: Case) -> Iterator[tuple[str, str]]:
+    run = case.run
+    whole, slack = _interval(run.summary), timedelta(seconds=_SECONDS_TOLERANCE)
+    if whole.duration_s < 0:
+        yield run.summary.file, f"end {run.summary.text('end')} is before start {run.summary.text('start')}"
+        return
+    for stats in run.stats or (run.epochs,):
+        if stats.is_missing:
+            continue
+        has_summary_clock = stats.file.rpartition("/")[2] in _FIRST_RANK
+        for name, record in _timed_records(stats.value()):
+            begin, end = _moment(stats, record["start"]), _moment(stats, record["end"])
+            spanned_s = (end - begin).total_seconds()
+            if "duration" in record and (
+                problem := _find_wrong_duration(name, record, stats.file, spanned_s)
+            ):
+                yield stats.file, f"{name}: {problem}"
+            if has_summary_clock and (begin < whole.begin - slack or end > whole.end + slack):
+                outside = max(whole.begin - begin, end - whole.end)
+                yield stats.file, f"{name} lies {outside.total_seconds():.6g} s outside of the run"
+
+
+def _find_wrong_duration(name: str, record: dict[str, Any], file: str, spanned_s: float) -> str:
+    """The flaw of a duration. An epoch's leaves out the time after its last step, and no block."""
+    entry = ParsedFile(file=file, content=record)
+    duration_s, tolerance_s = entry.number("duration"), 0.02 + 0.001 * spanned_s
+    is_part = "." in name
+    least_s = spanned_s if is_part else _seconds_of_blocks(entry)
+    if least_s - tolerance_s <= duration_s <= spanned_s + tolerance_s:
+        return ""
+    if is_part or duration_s > spanned_s:
+        return f"duration is {duration_s:g} s, end - start {spanned_s:.6g} s"
+    return f"duration is {duration_s:g} s, its blocks take {least_s:.6g} s"
+
+
+def _judge_copies(case: Case) -> Iterator[Finding]:
+    require_runs(case.result)
+    first_with: dict[tuple[str, tuple[Any, ...]], str] = {}
+    copies = []
+    for run in case.result.runs:
+        try:
+            rates = tuple(directory.summary.numbers(*_RATES) for directory in run.dirs)
+            starts = tuple(directory.summary.text("start") for directory in run.dirs)
+        except MissingFact:  # the rules on means name what is missing
+            continue
+        for mark in (("rates", rates), ("start", starts)):
+            if mark in first_with:
+                copies.append(f"{run.name} has the {mark[0]} of {first_with[mark]}")
+            first_with.setdefault(mark, run.name)
+    yield pass_if(
+        not copies,
+        evidence=case.name,
+        value=f"{len(copies)} copies",
+        limit="0 copies",
+        proof="; ".join(copies) or "each run has rates and a start of its own",
+        fix="Repeat the runs that are copies.",
+    )
+
+
+def _judge_overlap(case: Case) -> Iterator[Finding]:
+    require_runs(case.result)
+    spans: list[tuple[datetime, datetime, str]] = []
+    for run in case.result.runs:
+        whole = [_interval(directory.summary) for directory in run.dirs]
+        spans.append((min(each.begin for each in whole), max(each.end for each in whole), run.name))
+    overlaps = [
+        f"{after[2]} starts {(before[1] - after[0]).total_seconds():g} s before {before[2]} ends"
+        for before, after in pairwise(sorted(spans))
+        if after[0] < before[1]
+    ]
+    yield pass_if(
+        not overlaps,
+        evidence=case.name,
+        value=f"{len(overlaps)} overlap",
+        limit="0 overlap",
+        proof="; ".join(overlaps) or f"{len(spans)} runs come one after the other",
+        fix="Repeat the runs one after the other.",
+    )
+
+
+RULES: Final = (
+    Rule(
+        id="utilization.minimum",
+        title="Accelerators are kept as busy as the workload asks for",
+        editions=ALL,
+        source="v1.0 rules, workloads; 3.3.2 of later editions",
+        formula="mean of train_au_percentage over the epochs >= the workload's minimum",
+        passes="cosmoflow at 70.1 %",
+        fails="unet3d at 89.9 %",
+        judge=limit(
+            lambda case: utilization_percent(case.run),
+            ">=",
+            _min_utilization,
+            at=SUMMARY,
+            show=("{:.6g} %", "{:g} %"),
+            proof=lambda case, percent, least: (
+                f"mean over epochs {percent!r} % {'>=' if percent >= least else '<'} {least:g} % "
+                f"of {case.run.workload()[0]}"
+            ),
+            fix="Hand in a result with fewer accelerators, which this storage can feed.",
+            lenient_in_warm_up=True,
+        ),
+    ),
+    Rule(
+        id="utilization.stated",
+        title="Each run states that it reached its utilization",
+        editions=ALL,
+        source="v1.0 rules, success of a run; 3.3.2 of later editions",
+        formula='metric.train_au_meet_expectation == "success"',
+        passes='"success"',
+        fails='"fail"',
+        judge=limit(
+            lambda case: case.run.summary.text("metric", "train_au_meet_expectation"),
+            "==",
+            "success",
+            at=SUMMARY,
+            proof="train_au_meet_expectation is {fact!r}",
+            fix="Repeat the run with fewer accelerators, which this storage can feed.",
+            lenient_in_warm_up=True,
+        ),
+    ),
+    Rule(
+        id="means.epochs",
+        title="Each run that counts reports every epoch",
+        editions=LATER,
+        source="3.3.8",
+        formula=(
+            "entries of train_au_percentage == epochs of the configuration: none fails, another number warns"
+        ),
+        passes="5 epochs, 5 entries",
+        fails="5 epochs, no entry",
+        judge=limit(
+            _num_epoch_entries,
+            "==",
+            lambda case: case.run.config.integer("workload", "train", "epochs"),
+            at=SUMMARY,
+            show=("{} entries", "{} epochs"),
+            proof="train_au_percentage has {fact} entries for {limit} epochs",
+            fix="Repeat the run, to its end.",
+            otherwise=lambda entries, _: Verdict.WARNING if entries else Verdict.FAIL,
+            lenient_in_warm_up=True,
+        ),
+    ),
+    Rule(
+        id="means.run",
+        title="The means that a run states are those of its epochs",
+        editions=ALL,
+        source="ours: a stated mean is never trusted",
+        formula="stated == mean over epochs, within the edition's tolerance; MB/s by the record's length",
+        passes="train_au_percentage [90, 92], train_au_mean_percentage 91",
+        fails="train_au_percentage [90, 92], train_au_mean_percentage 95",
+        judge=_judge_run_means,
+    ),
+    Rule(
+        id="means.checkpoint",
+        title="The means that a checkpointing run states are those of its checkpoints",
+        editions=LATER,
+        benchmarks=CHECKPOINTING,
+        source="4.3.6: the mean of size / duration over the checkpoints, not all bytes over all time",
+        formula=(
+            "stated == mean over checkpoints, within the edition's tolerance, by rank 0 or by each "
+            "one's slowest rank"
+        ),
+        passes="10 checkpoints of 104.7 GiB in 4 ... 6.25 s, save_checkpoint_io_mean_GB_per_second 21.1",
+        fails="the same, stated 26.2",
+        judge=_judge_checkpoint_means,
+    ),
+    Rule(
+        id="means.results",
+        title="The figures of results.json are those of its runs",
+        editions=LATER,
+        benchmarks=BOTH,
+        each="result",
+        source="3.3.8, 4.3.6",
+        formula=(
+            "every figure that is known by its name, at the top or in metrics or overall, == the recomputed "
+            "one, within the edition's tolerance; warm-ups do not count; checkpoints by rank 0 or by the "
+            "slowest"
+        ),
+        passes="five runs of 20.1 ... 20.5 samples/s, train_throughput_mean_samples_per_second 20.3",
+        fails="the same, stated 20.25, which is the mean with the warm-up",
+        judge=_judge_results_means,
+    ),
+    Rule(
+        id="means.report",
+        title="The figures of the report are those of its runs",
+        editions=FIRST,
+        each="result",
+        source="v1.0 rules, a result is the mean of five runs",
+        formula="overall.* == mean and population deviation over the runs, within the edition's tolerance",
+        passes="runs of 10, 10, 10, 11 and 9 samples/s, reported 10",
+        fails="the same, reported 11",
+        judge=_judge_report_means,
+    ),
+    Rule(
+        id="rates.maximum",
+        title="A run reads no more samples than its accelerators can compute",
+        editions=ALL,
+        source="ours; batch and computation time are those of the workload",
+        formula="mean samples/s <= batch x accelerators / computation time, + 0.2 %",
+        passes="unet3d on 2 h100: 42 samples/s of at most 7 x 2 / 0.323 s = 43.3",
+        fails="the same with 48 samples/s",
+        judge=limit(
+            lambda case: samples_per_second(case.run),
+            "<=",
+            lambda case: _maximum_rate(case) * _RATE_TOLERANCE,
+            at=SUMMARY,
+            show="{:.6g} samples/s",
+            proof=lambda case, rate, _: (
+                f"{rate:.6g} samples/s are {rate / _maximum_rate(case):.2%} of what "
+                f"{num_accelerators(case)} accelerators can compute"
+            ),
+            fix=_AS_WRITTEN,
+        ),
+    ),
+    Rule(
+        id="utilization.maximum",
+        title="Accelerators are not busy for more than all of the time",
+        editions=ALL,
+        source="ours: the time of computation is part of the time that it is divided by",
+        formula="each entry of train_au_percentage <= 100, + 0.5",
+        passes="99.6 % in every epoch",
+        fails="150 % in one epoch",
+        judge=limit(
+            lambda case: max(case.run.summary.numbers("metric", "train_au_percentage")),
+            "<=",
+            100 + _UTILIZATION_TOLERANCE,
+            at=SUMMARY,
+            show="{:.6g} %",
+            proof="the highest utilization of an epoch is {fact:.6g} %",
+            fix=_AS_WRITTEN,
+        ),
+    ),
+    Rule(
+        id="rates.utilization",
+        title="The rate of a run is the one that its utilization says",
+        editions=ALL,
+        source="ours: accelerators that are busy for a share of the time compute that share of the samples",
+        formula=(
+            "share of the accelerators' rate <= mean of train_au_percentage + 0.5; more than 30 below it, "
+            "both cannot be true: not checked, since the files do not say which one is, and a warning in a "
+            "warm-up"
+        ),
+        passes="97 % utilization, 96.9 % of the rate that the accelerators can compute",
+        fails="90 % utilization, 99 % of the rate",
+        judge=_judge_rate_against_utilization,
+    ),
+    Rule(
+        id="epochs.recorded",
+        title="The statistics have every epoch that the summary has a rate of",
+        editions=ALL,
+        source="ours: both are written by the same program, from the same epochs",
+        formula="epochs of per_epoch_stats.json == entries of train_throughput_samples_per_second",
+        passes="5 rates, and epochs 1 to 5",
+        fails="5 rates, and a file without epochs",
+        unless=_unless_no_statistics,
+        judge=_judge_epochs,
+    ),
+    Rule(
+        id="rates.files",
+        title="Rate and time of each epoch come to the samples of the data set",
+        editions=ALL,
+        source="ours; runs of several clients, which share the samples, are left out",
+        formula=(
+            "samples/s x seconds of the epoch's blocks == files x samples a file, +- 5 % and 0.5 s; an epoch "
+            "that reads less is a warning"
+        ),
+        passes="28,000 files in 85 s at 329.4 samples/s",
+        fails="the same at 494 samples/s",
+        unless=_unless_no_statistics,
+        judge=_judge_rates_against_files,
+    ),
+    Rule(
+        id="times.recorded",
+        title="Durations are those between start and end, and all that is recorded lies within the run",
+        editions=ALL,
+        benchmarks=BOTH,
+        source="ours: start, end and duration are written by one clock",
+        formula=(
+            "end >= start; |duration - (end - start)| <= 0.02 s + 0.1 % of each block and checkpoint; the "
+            "blocks of an epoch <= its duration <= end - start, with the same tolerance; epochs lie within "
+            "the summary's start and end (+ 1 s); a summary that spans more than the tool's runtime is a "
+            "warning"
+        ),
+        passes='start 10:00:00, end 10:01:25, duration "85.00"',
+        fails="a checkpoint of 10 s whose duration is 5",
+        judge=_judge_times,
+    ),
+    Rule(
+        id="runs.distinct",
+        title="No run is a copy of another",
+        editions=ALL,
+        each="result",
+        source="ours: no two runs take the same time to the last digit",
+        formula="the rates of all epochs of a run, and its start, differ from those of each other run",
+        passes="five runs with rates of their own",
+        fails="run4 with the rates of run3",
+        judge=_judge_copies,
+    ),
+    Rule(
+        id="runs.overlap",
+        title="One run ends before another begins",
+        editions=FIRST,
+        each="result",
+        source="v1.0 rules, runs are consecutive; their order by number does not matter",
+        formula="in order of their starts, each run starts after the end of the one before",
+        passes="10:00 to 10:03, 10:04 to 10:07",
+        fails="10:00 to 10:03, 10:02 to 10:05",
+        judge=_judge_overlap,
+    ),
+)

@@ -1,0 +1,1018 @@
+"""Rules about key-value caches and vector search: what ran, on which ranks, and what the figures come to.
+
+Settings of a key-value cache are read from the commands that were executed; the metadata's own are the tool's
+defaults.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from penstock.submission import query_runs
+from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
+from penstock.submission.parsed_file import MissingFact, ParsedFile
+from penstock.submission.query_runs import CacheCommand, read_commands
+from penstock.submission.result_files import ResultDir
+from penstock.submission.rules.rule import (
+    METADATA,
+    NAME,
+    NEWEST,
+    SUMMARY,
+    Case,
+    Judge,
+    Rule,
+    Scope,
+    free_in_open,
+    limit,
+    nothing,
+)
+from penstock.submission.rules.tree_rules import SOLUTION, require_description
+from penstock.submission.tree_layout import SUMMARY as SUMMARY_FILE
+from penstock.submission.tree_layout import Benchmark
+
+_CACHE: Final[Scope] = {"editions": NEWEST, "benchmarks": (Benchmark.KV_CACHE,)}
+_VECTORS: Final[Scope] = {"editions": NEWEST, "benchmarks": (Benchmark.VECTOR_SEARCH,)}
+_LATENCIES: Final = ("mean_latency_ms", "p95_latency_ms", "p99_latency_ms", "p999_latency_ms")
+_CLOCK_TOLERANCE: Final = 1e-7
+"""A time since 1970 in a double is exact to a quarter of a microsecond."""
+_RESTORE_SUMMARY: Final = "Restore the summary as the benchmark wrote it."
+
+
+def _options(case: Case) -> list[tuple[int, ParsedFile]]:
+    return sorted(query_runs.options_of(case.run.summary).items())
+
+
+def _commands(case: Case) -> tuple[CacheCommand, ...]:
+    return read_commands(case.run.metadata)
+
+
+def _file_problems(case: Case) -> list[str]:
+    """The metadata and the summary that are missing; older tools called the summary otherwise."""
+    run, name = case.run, case.run.summary.file.rpartition("/")[2]
+    if run.unlisted:
+        raise MissingFact(run.unlisted, where=run.name)
+    problems = [] if run.metadata.file != run.name else [run.metadata.problem]
+    if run.summary.is_missing:
+        problems.append(f"there is no {SUMMARY_FILE}")
+    elif name.lower() != SUMMARY_FILE:
+        problems.append(f"its summary is called {name}")
+    return problems
+
+
+def _judge_num_cache_runs(case: Case) -> Iterator[Finding]:
+    if not case.result.runs:
+        raise MissingFact("there are no runs", where=case.name)
+    names = [folder.name for folder in case.result.location.run_folders]
+    yield pass_if(
+        len(names) == 1,
+        evidence=case.name,
+        value=len(names),
+        limit=1,
+        proof=f"{', '.join(names)}: {case.result.runs[0].name} counts",
+        fix="Hand in the one run that counts, or give each a system of its own.",
+        otherwise=Verdict.WARNING,
+    )
+
+
+def _losses(case: Case) -> list[str]:
+    summary = case.run.summary
+    problems = ["partial_failure is true"] if summary.boolean("partial_failure") else []
+    for number, option in _options(case):
+        if missing := option.content.get("missing_files") if isinstance(option.content, dict) else None:
+            problems.append(f"option {number} lacks {len(missing)} files of ranks")
+    if failures := summary.content.get("trial_failures"):
+        problems.append(f"{len(failures)} launches failed")
+    return problems
+
+
+def _judge_table(case: Case) -> Iterator[Finding]:
+    commands = _commands(case)
+    for number, option in case.kv_cache.options.items():
+        wanted: dict[str, str | float] = {
+            "model": option.model,
+            "duration": option.duration_s,
+            "gpu-mem-gb": option.gpu_gib,
+            "cpu-mem-gb": option.cpu_gib,
+            "max-concurrent-allocs": option.max_allocations,
+            "generation-mode": option.generation,
+        }
+        own = [command for command in commands if command.option == int(number)]
+        wrong = sorted(
+            {
+                f"--{name} is {command.options.get(name, 'not set')}, not {value}"
+                for command in own
+                for name, value in wanted.items()
+                if not _is_set(command, name, value)
+            }
+        )
+        yield pass_if(
+            bool(own) and not wrong,
+            evidence=case.run.metadata.file,
+            value=f"{len(wrong)} differ" if own else "never ran",
+            limit="0 differ",
+            proof=f"option {number}: " + ("; ".join(wrong) or ("as in the table" if own else "it never ran")),
+            fix="Repeat the run with the options of the table.",
+        )
+
+
+def _is_set(command: CacheCommand, name: str, wanted: str | float) -> bool:
+    stated = command.options.get(name)
+    if stated is None or isinstance(wanted, str):
+        return stated == wanted
+    try:
+        return float(stated) == wanted
+    except ValueError:
+        return False
+
+
+def _judge_sequence(case: Case) -> Iterator[Finding]:
+    metadata, limits, commands = case.run.metadata, case.kv_cache, _commands(case)
+    ran = [(command.option, command.trial) for command in commands]
+    wanted = [
+        (option, trial) for option in sorted(map(int, limits.options)) for trial in range(limits.trials)
+    ]
+    problems = [] if ran == wanted else [f"options and trials ran as {ran}"]
+    seeds = {c.options.get("seed-base", c.options.get("seed", "")) for c in commands}
+    if seeds != {str(limits.seed)}:
+        problems.append(f"--seed-base is {', '.join(sorted(seeds))}, not {limits.seed}")
+    delay = ("args", "inter_option_delay")  # where it is not stated, the tool takes the edition's
+    if metadata.has(*delay) and (delay_s := metadata.number(*delay)) != limits.delay_s:
+        problems.append(f"inter_option_delay is {delay_s:g}, not {limits.delay_s:g}")
+    if metadata.has("args", "config"):
+        problems.append("args.config names a configuration")
+    yield pass_if(
+        not problems,
+        evidence=metadata.file,
+        value=f"{len(ran)} trials",
+        limit=f"{len(wanted)} trials",
+        proof="; ".join(problems) or f"{len(ran)} trials in order, seed {limits.seed}",
+        fix="Repeat the run without such options.",
+    )
+
+
+def _judge_ranks(case: Case) -> Iterator[Finding]:
+    summary, metadata = case.run.summary, case.run.metadata
+    ranks, each, hosts = (summary.integer(name) for name in ("total_ranks", "npernode", "host_count"))
+    problems = [] if ranks == each * hosts else [f"{each} a host x {hosts} hosts != {ranks} ranks"]
+    launched = {command.num_processes for command in read_commands(metadata)} - {0}
+    if metadata.has("num_processes"):
+        launched.add(metadata.integer("num_processes"))
+    if launched - {ranks}:
+        problems.append(f"{', '.join(map(str, sorted(launched)))} processes were launched for {ranks} ranks")
+    yield pass_if(
+        not problems,
+        evidence=summary.file,
+        value=f"{ranks} ranks",
+        limit=f"{each} x {hosts}",
+        proof="; ".join(problems) or f"{each} ranks on each of {hosts} hosts, {ranks} in all",
+        fix="Repeat the run with as many ranks on every host.",
+    )
+
+
+def _judge_users(case: Case) -> Iterator[Finding]:
+    commands = _commands(case)
+    for number, option in case.kv_cache.options.items():
+        stated = sorted({c.options.get("num-users", "none") for c in commands if c.option == int(number)})
+        yield pass_if(
+            stated == [str(option.num_users)],
+            evidence=case.run.metadata.file,
+            value=", ".join(stated),
+            limit=option.num_users,
+            proof=f"option {number}: {', '.join(stated) or 'no'} users a rank",
+            fix="Repeat the run with the users of the table on every rank.",
+        )
+
+
+def _judge_isolation(case: Case) -> Iterator[Finding]:
+    commands = _commands(case)
+    outputs = [c.options.get("rank-output-base", c.options.get("output", "")) for c in commands]
+    caches = {c.options.get("rank-cache-base", c.options.get("cache-dir", "")) for c in commands}
+    problems = [] if len(set(outputs)) == len(outputs) else ["trials share a folder"]
+    problems += ["--rank-cache-base is not set"] if "" in caches else []
+    problems += ["a cache lies where results are written"] if caches & set(outputs) else []
+    yield pass_if(
+        not problems,
+        evidence=case.run.metadata.file,
+        value=f"{len(set(outputs))} folders",
+        limit=f"{len(outputs)} trials",
+        proof="; ".join(problems) or f"{len(outputs)} trials in as many folders",
+        fix="Repeat the run as the tool launches it.",
+    )
+
+
+def _judge_shared_folder(case: Case) -> Iterator[Finding]:
+    summary, present = case.run.summary, len(case.run.ranks)
+    hosts, ranks = summary.integer("host_count"), summary.integer("total_ranks")
+    expected = ranks * sum(option.integer("trial_count") for _, option in _options(case))
+    if hosts > 1 and not present:
+        entries = case.run.metadata.value("command_output_files")
+        if not any(".fs_probe" in str(entry) for entry in entries or ()):
+            raise MissingFact("there is no file of a rank, and no probe of the folder", where=case.run.name)
+        yield Finding(
+            verdict=Verdict.PASS,
+            evidence=case.run.metadata.file,
+            proof="the tool probed the folder on all hosts",
+        )
+        return
+    yield pass_if(
+        hosts == 1 or present == expected,
+        evidence=case.run.name,
+        value=f"{present} files",
+        limit=f"{expected} files",
+        proof=f"{present} files of ranks are there, of {expected}",
+        fix="Repeat the run with results where all hosts can write.",
+        otherwise=Verdict.WARNING if summary.boolean("partial_failure") else Verdict.FAIL,
+    )
+
+
+def _figures(*names: str) -> Judge:
+    """Compare figures of each option with the ranks' own."""
+
+    def judge(case: Case) -> Iterator[Finding]:
+        tolerance = case.edition.means.relative_tolerance
+        for number, option in _options(case):
+            try:
+                recomputed = query_runs.recompute_option(case.run.ranks, number)
+            except MissingFact as reason:
+                yield not_checked(MissingFact(reason.what, where=case.run.name))
+                continue
+            for name in names:
+                stated = option.number(name)
+                holds = math.isclose(stated, recomputed[name], rel_tol=tolerance, abs_tol=tolerance)
+                yield pass_if(
+                    holds,
+                    evidence=option.file,
+                    value=repr(stated),
+                    limit=repr(recomputed[name]),
+                    proof=(
+                        f"option {number}, {name}: stated {stated!r} {'==' if holds else '!='} recomputed "
+                        f"{recomputed[name]!r}"
+                    ),
+                    fix="Restore the files of the ranks, and aggregate them again.",
+                )
+
+    return judge
+
+
+def _judge_tiers(case: Case) -> Iterator[Finding]:
+    for number, option in _options(case):
+        stated = option.value("cpu_tier_ranks")
+        in_memory = {rank.rank for rank in query_runs.ranks_in_memory(case.run.ranks, number)}
+        num_in_memory = max(len(in_memory), len(stated) if isinstance(stated, list) else 0)
+        ranks = option.integer("rank_count")
+        yield pass_if(
+            num_in_memory == 0,
+            evidence=option.file,
+            value=f"{num_in_memory} ranks",
+            limit=f"fewer than {ranks} ranks",
+            proof=f"option {number}: {num_in_memory} of {ranks} ranks stored nothing",
+            fix="Repeat the run with less memory for the cache.",
+            otherwise=Verdict.FAIL if num_in_memory >= ranks else Verdict.WARNING,
+        )
+
+
+def _missing_figures(case: Case) -> list[str]:
+    options = dict(_options(case))
+    missing = [f"option {number}" for number in case.kv_cache.options if int(number) not in options]
+    missing += [
+        f"option {number}: {name}"
+        for number, option in options.items()
+        for name in (*query_runs.SUMS, query_runs.LATENCY)
+        if not option.has(name)
+    ]
+    return missing if case.run.summary.has("total_ranks") else [*missing, "total_ranks"]
+
+
+def _judge_cache_traffic(case: Case) -> Iterator[Finding]:
+    for number, option in _options(case):
+        read, written = (option.number(name) for name in tuple(query_runs.SUMS)[:2])
+        yield pass_if(
+            read > 0 and written > 0,
+            evidence=option.file,
+            value=f"{read:g} and {written:g} GiB/s",
+            limit="more than 0 GiB/s",
+            proof=f"option {number} read {read:g} GiB/s and wrote {written:g} GiB/s",
+            fix="Repeat the run with less memory for the cache.",
+        )
+
+
+def _judge_gateway(case: Case) -> Iterator[Finding]:
+    folder, description = case.run.metadata.text("args", "cache_dir"), require_description(case)
+    api = description.text(*SOLUTION, "architecture", "product_API")
+    if "://" in folder:
+        yield violation(
+            evidence=case.run.metadata.file,
+            value=folder,
+            limit="a path",
+            proof=f"cache_dir is {folder}, which is no path",
+            fix="Repeat the run through a gateway that serves files.",
+        )
+        return
+    yield pass_if(
+        api != "object",
+        evidence=description.file,
+        value=api,
+        proof=f"cache_dir is {folder}, the product serves {api}s",
+        fix="Let the submitter name the gateway and its mount options.",
+        otherwise=Verdict.WARNING,
+    )
+
+
+def _extra_cache_settings(case: Case) -> list[str]:
+    metadata = case.run.metadata
+    flags = {name for command in read_commands(metadata) for name in command.options}
+    return [f"--{name}" for name in sorted(flags - case.kv_cache.flags)] + [
+        f"{'.'.join(path)} is {metadata.value(*path)!r:.60}"
+        for path in (("args", "params"), ("override_parameters",))
+        if metadata.has(*path) and metadata.value(*path)
+    ]
+
+
+def _loading(case: Case) -> ResultDir:
+    if not case.result.datagen:
+        raise MissingFact("there is no result directory in datagen/", where=case.result.name)
+    return case.result.datagen[-1]
+
+
+def _index(case: Case) -> str:
+    return case.run.summary.text("index_type").upper()
+
+
+def _judge_vector_files(case: Case) -> Iterator[Finding]:
+    run = case.run
+    if run.unlisted:
+        raise MissingFact(run.unlisted, where=run.name)
+    has_metadata = run.metadata.file != run.name
+    problems = [] if has_metadata else [run.metadata.problem]
+    problems += ["there is no summary.json"] if run.summary.is_missing else []
+    yield pass_if(
+        not problems,
+        evidence=run.name,
+        value=len(problems),
+        limit=0,
+        proof="; ".join(problems) or "both are there",
+        fix="Hand in the run's whole output folder.",
+        otherwise=Verdict.WARNING if has_metadata and not run.aggregate.is_missing else Verdict.FAIL,
+    )
+
+
+def _summary(
+    names: tuple[str, ...],
+    holds: Callable[..., bool],
+    *,
+    show: Callable[..., tuple[object, object]],
+    proof: Callable[..., str],
+    fix: str,
+) -> Judge:
+    """Judge numbers of the summary; the functions get them in the order of `names`."""
+
+    def judge(case: Case) -> Iterator[Finding]:
+        numbers: list[Any] = [case.run.summary.number(name) for name in names]
+        value, most = show(*numbers)
+        yield pass_if(
+            holds(*numbers),
+            evidence=case.run.summary.file,
+            value=value,
+            limit=most,
+            proof=proof(*numbers),
+            fix=fix,
+        )
+
+    return judge
+
+
+def _judge_scale(case: Case) -> Iterator[Finding]:
+    vectors, dimension = (case.run.summary.integer(name) for name in ("num_vectors", "dimension"))
+    yield pass_if(
+        vectors > 0 and dimension > 0,
+        evidence=case.run.summary.file,
+        value=f"{vectors:,} x {dimension:,}",
+        limit="more than 0",
+        proof=f"{vectors:,} vectors of {dimension:,} dimensions",
+        fix="Repeat the run on vectors.",
+    )
+
+
+def _judge_dimension(case: Case) -> Iterator[Finding]:
+    loaded, searched = _loading(case).summary.integer("dimension"), case.run.summary.integer("dimension")
+    asked = case.run.metadata.integer("args", "vector_dim")
+    yield pass_if(
+        loaded == searched == asked,
+        evidence=case.run.summary.file,
+        value=searched,
+        limit=loaded,
+        proof=f"{loaded} dimensions loaded, {searched} searched, {asked} asked for",
+        fix="Search the vectors that were loaded.",
+    )
+
+
+def _judge_inserted(case: Case) -> Iterator[Finding]:
+    for directory in (_loading(case), case.run):
+        inserted, asked = (directory.summary.integer(name) for name in ("inserted_vectors", "num_vectors"))
+        yield pass_if(
+            inserted == asked,
+            evidence=directory.summary.file,
+            value=f"{inserted:,}",
+            limit=f"{asked:,}",
+            proof=f"{inserted:,} vectors were inserted, of {asked:,}",
+            fix="Load all vectors, and repeat the runs.",
+        )
+
+
+def _judge_index(case: Case) -> Iterator[Finding]:
+    built, searched = _loading(case).summary.text("index_type").upper(), _index(case)
+    folder = case.result.location.model.upper()
+    yield pass_if(
+        built == searched == folder,
+        evidence=case.run.summary.file,
+        value=searched,
+        limit=built,
+        proof=f"{built} was built, {searched} searched, the folder is called {folder}",
+        fix="Search the index that was built, and name the folder by it.",
+    )
+
+
+def _judge_recall(case: Case) -> Iterator[Finding]:
+    recall = case.run.summary.number("recall")
+    mean = case.run.aggregate.number("recall", "mean_recall")
+    yield pass_if(
+        0 < recall <= 1 and math.isclose(recall, mean, rel_tol=case.edition.means.relative_tolerance),
+        evidence=case.run.summary.file,
+        value=f"{recall:g}",
+        limit="more than 0",
+        proof=f"recall is {recall:g}, the mean over all queries {mean:g}",
+        fix="Build the ground truth from the vectors that were loaded, and repeat the runs.",
+    )
+
+
+def _judge_truth(case: Case) -> Iterator[Finding]:
+    truth = case.run.ground_truth
+    if truth.is_missing:
+        yield violation(
+            evidence=truth.file,
+            proof="there is no result_verdict.json: nothing says what recall was measured against",
+            fix="Let the reviewer ask how the ground truth was built.",
+            verdict=Verdict.WARNING,
+        )
+        return
+    is_ok, coverage = truth.boolean("flat_setup", "ok"), truth.number("flat_setup", "coverage")
+    yield pass_if(
+        is_ok and coverage == 1,
+        evidence=truth.file,
+        value=f"{coverage:g}",
+        limit="1",
+        proof=f"flat_setup.ok is {str(is_ok).lower()}, its coverage {coverage:g}",
+        fix="Build the ground truth from all vectors, and repeat the runs.",
+    )
+
+
+def _judge_backend(case: Case) -> Iterator[Finding]:
+    here, first = (
+        [
+            str(run.metadata.value("args", key))
+            for key in ("data_access_protocol", "storage_type")
+            if run.metadata.has("args", key)
+        ]
+        for run in (case.run, case.result.run_dirs()[0])
+    )
+    if not here:
+        raise MissingFact("there is no field args.data_access_protocol", where=case.run.metadata.file)
+    yield pass_if(
+        here == first or not first,
+        evidence=case.run.metadata.file,
+        value=", ".join(here),
+        limit=", ".join(first),
+        proof=f"it used {', '.join(here)}, the first run {', '.join(first) or 'does not say'}",
+        fix="Repeat the runs on one storage.",
+    )
+
+
+def _vector_keys(case: Case) -> set[str]:
+    """The keys that a run of vector search set."""
+    metadata = case.run.metadata
+    overrides = metadata.value("override_parameters") if metadata.has("override_parameters") else {}
+    params = metadata.value("args", "params") if metadata.has("args", "params") else []
+    texts = [
+        *(overrides if isinstance(overrides, dict) else ()),
+        *(params if isinstance(params, list) else ()),
+    ]
+    return {str(text).partition("=")[0] for text in texts}
+
+
+def _judge_open_index(case: Case) -> Iterator[Finding]:
+    if case.is_closed:
+        yield Finding(verdict=Verdict.PASS, evidence=case.run.summary.file, proof="this is CLOSED")
+        return
+    index, known = _index(case), case.vectors.closed_indexes | case.vectors.open_indexes
+    yield pass_if(
+        index in known,
+        evidence=case.run.summary.file,
+        value=index,
+        limit=", ".join(sorted(known)),
+        proof=f"the index is {index}",
+        fix="Let the reviewer see what this index is.",
+        otherwise=Verdict.WARNING,
+    )
+
+
+def _judge_vector_means(case: Case) -> Iterator[Finding]:
+    for name, recomputed in query_runs.recompute_run(case.run.aggregate).items():
+        stated = case.run.summary.number(name)
+        holds = math.isclose(stated, recomputed, rel_tol=_CLOCK_TOLERANCE)
+        yield pass_if(
+            holds,
+            evidence=case.run.summary.file,
+            value=repr(stated),
+            limit=repr(recomputed),
+            proof=f"{name}: stated {stated!r} {'==' if holds else '!='} recomputed {recomputed!r}",
+            fix="Restore the files of the run as the benchmark wrote them.",
+        )
+
+
+def _judge_vector_traffic(case: Case) -> Iterator[Finding]:
+    aggregate = case.run.aggregate
+    if not aggregate.has("disk_io", "total_bytes_read"):
+        aggregate.value()
+        yield not_applicable(aggregate.file, "it states no traffic")
+        return
+    read = aggregate.integer("disk_io", "total_bytes_read")
+    yield pass_if(
+        read > 0,
+        evidence=aggregate.file,
+        value=f"{read:,} B",
+        limit="more than 0 B",
+        proof=f"the hosts' own devices read {read:,} B",
+        fix="Let the reviewer ask for the traffic at the storage.",
+        otherwise=Verdict.WARNING,
+    )
+
+
+RULES: Final = (
+    Rule(
+        id="kvcache.files",
+        title="A run of a key-value cache has its metadata and its summary",
+        **_CACHE,
+        source="LEAF-01; tables are made of summary.json, and of runs that their metadata identify",
+        formula="one *_metadata.json and summary.json; a summary under the old name is in no table",
+        passes="summary.json, kv_cache_20260701_100000_metadata.json",
+        fails="kvcache_run_summary_20260701_100000.json alone",
+        judge=nothing(
+            _file_problems,
+            at=NAME,
+            proof="both are there",
+            fix=f"Restore the metadata; call the summary {SUMMARY_FILE}.",
+        ),
+    ),
+    Rule(
+        id="kvcache.runs",
+        title="A result of a key-value cache is one run",
+        editions=NEWEST,
+        benchmarks=(Benchmark.KV_CACHE,),
+        each="result",
+        source="1.3; of several runs the round published the latest without errors",
+        formula="one result directory in run/ (else a warning that names the one that counts)",
+        passes="run/20260701_100000/",
+        fails="run/20260701_100000/ and run/20260702_100000/ (a warning)",
+        judge=_judge_num_cache_runs,
+    ),
+    Rule(
+        id="kvcache.complete",
+        title="No rank of a key-value cache is missing, and no trial failed",
+        **_CACHE,
+        source="6.3.4; the round published a run that had lost 45 files of ranks",
+        formula="partial_failure is false, missing_files and trial_failures are empty (else a warning)",
+        passes="partial_failure false",
+        fails="partial_failure true, 45 missing files (a warning)",
+        judge=nothing(
+            _losses,
+            at=SUMMARY,
+            proof="all ranks reported in all trials",
+            fix="Repeat the run; its means are those of the ranks that are left.",
+            otherwise=Verdict.WARNING,
+        ),
+    ),
+    Rule(
+        id="kvcache.table",
+        title="In CLOSED each option ran with the values of the table",
+        **_CACHE,
+        source="6.3.1.1, table KVCache-1",
+        formula="model, duration, memory tiers, allocations and generation of every command == the edition's",
+        passes="option 1: --model llama3.1-8b --duration 300 --gpu-mem-gb 0 --cpu-mem-gb 0",
+        fails="option 1: --cpu-mem-gb 32",
+        unless=free_in_open,
+        judge=_judge_table,
+    ),
+    Rule(
+        id="kvcache.sequence",
+        title=(
+            "In CLOSED the options ran in their order, each in three trials, with the edition's seed and "
+            "delay"
+        ),
+        **_CACHE,
+        source="6.3.2.1",
+        formula=(
+            "commands are options 1, 2, 3 with trials 0, 1, 2; --seed-base and inter_option_delay are the "
+            "edition's; no configuration of the submitter's"
+        ),
+        passes="nine commands in order, --seed-base 42, inter_option_delay 90",
+        fails="two trials of option 3",
+        unless=free_in_open,
+        judge=_judge_sequence,
+    ),
+    Rule(
+        id="kvcache.autoscaling",
+        title="In CLOSED nothing scales the users",
+        **_CACHE,
+        source="6.3.2.2, by the commands: the metadata have the tool's default, which its options do not use",
+        formula="no command has --enable-autoscaling",
+        passes="... --generation-mode none",
+        fails="... --enable-autoscaling",
+        unless=free_in_open,
+        judge=limit(
+            lambda case: sum("enable-autoscaling" in command.options for command in _commands(case)),
+            "==",
+            0,
+            at=METADATA,
+            show="{} commands",
+            proof="{fact} commands have --enable-autoscaling",
+            fix="Repeat the run without autoscaling.",
+        ),
+    ),
+    Rule(
+        id="kvcache.ranks",
+        title="The ranks are spread evenly over the hosts, and every trial used all of them",
+        **_CACHE,
+        source="6.3.3.1",
+        formula="total_ranks == npernode x host_count == num_processes == -n of every command",
+        passes="2 ranks on each of 16 hosts, -n 32",
+        fails="2 ranks on each of 16 hosts, total_ranks 30",
+        judge=_judge_ranks,
+    ),
+    Rule(
+        id="kvcache.users",
+        title="In CLOSED every rank serves all users of its option",
+        **_CACHE,
+        source="6.3.3.2",
+        formula="--num-users of every command == the option's, which are not divided among ranks",
+        passes="option 1 on 32 ranks: --num-users 200",
+        fails="option 1 on 2 ranks: --num-users 100",
+        unless=free_in_open,
+        judge=_judge_users,
+    ),
+    Rule(
+        id="kvcache.isolation",
+        title="Every trial writes to a folder of its own, and every rank to its own cache",
+        **_CACHE,
+        source="6.3.3.3",
+        formula=(
+            "--rank-output-base differs in all commands; --rank-cache-base is set and is no --rank-output-"
+            "base"
+        ),
+        passes="--rank-output-base .../option_1/trial_0 --rank-cache-base /mnt/cache",
+        fails="two trials with one --rank-output-base",
+        judge=_judge_isolation,
+    ),
+    Rule(
+        id="kvcache.shared",
+        title="All ranks wrote to one results folder",
+        **_CACHE,
+        source="6.3.3.4",
+        formula=(
+            "one host, or the files of all ranks of all trials are there, or the tool's probe of the folder "
+            "ran"
+        ),
+        passes="32 ranks x 3 options x 3 trials: 288 files",
+        fails="16 hosts, and the files of rank 0 alone",
+        judge=_judge_shared_folder,
+    ),
+    Rule(
+        id="kvcache.bandwidth",
+        title="The bandwidths of an option are those of its ranks",
+        **_CACHE,
+        source="6.3.4.1",
+        formula=(
+            "mean over trials of the sum over ranks of tier_storage_{read,write}_bandwidth_gbps == stated"
+        ),
+        passes="two ranks with 1.5 and 2.5 GiB/s in each trial, aggregated 4.0",
+        fails="the same, aggregated 4.4",
+        judge=_figures(*tuple(query_runs.SUMS)[:2]),
+    ),
+    Rule(
+        id="kvcache.tokens",
+        title="The tokens per second of an option are those of its ranks",
+        **_CACHE,
+        source="6.3.4.2",
+        formula="mean over trials of the sum over ranks of both rates of tokens == stated",
+        passes="two ranks with 100 and 110 tokens/s, aggregated 210",
+        fails="the same, aggregated 220",
+        judge=_figures(*tuple(query_runs.SUMS)[2:]),
+    ),
+    Rule(
+        id="kvcache.latency",
+        title="The latency of an option is the largest of its ranks",
+        **_CACHE,
+        source="6.3.4.3",
+        formula="max over ranks and trials of storage_io_latency_ms.p95 == stated",
+        passes="ranks with 10 and 15 ms, aggregated 15",
+        fails="the same, aggregated 12.5",
+        judge=_figures(query_runs.LATENCY),
+    ),
+    Rule(
+        id="kvcache.tiers",
+        title="Not all ranks of an option were served by memory alone",
+        **_CACHE,
+        source="6.3.4.4",
+        formula=(
+            "cpu_tier_ranks, or ranks with storage_entries 0, < all ranks of the option; some are a warning"
+        ),
+        passes="storage_entries 4,000 on every rank",
+        fails="storage_entries 0 on every rank",
+        judge=_judge_tiers,
+    ),
+    Rule(
+        id="kvcache.headline",
+        title="Each option states its bandwidths, tokens, latency and ranks",
+        **_CACHE,
+        source="6.3.4.5",
+        formula="the figures of all options of the edition are numbers, and total_ranks is one",
+        passes="options 1, 2 and 3 with all figures",
+        fails="options 1 and 2 alone",
+        judge=nothing(
+            _missing_figures,
+            at=SUMMARY,
+            show="{} missing",
+            proof="all figures are there",
+            bad="missing: {}",
+            separator=", ",
+            fix="Repeat the run, to its end.",
+        ),
+    ),
+    Rule(
+        id="kvcache.traffic",
+        title="Each option wrote to its storage and read from it",
+        **_CACHE,
+        source="6.6.2: an option that keeps all in memory measures no storage",
+        formula="aggregated_read_bandwidth_gbps and aggregated_write_bandwidth_gbps > 0",
+        passes="151.7 GiB/s read, 39.1 GiB/s written",
+        fails="0 GiB/s read",
+        judge=_judge_cache_traffic,
+    ),
+    Rule(
+        id="kvcache.gateway",
+        title="A key-value cache in objects is reached through files",
+        **_CACHE,
+        source="6.5.1, 6.5.2",
+        formula=(
+            "cache_dir is a path; an object storage behind it is a warning, because its gateway and mount "
+            "options are to be on record"
+        ),
+        passes="cache_dir /mnt/cache, product_API file",
+        fails="cache_dir s3://bucket/cache",
+        judge=_judge_gateway,
+    ),
+    Rule(
+        id="kvcache.closed",
+        title="In CLOSED only hosts, ranks and paths are the submitter's choice",
+        **_CACHE,
+        source="6.6.1",
+        formula=(
+            "every command has only flags of the edition's list; args.params and override_parameters are "
+            "empty"
+        ),
+        passes="--model --num-users ... --rank-cache-base",
+        fails="--performance-profile latency",
+        unless=free_in_open,
+        judge=nothing(
+            _extra_cache_settings,
+            at=METADATA,
+            proof="only hosts, ranks and paths are set",
+            bad="set beyond the table: {}",
+            separator=", ",
+            fix="Hand it in as OPEN, or repeat the run without them.",
+        ),
+    ),
+    Rule(
+        id="vectors.runs",
+        title="An index has exactly as many runs as the edition asks for",
+        editions=NEWEST,
+        benchmarks=(Benchmark.VECTOR_SEARCH,),
+        each="result",
+        source="5.3.1",
+        formula="number of runs == the edition's",
+        passes="five result directories in run/",
+        fails="four result directories in run/",
+        judge=limit(
+            lambda case: len(case.result.runs),
+            "==",
+            lambda case: case.vectors.num_runs,
+            at=NAME,
+            proof="{fact} runs {sign} {limit}",
+            fix="Hand in all runs of the index.",
+        ),
+    ),
+    Rule(
+        id="vectors.files",
+        title="A run of vector search has its metadata and its figures",
+        **_VECTORS,
+        source="LEAF-01; without summary.json tables are made of the figures over all ranks",
+        formula=(
+            "one *_metadata.json; summary.json (else a warning) or the figures over all ranks (else fail)"
+        ),
+        passes="summary.json, vector_database_20260701_100000_metadata.json",
+        fails="neither summary.json nor vdb_multi_node_summary.json",
+        judge=_judge_vector_files,
+    ),
+    Rule(
+        id="vectors.scale",
+        title="A run states how many vectors of which dimension it searched",
+        **_VECTORS,
+        source="5.1.1, whose table of scales does not exist: only that both are there",
+        formula="num_vectors and dimension of the summary are positive",
+        passes="1,000,000 vectors of 1,536 dimensions",
+        fails="num_vectors 0",
+        judge=_judge_scale,
+    ),
+    Rule(
+        id="vectors.dimension",
+        title="The vectors that are searched have the dimension of those that were loaded",
+        **_VECTORS,
+        source="5.1.2",
+        formula="dimension of the loading == dimension of the run == args.vector_dim",
+        passes="1,536 loaded, 1,536 searched",
+        fails="1,536 loaded, 768 searched",
+        judge=_judge_dimension,
+    ),
+    Rule(
+        id="vectors.inserted",
+        title="All vectors were inserted",
+        **_VECTORS,
+        source="5.2.1, as its text says: equal",
+        formula="inserted_vectors == num_vectors, in the loading and in the run",
+        passes="1,000,000 of 1,000,000",
+        fails="999,000 of 1,000,000",
+        judge=_judge_inserted,
+    ),
+    Rule(
+        id="vectors.index",
+        title="The index that is searched is the one that was built, and the folder's",
+        **_VECTORS,
+        source="5.2.2",
+        formula="index_type of the loading == index_type of the run == the folder's name, in any case",
+        passes="DISKANN built, DISKANN searched, milvus/DISKANN/",
+        fails="DISKANN built, HNSW searched",
+        judge=_judge_index,
+    ),
+    Rule(
+        id="vectors.recall",
+        title="A run found some of the nearest vectors",
+        **_VECTORS,
+        source="5.3.2, whose table of minimum recalls does not exist",
+        formula="0 < recall <= 1, and == the mean over all queries",
+        passes="recall 0.95",
+        fails="recall 0.0",
+        judge=_judge_recall,
+    ),
+    Rule(
+        id="vectors.queries",
+        title="A run states how many queries it made",
+        **_VECTORS,
+        source="5.3.3, whose table of minimum numbers does not exist",
+        formula="query_count > 0, and == throughput_qps x total_time_seconds to 1e-6",
+        passes="3,607,200 queries in 62.6 s, 57,620 a second",
+        fails="1,000 queries in 62.6 s, 57,620 a second",
+        judge=_summary(
+            ("query_count", "throughput_qps", "total_time_seconds"),
+            lambda queries, rate, seconds: (
+                queries > 0 and math.isclose(queries, rate * seconds, rel_tol=1e-6)
+            ),
+            show=lambda queries, rate, seconds: (f"{queries:,.0f}", f"{rate * seconds:,.0f}"),
+            proof=lambda queries, rate, seconds: (
+                f"{queries:,.0f} queries; {rate:g} a second x {seconds:g} s = {rate * seconds:,.0f}"
+            ),
+            fix=_RESTORE_SUMMARY,
+        ),
+    ),
+    Rule(
+        id="vectors.figures",
+        title="A run states its rate and its latencies",
+        **_VECTORS,
+        source="5.3.4",
+        formula="throughput_qps and four latencies are positive; p95 <= p99 <= p999",
+        passes="6.3 ms on average, 19.6, 107.4 and 160.1 ms",
+        fails="p99 107 ms, p999 16 ms",
+        judge=_summary(
+            ("throughput_qps", *_LATENCIES),
+            lambda rate, mean, *tail: min(rate, mean, *tail) > 0 and list(tail) == sorted(tail),
+            show=lambda _, *latencies: (", ".join(f"{each:g}" for each in latencies), "in order"),
+            proof=lambda rate, *latencies: (
+                f"{rate:g} queries a second; mean, p95, p99, p999: "
+                f"{', '.join(f'{each:g}' for each in latencies)} ms"
+            ),
+            fix=_RESTORE_SUMMARY,
+        ),
+    ),
+    Rule(
+        id="vectors.truth",
+        title="The ground truth covers all vectors",
+        **_VECTORS,
+        source="5.3.5; older tools wrote no result_verdict.json, which is a warning",
+        formula="result_verdict.json: flat_setup.ok is true and its coverage is 1",
+        passes="coverage 1.0",
+        fails="coverage 0.01",
+        judge=_judge_truth,
+    ),
+    Rule(
+        id="vectors.backend",
+        title="All runs of an index used one storage",
+        **_VECTORS,
+        source="5.5.1",
+        formula="data_access_protocol and storage_type of the run == those of the first run",
+        passes="file and local_fs in all runs",
+        fails="object in one run, file in the others",
+        judge=_judge_backend,
+    ),
+    Rule(
+        id="vectors.engine",
+        title="In CLOSED the engine is one of the edition's",
+        **_VECTORS,
+        source="5.6.2",
+        formula="args.vdb_engine is in the edition's list",
+        passes="milvus",
+        fails="pgvector",
+        unless=free_in_open,
+        judge=limit(
+            lambda case: case.run.metadata.text("args", "vdb_engine").lower(),
+            "in",
+            lambda case: sorted(case.vectors.engines),
+            at=METADATA,
+            proof="the engine is {fact}",
+            fix="Hand it in as OPEN.",
+        ),
+    ),
+    Rule(
+        id="vectors.closed_index",
+        title="In CLOSED the index is one of the edition's",
+        **_VECTORS,
+        source="5.6.3",
+        formula="index_type is in the edition's list",
+        passes="DISKANN",
+        fails="IVF_FLAT",
+        unless=free_in_open,
+        judge=limit(
+            _index,
+            "in",
+            lambda case: sorted(case.vectors.closed_indexes),
+            at=SUMMARY,
+            proof="the index is {fact}",
+            fix="Hand it in as OPEN.",
+        ),
+    ),
+    Rule(
+        id="vectors.parameters",
+        title="In CLOSED only keys are set that the division leaves free",
+        **_VECTORS,
+        source="5.6.4",
+        formula="every key of override_parameters and args.params is in the edition's list",
+        passes="index.M=64",
+        fails="dataset.distribution=zipfian",
+        unless=free_in_open,
+        judge=nothing(
+            lambda case: sorted(_vector_keys(case) - case.vectors.closed_keys),
+            at=METADATA,
+            proof=lambda case: f"{len(_vector_keys(case))} keys, all are free",
+            bad="set beyond the list: {}",
+            separator=", ",
+            fix="Hand it in as OPEN, or repeat the runs without them.",
+        ),
+    ),
+    Rule(
+        id="vectors.open",
+        title="In OPEN engine and index are known ones",
+        **_VECTORS,
+        source="5.6.5, a recommendation",
+        formula="the index is in one of the edition's lists (else a warning)",
+        passes="IVF_FLAT in OPEN",
+        fails="TREE in OPEN (a warning)",
+        judge=_judge_open_index,
+    ),
+    Rule(
+        id="vectors.means",
+        title="The rate of a run is that of its ranks",
+        **_VECTORS,
+        source="ours: a stated rate is never trusted",
+        formula="sum of the ranks' queries / (last end - first start) == throughput_qps, to the clock's 1e-7",
+        passes="4 ranks with 900,000 queries each in 62.6 s, 57,500 a second",
+        fails="the same, 63,000 a second",
+        judge=_judge_vector_means,
+    ),
+    Rule(
+        id="vectors.traffic",
+        title="The storage was read while vectors were searched",
+        **_VECTORS,
+        source="ours: no rule asks for it, and an index that fits into memory measures none",
+        formula="disk_io.total_bytes_read > 0 where it applies to the storage under test (else a warning)",
+        passes="total_bytes_read 5,000,000,000",
+        fails="total_bytes_read 0 (a warning)",
+        judge=_judge_vector_traffic,
+    ),
+)

@@ -1,0 +1,838 @@
+"""Rules about the tree, the systems that it describes, and the program that made its results.
+
+A folder that the edition does not know fails, because the edition's own tool refuses it; an unknown file is a
+warning. What is wrong with the system of another result is a warning here.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from penstock.errors import DataDamaged, name_some
+from penstock.submission.code_image import ALGORITHM, EMPTY_TREE, image_name, parse_pointer
+from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
+from penstock.submission.folder_listing import list_subfolders
+from penstock.submission.parsed_file import KeyPath, MissingFact, ParsedFile
+from penstock.submission.result_files import ResultDir
+from penstock.submission.rules.rule import (
+    ALL,
+    BOTH,
+    EVERY,
+    FIRST,
+    LATER,
+    METADATA,
+    NAME,
+    NEWEST,
+    Case,
+    Rule,
+    Scope,
+    limit,
+    nothing,
+    require_all_hosts,
+)
+from penstock.submission.system_description import find_schema_problems
+from penstock.submission.tree_layout import REHEARSAL, Benchmark, SubmissionPhase
+from penstock.workload.mlperf_divisions import SubmissionDivision
+
+SOLUTION: Final = ("system_under_test", "solution")
+REHEARSAL_RULE: Final = "runs.rehearsal"
+_LATER_TREES: Final[Scope] = {"editions": LATER, "benchmarks": EVERY, "each": "result"}
+_NEWEST_TREES: Final[Scope] = {"editions": NEWEST, "benchmarks": EVERY, "each": "result"}
+_NEWEST_RUNS: Final[Scope] = {"editions": NEWEST, "benchmarks": EVERY}
+_AS_WRITTEN: Final = "Hand in the result directory as it was written."
+
+
+def require_description(case: Case) -> ParsedFile:
+    """The description of the result's system."""
+    result = case.result
+    if not result.systems:
+        raise MissingFact(
+            f"there is no systems/{result.location.system}.yaml",
+            where=result.context.name,
+            fix="Describe the system there.",
+        )
+    return result.systems[0]
+
+
+def judge_schema(description: ParsedFile) -> Iterator[Finding]:
+    """A finding for each problem of a description, else a pass."""
+    problems = find_schema_problems(description)
+    for problem in problems:
+        yield violation(
+            evidence=description.file,
+            value=f"line {problem.line}",
+            proof=str(problem),
+            fix="Let a reviewer confirm it." if problem.is_accepted else "Correct this line.",
+            verdict=Verdict.WARNING if problem.is_accepted else Verdict.FAIL,
+        )
+    if not problems:
+        yield Finding(
+            verdict=Verdict.PASS, evidence=description.file, proof="all keys and values follow the schema"
+        )
+
+
+def _judge_unknown_benchmark(case: Case) -> Iterator[Finding]:
+    benchmark = case.result.location.benchmark.value
+    yield violation(
+        verdict=Verdict.NOT_CHECKED,
+        evidence=case.result.name,
+        value=benchmark,
+        limit="training, checkpointing",
+        proof=f"{case.edition.edition} has no rules for {benchmark}",
+        fix="Have it judged by the benchmark's own tool.",
+    )
+
+
+def _judge_names(case: Case) -> Iterator[Finding]:
+    location, pattern = case.result.location, case.timed.name_pattern
+    for kind, name in (("organisation", location.submitter.organisation), ("system", location.system)):
+        holds = re.fullmatch(pattern, name) is not None
+        yield pass_if(
+            holds,
+            evidence=case.result.name,
+            value=name,
+            limit=pattern,
+            proof=f"the {kind} {name!r} {'matches' if holds else 'does not match'} {pattern}",
+            fix="Rename the folder, with - in place of other characters.",
+        )
+
+
+def _judge_top_folder(case: Case) -> Iterator[Finding]:
+    context = case.result.context
+    # Readers of a merged round need its own documents, and files are no part of any result.
+    entries = [name for name in context.beside_divisions if name.endswith("/") or not context.is_merged]
+    # Of several submitters none is to blame for an unknown folder.
+    of_folder = Verdict.WARNING if context.is_merged else Verdict.FAIL
+    yield from _judge_entries("the top of the tree", entries, case.timed.beside_divisions, of_folder)
+
+
+def _judge_submitter_folder(case: Case) -> Iterator[Finding]:
+    context = case.result.context
+    yield from _judge_entries(context.name, context.entries, case.timed.beside_results, Verdict.FAIL)
+
+
+def _judge_entries(
+    folder: str, entries: Iterable[str], known: frozenset[str], of_folder: Verdict
+) -> Iterator[Finding]:
+    unknown = [name for name in entries if name.rstrip("/").lower() not in known]
+    for name in unknown:
+        yield violation(
+            evidence=folder,
+            value=name,
+            limit=", ".join(sorted(known)),
+            proof=f"{name} is not known here",
+            fix="Take it out of the submission.",
+            verdict=of_folder if name.endswith("/") else Verdict.WARNING,
+        )
+    if not unknown:
+        yield Finding(verdict=Verdict.PASS, evidence=folder, proof="nothing else is here")
+
+
+def _judge_required_folders(case: Case) -> Iterator[Finding]:
+    submitter, folders = case.result.location.submitter, case.edition.folders
+    present = {folder.name.lower() for folder in list_subfolders(submitter.folder)}
+    expected = [(name, Verdict.FAIL) for name in folders.required]
+    expected += [(name, Verdict.WARNING) for name in folders.expected]
+    for name, verdict in expected:
+        if name not in present:
+            # Among the results it is misplaced, but a reviewer has it.
+            elsewhere = case.result.systems[0].file if name == "systems" and case.result.systems else ""
+            yield violation(
+                verdict=Verdict.WARNING if elsewhere else verdict,
+                evidence=submitter.organisation,
+                value=elsewhere or "missing",
+                limit=f"{name}/",
+                proof=f"{submitter.organisation}/ has no {name}/"
+                + (f", its description is {elsewhere}" if elsewhere else ""),
+                fix=f"Add {name}/ beside results/.",
+            )
+    if all(name in present for name, _ in expected):
+        yield Finding(
+            verdict=Verdict.PASS,
+            evidence=submitter.organisation,
+            proof=f"there are {', '.join(name for name, _ in expected)}",
+        )
+
+
+def _judge_system_files(case: Case) -> Iterator[Finding]:
+    context, system = case.result.context, case.result.location.system
+    folder, required = f"{context.name}/systems", {f"{system}.yaml", f"{system}.pdf"}
+    allowed = {
+        f"{name}.{suffix}".lower() for name in context.result_systems for suffix in ("yaml", "pdf", "md")
+    }
+    present = {name.lower() for name in context.systems}
+    missing = sorted(name for name in required if name.lower() not in present)
+    unknown = [name for name in context.systems if name.lower() not in allowed and not name.endswith(".md")]
+    for name in missing:
+        yield violation(
+            evidence=folder,
+            value="missing",
+            limit=name,
+            proof=f"there is no {name}",
+            fix=f"Describe the system in systems/{name}.",
+        )
+    for name in unknown:
+        yield violation(
+            evidence=folder,
+            value=name,
+            proof=f"{name} belongs to no system that has results",
+            fix="Take it out, or hand in the results.",
+            verdict=Verdict.FAIL if name.endswith("/") else Verdict.WARNING,
+        )
+    if not missing and not unknown:
+        yield Finding(
+            verdict=Verdict.PASS, evidence=folder, proof=f"there are {' and '.join(sorted(required))}"
+        )
+
+
+def _categories(case: Case) -> list[str]:
+    prefix = f"{case.result.location.system}/"
+    return [name.removeprefix(prefix) for name in case.result.context.categories if name.startswith(prefix)]
+
+
+def _unknown_categories(case: Case) -> list[str]:
+    return [name for name in _categories(case) if name.lower() not in case.timed.categories]
+
+
+def _phase_problems(case: Case) -> list[str]:
+    present = set(case.result.location.phases)
+    missing = sorted(case.timed.required_phases - present)
+    unknown = sorted(present - case.timed.phases)
+    return [f"there is no {name}/" for name in missing] + [f"{name}/ is not a phase" for name in unknown]
+
+
+def _judge_description_file(case: Case) -> Iterator[Finding]:
+    location = case.result.location
+    if not case.result.systems:
+        yield violation(
+            evidence=location.submitter.organisation,
+            value="no description",
+            limit="one",
+            proof="systems/ holds no .json",
+            fix=f"Describe the system in systems/{location.system or 'NAME'}.json.",
+        )
+    for system in case.result.systems:
+        system.value()
+        name = system.file.rpartition("/")[2].lower()
+        is_named = not location.system or name == f"{location.system}.json".lower()
+        remark = (
+            system.remark
+            or ("" if is_named else f"the results call the system {location.system}")
+            or _find_flaw(system.content)
+        )
+        yield pass_if(
+            not remark,
+            evidence=system.file,
+            proof=remark or "it can be read",
+            fix="Correct the file or its name.",
+            otherwise=Verdict.WARNING,
+        )
+
+
+def _find_flaw(description: Any) -> str:
+    """The reason why no reader could use a description; "" if there is none."""
+    facts = list(_facts(description, ()))
+    for path, value in facts:
+        if "dram" in map(str.lower, path) and path[-1].lower().startswith("capacity"):
+            try:
+                is_positive = not isinstance(value, bool) and 0 < float(value) < math.inf
+            except (TypeError, ValueError, OverflowError):
+                is_positive = False
+            if not is_positive:
+                return f"{'.'.join(path)} is {value!r:.40}, no positive number"
+    return "" if facts else "it states no fact"
+
+
+def _facts(tree: Any, above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """The values that are not empty, with the keys and the positions in lists above them."""
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _facts(value, (*above, str(key)))
+    elif tree not in (None, ""):
+        yield above, tree
+
+
+def _judge_clients(case: Case) -> Iterator[Finding]:
+    """A finding for the number of hosts, and one for their memory."""
+    summary = case.run.summary
+    require_all_hosts(case.run)
+    description, hosts = require_description(case), summary.integer("num_hosts")
+    kinds = description.value("system_under_test", "clients")
+    if not isinstance(kinds, list):
+        raise MissingFact("system_under_test.clients is not a list", where=description.file)
+    clients = [ParsedFile(file=description.file, content=kind) for kind in kinds]
+    expected = sum(client.integer("quantity") for client in clients)
+    yield pass_if(
+        hosts == expected,
+        evidence=summary.file,
+        value=f"{hosts} hosts",
+        limit=f"{expected} hosts",
+        proof=f"{hosts} hosts in the run, {expected} clients in {description.file}",
+        fix="Describe the clients that ran, and how many of them did.",
+    )
+    if not description.boolean(*SOLUTION, "capabilities", "multi_host"):
+        yield pass_if(
+            hosts == 1,
+            evidence=summary.file,
+            value=f"{hosts} hosts",
+            limit="1 host",
+            proof=f"{hosts} hosts ran, of a system that serves one",
+            fix="Say multi_host: true if the system serves several hosts.",
+        )
+    # The list of the hosts' memory is doubled or has gaps on real clusters, and only its sum is right. A mean
+    # says something about a host only where all are of one kind.
+    if len(clients) == 1 and hosts > 0:
+        tolerance = case.timed.memory_tolerance
+        described_gib = clients[0].number("chassis", "memory_capacity")
+        measured_gib = sum(summary.numbers("host_memory_GB")) / hosts
+        holds = abs(measured_gib - described_gib) <= tolerance * described_gib
+        yield pass_if(
+            holds,
+            evidence=summary.file,
+            value=f"{measured_gib:.6g} GiB",
+            limit=f"{described_gib:g} GiB +- {tolerance:.0%}",
+            proof=(
+                f"a host has {measured_gib:.6g} GiB on average, {'within' if holds else 'not within'} "
+                f"{tolerance:.0%} of the described {described_gib:g} GiB"
+            ),
+            fix="Describe the memory of the clients that ran, in GiB.",
+        )
+
+
+def _pointed_digest(run: ResultDir) -> str:
+    """The digest that a result directory points to."""
+    try:
+        return parse_pointer(str(run.pointer.value()), where=run.pointer.file)
+    except DataDamaged as error:
+        raise MissingFact(error.what, where=error.where) from error
+
+
+def _judge_pointers(case: Case) -> Iterator[Finding]:
+    images = {image.name for image in case.result.context.pool.images}
+    for run in case.result.all_dirs():
+        if run.pointer.is_missing:
+            yield violation(
+                evidence=run.pointer.file,
+                proof="the result directory points to no code image",
+                fix=_AS_WRITTEN,
+            )
+            continue
+        try:
+            name = image_name(_pointed_digest(run))
+        except MissingFact as reason:
+            yield not_checked(reason)
+            continue
+        yield pass_if(
+            name in images,
+            evidence=run.pointer.file,
+            value=name,
+            limit="an image of the pool",
+            proof=f"{name} {'is' if name in images else 'is not'} in the pool",
+            fix="Hand in the pool of code images as it was.",
+        )
+
+
+def _judge_images(case: Case) -> Iterator[Finding]:
+    pointed = set()
+    for run in case.result.all_dirs():
+        try:
+            pointed.add(image_name(_pointed_digest(run)))
+        except MissingFact:  # the rule on pointers names it
+            continue
+    images = [image for image in case.result.context.pool.images if image.name in pointed]
+    if not images:
+        raise MissingFact("no result directory points to a code image that is there", where=case.result.name)
+    for image in images:
+        stated, algorithm = image.stated.text("hash"), image.stated.text("algorithm")
+        if algorithm != ALGORITHM:
+            raise MissingFact(f"{algorithm} is not a known algorithm", where=image.stated.file)
+        is_named = image.name == image_name(stated)
+        # The round's staff took a file out of every image.
+        is_hashed_later = bool(image.digest) and image.digest != EMPTY_TREE and is_named
+        yield pass_if(
+            stated == image.digest and is_named,
+            evidence=image.stated.file,
+            value=image.digest,
+            limit=stated,
+            proof=f"{image.name}: its files hash to {image.digest or 'nothing readable'}, it states {stated}",
+            fix="Hand in the image as it was taken.",
+            otherwise=case.verdict_of_round if is_hashed_later else Verdict.FAIL,
+        )
+
+
+def _unused_images(case: Case) -> list[str]:
+    pool = case.result.context.pool
+    used = {image_name(digest) for digest in pool.pointed}
+    return [image.name for image in pool.images if image.name not in used]
+
+
+def _judge_provenance(case: Case) -> Iterator[Finding]:
+    run = case.run
+    if run.provenance.is_missing and not run.metadata.has("provenance_file"):
+        yield not_applicable(run.name, "the run declares no provenance")
+    elif run.provenance.is_missing:
+        yield violation(
+            evidence=run.provenance.file,
+            proof="the metadata declare provenance.json, and it is not there",
+            fix=_AS_WRITTEN,
+        )
+    else:
+        stated, pointed = run.provenance.text("tool", "code_image"), f"{ALGORITHM}:{_pointed_digest(run)}"
+        yield pass_if(
+            stated == pointed,
+            evidence=run.provenance.file,
+            value=stated,
+            limit=pointed,
+            proof=f"tool.code_image is {stated}, the run points to {pointed}",
+            fix=_AS_WRITTEN,
+        )
+
+
+def _stated_edition(file: ParsedFile) -> str:
+    """The edition that a file was made for, according to itself; tools write both 3.0 and v3.0."""
+    return f"v{file.text('rules_edition').removeprefix('v')}"
+
+
+def _judge_manifest(case: Case) -> Iterator[Finding]:
+    manifest = case.result.context.manifest
+    if manifest.is_missing:
+        yield not_applicable(manifest.file, "there is no submission.yaml")
+        return
+    runs = manifest.value("runs")
+    entries = runs if isinstance(runs, list) else []
+    listed = {str(entry.get("leaf")) for entry in entries if isinstance(entry, dict)}
+    present = set(case.result.context.result_dirs)
+    problems = [f"{name} is not listed" for name in sorted(present - listed)]
+    problems += [f"{name} is not there" for name in sorted(listed - present)]
+    yield pass_if(
+        not problems,
+        evidence=manifest.file,
+        value=f"{len(listed)} listed",
+        limit=f"{len(present)} there",
+        proof=name_some(problems, separator="; ") or f"all {len(present)} result directories are listed",
+        fix="Write submission.yaml again, or hand in all result directories.",
+    )
+    stated = _stated_edition(manifest)
+    yield pass_if(
+        stated == case.edition.rules,
+        evidence=manifest.file,
+        value=stated,
+        limit=case.edition.rules,
+        proof=f"rules_edition is {stated}",
+        fix="Write submission.yaml again.",
+    )
+
+
+def _judge_metadata(case: Case) -> Iterator[Finding]:
+    result, location = case.result, case.result.location
+    model = location.model.lower()
+    if location.benchmark is Benchmark.VECTOR_SEARCH:  # its folder is an engine's, and then an index's
+        model = f"{location.folder.parent.name.lower()}_{model}"
+    phases = (("datasize", result.datasize), ("datagen", result.datagen), ("run", result.run_dirs()))
+    for command, directory in ((name, each) for name, directories in phases for each in directories):
+        expected = {
+            "benchmark_type": location.benchmark.value,
+            "model": model,
+            "command": command,
+            "run_datetime": directory.name.rpartition("/")[2],
+        }
+        try:
+            stated = {key: directory.metadata.text(key).lower() for key in expected}
+        except MissingFact as reason:
+            yield not_checked(reason)
+            continue
+        problems = [
+            f"{key} is {stated[key]}, not {wanted}"
+            for key, wanted in expected.items()
+            if stated[key] != wanted
+        ]
+        yield pass_if(
+            not problems,
+            evidence=directory.metadata.file,
+            value=f"{len(problems)} differ",
+            limit="0 differ",
+            proof="; ".join(problems)
+            or f"they say {command} of {stated['model']} at {stated['run_datetime']}",
+            fix="Hand in each result directory where it was written.",
+        )
+
+
+def _unless_no_exit_status(case: Case) -> str:
+    is_there = case.run.metadata.problem or case.run.metadata.has("exit_status")
+    return "" if is_there else "its tool states no exit status"
+
+
+def _judge_division(case: Case) -> Iterator[Finding]:
+    metadata = case.run.metadata
+    is_query = case.run.benchmark not in BOTH
+    if is_query and not metadata.problem and not metadata.has("verification"):
+        yield not_applicable(metadata.file, "its tool gives no verdict on this benchmark")
+        return
+    stated, division = metadata.text("verification"), case.division
+    yield pass_if(
+        stated.lower() in {SubmissionDivision.CLOSED.value, division.value},
+        evidence=metadata.file,
+        value=stated,
+        limit=division.value,
+        proof=f"the tool called this run {stated}, it is handed in as {division.value}",
+        fix="Hand it in as what it was made for, and see the other findings.",
+        otherwise=Verdict.FAIL if stated.lower() in set(SubmissionDivision) else Verdict.WARNING,
+    )
+
+
+def _judge_rehearsal(case: Case) -> Iterator[Finding]:
+    dirs = case.result.all_dirs()
+    rehearsed = [directory for directory in dirs if directory.metadata.has(REHEARSAL)]
+    if not rehearsed:
+        yield Finding(verdict=Verdict.PASS, evidence=case.name, proof="no directory is of a rehearsal")
+        return
+    metadata = rehearsed[0].metadata
+    scale = f"{metadata.number(REHEARSAL, 'scale'):g}" if metadata.has(REHEARSAL, "scale") else "unknown"
+    yield violation(
+        evidence=metadata.file,
+        value=f"scale {scale}",
+        limit="scale 1",
+        proof=f"{len(rehearsed)} of {len(dirs)} result directories are of a rehearsal, at scale {scale}",
+        fix="Make the result at full size with `penstock submission run`, in a tree of its own.",
+    )
+
+
+RULES: Final = (
+    Rule(
+        id="scope.benchmark",
+        title=(
+            "Results of vector search and of key-value caches are not judged by editions without their rules"
+        ),
+        editions=("v2.0",),
+        benchmarks=(Benchmark.VECTOR_SEARCH, Benchmark.KV_CACHE),
+        each="result",
+        source="sections 5 and 6",
+        formula="not checked: neither valid nor invalid",
+        passes="a folder training/ or checkpointing/, which other rules judge",
+        fails="a folder vector_database/ in v2.0 (not checked)",
+        judge=_judge_unknown_benchmark,
+    ),
+    Rule(
+        id="structure.names",
+        title="Organisation and system have plain names",
+        **_LATER_TREES,
+        source="2.1.1",
+        formula="both match the edition's pattern",
+        passes="closed/acme/results/fast-1/",
+        fails="closed/acme & sons/results/fast-1/",
+        judge=_judge_names,
+    ),
+    Rule(
+        id="structure.divisions",
+        title="The top of the tree holds only divisions and code images",
+        **_LATER_TREES,
+        source="2.1.2; case does not matter, since the diagram of 2.1.27 writes capitals",
+        formula=(
+            "every folder is a pool of code images or in the edition's list (else fail), every file too "
+            "(else warning); among several submitters a folder is a warning, and a file is nobody's"
+        ),
+        passes="closed/, open/, code-images/",
+        fails="closed/, backup/",
+        judge=_judge_top_folder,
+    ),
+    Rule(
+        id="structure.submitter",
+        title="A submitter's folder holds only the edition's folders",
+        **_LATER_TREES,
+        source="2.1.5, CHECK-04: v3.0 keeps code images beside the divisions, and no code/",
+        formula="every folder is in the edition's list (else fail), every file too (else warning)",
+        passes="results/, systems/, submission.yaml",
+        fails="results/, systems/, results_old/",
+        judge=_judge_submitter_folder,
+    ),
+    Rule(
+        id="structure.folders",
+        title="A submitter's folder holds the folders of the edition",
+        editions=ALL,
+        benchmarks=EVERY,
+        each="result",
+        source="v1.0 rules, structure of a submission; 2.1.5 of later editions",
+        formula="required folders are there (else fail), expected ones too (else warning)",
+        passes="closed/acme/ with code/, results/ and systems/",
+        fails="closed/acme/ without systems/",
+        judge=_judge_required_folders,
+    ),
+    Rule(
+        id="structure.systems",
+        title="Each system has results, a description and a document",
+        **_LATER_TREES,
+        source="2.1.7, 2.1.8",
+        formula="systems/ holds NAME.yaml and NAME.pdf for each results/NAME/, and nothing else but NAME.md",
+        passes="results/fast/, systems/fast.yaml, systems/fast.pdf",
+        fails="results/fast/, systems/fast.yaml alone",
+        judge=_judge_system_files,
+    ),
+    Rule(
+        id="structure.categories",
+        title="A system's results are sorted by benchmark",
+        **_LATER_TREES,
+        source="2.1.10; vector_database and kv_cache are known, as in its diagram",
+        formula="each folder of results/SYSTEM/ is in the edition's list; case does not matter",
+        passes="results/fast/training/",
+        fails="results/fast/trainings/ beside it",
+        judge=nothing(
+            _unknown_categories,
+            at=lambda case: f"{case.result.context.name}/results/{case.result.location.system}/",
+            show=(
+                lambda case: ", ".join(_unknown_categories(case)),
+                lambda case: ", ".join(sorted(case.timed.categories)),
+            ),
+            proof=lambda case: f"there are {', '.join(_categories(case))}",
+            bad="not known here: {}",
+            separator=", ",
+            fix="Rename these folders, or take them out.",
+        ),
+    ),
+    Rule(
+        id="structure.phases",
+        title="A training has the folders of its phases, and no others",
+        editions=LATER,
+        each="result",
+        source="2.1.12; in v2.0 datasize/ may be there or not, since text and tool disagree",
+        formula=(
+            "the edition's required phases are there, and every folder is a phase; in v3.0 a datasize/ that "
+            "is missing was let pass (a warning)"
+        ),
+        passes="training/unet3d/ with datasize/, datagen/ and run/",
+        fails="training/unet3d/ with run/ alone",
+        judge=nothing(
+            _phase_problems,
+            at=NAME,
+            show=(
+                lambda case: ", ".join(case.result.location.phases),
+                lambda case: ", ".join(sorted(case.timed.phases)),
+            ),
+            proof=lambda case: f"there are {', '.join(case.result.location.phases)}",
+            fix="Copy the whole folder as the benchmark wrote it.",
+            otherwise=lambda case: (
+                case.verdict_of_round
+                if _phase_problems(case) == [f"there is no {SubmissionPhase.DATASIZE}/"]
+                else Verdict.FAIL
+            ),
+        ),
+    ),
+    Rule(
+        id="structure.stray",
+        title="A result's folder holds only runs and their report",
+        editions=ALL,
+        benchmarks=EVERY,
+        each="result",
+        source="ours: real trees hold other files, and no edition decides about them",
+        formula=(
+            "every entry is a run, runs/ or the report, and no run has links; others are named, never fatal"
+        ),
+        passes="run1 ... run5 and mlperf_storage_report.json",
+        fails="output.txt beside run1 (a warning)",
+        judge=nothing(
+            lambda case: case.result.location.stray,
+            at=NAME,
+            proof="nothing else is here",
+            bad="not known here: {}",
+            separator=", ",
+            fix="Take these out of the submission, unless a reviewer needs them.",
+            otherwise=Verdict.WARNING,
+        ),
+    ),
+    Rule(
+        id="structure.system",
+        title="A system's description is there and can be read",
+        editions=FIRST,
+        each="result",
+        source="v1.0 rules, system description (which has no fixed schema in this edition)",
+        formula=(
+            "systems/<system>.json is JSON; another name, a flaw that hides nothing, no fact at all, or a "
+            "capacity of DRAM that is no positive number is a warning"
+        ),
+        passes="results/fast/unet3d_h100/ and systems/fast.json",
+        fails="results/fast/unet3d_h100/, and systems/ holds no .json",
+        judge=_judge_description_file,
+    ),
+    Rule(
+        id="system.schema",
+        title="The description of the system follows its schema",
+        **_NEWEST_TREES,
+        source="schema of the system's description",
+        formula=(
+            "every key is known and has a value of its type, and keys that belong together agree; each "
+            "problem is named with its line. What reviewers accepted is a warning: facts of a server that "
+            "are null for other hardware, and a total_rack_units that its parts do not come to"
+        ),
+        passes="deployment: onprem",
+        fails="deployment: basement",
+        judge=lambda case: judge_schema(require_description(case)),
+    ),
+    Rule(
+        id="system.name",
+        title="The description names the system as its results do",
+        **_NEWEST_TREES,
+        source="2.1.8",
+        formula="solution.submission_name == the folder in results/",
+        passes="results/fast/, submission_name: fast",
+        fails="results/fast/, submission_name: faster",
+        judge=limit(
+            lambda case: require_description(case).text(*SOLUTION, "submission_name"),
+            "==",
+            lambda case: case.result.location.system,
+            at=lambda case: require_description(case).file,
+            proof="submission_name is {fact}, the results call it {limit}",
+            fix="Use one name for both.",
+        ),
+    ),
+    Rule(
+        id="system.hosts",
+        title="The runs used the clients that are described",
+        editions=NEWEST,
+        benchmarks=BOTH,
+        source="2.1.9",
+        formula=(
+            "num_hosts == sum of the clients' quantities; with one kind of client, the mean memory of a host"
+            " is within the edition's tolerance of its memory_capacity; without multi_host there is one host"
+        ),
+        passes="2 clients of 256 GiB described, 2 hosts with 512 GiB together",
+        fails="2 clients described, 4 hosts in the runs",
+        judge=_judge_clients,
+    ),
+    Rule(
+        id="code.pointer",
+        title="Each result directory points to a code image that is there",
+        **_NEWEST_TREES,
+        source="2.1.6, CHECK-01",
+        formula=".mlps-code-image names a digest whose image is in the pool",
+        passes="md5-tree-v2:0123..., code-images/code-01234567/",
+        fails="a result directory without .mlps-code-image",
+        judge=_judge_pointers,
+    ),
+    Rule(
+        id="code.image",
+        title="A code image is what its digest says",
+        **_NEWEST_TREES,
+        source="2.1.6, CHECK-02",
+        formula=(
+            "digest of its files == .code-hash.json's hash; the folder is named by its first eight digits; "
+            "another digest of files that are there was let pass in v3.0 (a warning)"
+        ),
+        passes="code-01234567/ whose files hash to 01234567...",
+        fails="a file changed after the image was taken",
+        judge=_judge_images,
+    ),
+    Rule(
+        id="code.pool",
+        title="Every code image is used",
+        **_NEWEST_TREES,
+        source="CHECK-03; a warning here, since no result depends on it",
+        formula="a result directory of the tree points to each image of the pool",
+        passes="one image, and result directories that point to it",
+        fails="a second image that no result directory points to (a warning)",
+        judge=nothing(
+            _unused_images,
+            at=lambda case: case.result.context.pool.name or case.name,
+            proof="all images are pointed to",
+            bad="nothing points to {}",
+            separator=", ",
+            fix="Take these out of the pool.",
+            otherwise=Verdict.WARNING,
+        ),
+    ),
+    Rule(
+        id="provenance.run",
+        title="A run's provenance names the code image that the run points to",
+        **_NEWEST_RUNS,
+        source="PROV-01",
+        formula="provenance.json is there if the metadata declare it; tool.code_image == .mlps-code-image",
+        passes="both say md5-tree-v2:0123...",
+        fails="metadata with provenance_file, and no provenance.json",
+        judge=_judge_provenance,
+    ),
+    Rule(
+        id="provenance.edition",
+        title="A run was made by the rules it is judged by",
+        **_NEWEST_RUNS,
+        source="EDN-01",
+        formula=(
+            "provenance.json's rules_edition == the edition; older trees without provenance state nothing"
+        ),
+        passes='rules_edition "3.0", judged by v3.0',
+        fails='rules_edition "4.0", judged by v3.0',
+        unless=lambda case: "the run declares no provenance" if case.run.provenance.is_missing else "",
+        judge=limit(
+            lambda case: _stated_edition(case.run.provenance),
+            "==",
+            lambda case: case.edition.rules,
+            at=lambda case: case.run.provenance.file,
+            proof="made by the rules of {fact}, judged by those of {limit}",
+            fix="Judge it with --edition {fact}, or repeat the run.",
+        ),
+    ),
+    Rule(
+        id="provenance.manifest",
+        title="submission.yaml lists exactly the result directories that are there",
+        **_NEWEST_TREES,
+        source="PROV-02",
+        formula=(
+            "runs[].leaf == the tree's result directories, rules_edition == the edition; not "
+            "applicable without the file"
+        ),
+        passes="9 result directories listed, the same 9 there",
+        fails="a result directory that is not listed",
+        judge=_judge_manifest,
+    ),
+    Rule(
+        id="runs.metadata",
+        title="The metadata of a result directory agree with its path",
+        **_LATER_TREES,
+        source="3.1.1, structure of *_metadata.json",
+        formula=(
+            "benchmark_type, model and command are those of the path, run_datetime is the directory's name"
+        ),
+        passes="training/unet3d/run/20260701_100000/ with command run",
+        fails="a result directory that was copied from another workload",
+        judge=_judge_metadata,
+    ),
+    Rule(
+        id="runs.exit",
+        title="Each run succeeded",
+        **_NEWEST_RUNS,
+        source="structure of *_metadata.json; the tools of the published round wrote no exit_status",
+        formula="metadata.exit_status == 0; not applicable to metadata without it",
+        passes="exit_status 0",
+        fails="exit_status 1",
+        unless=_unless_no_exit_status,
+        judge=limit(
+            lambda case: case.run.metadata.integer("exit_status"),
+            "==",
+            0,
+            at=METADATA,
+            proof="exit_status is {fact}",
+            fix="Repeat the run.",
+        ),
+    ),
+    Rule(
+        id="runs.division",
+        title="A run in CLOSED was made for CLOSED",
+        editions=LATER,
+        benchmarks=EVERY,
+        source="verdict of the tool in *_metadata.json; case does not matter",
+        formula="verification is closed, or the result is in OPEN; another verdict of the tool is a warning",
+        passes="closed/, verification CLOSED",
+        fails="closed/, verification OPEN",
+        judge=_judge_division,
+    ),
+    Rule(
+        id=REHEARSAL_RULE,
+        title="The result is no rehearsal",
+        editions=LATER,
+        benchmarks=BOTH,
+        each="result",
+        source="3.1.2, 4.3.4: sizes are those of the rules",
+        formula="no metadata file has the key rehearsal",
+        passes="runs of `penstock submission run`",
+        fails="runs of `penstock submission rehearse`",
+        judge=_judge_rehearsal,
+    ),
+)
