@@ -20,7 +20,7 @@ folder = Path(sys.argv[1])
 read_record(folder), event_files.read_events(folder)
 before = time.process_time()
 from penstock.reports.answer_page import render_answer_page
-from penstock.results.pages.run_page import draw_run
+from penstock.results.run_page import draw_run
 text = render_answer_page(draw_run(folder))
 cold = time.process_time() - before
 render_answer_page(draw_run(folder))

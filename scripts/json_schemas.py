@@ -92,9 +92,7 @@ results show llama3
 results compare RUNS
 results watch RUN --once
 results page RUN
-results rerun RUN --dry-run
-results rm RUN
-results restore REMOVED
+results rm RUN --yes
 training sweep unet3d_h100 {SMALL} --data data --results sweep --most 1
 cluster collect -o cluster.json
 cluster check cluster.json
@@ -132,7 +130,6 @@ def gather(folder: Path) -> Iterator[dict[str, Any]]:
     for line in COMMANDS.strip().splitlines():
         runs, kvruns = (sorted(map(str, folder.glob(names))) for names in ("runs/unet3d*", "kvruns/kv*"))
         named = {"RUN": [Path(run).name for run in runs[:1]], "RUNS": runs, "KVRUNS": kvruns}
-        named["REMOVED"] = [path.name for path in folder.glob("runs/.penstock/trash/*/*")]
         named["SELECT-1"] = ["SELECT 1 AS one"]
         words = [name for word in line.split() for name in named.get(word, [word])]
         said, noted = StringIO(), StringIO()

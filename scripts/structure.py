@@ -53,7 +53,7 @@ BROAD_EXCEPT = {
     "cli/app.py": "the command line's edge",
     "cluster/comm.py": "the gather of all ranks' failures, where all wait for each other",
     "cluster/supervision/rank_process.py": "the same for a rank's whole program",
-    "results/pages/run_page.py": "hours of measurement must not end as a failure to draw them",
+    "results/run_page.py": "hours of measurement must not end as a failure to draw them",
     "submission/check.py": "a defect of one rule, which must not become a verdict",
 }
 

@@ -1,23 +1,13 @@
-"""How long-running work reports its progress: to a bar on a terminal, to files, or to nothing.
+"""Progress of long-running work: to a bar on a terminal, to files, or to nothing.
 
-The work calls `begin` once for each phase and `advance` from any thread; the command line draws. A benchmark
-says more of itself (`RunProgress`), so that it can be followed from other processes.
+There are three kinds in the whole project. `Progress` is what a piece of work reports, in this process. The
+status file of a run (`results.run_status`) shows it to other processes. The progress board of a checkpoint
+(`bench.progress_board`) adds up what all ranks of a host have moved.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
-
-
-class Progress(Protocol):
-    """Receives the phases of one piece of work, one after another."""
-
-    def begin(self, phase: str, total: float) -> None:
-        """A phase begins that will advance by `total`, in the unit that the phase's name implies."""
-
-    def advance(self, amount: float) -> None:
-        """`amount` more of the current phase is done."""
-
+from typing import Literal
 
 Activity = Literal["working", "computing", "reading", "moving"]
 """What rank 0 does: `reading` awaits one batch, whatever makes it; `moving` is I/O and nothing else."""
@@ -25,7 +15,7 @@ Activity = Literal["working", "computing", "reading", "moving"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunName:
-    """Which run it is, for those who follow it: its folder, and what is measured with what."""
+    """A run for those who follow it: its folder, and what is measured with what."""
 
     folder: Path
     kind: str
@@ -33,57 +23,42 @@ class RunName:
     ranks: int
 
 
-class RunProgress(Progress, Protocol):
-    """Receives what rank 0 of a benchmark says of itself as it runs; cheap enough for every step."""
+class Progress:
+    """Receives what a piece of work reports, from any thread. This one shows it to nobody.
+
+    Work calls `begin` once for each phase, and `advance`. The other methods are for rank 0 of a benchmark, so
+    that it can be followed from other processes; they are cheap enough for every step.
+    """
+
+    def begin(self, phase: str, total: float) -> None:
+        """Begin a phase that will advance by `total`, in the unit that the phase's name implies."""
+
+    def advance(self, amount: float) -> None:
+        """Advance the current phase by `amount`."""
 
     def attach(self, run: RunName) -> None:
-        """The run has a folder, in which it can be followed from now on."""
+        """Let the run be followed in its folder from now on."""
 
     def settle(self, outcome: str, why: str, exit_code: int) -> None:
-        """The run has ended, and its command will exit with this code."""
+        """End the run, whose command will exit with this code."""
 
     def expect(self, total: float, *units: str) -> None:
-        """The counts of these units together will reach `total` at the end of the run."""
+        """Announce that the counts of these units together will reach `total` at the end of the run."""
 
     def count(self, **amounts: float) -> None:
         """Add to the run's totals, by unit: `steps=1, read_bytes=4096`."""
 
     def enter(self, activity: Activity, *, unit: str = "", times: int = 1) -> None:
-        """What this rank does now. Until the next phase `advance` counts `unit`, `times` ranks alike."""
+        """Report what this rank does now.
+
+        Until the next phase, `advance` counts in `unit`, once for each of `times` ranks that do the same.
+        """
 
     def remark(self, text: str) -> None:
-        """A sentence about the present moment; "" withdraws it."""
+        """Show a sentence about the present moment; "" withdraws it."""
 
 
-class Silent:
-    """Progress that is not shown."""
-
-    def begin(self, phase: str, total: float) -> None:
-        """Ignore it."""
-
-    def advance(self, amount: float) -> None:
-        """Ignore it."""
-
-    def attach(self, run: RunName) -> None:
-        """Ignore it."""
-
-    def settle(self, outcome: str, why: str, exit_code: int) -> None:
-        """Ignore it."""
-
-    def expect(self, total: float, *units: str) -> None:
-        """Ignore it."""
-
-    def count(self, **amounts: float) -> None:
-        """Ignore it."""
-
-    def enter(self, activity: Activity, *, unit: str = "", times: int = 1) -> None:
-        """Ignore it."""
-
-    def remark(self, text: str) -> None:
-        """Ignore it."""
-
-
-class PhasesOnly(Silent):
+class PhasesOnly(Progress):
     """Passes on the phases of work that is part of a run but does not count for it."""
 
     def __init__(self, progress: Progress) -> None:
@@ -96,3 +71,8 @@ class PhasesOnly(Silent):
     def advance(self, amount: float) -> None:
         """Pass it on."""
         self._progress.advance(amount)
+
+
+# The names that callers used before; they go once all rooms say `Progress`.
+RunProgress = Progress
+Silent = Progress

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from penstock.progress import RunProgress
+from penstock.progress import Progress, RunProgress
 from penstock.results.throughput_file import MovedBytes
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class ProgressOutputs:
     heartbeat: Callable[[], None]
 
 
-class RoundProgress:
+class RoundProgress(Progress):
     """Follows the rounds of one rank. It is the `Progress` that the pipeline advances, from any thread."""
 
     def __init__(self, board: ProgressBoard, *, rank: int, outputs: ProgressOutputs) -> None:
@@ -93,9 +93,9 @@ class RoundProgress:
     def begin(self, phase: str, total: float) -> None:
         """Ignored: the pipeline's phases are parts of a round, which `track` has announced."""
 
-    def expect(self, total_bytes: int) -> None:
-        """How many bytes all rounds of all ranks will move."""
-        self._outputs.progress.expect(total_bytes, "written_bytes", "read_bytes")
+    def expect(self, total: float, *units: str) -> None:
+        """Pass on how many bytes all rounds of all ranks will move."""
+        self._outputs.progress.expect(total, *(units or ("written_bytes", "read_bytes")))
 
     def advance(self, amount: float) -> None:
         """Count what the pipeline has moved."""

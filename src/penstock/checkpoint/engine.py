@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.checkpoint.state.process_group import RankGroup
     from penstock.checkpoint.state.regions import Ints, Regions, TensorFacts
     from penstock.cluster.rounds import Round, Rounds
-    from penstock.progress import Progress
     from penstock.storage import Storage
 
 
@@ -245,7 +244,7 @@ class ProgressState:
     total: float
 
 
-class SaveProgress:
+class SaveProgress(Progress):
     """The `Progress` of one save: remembers the latest `state`, and forwards to another `Progress`."""
 
     def __init__(self, forward_to: Progress | None) -> None:

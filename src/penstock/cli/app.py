@@ -100,16 +100,14 @@ KVCACHE = Group(
     },
 )
 RESULTS = Group(
-    "List, show, compare, repeat, remove and restore recorded runs.",
+    "List, show, compare, follow and delete recorded runs.",
     {
         "ls": "penstock.cli.results_runs:list_runs",
         "show": "penstock.cli.results_show:show",
         "page": "penstock.cli.results_show:page",
         "compare": "penstock.cli.results_show:compare",
         "watch": "penstock.cli.results_watch:watch",
-        "rerun": "penstock.cli.results_runs:rerun",
         "rm": "penstock.cli.results_runs:remove",
-        "restore": "penstock.cli.results_runs:restore",
     },
 )
 SUBMISSION = Group(

@@ -257,7 +257,7 @@ def _translate_other(command: MlpstorageCommand, defaults: Defaults) -> list[str
 
 def _translate_history(command: MlpstorageCommand, rest: list[str], results: str) -> list[str]:
     verb = rest.pop(0) if rest else "show"
-    known = {"show": "show", "list": "ls", "rerun": "rerun", "rm": "rm"}
+    known = {"show": "show", "list": "ls", "rm": "rm"}
     if verb not in known:
         raise UsageError(
             f"{verb!r} is not a known command", where=command.command, fix=f"Choose from: {', '.join(known)}."
@@ -265,14 +265,15 @@ def _translate_history(command: MlpstorageCommand, rest: list[str], results: str
     named = rest or list(command.options.get("id", ()))
     if verb == "list" or (verb == "show" and not named):
         return ["results", "ls", results]
-    return ["results", known[verb], *named, "--results", results]
+    confirmed = ["--yes"] if verb == "rm" else []
+    return ["results", known[verb], *named, *confirmed, "--results", results]
 
 
 HELP: Final = f"""\
 Usage: penstock-mlpstorage closed|open|whatif training MODEL datasize|datagen|run|configview [file|object] ...
        penstock-mlpstorage closed|open|whatif checkpointing MODEL datasize|run|configview [file|object] ...
        penstock-mlpstorage training|checkpointing COMMAND --model MODEL [--closed|--open] ...
-       penstock-mlpstorage init ORG [FOLDER] | reports reportgen | history show|rerun ID | runs list|show|rm
+       penstock-mlpstorage init ORG [FOLDER] | reports reportgen | history show ID | runs list|show|rm
        penstock-mlpstorage validate FOLDER | rules-coverage | version
 
 Run mlpstorage's command lines, of v3 and of v2, with penstock: each is translated to one penstock command,

@@ -43,7 +43,7 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
 
       penstock results show /mnt/results/mine --json
     """
-    from penstock.results.history.run_catalog import find_run_folder
+    from penstock.results.run_catalog import find_run_folder
 
     show_folder(find_run_folder(options.run, options.parent.path), terminal)
 
@@ -257,9 +257,9 @@ def page(options: _PageOptions, terminal: Terminal) -> None:
       penstock results page 1a2b3c --results /mnt/results -o run.html
     """
     from penstock.reports.page import write_report
-    from penstock.results.history.run_catalog import find_run_folder
-    from penstock.results.pages.run_page import draw_run
+    from penstock.results.run_catalog import find_run_folder
     from penstock.results.run_folder import PAGE_FILE
+    from penstock.results.run_page import draw_run
 
     folder = find_run_folder(options.run, options.parent.path)
     path = options.out or folder / PAGE_FILE
@@ -287,7 +287,7 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
 
       penstock results compare /mnt/a/run1 /mnt/b/run1 --page compared.html
     """
-    from penstock.results.history.run_catalog import find_run_folder
+    from penstock.results.run_catalog import find_run_folder
     from penstock.results.run_comparison import compare_runs as compare_views
     from penstock.results.run_comparison import summarize_run
 
@@ -304,7 +304,7 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
 
 
 def _draw_comparison(comparison: RunComparison) -> Report:
-    from penstock.results.pages.compare_page import make_comparison_page
+    from penstock.results.comparison_page import make_comparison_page
 
     return make_comparison_page(comparison)
 

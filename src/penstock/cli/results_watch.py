@@ -74,7 +74,7 @@ def watch(options: _WatchOptions, terminal: Terminal) -> int:
 
 
 def _find_folder(options: _WatchOptions) -> Path:
-    from penstock.results.history.run_catalog import find_run_folder
+    from penstock.results.run_catalog import find_run_folder
     from penstock.results.run_folder import RUN_FILE, run_folders
     from penstock.results.run_record import RunOutcome, read_record
 

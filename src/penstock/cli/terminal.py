@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _WIDE = 1000
 _MANY_ROWS = 500
-SCHEMA_VERSIONS: Mapping[str, int] = {}
+SCHEMA_VERSIONS: Mapping[str, int] = {"results-ls": 2, "results-rm": 2}
 """The versions of verbs' documents that lost a key, or changed the meaning of one, since version 1."""
 
 Line = str | list[str | tuple[str, str]]

@@ -6,21 +6,20 @@ results folder, before its folder is made.
 
 import os
 import platform
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
 from penstock import __version__
-from penstock.errors import PenstockError, UsageError
-from penstock.progress import RunName, RunProgress, Silent
+from penstock.errors import PenstockError, StorageError, UsageError
+from penstock.progress import Progress, RunName
 from penstock.results import provenance, published_files, run_folder, run_record, run_status
-from penstock.results.history.history_file import HistoryFile, RunEntry
+from penstock.results.history import HistoryFile
 from penstock.results.io_reconciliation import IoReconciliation
-from penstock.results.pages.run_page import leave_run_page
 from penstock.results.phase_figures import PhaseFigures
+from penstock.results.run_page import leave_run_page
 from penstock.workload.spec import Workload
 
 
@@ -35,74 +34,85 @@ class ActiveRun:
         self,
         folder: Path,
         record: run_record.RunRecord,
-        entry: RunEntry | None = None,
         *,
+        history: HistoryFile | None = None,
+        run_id: str = "",
         has_page: bool = False,
     ) -> None:
-        """With `has_page`, the run leaves a page in its folder when it ends."""
+        """The run was entered in `history`, if in any, under `run_id`; a page is drawn if `has_page`."""
         self.folder = folder
         self.record = record
-        self._entry = entry
+        self._history, self._run_id = history, run_id
         self._has_page = has_page
-        self._progress: RunProgress = Silent()
+        self._progress = Progress()
         self._exit_code = 1
         self._write()
 
     @classmethod
     def start(cls, parent: Path, request: run_record.RunRequest) -> Self:
-        """Enter the run in the history of `parent`, and make its folder there, with its `run.json`."""
-        now = datetime.now(UTC)
-        entry = RunEntry.begin(HistoryFile(parent), request, now)
-        folder = parent / entry.folder_name
-        with entry.starting():
-            run_folder.make_run_folder(folder)
-            return cls._create(folder, request, now, entry, has_page=True)
+        """Enter the run in the history of `parent`, and make its folder there, with its `run.json`.
+
+        It leaves a page in its folder when it ends.
+        """
+        now, history = datetime.now(UTC), HistoryFile(parent)
+        entry = history.begin(request, now)
+        folder = parent / entry["folder"]
+        make = run_folder.make_run_folder
+        return cls._begin(folder, request, now, make, history=history, run_id=entry["run"], has_page=True)
 
     @classmethod
     def start_in(cls, folder: Path, request: run_record.RunRequest, *, results: Path | None = None) -> Self:
-        """The same in a folder that the user named; replaces an earlier run there unless it is active.
+        """Start a run in a folder that the user named; replace an earlier run there unless it is active.
 
         The run is entered in the history of `results`, a folder above it; without `results` in its parent's,
-        but only if that exists already: a folder of unknown use gets no history beside it.
+        but only if that exists already: a folder of unknown use gets no history next to it.
         """
         if (folder / run_folder.RUN_FILE).is_file() and run_record.read_record(
             folder
         ).outcome is run_record.RunOutcome.RUNNING:
             raise UsageError("A run is active in this folder", where=str(folder), fix="Name another folder.")
-        now = datetime.now(UTC)
-        entry = RunEntry.begin_in(folder, request, now, results=results or folder.parent)
-        with entry.starting() if entry else nullcontext():
-            run_folder.take_run_folder(folder)
-            return cls._create(folder, request, now, entry)
+        now, place = datetime.now(UTC), folder.absolute()
+        history = HistoryFile((results or folder.parent).absolute())
+        if place.is_relative_to(history.parent) and (place.parent != history.parent or history.exists()):
+            named = place.relative_to(history.parent).as_posix()
+            run_id = history.begin(request, now, named=named)["run"]
+            take = run_folder.take_run_folder
+            return cls._begin(folder, request, now, take, history=history, run_id=run_id)
+        return cls._begin(folder, request, now, run_folder.take_run_folder)
 
     @classmethod
-    def _create(
+    def _begin(
         cls,
         folder: Path,
         request: run_record.RunRequest,
         now: datetime,
-        entry: RunEntry | None,
+        make_folder: Callable[[Path], object],
         *,
+        history: HistoryFile | None = None,
+        run_id: str = "",
         has_page: bool = False,
     ) -> Self:
-        run = cls(folder, _first_record(request, folder.name, now), entry, has_page=has_page)
-        if request.cluster is not None:
-            published_files.write_text(
-                folder, run_folder.CLUSTER_FILE, request.cluster.model_dump_json(indent=2) + "\n"
-            )
-        return run
+        try:
+            make_folder(folder)
+            if request.cluster is not None:
+                text = request.cluster.model_dump_json(indent=2) + "\n"
+                published_files.write_text(folder, run_folder.CLUSTER_FILE, text)
+            record = _first_record(request, folder.name, now)
+            return cls(folder, record, history=history, run_id=run_id, has_page=has_page)
+        except StorageError as error:
+            if history is not None:
+                history.end(run_id, "failed", f"{type(error).__name__}: {error}")
+            raise
 
     def heartbeat(self) -> None:
         """Show readers on other hosts that the run is active; cheap enough for every few seconds."""
         os.utime(self.folder / run_folder.RUN_FILE)
 
-    def show_in_folder(self, progress: RunProgress) -> None:
+    def show_in_folder(self, progress: Progress) -> None:
         """Let the run be followed in its folder by what `progress` is told."""
         self._progress = progress
         kind = str(self.record.plan.get("kind", "training"))
-        name = (
-            f"{self.record.name}_{self.record.accelerator}" if self.record.accelerator else self.record.name
-        )
+        name = "_".join(filter(None, (self.record.name, self.record.accelerator)))
         progress.attach(RunName(folder=self.folder, kind=kind, workload=name, ranks=self.record.ranks))
 
     def finish(
@@ -150,8 +160,8 @@ class ActiveRun:
         ended_at = datetime.now(UTC).isoformat(timespec="microseconds")
         self.record = replace(self.record, outcome=outcome, why=why, ended_at=ended_at)
         self._write()
-        if self._entry is not None:
-            self._entry.end(outcome.value, why)
+        if self._history is not None:
+            self._history.end(self._run_id, outcome.value, why)
         if self._has_page:
             leave_run_page(self.folder)
         self._progress.settle(outcome.value, why, self._exit_code)

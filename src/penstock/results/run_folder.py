@@ -8,10 +8,10 @@
         counters.parquet               what the hosts counted (`counters/` while the run lasts)
         cluster.json                   what the hosts were, where that was collected
         status.json                    what the run did last; replaced while it lasts (`run_status`)
-        report.html                    the page of the run (`results.pages`)
+        report.html                    the page of the run (`run_page`)
         summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
 
-    PARENT/.penstock/                  the history of all runs below PARENT, and the trash (`history_file`)
+    PARENT/.penstock/                  the history of all runs below PARENT (`history`)
 
 Invariant: a run's folder is created by one process, under a name of its own.
 """
@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from penstock.errors import ObjectNotFound, UsageError, name_some
+from penstock.errors import ObjectNotFound
 from penstock.reports.page import is_page
 from penstock.results.run_status import STATUS_FILE
 from penstock.storage.files.system_calls import translate_os_errors
@@ -73,22 +73,6 @@ def take_run_folder(folder: Path) -> None:
         left += [page for page in (folder / PAGE_FILE,) if is_page(page)]
         for path in left:
             path.unlink()
-
-
-def resolve_run(text: str, parent: Path) -> Path:
-    """Find the run that a user names: a folder, a name below `parent`, or a unique part of one."""
-    for folder in (Path(text), parent / text):
-        if is_run(folder):
-            return folder
-    alike = [folder for folder in run_folders(parent) if text and text in folder.name]
-    if len(alike) == 1:
-        return alike[0]
-    if alike:
-        names = name_some([folder.name for folder in alike])
-        raise UsageError(f"{text!r} names {len(alike)} runs: {names}", fix="Give more of the name.")
-    raise UsageError(
-        f"No run is called {text!r}", where=str(parent), fix="`penstock results ls FOLDER` lists them."
-    )
 
 
 def is_run(folder: Path) -> bool:

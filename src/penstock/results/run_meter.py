@@ -17,7 +17,7 @@ from socket import gethostname
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from penstock.progress import Activity, RunName
+from penstock.progress import Activity, Progress, RunName
 from penstock.results.run_status import RUNNING, RunStatus, StatusFile
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ _Look = tuple[float, float, dict[str, float]]
 """A moment, and what the phase and the run had counted by then."""
 
 
-class Meter:
+class Meter(Progress):
     """The `RunProgress` of rank 0. Entered, it shows itself to its followers until it is left.
 
     `name` is that of work without a folder; `find_wait` says what this rank awaits of others, if anything.

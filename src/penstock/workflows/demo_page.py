@@ -32,7 +32,7 @@ from penstock.reports.report import (
     table_section,
 )
 from penstock.results.event_files import read_events
-from penstock.results.pages.step_series import RunSteps
+from penstock.results.step_series import RunSteps
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.workload.accelerator_forecast import forecast_accelerators
 from penstock.workload.load_workload import load

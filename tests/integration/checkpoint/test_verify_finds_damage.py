@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: E4
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save  # noqa: E402
 
 from penstock.checkpoint.api import save  # noqa: E402 - needs torch
+from penstock.progress import Progress  # noqa: E402 - likewise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.checkpoint.tools.file_scan import Damage
-    from penstock.progress import Progress
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -57,7 +57,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Counting:
+class Counting(Progress):
     """Progress that adds up."""
 
     def __init__(self) -> None:

@@ -1,9 +1,8 @@
-"""`penstock results ls`, `rm`, `restore` and `rerun` as people use them."""
+"""`penstock results ls` and `rm` as people use them."""
 
 import json
 import re
 import shutil
-import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -39,37 +38,18 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict
     return document
 
 
-def test_removed_run_is_listed_restored_and_finally_deleted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_deleted_once_that_is_confirmed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = ("--results", str(tmp_path))
     first, second = finished(tmp_path, "penstock"), failed(tmp_path)
-    removed = told(capsys, "rm", "--status", "failed", *here)
-    assert [run["name"] for run in removed["runs"]] == [second]
+    for confirmation, code in (((), 2), (("--dry-run",), 0), (("--dry-run", "--yes"), 0)):
+        document = told(capsys, "rm", "--status", "failed", *confirmation, *here, code=code)
+        assert [run["name"] for run in document["runs"]] == [second]
+        assert (tmp_path / second).is_dir()
+    told(capsys, "rm", "--status", "failed", "--yes", *here)
+    assert not (tmp_path / second).exists()
     listed = told(capsys, "ls", str(tmp_path))
     assert [run["name"] for run in listed["runs"]] == [first]
-    assert [(run["name"], run["batch"]) for run in listed["removed"]] == [(second, removed["batch"])]
-    assert told(capsys, "restore", removed["batch"], *here)["restored"] == [second]
-    assert len(told(capsys, "ls", str(tmp_path))["runs"]) == 2
-    told(capsys, "rm", second[-6:], *here)
-    assert main(["results", "rm", "--empty-trash", *here]) == 2
-    assert "Add --yes" in capsys.readouterr().err
-    assert len(told(capsys, "ls", str(tmp_path))["removed"]) == 1
-    told(capsys, "rm", "--empty-trash", "--yes", *here)
-    listed = told(capsys, "ls", str(tmp_path))
-    assert (listed["removed"], [run["name"] for run in listed["deleted"]]) == ([], [second])
-    assert main(["results", "ls", str(tmp_path)]) == 0
-    assert "1 more were deleted permanently: --all lists them" in capsys.readouterr().out
-    assert main(["results", "ls", str(tmp_path), "--all"]) == 0
-    assert second in capsys.readouterr().out
-
-
-def test_dry_run_removes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = finished(tmp_path, "penstock")
-    here = ("--results", str(tmp_path))
-    assert [run["name"] for run in told(capsys, "rm", name, "--dry-run", *here)["runs"]] == [name]
-    told(capsys, "rm", "--empty-trash", "--dry-run", *here)
-    assert (tmp_path / name).is_dir()
+    assert [run["name"] for run in listed["deleted"]] == [second]
 
 
 def test_a_removal_documents_what_is_known_of_a_run(
@@ -84,7 +64,6 @@ def test_a_removal_documents_what_is_known_of_a_run(
         "folder": str(tmp_path / name),
         "name": name,
         "where": "here",
-        "batch": None,
         "outcome": "finished",
         "why": "",
         "workload": "unet3d_h100",
@@ -96,7 +75,7 @@ def test_a_removal_documents_what_is_known_of_a_run(
 
 def test_newest_runs_are_kept_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [finished(tmp_path, "penstock") for _ in range(3)]
-    answer = told(capsys, "rm", "--keep-last", "2", "--results", str(tmp_path))
+    answer = told(capsys, "rm", "--keep-last", "2", "--dry-run", "--results", str(tmp_path))
     assert [run["name"] for run in answer["runs"]] == names[:1]
     assert {run["name"]: run["reason"] for run in answer["spared"]} == dict.fromkeys(
         names[1:], "one of the last 2"
@@ -118,12 +97,8 @@ def test_runs_are_filtered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("rm",), "No run is named"),
         (("rm", "x", "--status", "failed"), "named and selected by options"),
         (("rm", "nothing"), "No run is called 'nothing'"),
-        (("rm", "x", "--empty-trash"), "takes no runs"),
         (("rm", "--older-than", "2"), "neither an age nor a date"),
         (("rm", "--status", "dead"), "not an outcome"),
-        (("restore", "nothing"), "No run is called 'nothing'"),
-        (("rerun", "nothing"), "No run is called 'nothing'"),
-        (("rerun", "unet3d", "--json"), "Use --json with --dry-run"),
     ],
 )
 def test_contradictory_options_are_refused(
@@ -134,35 +109,10 @@ def test_contradictory_options_are_refused(
     assert said in capsys.readouterr().err
 
 
-def test_run_in_the_trash_is_shown_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_shown_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = finished(tmp_path, "penstock")
     (run,) = told(capsys, "ls", str(tmp_path))["runs"]
     assert told(capsys, "show", run["run"], "--results", str(tmp_path))["id"] == name
-    told(capsys, "rm", run["run"], "--results", str(tmp_path))
-    for text in (name, run["run"]):
-        shown = told(capsys, "show", text, "--results", str(tmp_path))
-        assert (shown["id"], ".penstock/trash" in shown["folder"]) == (name, True)
-
-
-def test_rerun_executes_the_same_command_in_its_directory(tmp_path: Path) -> None:
-    name = finished(tmp_path, "penstock", "workloads", "--json")
-    again = [sys.executable, "-m", "penstock", "results", "rerun", name[-6:], "--results", str(tmp_path)]
-    dry = subprocess.run(
-        [*again, "--dry-run", "--json"], check=True, capture_output=True, text=True, timeout=180
-    )
-    plan = json.loads(dry.stdout)
-    assert plan["command"] == "penstock workloads --json"
-    assert plan["working_folder"] == str(Path.cwd())
-    real = subprocess.run(again, check=False, capture_output=True, text=True, timeout=180, cwd=tmp_path)
-    assert real.returncode == 0, real.stderr
-    assert f"In {Path.cwd()}: penstock workloads --json" in real.stderr
-    assert json.loads(real.stdout)
-
-
-def test_rerun_exits_with_the_code_of_its_command(tmp_path: Path) -> None:
-    name = finished(tmp_path, "penstock", "training", "nonsense")
-    again = [sys.executable, "-m", "penstock", "results", "rerun", name, "--results", str(tmp_path)]
-    assert subprocess.run(again, check=False, capture_output=True, timeout=180).returncode == 2
 
 
 def test_list_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,24 +135,17 @@ def test_list_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "is cut off after 9 bytes" in told.err
 
 
-def test_removal_and_restoration_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_removal_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = ("--results", str(tmp_path))
     name = finished(tmp_path, "penstock")
     for words, said in (
-        (("rm", name, "--dry-run"), f"Would move to the trash:\n  {name}  finished"),
-        (("rm", name), "Moved to the trash, batch 20"),
-        (("restore", name), f"restored {name}"),
+        (("rm", name, "--dry-run"), f"Would be deleted:\n  {name}  finished"),
         (("rm", "--keep-last", "1"), f"No run matches.\n  kept: {name}  finished (one of the last 1)"),
+        (("rm", name, "--yes"), f"Deleted:\n  {name}  finished"),
     ):
         capsys.readouterr()
         assert main(["results", *words, *here]) == 0
         assert said in capsys.readouterr().out
-
-
-def test_dry_rerun_shows_directory_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = finished(tmp_path, "penstock", "workloads")
-    assert main(["results", "rerun", name, "--dry-run", "--results", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"cd {Path.cwd()}\npenstock workloads\n"
 
 
 def test_run_by_mlpstorage_is_recorded_as_its_penstock_command(
@@ -220,5 +163,3 @@ def test_run_by_mlpstorage_is_recorded_as_its_penstock_command(
     assert sys.argv == before
     (run,) = told(capsys, "ls", str(tmp_path / "r"))["runs"]
     assert run["command"][:4] == ["penstock", "training", "run", "unet3d"]
-    assert main(["results", "rerun", run["run"], "--dry-run", "--results", str(tmp_path / "r")]) == 0
-    assert "penstock training run unet3d --accelerator h100" in capsys.readouterr().out

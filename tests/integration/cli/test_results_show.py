@@ -359,7 +359,7 @@ def test_missing_run_is_an_error(words: tuple[str, ...], code: int, said: str) -
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["ls", "show", "compare", "rm", "restore", "rerun"])
+@pytest.mark.parametrize("verb", ["ls", "show", "compare", "rm"])
 def test_every_verb_shows_examples_and_offers_json(verb: str) -> None:
     result = penstock(verb, "--help")
     assert "Examples:" in result.stdout

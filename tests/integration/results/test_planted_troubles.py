@@ -1,6 +1,6 @@
 """Real runs with planted trouble: their pages name it, and say when it began.
 
-`tests/unit/results/pages` has the same troubles in runs that are told, not run.
+`tests/unit/results` has the same troubles in runs that are told, not run.
 """
 
 import ctypes

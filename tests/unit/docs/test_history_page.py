@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 
 from penstock.cli.app import RESULTS
-from penstock.results.history.history_file import FILE, FOLDER, TRASH
-from penstock.results.history.run_selection import INCOMPLETE, parse_outcomes
+from penstock.results.history import FILE, FOLDER
+from penstock.results.run_catalog import INCOMPLETE, parse_outcomes
 from penstock.submission.reports.findings_export import FINDING_COLUMNS
 from penstock.submission.reports.result_figures import (
     CONFIDENCE,
@@ -23,7 +23,6 @@ SUBMISSION = (DOCS / "submission.md").read_text(encoding="utf-8")
 
 def test_files_and_outcomes_are_named_as_they_are() -> None:
     assert f"`{FOLDER}/{FILE}`" in HISTORY
-    assert f"`{FOLDER}/{TRASH}/BATCH/`" in HISTORY
     assert f"`{INCOMPLETE}`" in HISTORY
     assert all(f"`{outcome}`" in HISTORY for outcome in parse_outcomes(INCOMPLETE))
 
@@ -33,7 +32,7 @@ def test_every_verb_and_option_of_the_section_is_there() -> None:
     context = click.Context(RESULTS)
     verbs = {name: RESULTS.get_command(context, name) for name in RESULTS.verbs}
     options = {option for verb in verbs.values() if verb for each in verb.params for option in each.opts}
-    assert {"ls", "rm", "restore", "rerun"} <= set(verbs)
+    assert {"ls", "rm"} <= set(verbs)
     assert set(re.findall(r"(--[a-z][a-z-]+)", section)) <= options
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.errors import StorageError
 from penstock.results.dlio.dlio_result import read_dlio_result
 from penstock.results.event_files import read_spool
-from penstock.results.history.run_catalog import read_catalog
+from penstock.results.run_catalog import read_catalog
 from penstock.results.run_comparison import compare_runs, summarize_run
 from penstock.results.run_record import read_record
 
@@ -64,7 +64,7 @@ def test_any_summary_of_dlio_is_read_or_refused(
 @LENIENT
 def test_any_run_json_is_read_or_refused(tmp_path: Path, document: object) -> None:
     (tmp_path / "run.json").write_text(json.dumps(document))
-    (run,) = read_catalog(tmp_path).runs
+    (run,), _ = read_catalog(tmp_path)
     assert run.outcome == "unreadable"
     assert str(tmp_path) in run.why
 

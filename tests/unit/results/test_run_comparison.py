@@ -12,9 +12,9 @@ from tests.support.run_events import RankScript, even_run
 from penstock.errors import StorageError
 from penstock.results.active_run import ActiveRun
 from penstock.results.event_files import SpoolWriter, recompute_figures, spool_path
-from penstock.results.history.run_catalog import read_catalog
 from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.provenance import HostFacts
+from penstock.results.run_catalog import read_catalog
 from penstock.results.run_comparison import (
     VARIABLE_SETTINGS,
     RunSummary,
@@ -57,10 +57,10 @@ def dlio_run(folder: Path, **changes: object) -> Path:
 def test_runs_are_found_newest_first_with_dlios_among_them(tmp_path: Path) -> None:
     old = dlio_run(tmp_path / "run1")
     first, second = finished_run(tmp_path), finished_run(tmp_path)
-    catalog = read_catalog(tmp_path)
-    assert [run.folder for run in catalog.runs] == [second.name, first.name, old.name]
-    assert catalog.complaints == ()
-    kinds = [run.summary.kind for run in catalog.runs if run.summary is not None]
+    runs, complaints = read_catalog(tmp_path)
+    assert [run.folder for run in runs] == [second.name, first.name, old.name]
+    assert complaints == []
+    kinds = [run.summary.kind for run in runs if run.summary is not None]
     assert kinds == ["penstock", "penstock", "DLIO"]
 
 
@@ -72,7 +72,7 @@ def test_unreadable_folder_is_named_and_hides_no_other(tmp_path: Path) -> None:
     dlio_run(tmp_path / "odd").joinpath("summary.json").write_text("[]")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "file").write_text("")
-    runs = read_catalog(tmp_path).runs
+    runs, _ = read_catalog(tmp_path)
     assert [run.folder for run in runs if run.outcome != "unreadable"] == [good.name]
     unreadable = {run.folder: run.why for run in runs if run.outcome == "unreadable"}
     assert sorted(unreadable) == ["half", "newer", "odd"]
@@ -81,7 +81,7 @@ def test_unreadable_folder_is_named_and_hides_no_other(tmp_path: Path) -> None:
 
 def test_a_runs_own_folder_lists_itself(tmp_path: Path) -> None:
     folder = finished_run(tmp_path)
-    assert [run.folder for run in read_catalog(folder).runs] == [folder.name]
+    assert [run.folder for run in read_catalog(folder)[0]] == [folder.name]
 
 
 def test_a_view_shows_the_recorded_figures(tmp_path: Path) -> None:

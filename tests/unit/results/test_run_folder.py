@@ -9,7 +9,7 @@ import pytest
 from penstock.cluster.facts.host_facts import AbsentHost, ClusterFacts
 from penstock.errors import UsageError
 from penstock.results.active_run import ActiveRun
-from penstock.results.history.history_file import HistoryFile, RunBegan, RunEnded
+from penstock.results.history import HistoryFile
 from penstock.results.provenance import read_host
 from penstock.results.run_folder import RUN_FILE, run_folder_name
 from penstock.results.run_record import RunOutcome, RunRequest, read_record
@@ -84,18 +84,16 @@ def test_run_is_entered_in_the_history_of_its_parent_only_if_there_is_one(tmp_pa
         run.finish()
     with ActiveRun.start_in(tmp_path / "second", request()) as run:
         run.finish()
-    began, ended, named_began, named_ended = HistoryFile(tmp_path).read().entries
-    assert isinstance(began, RunBegan)
-    assert isinstance(ended, RunEnded)
-    assert isinstance(named_began, RunBegan)
-    name = run_folder_name("unet3d_h100", datetime.fromisoformat(began.at), began.run)
-    assert (began.is_named, began.folder, ended.run, ended.outcome) == (False, name, began.run, "finished")
-    assert (named_began.is_named, named_began.folder, named_ended.run) == (True, "second", named_began.run)
+    began, ended, named_began, named_ended = HistoryFile(tmp_path).read()[0]
+    name = run_folder_name("unet3d_h100", datetime.fromisoformat(began["at"]), began["run"])
+    assert (began["event"], began["is_named"], began["folder"]) == ("began", False, name)
+    assert (ended["event"], ended["run"], ended["outcome"]) == ("ended", began["run"], "finished")
+    assert (named_began["is_named"], named_began["folder"]) == (True, "second")
+    assert named_ended["run"] == named_began["run"]
 
 
 def test_failed_run_is_entered_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bad"), ActiveRun.start(tmp_path, request()):
         raise ValueError("bad batch")
-    ended = HistoryFile(tmp_path).read().entries[-1]
-    assert isinstance(ended, RunEnded)
-    assert (ended.outcome, ended.why) == ("failed", "ValueError: bad batch")
+    ended = HistoryFile(tmp_path).read()[0][-1]
+    assert (ended["outcome"], ended["why"]) == ("failed", "ValueError: bad batch")

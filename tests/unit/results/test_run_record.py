@@ -31,6 +31,7 @@ from penstock.results.provenance import (
     unique_hosts,
 )
 from penstock.results.published_files import publishing, write_json
+from penstock.results.run_catalog import find_run_folder
 from penstock.results.run_record import (
     LONGEST_SILENCE_S,
     RunOutcome,
@@ -384,15 +385,15 @@ def test_a_run_is_named_by_folder_name_or_part(tmp_path: Path) -> None:
     for name in ("unet3d-1", "unet3d-2", "resnet50-1"):
         write_json(tmp_path / name, "run.json", {})
     (tmp_path / "notes").mkdir()
-    assert run_folder.resolve_run(str(tmp_path / "unet3d-1"), Path("nowhere")) == tmp_path / "unet3d-1"
-    assert run_folder.resolve_run("unet3d-2", tmp_path) == tmp_path / "unet3d-2"
-    assert run_folder.resolve_run("resnet", tmp_path) == tmp_path / "resnet50-1"
+    assert find_run_folder(str(tmp_path / "unet3d-1"), Path("nowhere")) == tmp_path / "unet3d-1"
+    assert find_run_folder("unet3d-2", tmp_path) == tmp_path / "unet3d-2"
+    assert find_run_folder("resnet", tmp_path) == tmp_path / "resnet50-1"
     with pytest.raises(UsageError, match="names 2 runs: unet3d-1, unet3d-2"):
-        run_folder.resolve_run("unet", tmp_path)
+        find_run_folder("unet", tmp_path)
     with pytest.raises(UsageError, match="No run is called 'bert'"):
-        run_folder.resolve_run("bert", tmp_path)
+        find_run_folder("bert", tmp_path)
     with pytest.raises(StorageError, match="No such directory of runs"):
-        run_folder.resolve_run("x", tmp_path / "absent")
+        find_run_folder("x", tmp_path / "absent")
 
 
 def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:

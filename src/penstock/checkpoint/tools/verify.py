@@ -421,7 +421,7 @@ def _reader(source: Source, item: _Item) -> ReadRange:
     return read
 
 
-class _CountingProgress:
+class _CountingProgress(Progress):
     """Progress that remembers how much was checked."""
 
     def __init__(self, inside: Progress) -> None:

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from penstock.results.history.history_file import HistoryFile
+from penstock.results.history import HistoryFile
 from penstock.storage.files import durable, system_calls
 from penstock.submission.authoring.tree_owner import OwnedTree, require_plain_name
 from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, SubmissionPhase, log_names, metadata_name

@@ -28,6 +28,7 @@ from penstock.errors import (
     UsageError,
     WaitTimeout,
 )
+from penstock.progress import Progress
 
 SIZE = 1000
 
@@ -143,7 +144,7 @@ def test_a_step_that_one_rank_finds_damaged_is_skipped_by_all(tmp_path: Path) ->
     assert "1, 2, 3" in absent
 
 
-class _Broken:
+class _Broken(Progress):
     """A progress bar that fails."""
 
     def begin(self, phase: str, total: float) -> None:

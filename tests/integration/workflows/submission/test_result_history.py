@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.integration.workflows.submission.small_result import SmallResult
 
-from penstock.results.history.run_catalog import FolderPlace, find_run_folder, read_catalog
+from penstock.results.run_catalog import find_run_folder, read_catalog
 from penstock.submission.check import check
 from penstock.submission.edition_choice import choose_edition
 
@@ -13,9 +13,9 @@ def test_runs_are_entered_in_their_trees_history_and_judges_see_no_stray(tmp_pat
     small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
     small.datagen()
     leaves = list(small.runs(2))
-    kept = read_catalog(small.root)
-    assert [run.path for run in kept.runs] == leaves[::-1]
-    assert {(run.outcome, run.where) for run in kept.runs} == {("finished", FolderPlace.HERE)}
-    assert find_run_folder(kept.runs[0].id, small.root) == leaves[1]
+    runs, _ = read_catalog(small.root)
+    assert [run.path for run in runs] == leaves[::-1]
+    assert {(run.outcome, run.where) for run in runs} == {("finished", "here")}
+    assert find_run_folder(runs[0].id, small.root) == leaves[1]
     (judged,) = check(small.root, choose_edition("auto", small.root))
     assert not any(".penstock" in f"{found.proof} {found.evidence}" for found in judged.findings)

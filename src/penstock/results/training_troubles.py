@@ -11,8 +11,8 @@ import numpy as np
 
 from penstock.results.bottleneck import STRAGGLER, TimeBreakdown
 from penstock.results.io_reconciliation import IoReconciliation, ReconciliationVerdict
-from penstock.results.pages.run_facts import Trouble
-from penstock.results.pages.step_series import RunSteps, WaitShift
+from penstock.results.run_facts import Trouble
+from penstock.results.step_series import RunSteps, WaitShift
 from penstock.units import format_bytes, format_seconds
 
 BUSY: Final = 0.85

@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.results.history.run_catalog import CatalogedRun, FolderPlace, find_run
-from penstock.results.history.run_selection import (
+from penstock.results.run_catalog import (
     OUTCOMES,
+    CatalogedRun,
     RunCriteria,
-    fits,
+    find_run,
     parse_age,
-    parse_criteria,
     parse_outcomes,
     plan_removal,
 )
@@ -29,8 +28,7 @@ def a_run(
         id=f"{number:06x}",
         folder=f"{workload}-{number:06x}",
         path=Path(f"/results/{workload}-{number:06x}"),
-        where=FolderPlace.HERE,
-        batch="",
+        where="here",
         outcome=outcome,
         why="",
         workload=workload,
@@ -69,12 +67,12 @@ def test_incomplete_stands_for_runs_without_a_recorded_end() -> None:
 
 
 def test_criteria_fit_together() -> None:
-    wanted = parse_criteria(status="failed", workload="UNET", older_than="2d", now=NOW)
-    assert fits(a_run(outcome="failed", age_days=3), wanted)
-    assert not fits(a_run(outcome="finished", age_days=3), wanted)
-    assert not fits(a_run(outcome="failed", age_days=1), wanted)
-    assert not fits(a_run(outcome="failed", age_days=3, workload="resnet50_h100"), wanted)
-    assert not fits(a_run(outcome="failed", age_days=None), wanted)
+    wanted = RunCriteria.parse(status="failed", workload="UNET", older_than="2d", now=NOW)
+    assert wanted.fit(a_run(outcome="failed", age_days=3))
+    assert not wanted.fit(a_run(outcome="finished", age_days=3))
+    assert not wanted.fit(a_run(outcome="failed", age_days=1))
+    assert not wanted.fit(a_run(outcome="failed", age_days=3, workload="resnet50_h100"))
+    assert not wanted.fit(a_run(outcome="failed", age_days=None))
     assert not RunCriteria().is_selective
     assert wanted.is_selective
 
@@ -102,12 +100,12 @@ def test_every_run_that_fits_is_taken_or_spared_with_a_reason(
 ) -> None:
     before = None if age_days is None else NOW - timedelta(days=age_days)
     wanted = RunCriteria(outcomes=outcomes, begun_before=before)
-    found = plan_removal(runs, wanted, keep_last=keep_last)
-    fitting = [run for run in runs if fits(run, wanted)]
-    assert len(found.removed) + len(found.spared) == len(fitting)
-    assert all(run.outcome != "running" for run in found.removed)
-    assert all(reason for _, reason in found.spared)
-    assert [run for run, _ in found.spared][: min(keep_last, len(fitting))] == fitting[:keep_last]
+    removed, spared = plan_removal(runs, wanted, keep_last=keep_last)
+    fitting = [run for run in runs if wanted.fit(run)]
+    assert len(removed) + len(spared) == len(fitting)
+    assert all(run.outcome != "running" for run in removed)
+    assert all(reason for _, reason in spared)
+    assert [run for run, _ in spared][: min(keep_last, len(fitting))] == fitting[:keep_last]
 
 
 def test_a_run_is_named_by_id_folder_or_part() -> None:
@@ -126,14 +124,14 @@ def test_a_run_is_named_by_id_folder_or_part() -> None:
 
 @pytest.mark.parametrize(("age_days", "is_old"), [(7.0, False), (7.1, True), (6.9, False), (None, False)])
 def test_run_is_older_than_an_age_from_the_moment_after_it(age_days: float | None, *, is_old: bool) -> None:
-    criteria = parse_criteria(status="", workload="", older_than="7d", now=NOW)
+    criteria = RunCriteria.parse(status="", workload="", older_than="7d", now=NOW)
     assert criteria.is_selective
-    assert fits(a_run(age_days=age_days), criteria) is is_old
+    assert criteria.fit(a_run(age_days=age_days)) is is_old
 
 
 def test_removal_spares_the_last_runs_and_running_ones() -> None:
     runs = [a_run(3), a_run(2, outcome="running"), a_run(1)]
-    plan = plan_removal(runs, RunCriteria(), keep_last=1)
-    assert plan.removed == (runs[2],)
-    assert plan.spared == ((runs[0], "one of the last 1"), (runs[1], "still running"))
+    removed, spared = plan_removal(runs, RunCriteria(), keep_last=1)
+    assert removed == [runs[2]]
+    assert spared == [(runs[0], "one of the last 1"), (runs[1], "still running")]
     assert not RunCriteria().is_selective

@@ -10,17 +10,8 @@ import pytest
 
 from penstock.errors import StorageError, UsageError
 from penstock.results.active_run import ActiveRun
-from penstock.results.history.history_file import HistoryFile, RunBegan
-from penstock.results.history.run_catalog import (
-    CatalogedRun,
-    FolderPlace,
-    RunCatalog,
-    find_run,
-    find_run_folder,
-    read_catalog,
-)
-from penstock.results.history.trash import delete_from_trash, move_to_trash, restore_from_trash
-from penstock.results.provenance import identify_this_process
+from penstock.results.history import HistoryFile, format_entry
+from penstock.results.run_catalog import CatalogedRun, delete_runs, find_run, find_run_folder, read_catalog
 from penstock.results.run_record import RunRequest
 from penstock.workload.load_workload import load
 
@@ -43,8 +34,12 @@ def foreign(parent: Path, name: str) -> Path:
     return parent / name
 
 
-def only(kept: RunCatalog) -> CatalogedRun:
-    (run,) = kept.runs
+def listed(parent: Path) -> list[CatalogedRun]:
+    return read_catalog(parent)[0]
+
+
+def only(parent: Path) -> CatalogedRun:
+    (run,) = listed(parent)
     return run
 
 
@@ -53,10 +48,10 @@ def test_folders_without_entries_and_entries_without_folders_are_listed(tmp_path
     for path in lost.iterdir():
         path.unlink()
     lost.rmdir()
-    by_name = {run.folder: run for run in read_catalog(tmp_path).runs}
-    assert (by_name["run1"].began, by_name["run1"].where) == (None, FolderPlace.HERE)
+    by_name = {run.folder: run for run in listed(tmp_path)}
+    assert (by_name["run1"].began, by_name["run1"].where) == (None, "here")
     assert by_name["run1"].path == alien
-    assert (by_name[lost.name].where, by_name[lost.name].why) == (FolderPlace.GONE, "Its folder is gone.")
+    assert (by_name[lost.name].where, by_name[lost.name].why) == ("gone", "Its folder is gone.")
 
 
 def test_damaged_history_hides_no_run(tmp_path: Path) -> None:
@@ -64,9 +59,9 @@ def test_damaged_history_hides_no_run(tmp_path: Path) -> None:
     path = HistoryFile(tmp_path).path
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"\0\0\0\n" + b"".join(lines[1:]) + b'{"format":1,"ev')
-    kept = read_catalog(tmp_path)
-    assert {run.folder: run.began is None for run in kept.runs} == {first.name: True, second.name: False}
-    assert len(kept.complaints) == 2
+    runs, complaints = read_catalog(tmp_path)
+    assert {run.folder: run.began is None for run in runs} == {first.name: True, second.name: False}
+    assert len(complaints) == 2
 
 
 def test_a_later_run_in_the_same_named_folder_owns_it(tmp_path: Path) -> None:
@@ -75,9 +70,9 @@ def test_a_later_run_in_the_same_named_folder_owns_it(tmp_path: Path) -> None:
         with ActiveRun.start_in(tmp_path / "mine", request()) as run:
             run.finish()
     earlier, later = sorted(
-        (run for run in read_catalog(tmp_path).runs if run.folder == "mine"), key=lambda run: run.where
+        (run for run in listed(tmp_path) if run.folder == "mine"), key=lambda run: run.where
     )
-    assert (earlier.where, earlier.why) == (FolderPlace.GONE, f"Its folder is run {later.id}'s now.")
+    assert (earlier.where, earlier.why) == ("gone", f"Its folder is run {later.id}'s now.")
     assert later.path == tmp_path / "mine"
     assert find_run_folder(later.id, tmp_path) == tmp_path / "mine"
 
@@ -97,8 +92,8 @@ def test_a_run_whose_folder_cannot_be_made_is_entered_as_failed(
     monkeypatch.setattr("penstock.results.run_folder.make_run_folder", full)
     with pytest.raises(StorageError):
         ActiveRun.start(tmp_path, request())
-    run = only(read_catalog(tmp_path))
-    assert (run.outcome, run.where) == ("failed", FolderPlace.GONE)
+    run = only(tmp_path)
+    assert (run.outcome, run.where) == ("failed", "gone")
     assert "The disk is full" in run.why
 
 
@@ -113,73 +108,42 @@ def test_an_end_that_cannot_be_entered_costs_the_run_nothing(
     assert "could not be entered" in caplog.text
     history.path.rmdir()
     history.path.with_suffix(".old").rename(history.path)
-    assert only(read_catalog(tmp_path)).outcome == "finished"
+    assert only(tmp_path).outcome == "finished"
 
 
-def test_removed_run_is_restored_unchanged(tmp_path: Path) -> None:
-    mine, alien = finished(tmp_path), foreign(tmp_path, "run1")
-    before = {run.folder: (run.id, run.outcome, run.where) for run in read_catalog(tmp_path).runs}
-    content = (mine / "run.json").read_bytes()
-    batch = move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
-    assert not mine.exists()
+def test_a_deleted_run_stays_in_the_history(tmp_path: Path) -> None:
+    folder, alien = finished(tmp_path), foreign(tmp_path, "run1")
+    delete_runs(tmp_path, listed(tmp_path))
+    assert not folder.exists()
     assert not alien.exists()
-    removed = read_catalog(tmp_path).at(FolderPlace.TRASH)
-    assert {run.batch for run in removed} == {batch}
-    assert {run.id for run in removed} == {each[0] for each in before.values()}
-    restore_from_trash(tmp_path, removed, NOW)
-    assert {run.folder: (run.id, run.outcome, run.where) for run in read_catalog(tmp_path).runs} == before
-    assert (mine / "run.json").read_bytes() == content
-    assert list(HistoryFile(tmp_path).trash.iterdir()) == []
+    run = only(tmp_path)
+    assert (run.where, run.outcome, run.folder, run.path) == ("deleted", "finished", folder.name, None)
 
 
-def test_nothing_comes_back_over_another_run(tmp_path: Path) -> None:
-    names = ("run1", "run2")
-    for name in names:
-        foreign(tmp_path, name)
-    move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
-    foreign(tmp_path, "run2")
-    with pytest.raises(UsageError, match="folder run2 exists already"):
-        restore_from_trash(tmp_path, read_catalog(tmp_path).at(FolderPlace.TRASH), NOW)
-    assert not (tmp_path / "run1").exists()
-
-
-def test_removal_killed_before_its_entry_is_listed_in_the_trash(tmp_path: Path) -> None:
+def test_runs_that_version_0_2_moved_to_its_trash_are_named_with_their_place(tmp_path: Path) -> None:
     folder = finished(tmp_path)
-    place = HistoryFile(tmp_path).trash / "20260102-030405-abcd"
+    place = tmp_path / ".penstock" / "trash" / "20260102-030405-abcd"
     place.mkdir(parents=True)
     folder.rename(place / folder.name)
-    run = only(read_catalog(tmp_path))
-    assert (run.where, run.batch, run.outcome) == (FolderPlace.TRASH, place.name, "finished")
-    assert run.began is not None
+    HistoryFile(tmp_path).append("removed", folder.name[-6:], folder=folder.name, batch=place.name)
+    run = only(tmp_path)
+    assert (run.where, run.outcome) == ("gone", "finished")
+    assert run.why == f"An earlier version moved its folder to .penstock/trash/{place.name}."
+    assert find_run_folder(str(place / folder.name), tmp_path) == place / folder.name
 
 
-def test_deleted_run_is_still_listed(tmp_path: Path) -> None:
-    folder = finished(tmp_path)
-    move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
-    delete_from_trash(tmp_path, read_catalog(tmp_path).at(FolderPlace.TRASH), NOW)
-    run = only(read_catalog(tmp_path))
-    assert (run.where, run.outcome, run.folder, run.path) == (
-        FolderPlace.DELETED,
-        "finished",
-        folder.name,
-        None,
-    )
-    assert list(HistoryFile(tmp_path).trash.iterdir()) == []
-
-
-def test_running_run_is_never_removed(tmp_path: Path) -> None:
+def test_running_run_is_never_deleted(tmp_path: Path) -> None:
     with ActiveRun.start(tmp_path, request()) as run:
         with pytest.raises(UsageError, match="still running"):
-            move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
+            delete_runs(tmp_path, listed(tmp_path))
         assert run.folder.is_dir()
         run.finish()
-    assert not os.path.lexists(HistoryFile(tmp_path).trash)
 
 
 def test_a_run_is_not_removed_into_itself(tmp_path: Path) -> None:
     folder = foreign(tmp_path, "run1")
     with pytest.raises(UsageError, match="Name its parent"):
-        move_to_trash(folder, read_catalog(folder).runs, NOW)
+        delete_runs(folder, listed(folder))
     assert [path.name for path in folder.iterdir()] == ["summary.json"]
 
 
@@ -188,12 +152,12 @@ def test_unreadable_run_is_listed_and_can_be_removed(tmp_path: Path) -> None:
     (tmp_path / "broken" / "run.json").write_text("{")
     odd = foreign(tmp_path, "odd")
     (odd / "summary.json").write_text('{"start": "yesterday", "metric": {}}')
-    by_name = {run.folder: run for run in read_catalog(tmp_path).runs}
+    by_name = {run.folder: run for run in listed(tmp_path)}
     assert (by_name["broken"].outcome, by_name["broken"].summary) == ("unreadable", None)
     assert "run.json" in by_name["broken"].why
     assert by_name["odd"].started is None
-    move_to_trash(tmp_path, [by_name["broken"]], NOW)
-    assert [run.folder for run in read_catalog(tmp_path).at(FolderPlace.TRASH)] == ["broken"]
+    delete_runs(tmp_path, [by_name["broken"]])
+    assert [run.folder for run in listed(tmp_path)] == ["odd"]
 
 
 def test_exact_folder_name_needs_no_history(tmp_path: Path) -> None:
@@ -206,28 +170,28 @@ def test_undecodable_arguments_are_recorded_with_replacement_characters(tmp_path
     odd = replace(request(), command=["penstock", os.fsdecode(b"caf\xe9")], environment={"AWS_X": "\udcff"})
     with ActiveRun.start(tmp_path, odd) as run:
         run.finish()
-    found = only(read_catalog(tmp_path))
+    found = only(tmp_path)
     assert found.outcome == "finished"
     assert found.began is not None
-    assert found.began.command == ("penstock", "caf\ufffd")
-    assert found.began.settings == {"AWS_X": "\ufffd"}
+    assert found.began["command"] == ["penstock", "caf\ufffd"]
+    assert found.began["settings"] == {"AWS_X": "\ufffd"}
 
 
 def test_a_run_made_elsewhere_below_its_results_is_followed_to_its_last_name(tmp_path: Path) -> None:
     draft, leaf = tmp_path / ".mlps" / "draft", tmp_path / "closed" / "acme" / "20260701_100000"
     with ActiveRun.start_in(draft, request(), results=tmp_path) as run:
         run.finish()
-    assert only(read_catalog(tmp_path)).folder == ".mlps/draft"
+    assert only(tmp_path).folder == ".mlps/draft"
     leaf.parent.mkdir(parents=True)
     draft.rename(leaf)
-    assert only(read_catalog(tmp_path)).where is FolderPlace.GONE
+    assert only(tmp_path).where == "gone"
     HistoryFile(tmp_path).publish(draft, leaf)
-    found = only(read_catalog(tmp_path))
+    found = only(tmp_path)
     assert (found.folder, found.path) == ("closed/acme/20260701_100000", leaf)
-    assert (found.outcome, found.where) == ("finished", FolderPlace.HERE)
+    assert (found.outcome, found.where) == ("finished", "here")
     assert find_run_folder(found.id, tmp_path) == leaf
     with pytest.raises(UsageError, match="Name its parent"):
-        move_to_trash(tmp_path, [found], NOW)
+        delete_runs(tmp_path, [found])
 
 
 def test_publishing_a_run_without_an_entry_changes_nothing(tmp_path: Path) -> None:
@@ -235,7 +199,7 @@ def test_publishing_a_run_without_an_entry_changes_nothing(tmp_path: Path) -> No
     assert not HistoryFile(tmp_path).exists()
     finished(tmp_path)
     HistoryFile(tmp_path).publish(tmp_path / "a", tmp_path / "b")
-    assert len(HistoryFile(tmp_path).read().entries) == 2
+    assert len(HistoryFile(tmp_path).read()[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -245,22 +209,11 @@ def test_publishing_a_run_without_an_entry_changes_nothing(tmp_path: Path) -> No
 def test_run_without_an_end_is_judged_by_its_process(
     change: dict[str, Any], outcome: str, tmp_path: Path
 ) -> None:
-    process = replace(identify_this_process(), **change)
-    HistoryFile(tmp_path).begin(
-        lambda run: RunBegan(
-            run=run,
-            at=NOW.isoformat(),
-            folder="lost",
-            is_named=False,
-            workload="unet3d_h100",
-            ranks=2,
-            command=("penstock",),
-            working_folder="/",
-            settings={},
-            process=process,
-        )
-    )
-    run = only(read_catalog(tmp_path))
+    history = HistoryFile(tmp_path)
+    began = dict(history.begin(replace(request(), ranks=2), NOW, named="lost"))
+    process = {**began["process"], **change}
+    history.path.write_bytes(format_entry({**began, "process": process}))
+    run = only(tmp_path)
     assert (run.outcome, run.why) == (outcome, "Its end was never entered. Its folder is gone.")
     assert (run.path, run.started, run.workload) == (None, NOW, "unet3d_h100")
 
@@ -271,7 +224,7 @@ def test_catalog_is_sorted_from_the_newest_run_to_the_oldest(tmp_path: Path) -> 
     undated = tmp_path / "undated"
     undated.mkdir()
     (undated / "summary.json").write_text('{"metric": {}}')
-    folders = [run.folder for run in read_catalog(tmp_path).runs]
+    folders = [run.folder for run in listed(tmp_path)]
     assert folders == [second.name, first.name, "old", "undated"]
 
 
@@ -279,7 +232,7 @@ def test_run_is_named_by_its_id_its_path_or_a_unique_part_of_its_name(tmp_path: 
     foreign(tmp_path, "morning-a")
     foreign(tmp_path, "morning-b")
     folder = finished(tmp_path)
-    runs = read_catalog(tmp_path).runs
+    runs = listed(tmp_path)
     own = next(run for run in runs if run.folder == folder.name)
     for text in (own.id, folder.name, str(folder), "unet3d"):
         assert find_run(text, runs, where="here") is own
@@ -289,7 +242,3 @@ def test_run_is_named_by_its_id_its_path_or_a_unique_part_of_its_name(tmp_path: 
         with pytest.raises(UsageError, match="No run is called"):
             find_run(text, runs, where="here")
     assert find_run_folder(own.id, tmp_path) == folder
-    move_to_trash(tmp_path, [own], NOW)
-    found = find_run_folder(own.id, tmp_path)
-    assert found == find_run_folder(folder.name, tmp_path)
-    assert found.is_relative_to(HistoryFile(tmp_path).trash)

@@ -30,13 +30,13 @@ from penstock.results.bottleneck import Bottleneck, TimeBreakdown, time_rows
 from penstock.results.counter_files import read_counters
 from penstock.results.event_files import read_events, recompute_figures
 from penstock.results.host_activity import HostRates, host_rates
-from penstock.results.pages.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
-from penstock.results.pages.step_series import Numbers, RunSteps, find_wait_shift, fold_rows
-from penstock.results.pages.training_troubles import TrainingEvidence, find_troubles, mean_or_none
 from penstock.results.phase_figures import PhaseFigures
+from penstock.results.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
 from penstock.results.run_folder import RUN_FILE, STAGES_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload
 from penstock.results.step_events import wait_ns
+from penstock.results.step_series import Numbers, RunSteps, find_wait_shift, fold_rows
+from penstock.results.training_troubles import TrainingEvidence, find_troubles, mean_or_none
 from penstock.units import format_bytes, format_rate, format_seconds
 
 

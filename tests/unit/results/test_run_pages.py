@@ -22,7 +22,7 @@ from tests.support.recorded_runs import (
 
 from penstock.errors import ObjectNotFound
 from penstock.results.active_run import ActiveRun
-from penstock.results.pages.run_page import draw_run, leave_run_page
+from penstock.results.run_page import draw_run, leave_run_page
 from penstock.results.run_record import RunRequest
 from penstock.workload.spec import Workload
 

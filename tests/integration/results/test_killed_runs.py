@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.results.history.history_file import HistoryFile
-from penstock.results.history.run_catalog import FolderPlace, read_catalog
+from penstock.results.history import HistoryFile
+from penstock.results.run_catalog import read_catalog
 
 RUN = """
 import os, signal, sys
 from pathlib import Path
-from penstock.results.history import history_file
+from penstock.results import published_files, run_folder
+from penstock.results.history import HistoryFile
 from penstock.results.active_run import ActiveRun
 from penstock.results.run_record import RunRequest
 from penstock.workload.load_workload import load
@@ -24,16 +25,16 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 if moment == "after its entry":
-    history_file.RunEntry.starting = die
+    run_folder.make_run_folder = die
 request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["penstock", "x"])
 if moment == "before its record":
-    ActiveRun._write = die
+    published_files.write_file = die
 for _ in range(int(sys.argv[3])):
     with ActiveRun.start(parent, request) as run:
         if moment == "while it runs":
             die()
         if moment == "before its end is entered":
-            run._entry.end = die
+            HistoryFile.end = die
         run.finish()
 """
 
@@ -45,28 +46,28 @@ def started(parent: Path, moment: str, *, times: int = 1) -> subprocess.Popen[by
 @pytest.mark.parametrize(
     ("moment", "outcome", "where"),
     [
-        ("after its entry", "interrupted", FolderPlace.GONE),
-        ("before its record", "interrupted", FolderPlace.HERE),
-        ("while it runs", "interrupted", FolderPlace.HERE),
-        ("before its end is entered", "finished", FolderPlace.HERE),
+        ("after its entry", "interrupted", "gone"),
+        ("before its record", "interrupted", "here"),
+        ("while it runs", "interrupted", "here"),
+        ("before its end is entered", "finished", "here"),
     ],
 )
 def test_a_run_that_is_killed_at_any_moment_is_told_as_what_it_is(
-    tmp_path: Path, moment: str, outcome: str, where: FolderPlace
+    tmp_path: Path, moment: str, outcome: str, where: str
 ) -> None:
     assert started(tmp_path, moment).wait(timeout=120) == -signal.SIGKILL
-    (run,) = read_catalog(tmp_path).runs
+    (run,), _ = read_catalog(tmp_path)
     assert (run.outcome, run.where) == (outcome, where)
     assert run.began is not None
-    assert run.began.command == ("penstock", "x")
+    assert run.began["command"] == ["penstock", "x"]
     assert run.folder.endswith(run.id)
 
 
 def test_runs_that_begin_and_end_at_once_all_have_their_entries(tmp_path: Path) -> None:
     programs = [started(tmp_path, "", times=8) for _ in range(3)]
     assert [program.wait(timeout=240) for program in programs] == [0, 0, 0]
-    kept = read_catalog(tmp_path)
-    assert len({run.id for run in kept.runs}) == 24
-    assert {(run.outcome, run.where) for run in kept.runs} == {("finished", FolderPlace.HERE)}
-    assert kept.complaints == ()
-    assert len(HistoryFile(tmp_path).read().entries) == 48
+    runs, complaints = read_catalog(tmp_path)
+    assert len({run.id for run in runs}) == 24
+    assert {(run.outcome, run.where) for run in runs} == {("finished", "here")}
+    assert complaints == []
+    assert len(HistoryFile(tmp_path).read()[0]) == 48

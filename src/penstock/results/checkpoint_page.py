@@ -27,10 +27,10 @@ from penstock.reports.report import (
 )
 from penstock.results.checkpoint_figures import CheckpointFigures, DirectionFigures, read_checkpoint_figures
 from penstock.results.io_reconciliation import ReconciliationVerdict
-from penstock.results.pages.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
-from penstock.results.pages.step_series import MOST_BUCKETS, Numbers, best_split, fold_rows
+from penstock.results.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
 from penstock.results.run_folder import CHECKPOINTS_FILE
 from penstock.results.run_record import RunRecord
+from penstock.results.step_series import MOST_BUCKETS, Numbers, best_split, fold_rows
 from penstock.results.throughput_file import RoundThroughput, read_throughput
 from penstock.units import format_bytes, format_rate, format_seconds
 

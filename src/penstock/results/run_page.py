@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 def draw_run(folder: Path) -> Report:
     """The page of the run in `folder`; `ObjectNotFound` where it has left nothing to draw."""
     # Most ways into a run's folder never draw.
-    from penstock.results.pages.checkpoint_page import make_checkpoint_page  # noqa: PLC0415
-    from penstock.results.pages.training_page import make_training_page  # noqa: PLC0415
+    from penstock.results.checkpoint_page import make_checkpoint_page  # noqa: PLC0415
     from penstock.results.run_record import read_record  # noqa: PLC0415
+    from penstock.results.training_page import make_training_page  # noqa: PLC0415
 
     record = read_record(folder)
     kind = record.plan.get("kind", "training")
