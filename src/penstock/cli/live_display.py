@@ -6,8 +6,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Final, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
 
 from penstock.environment import PROGRESS_COLUMNS, process_environment
 from penstock.errors import printable
@@ -27,21 +27,11 @@ from penstock.units import format_count
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from penstock.cli.option_groups import FollowOptions
     from penstock.cluster.comm import RankWait
 
 LINE_INTERVAL_S: Final = 30.0
 _BAR_CELLS: Final = 40
-
-
-class Following(Protocol):
-    """How the user wants to follow a run."""
-
-    @property
-    def shows_figures(self) -> bool:
-        """Whether live figures are shown in place of a bar."""
-
-    def open_followers(self, note: Callable[[str], None]) -> Iterator[Follower]:
-        """Those of monitoring: a file, a server; `note` prints where they are."""
 
 
 def make_display(*, shows_figures: bool, first_line_s: float = LINE_INTERVAL_S) -> Follower:
@@ -62,23 +52,14 @@ def make_display(*, shows_figures: bool, first_line_s: float = LINE_INTERVAL_S) 
 
 @contextmanager
 def open_meter(
-    following: Following | None,
-    *,
-    ranks: int,
-    find_wait: Callable[[], RankWait | None],
-    note: Callable[[str], None],
+    following: FollowOptions | None, *, ranks: int, find_wait: Callable[[], RankWait | None]
 ) -> Iterator[Meter]:
-    """What a command tells of its progress, and all who follow it."""
-    with ExitStack() as undo:
-        followers = [make_display(shows_figures=following is not None and following.shows_figures)]
-        undo.callback(followers[0].close)
-        if following is not None:
-            for follower in following.open_followers(note):
-                followers.append(follower)
-                undo.callback(follower.close)
-        undo.pop_all()
-        with Meter(followers, name=f"process-{os.getpid()}", ranks=ranks, find_wait=find_wait) as meter:
-            yield meter
+    """Open what a command reports its progress to, and all who follow it."""
+    # A folder of metrics that does not exist is refused before a bar is drawn.
+    followers = following.followers() if following else []
+    followers.append(make_display(shows_figures=following is not None and following.shows_figures))
+    with Meter(followers, name=f"process-{os.getpid()}", ranks=ranks, find_wait=find_wait) as meter:
+        yield meter
 
 
 class Lines:

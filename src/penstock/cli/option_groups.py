@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.cli.options import argument, flag, group, option, repeated, required
-from penstock.cli.parsers import ASSIGNMENT, FILE, FOLDER, MODEL, SETTING, TEXT, URI, WORKLOAD, Parser, choice
+from penstock.cli.parsers import ASSIGNMENT, FILE, FOLDER, MODEL, SETTING, TEXT, URI, WORKLOAD, choice
 from penstock.cli.terminal import Terminal
 from penstock.environment import process_environment, untraced
-from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import OpenStorage
@@ -195,19 +194,6 @@ def parse_gates(names: Iterable[str]) -> Sequence[Gate]:
     return tuple(parse_gate(name) for name in names)
 
 
-_LOOPBACK: Final = "127.0.0.1"
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """`PORT`, on loopback, or `HOST:PORT`."""
-    host, _, port = text.rpartition(":")
-    if not (port.isdecimal() and int(port) < 2**16):
-        raise UsageError(
-            f"{text!r} is no port", fix="Write 9101, or 0.0.0.0:9101 for scrapes from other hosts."
-        )
-    return host.strip("[]") or _LOOPBACK, int(port)
-
-
 @dataclass(frozen=True, kw_only=True)
 class FollowOptions:
     """How a run is followed while it lasts."""
@@ -218,21 +204,11 @@ class FollowOptions:
         FOLDER,
         "Keep the figures in DIR/penstock-RUN.prom, for node exporter's text collector.",
     )
-    metrics_address: tuple[str, int] | None = option(
-        "--metrics",
-        Parser("[HOST:]PORT", parse_address),
-        "Serve the figures to Prometheus at http://HOST:PORT/metrics (default host: 127.0.0.1).",
-    )
 
-    def open_followers(self, note: Callable[[str], None]) -> Iterator[Follower]:
-        """Those of monitoring: a file, a server."""
-        if self.metrics_folder is not None:
-            from penstock.results.run_metrics import TextCollectorFile
+    def followers(self) -> list[Follower]:
+        """The followers besides the terminal."""
+        if self.metrics_folder is None:
+            return []
+        from penstock.results.run_status import TextCollectorFile
 
-            yield TextCollectorFile(self.metrics_folder)
-        if self.metrics_address is not None:
-            from penstock.results.run_metrics import MetricsServer
-
-            server = MetricsServer(*self.metrics_address)
-            note(f"Metrics are at {server.address}")
-            yield server
+        return [TextCollectorFile(self.metrics_folder)]

@@ -152,8 +152,8 @@ def _follow(watched: _WatchedRun, options: FollowOptions, terminal: Terminal) ->
     """Show the run until it ends, or the user does not want to see more."""
     with ExitStack() as undo:
         followers: list[Follower] = [
+            *options.followers(),
             make_display(shows_figures=True, first_line_s=0),
-            *options.open_followers(terminal.note),
         ]
         for follower in followers:
             undo.callback(follower.close)

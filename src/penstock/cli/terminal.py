@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
     from rich.table import Table
 
-    from penstock.cli.live_display import Following
+    from penstock.cli.option_groups import FollowOptions
     from penstock.cluster.comm import RankWait
 
 _WIDE = 1000
@@ -167,7 +167,7 @@ class Terminal:
     speaks: bool = True
     ranks: int = 1
     find_wait: Callable[[], RankWait | None] = lambda: None
-    following: Following | None = None
+    following: FollowOptions | None = None
 
     def result(self, document: Mapping[str, Any], view: View) -> None:
         """Print the result: `document` with `--json`, else `view`."""
@@ -189,16 +189,14 @@ class Terminal:
             self.note(str(text))
 
     @contextmanager
-    def progress(self, following: Following | None = None) -> Iterator[RunProgress]:
+    def progress(self, following: FollowOptions | None = None) -> Iterator[RunProgress]:
         """Show progress on stderr, as a bar on a terminal, else a line every 30 s, and to monitoring."""
         if not self.speaks:
             yield Silent()
             return
         from penstock.cli.live_display import open_meter
 
-        with open_meter(
-            following or self.following, ranks=self.ranks, find_wait=self.find_wait, note=self.note
-        ) as meter:
+        with open_meter(following or self.following, ranks=self.ranks, find_wait=self.find_wait) as meter:
             yield meter
 
 

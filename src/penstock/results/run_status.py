@@ -1,5 +1,7 @@
 """`status.json`: what a run does at the moment, for people and monitoring in other processes.
 
+It is also written as `penstock-RUN.prom`, for node exporter's text collector, where that is asked for.
+
 Rank 0 alone writes it, at most once a second, and its last state stays beside the results. Each version
 replaces the one before in one step but without a sync: it says nothing that a crash could make wrong. A
 folder that takes no files any more costs the run nothing but this file.
@@ -7,12 +9,17 @@ folder that takes no files any more costs the run nothing but this file.
 
 import json
 import logging
+import math
 import os
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Final
 
+from penstock import __version__
+from penstock.errors import UsageError
 from penstock.units import format_bytes, format_rate, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -125,6 +132,105 @@ class StatusFile:
     def close(self) -> None:
         """Leave the last state: the folder may be moved or cleaned from now on."""
         self._is_closed = True
+
+
+FILE_INTERVAL_S: Final = 5.0
+"""Collectors read the file every 15 s or less often."""
+KEPT_S: Final = 3600.0
+"""The file of a run that has written nothing for this long is removed by the next run there."""
+_STATES: Final = (
+    "working", "computing", "waiting for samples", "waiting for storage", "waiting for ranks",
+)  # fmt: skip
+_OUTCOMES: Final = (RUNNING, "finished", "failed", "interrupted", DIED)
+_UNKNOWN: Final = float("nan")
+
+
+def format_metrics(status: RunStatus) -> str:
+    """Return the text that Prometheus reads; docs/following.md documents names and labels.
+
+    Every family has the same help and type in all files, because a collector reads the files of several runs
+    as one.
+    """
+    state = status.state if status.outcome == RUNNING else ""
+    facts = {"kind": status.kind, "workload": status.workload, "host": status.host, "version": __version__}
+    code = _UNKNOWN if status.exit_code is None else status.exit_code
+    done = min(1.0, status.phase_done / status.phase_total) if status.phase_total else _UNKNOWN
+    share = _UNKNOWN if status.share_done is None else status.share_done
+    left = _UNKNOWN if status.left_s is None else status.left_s
+    families: list[tuple[str, str, list[tuple[dict[str, str], float]]]] = [
+        ("info", "What the run is; always 1.", [(facts, 1)]),
+        ("ranks", "Ranks of the run.", [({}, status.ranks)]),
+        (
+            "outcome", "1 for how the run ended, or running.",
+            [({"outcome": name}, status.outcome == name) for name in _OUTCOMES],
+        ),
+        ("start_time_seconds", "When the run began, since 1970.", [({}, status.started_at_s)]),
+        ("update_time_seconds", "When the run last said anything.", [({}, status.written_at_s)]),
+        ("exit_code", "The exit code of the run's command.", [({}, code)]),
+        (
+            "state", "1 for what rank 0 does now.",
+            [({"state": name.replace(" ", "_")}, state == name) for name in _STATES],
+        ),
+        (
+            "state_seconds", "For how long rank 0 has been in its state.",
+            [({}, status.state_s if state else 0)],
+        ),
+        (
+            "absent_rank", "1 for each rank that rank 0 waits for, the first eight of them.",
+            [({"rank": str(rank)}, 1) for rank in status.absent_ranks],
+        ),
+        ("phase_done_ratio", "Share of the present phase that is done.", [({"phase": status.phase}, done)]),
+        ("done_ratio", "Share of the whole run that is done.", [({}, share)]),
+        ("left_seconds", "Estimated time to the end of the run.", [({}, left)]),
+        (
+            "counted_total", "What all ranks have done: read_bytes, written_bytes, samples, steps.",
+            [({"unit": unit}, total) for unit, total in status.totals.items() if not unit.endswith("_s")],
+        ),
+        (
+            "rank0_seconds_total", "Where the time of rank 0 went: computing, sample_wait, rank_wait.",
+            [({"what": unit[:-2]}, total) for unit, total in status.totals.items() if unit.endswith("_s")],
+        ),
+    ]  # fmt: skip
+    lines: list[str] = []
+    for name, text, samples in families:
+        known = [(labels, value) for labels, value in samples if not math.isnan(value)]
+        if known:
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP penstock_run_{name} {text}", f"# TYPE penstock_run_{name} {kind}"]
+        for labels, value in known:
+            pairs = {"run": status.run, **labels}
+            # JSON escapes what Prometheus does: backslashes, quotes and line breaks.
+            written = ",".join(
+                f"{label}={json.dumps(content, ensure_ascii=False)}" for label, content in pairs.items()
+            )
+            lines.append(f"penstock_run_{name}{{{written}}} {float(value)!r}")
+    return "\n".join(lines) + "\n"
+
+
+class TextCollectorFile:
+    """Keeps `DIR/penstock-RUN.prom` up to date; its last state stays until `KEPT_S` have passed."""
+
+    interval_s = FILE_INTERVAL_S
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise UsageError(
+                "No such directory",
+                where=f"--metrics-dir {folder}",
+                fix="Name the text collector's directory.",
+            )
+        self._folder = folder
+        for old in folder.glob("penstock-*.prom"):
+            with suppress(OSError):
+                if time.time() - old.stat().st_mtime > KEPT_S:
+                    old.unlink()
+
+    def show(self, status: RunStatus) -> None:
+        """Replace the file in one step."""
+        replace_file(self._folder / f"penstock-{status.run}.prom", format_metrics(status).encode())
+
+    def close(self) -> None:
+        """Leave the last state."""
 
 
 def format_age(seconds: float) -> str:

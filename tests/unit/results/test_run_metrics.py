@@ -1,9 +1,7 @@
-"""Figures for Prometheus, read by its own parser: text, the file of the collector, the server, their cost."""
+"""Figures for Prometheus, read by its own parser: text, the file of the collector, their cost."""
 
 import os
 import time
-import urllib.error
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.run_events import WAITING_STATUS as STATUS
 
 from penstock.errors import UsageError
-from penstock.results.run_metrics import KEPT_S, MetricsServer, TextCollectorFile, format_metrics
+from penstock.results.run_status import KEPT_S, TextCollectorFile, format_metrics
 
 
 def values_of(text: str) -> dict[tuple[str, ...], float]:
@@ -66,27 +64,19 @@ def test_the_collectors_file_is_replaced_and_old_ones_of_ours_are_removed(tmp_pa
     assert 'penstock_run_state_seconds{run="r1"} 7.0' in (tmp_path / "penstock-r1.prom").read_text()
 
 
-def test_a_missing_directory_and_a_port_in_use_are_refused_before_the_run(tmp_path: Path) -> None:
+def test_a_missing_directory_is_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such directory"):
         TextCollectorFile(tmp_path / "missing")
-    server = MetricsServer("127.0.0.1", 0)
-    port = int(server.address.rpartition(":")[2].partition("/")[0])
-    with pytest.raises(UsageError, match="Choose another port"):
-        MetricsServer("127.0.0.1", port)
-    server.close()
 
 
-def test_a_scrape_gets_the_last_state_and_costs_less_than_a_thousandth_of_a_core_a_second() -> None:
-    server = MetricsServer("127.0.0.1", 0)
-    try:
-        server.show(STATUS)
-        with urllib.request.urlopen(server.address, timeout=30) as answer:
-            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-            assert values_of(answer.read().decode())["penstock_run_ranks",] == 8
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(server.address.replace("metrics", "other"), timeout=30)
-    finally:
-        server.close()
+def test_labels_of_any_text_come_back() -> None:
+    odd = replace(STATUS, workload='a "b" \\ c\nd é')
+    families = text_string_to_metric_families(format_metrics(odd))
+    (info,) = next(family for family in families if family.name == "penstock_run_info").samples
+    assert info.labels["workload"] == odd.workload
+
+
+def test_the_text_costs_less_than_a_thousandth_of_a_core_a_second() -> None:
     began_s = time.thread_time()
     for _ in range(200):
         format_metrics(STATUS)
