@@ -1,18 +1,16 @@
 """`penstock storage probe` beside fio on the same disk, and against storages whose limits are known.
 
 Streams: fio runs psync threads, one block in flight each, O_DIRECT: exactly what the probe's streams do.
-Jobs: fio keeps blocks of one file in flight by io_uring with registered buffers, or one by psync; the probe
-does the same on the same file. The goal of both is a ratio of 1: neither slower than the disk allows nor
-faster than the truth. Cost: the CPU time of an operation, in user code and in the kernel, which other
-programs on the machine do not change much.
+Jobs: fio keeps blocks of one file in flight by psync threads; the probe does the same on the same file. The
+goal of both is a ratio of 1: neither slower than the disk allows nor faster than the truth. Cost: the CPU
+time of an operation, in user code and in the kernel, which other programs on the machine do not change much.
 
 Both sides have the same kind of pages. The probe's own are huge: a device is told of fewer pieces. fio's are
 huge only if asked to and if some are reserved (sysctl vm.nr_hugepages=16), so large blocks are compared with
 ordinary pages, then with huge ones if there are any.
 
     python benchmarks/storage_probe.py            everything, up to 15 rounds of each comparison
-    python benchmarks/storage_probe.py jobs       one part: streams, jobs, cost, metadata, knee, stall, loops,
-                                                  export
+    python benchmarks/storage_probe.py jobs       one part: streams, jobs, cost, metadata, knee, stall, export
 """
 
 import ctypes
@@ -32,13 +30,12 @@ from pathlib import Path
 import numpy as np
 
 from harness import Ratio, interleave, ratio_of
-from penstock.bench.probe.block_targets import FileTarget, find_local_files
-from penstock.bench.probe.load_loops import LoadRun, Operations, RingLoop, ThreadLoop, blocks_ahead
-from penstock.bench.probe.load_plan import NS, LoadShape
-from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
+from penstock.bench.probe.load_plan import NS, LoadRequest
+from penstock.bench.probe.load_run import LoadLoop, LoadResult, measure_load
 from penstock.bench.probe.metadata_rates import MOST_FILES, measure_metadata
 from penstock.bench.probe.probe_folder import ProbeFolder
-from penstock.bench.probe.timed_streams import Blocks
+from penstock.bench.probe.probe_plan import ProbeRequest
+from penstock.bench.probe.timed_streams import FileTarget, find_local_files
 from penstock.cluster.comm import SoloComm
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
@@ -69,20 +66,19 @@ class Job:
         return f"{self.pattern} {self.block_bytes >> 10} KiB, {self.depth} in flight"
 
     @property
-    def shape(self) -> LoadShape:
+    def load(self) -> LoadRequest:
         """The same as a load of the probe."""
-        return LoadShape(
+        return LoadRequest(
             block_bytes=self.block_bytes,
             read_percent=0 if "write" in self.pattern else 100,
-            is_sequential=not self.pattern.startswith("rand"),
             depth=self.depth,
         )
 
 
 JOBS = (
-    Job("read", 1 << 20, 1),
-    Job("read", 128 << 10, 8),
-    Job("write", 1 << 20, 4),
+    Job("randread", 1 << 20, 1),
+    Job("randread", 128 << 10, 8),
+    Job("randwrite", 1 << 20, 4),
     Job("randread", 4 << 10, 1),
     Job("randread", 4 << 10, 32),
     Job("randwrite", 4 << 10, 16),
@@ -181,7 +177,7 @@ def _name(operation: str, streams: int, pages: Pages) -> str:
 
 def _our_streams(folder: str, streams: int, pages: Pages) -> Mapping[str, float]:
     command = [
-        *(sys.executable, "-m", "penstock", "storage", "probe", f"direct://{folder}", "--json", "--exact"),
+        *(sys.executable, "-m", "penstock", "storage", "probe", f"direct://{folder}", "--json"),
         *("--size", str(SIZE_BYTES), "--streams", str(streams), "--blocks", str(BLOCK_BYTES)),
     ]
     with pages.ours():
@@ -223,23 +219,20 @@ def _our_job(folder: str, job: Job, pages: Pages, figure: str = "rate") -> Mappi
     """A closed loop of the probe on the file that fio uses, by the way that suits the depth."""
     files = find_local_files(open_storage(f"direct://{folder}", {}))
     assert files is not None
-    with pages.ours():
-        more = blocks_ahead(job.block_bytes) if job.depth > 1 else 0
-        blocks = Blocks(job.depth + more, job.block_bytes, stream_id=0)
-    key = _shared_file(folder)
-    with closing(FileTarget(files, key, folder, is_sequential=job.shape.is_sequential)) as target:
-        loop = (RingLoop if job.depth > 1 else ThreadLoop)(target, blocks, job.depth, folder)
-        operations = Operations.of(job.shape, SIZE_BYTES, rank=0)
+    with closing(FileTarget(files, _shared_file(folder), folder, is_sequential=False)) as target:
+        with pages.ours():
+            loop = LoadLoop(
+                job.load, target, uri=folder, size_bytes=SIZE_BYTES, comm=SoloComm(), progress=Silent()
+            )
         before_s = time.process_time()
-        times = loop.run(LoadRun(operations=operations, due_ns=None, seconds=SECONDS))
+        times = loop.run(None, SECONDS)
         cpu_s = time.process_time() - before_s
     in_time = float(np.count_nonzero(times.ended < SECONDS * NS))
     return {f"{job}, {pages}": in_time / SECONDS if figure == "rate" else times.due.size / cpu_s}
 
 
 def _fio_job(folder: str, job: Job, pages: Pages, figure: str = "rate") -> Mapping[str, float]:
-    ring = ("--ioengine=io_uring", f"--iodepth={job.depth}", "--fixedbufs")
-    engine = ring if job.depth > 1 else ("--ioengine=psync",)
+    engine = ("--ioengine=psync", "--thread", f"--numjobs={job.depth}")
     options = (f"--size={SIZE_BYTES}", f"--filename={_shared_file(folder)}", *engine, pages.fio_option)
     runtime = f"--runtime={round(1000 * SECONDS)}ms"
     side = _fio(folder, job.pattern, job.block_bytes, *options, "--randrepeat=0", "--time_based", runtime)
@@ -271,16 +264,12 @@ def compare_cost(repetitions: int) -> list[Ratio]:
 
 def _load(
     uri: str,
-    shape: LoadShape,
+    load: LoadRequest,
     *,
     size_bytes: int = SIZE_BYTES,
-    rates: tuple[float, ...] | None = (),
-    seconds: float = LOAD_SECONDS,
     wrap: Callable[[Storage], Storage] = lambda storage: storage,
 ) -> LoadResult:
-    request = LoadRequest(
-        shape=shape, size_bytes=size_bytes, seconds=seconds, max_seconds=seconds, rates=rates
-    )
+    request = ProbeRequest(uri=uri, size_bytes=size_bytes, max_seconds=load.seconds, load=load)
     folder = ProbeFolder(parse_uri(uri), "penstock-probe-bench", comm=SoloComm(), environment={}, options={})
     with folder as place:
         place.storage = wrap(place.storage)
@@ -294,9 +283,8 @@ def print_knees() -> None:
     for rate_per_s, latency_s in ((100, 0.02), (400, 0.005), (400, 0.05), (1000, 0.01), (2000, 0.005)):
         seen = _load(
             "mem://x",
-            LoadShape(depth=64),
+            LoadRequest(depth=64, seconds=LOAD_SECONDS),
             size_bytes=16 << 20,
-            rates=None,
             wrap=partial(Throttled, rate_per_s=rate_per_s, latency_s=latency_s),
         )
         found, by = (seen.knee.operations_per_s, seen.knee.limited_by) if seen.knee else (0.0, "no knee")
@@ -312,23 +300,14 @@ def print_stall() -> None:
     from tests.support.slow_storages import Stalling  # noqa: PLC0415 - found through `harness`
 
     wrap = partial(Stalling, latency_s=0.002, stall_s=0.2, every_s=2.0)
-    more = {"size_bytes": 16 << 20, "seconds": 6.0, "wrap": wrap}
-    seen = _load("mem://x", LoadShape(depth=64), rates=(200.0,), **more)  # type: ignore[arg-type]
-    alone = _load("mem://x", LoadShape(depth=1), **more)  # type: ignore[arg-type]
+    scheduled, closed = LoadRequest(seconds=6.0, rates=(200.0,)), LoadRequest(depth=1, seconds=6.0, rates=())
+    seen = _load("mem://x", scheduled, size_bytes=16 << 20, wrap=wrap)
+    alone = _load("mem://x", closed, size_bytes=16 << 20, wrap=wrap)
     (point,) = seen.points
     print(
         f"stall of 200 ms every 2 s: on schedule p50 {point.p50_ms:.1f}, p99 {point.p99_ms:.1f}, "
         f"p99.9 {point.p999_ms:.1f} ms; one reader in a closed loop: p99 {alone.saturation.p99_ms:.1f} ms"
     )
-
-
-def print_loops() -> None:
-    """What threads and io_uring reach with 4 KiB reads."""
-    for depth in (1, 8, 32, 128):
-        with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-            seen = _load(f"direct://{folder}", LoadShape(block_bytes=4096, depth=depth))
-        rates = ", ".join(f"{name} {rate:,.0f}/s" for name, rate in seen.rates_of_loops.items())
-        print(f"random reads of 4 KiB, {depth} in flight: {rates}")
 
 
 def print_export() -> None:
@@ -346,7 +325,7 @@ def print_export() -> None:
 
 def _probe_and_repeat(folder: str, pages: Pages) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Operations a second of each job by its name: the probe's, and those of fio with the same pages."""
-    options = ("--size", "256MiB", "--streams", "1,4", "--blocks", "1MiB", "--exact", "--seconds", "2")
+    options = ("--size", "256MiB", "--streams", "1,4", "--blocks", "1MiB", "--seconds", "2")
     load = ("--measure", "best,knee", "--request", "16KiB", "--mix", "70", "--rates", "500,2000")
     jobs = Path(folder) / "probe.fio"
     probe = (sys.executable, "-m", "penstock", "storage", "probe", folder, *options, *load)
@@ -358,7 +337,6 @@ def _probe_and_repeat(folder: str, pages: Pages) -> tuple[Mapping[str, float], M
         for seen in ours["measurements"]
     }
     for seen in ours["loads"]:
-        rates[f"load-{seen['mode']}-closed"] = seen["saturation"]["operations_per_s"]
         rates |= {
             f"load-{seen['mode']}-{at['offered_per_s']:.0f}": at["achieved_per_s"] for at in seen["points"]
         }
@@ -422,7 +400,6 @@ PARTS: Mapping[str, Callable[[], None]] = {
     "cost": partial(_print_ratios, compare_cost),
     "knee": print_knees,
     "stall": print_stall,
-    "loops": print_loops,
     "export": print_export,
     "metadata": partial(_print_ratios, compare_metadata),
 }

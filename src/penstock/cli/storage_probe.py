@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.cli.option_groups import BackendOptions, PageOption
-from penstock.cli.options import argument, command_line, flag, group, option
+from penstock.cli.options import argument, command_line, group, option
 from penstock.cli.parsers import FILE, FOLDER, SIZE, URI, choice, number, several, whole
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, View, table
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _LoadOptions:
-    block_bytes: int = option(
-        "--request", SIZE, "Use operations of this size, at rates on a schedule.", default="128KiB"
-    )
+    block_bytes: int = option("--request", SIZE, "Size of an operation.", default="128KiB")
     mix: int = option(
-        "--mix", whole(0, 100), "Read in so many of 100 operations, and write in the others.", default="100"
+        "--mix",
+        whole(0, 100),
+        "Percentage of operations that are reads; the rest are writes.",
+        default="100",
     )
-    is_sequential: bool = flag("--sequential", "Pass through the file in order, not at random.")
-    depth: int = option(
-        "--depth", whole(1, 4096), "Keep at most so many operations in flight on each rank.", default="64"
-    )
-    seconds: float = option("--seconds", number(), "Keep each rate up for this many seconds.", default="3")
+    depth: int = option("--depth", whole(1, 4096), "Maximum operations in flight per rank.", default="64")
+    seconds: float = option("--seconds", number(), "Seconds for which each rate is offered.", default="3")
     rates: tuple[float, ...] | None = option(
-        "--rates", several(number()), "Try these operations a second, instead of looking for the knee."
+        "--rates",
+        several(number()),
+        "Rates to offer, in operations per second (default: search for the knee).",
     )
 
 
@@ -45,39 +45,30 @@ class _ProbeOptions:
         "URI", URI, "Storage: /path (buffered, then O_DIRECT), direct:///path, s3://bucket/prefix, ..."
     )
     size_bytes: int = option(
-        "--size", SIZE, "Move this many bytes in each measurement, over all ranks.", default="2GiB"
+        "--size", SIZE, "Bytes to move in each measurement, over all ranks.", default="2GiB"
     )
     streams: tuple[int, ...] = option(
         "--streams",
         several(whole(0)),
-        "Measure with this many threads on each rank, each with one block in flight.",
+        "Numbers of threads per rank, each with one block in flight.",
         default="1,8",
     )
     block_bytes: tuple[int, ...] = option(
-        "--blocks", several(SIZE), "Measure sequential I/O with blocks of these sizes.", default="1MiB,8MiB"
-    )
-    max_seconds: float = option(
-        "--max-seconds",
-        number(),
-        "Shorten measurements that would take longer than this, in seconds.",
-        default="20",
-    )
-    is_exact: bool = flag(
-        "--exact", "Measure only these streams and blocks, and do not search for faster ones."
+        "--blocks", several(SIZE), "Block sizes of sequential I/O.", default="1MiB,8MiB"
     )
     parts: tuple[str, ...] = option(
         "--measure",
         several(choice("best", "knee", "metadata")),
-        "Measure the best rates, loads up to the knee (of a path: past its cache), calls on files.",
+        "What to measure: the best rates, loads up to the knee (of a path: past its cache), calls on files.",
         default="best",
     )
     load: _LoadOptions = group(_LoadOptions, panel="Loads up to the knee")
     results: Path | None = option(
         "--results",
         FOLDER,
-        "Make a folder of this run in this directory, to follow it and keep its result.",
+        "Create a folder for this run in this directory, to follow it and keep its result.",
     )
-    fio: Path | None = option("--fio", FILE, "Write a job file of fio that repeats what was measured.")
+    fio: Path | None = option("--fio", FILE, "Write a fio job file that repeats what was measured.")
     page: PageOption = group(PageOption)
     storage: BackendOptions = group(BackendOptions)
 
@@ -87,11 +78,11 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
     """Measure the limits of the storage at URI, and clean up.
 
     Sequential writes (durable at the end), cold reads, random reads, small objects and fsync latency: the
-    limits that all other measurements are compared with. Some more streams and larger blocks than those asked
-    for are tried, as long as that is faster.
+    limits that all other measurements are compared with. On slow storage, measurements move less and take at
+    most about 20 s.
 
-    With --measure knee operations come at rates on a schedule, whether or not earlier ones were answered, and
-    latency counts from when they were due: up to the rate beyond which waits grow.
+    With --measure knee, operations start on a schedule, whether or not earlier ones were answered, and their
+    latency counts from when they were due. Rates rise up to the knee, beyond which waits grow.
 
     Examples:
 
@@ -122,24 +113,21 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
 
 def _request(options: _ProbeOptions) -> ProbeRequest:
     from penstock.bench.probe import ProbeRequest
-    from penstock.bench.probe.load_plan import LoadShape
+    from penstock.bench.probe.load_plan import LoadRequest
 
     return ProbeRequest(
         uri=options.uri,
         size_bytes=options.size_bytes,
         streams=options.streams,
         block_bytes=options.block_bytes,
-        max_seconds=options.max_seconds,
-        searches=not options.is_exact,
         parts=tuple(cast("Part", part) for part in options.parts),
-        load=LoadShape(
+        load=LoadRequest(
             block_bytes=options.load.block_bytes,
             read_percent=options.load.mix,
-            is_sequential=options.load.is_sequential,
             depth=options.load.depth,
+            seconds=options.load.seconds,
+            rates=options.load.rates,
         ),
-        load_seconds=options.load.seconds,
-        load_rates=options.load.rates,
     )
 
 
@@ -150,7 +138,7 @@ def _measure(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> ProbeRes
 
     request, environment = _request(options), process_environment()
     if options.fio is not None:
-        check_fio_repeats(request, environment=environment, options=options.storage.values)
+        check_fio_repeats(request)
     measure = partial(probe, request, environment=environment)
     if options.results is not None:
         settings = RunSettings(results=options.results, command=command_line(), environment=environment)
@@ -160,7 +148,7 @@ def _measure(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> ProbeRes
 
 
 def _tell(report: ProbeResult) -> View:
-    from penstock.bench.probe.load_page import describe_shape, say_knee, say_limit, say_loops
+    from penstock.bench.probe.load_page import describe_shape, say_knee, say_limit
     from penstock.bench.probe.load_run import load_rows
     from penstock.bench.probe.metadata_rates import metadata_rows
     from penstock.bench.probe.probe_page import say_feeds
@@ -172,7 +160,6 @@ def _tell(report: ProbeResult) -> View:
     for load in report.loads:
         yield from table(f"{title}: {load.mode}, {describe_shape(load)}", load_rows(load))
         yield f"The knee: {say_knee(load)}. {say_limit(load)}"
-        yield say_loops(load)
     if report.metadata:
         yield from table(f"{title}: calls on files", metadata_rows(report.metadata))
     if feeding := say_feeds(report):

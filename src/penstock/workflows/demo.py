@@ -54,7 +54,6 @@ def tour(
             streams=(1, 4, 16),
             block_bytes=(4 << 20,),
             max_seconds=PROBE_MAX_SECONDS,
-            searches=True,
         ),
         comm=SoloComm(gethostname()),
         environment=environment,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,29 +17,28 @@ from tests.support.repeated_measurement import measure_until
 from tests.support.slow_storages import Stalling, Throttled
 
 from penstock.bench.probe import ProbeRequest, ProbeResult, metadata_rates, probe
-from penstock.bench.probe.block_targets import FileTarget, find_local_files
 from penstock.bench.probe.fio_jobs import check_fio_repeats, fio_job_file
-from penstock.bench.probe.io_uring import RequestRing
-from penstock.bench.probe.load_loops import LoadRun, Operations, RingLoop
-from penstock.bench.probe.load_plan import MOST_GROWTH, LoadShape, arrivals
-from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
+from penstock.bench.probe.load_plan import MOST_GROWTH, LoadRequest, arrivals
+from penstock.bench.probe.load_run import LoadLoop, LoadResult, measure_load
 from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.probe_page import make_probe_page
 from penstock.bench.probe.probe_plan import Part
-from penstock.bench.probe.timed_streams import Blocks
+from penstock.bench.probe.timed_streams import FileTarget, find_local_files
 from penstock.cluster.comm import Comm, SoloComm
-from penstock.errors import StorageError, Unavailable, UsageError
+from penstock.errors import StorageError, UsageError
 from penstock.progress import Silent
 from penstock.reports.page import render_report
 from penstock.storage import Storage, open_storage
 from penstock.storage.uri import parse_uri
 from penstock.testing.faults import FailAtCall
 
-QUICK = LoadRequest(shape=LoadShape(depth=16), size_bytes=16 << 20, seconds=0.5, max_seconds=1.2)
+QUICK = ProbeRequest(
+    uri="mem://x", size_bytes=16 << 20, max_seconds=1.2, load=LoadRequest(depth=16, seconds=0.5)
+)
 
 
 def _load(
-    request: LoadRequest,
+    request: ProbeRequest,
     uri: str = "mem://x",
     *,
     wrap: Callable[[Storage], Storage] = lambda storage: storage,
@@ -55,12 +51,12 @@ def _load(
         return measure_load(request, place, comm=comm, progress=Silent())
 
 
-def _quick(**more: object) -> LoadRequest:
-    return LoadRequest(**{**{name: getattr(QUICK, name) for name in QUICK.__slots__}, **more})
+def _quick(max_seconds: float = 1.2, **load: object) -> ProbeRequest:
+    return replace(QUICK, max_seconds=max_seconds, load=replace(QUICK.load, **load))  # type: ignore[arg-type]
 
 
 def test_the_knee_of_a_throttled_storage_is_its_rate_within_10_percent() -> None:
-    request = _quick(shape=LoadShape(depth=32))
+    request = _quick(depth=32)
     seen = measure_until(
         lambda _: _load(request, wrap=lambda storage: Throttled(storage, rate_per_s=400, latency_s=0.02)),
         lambda seen: (
@@ -77,7 +73,7 @@ def test_the_knee_of_a_throttled_storage_is_its_rate_within_10_percent() -> None
 
 @pytest.mark.slow
 def test_a_load_that_more_in_flight_would_keep_up_with_says_so() -> None:
-    request = _quick(shape=LoadShape(depth=4))
+    request = _quick(depth=4)
     seen = _load(request, wrap=lambda storage: Throttled(storage, rate_per_s=4000, latency_s=0.02))
     assert seen.knee is not None
     # Four in flight for 20 ms each are at most 200 a second. A busy machine may be the limit before that.
@@ -99,21 +95,16 @@ def test_a_storage_that_stalls_200_ms_every_2_s_shows_it_in_p999() -> None:
 
 
 def test_reads_and_writes_are_mixed_on_files_and_nothing_stays(tmp_path: Path) -> None:
-    request = _quick(
-        shape=LoadShape(depth=4, block_bytes=4096, read_percent=70), seconds=0.1, max_seconds=0.3
-    )
+    request = _quick(depth=4, block_bytes=4096, read_percent=70, seconds=0.1, max_seconds=0.3)
     for uri in (f"file://{tmp_path}", f"direct://{tmp_path}"):
         seen = _load(request, uri)
         assert any(point.read_p99_ms is not None for point in seen.points)
         assert any(point.write_p99_ms is not None for point in seen.points)
         assert list(tmp_path.iterdir()) == []
-    assert set(seen.rates_of_loops) >= {"threads"}
 
 
 def test_storages_without_files_write_objects_and_remove_them() -> None:
-    request = _quick(
-        shape=LoadShape(depth=4, block_bytes=4096, read_percent=0), seconds=0.05, max_seconds=0.2
-    )
+    request = _quick(depth=4, block_bytes=4096, read_percent=0, seconds=0.05, max_seconds=0.2)
     left: list[Storage] = []
 
     def keep(storage: Storage) -> Storage:
@@ -125,7 +116,7 @@ def test_storages_without_files_write_objects_and_remove_them() -> None:
 
 
 def test_all_ranks_offer_their_share_and_come_to_the_same_result(tmp_path: Path) -> None:
-    request = _quick(shape=LoadShape(depth=2, block_bytes=4096), seconds=0.05, max_seconds=0.2)
+    request = _quick(depth=2, block_bytes=4096, seconds=0.05, max_seconds=0.2)
     one, other = on_ranks(2, lambda comm: _load(request, f"file://{tmp_path}", comm=comm))
     assert one == other
     assert one.ranks == 2
@@ -134,7 +125,7 @@ def test_all_ranks_offer_their_share_and_come_to_the_same_result(tmp_path: Path)
 
 def test_operations_that_no_sector_holds_are_refused_where_the_page_cache_is_passed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--request 4096"):
-        _load(_quick(shape=LoadShape(block_bytes=1000)), f"direct://{tmp_path}")
+        _load(_quick(block_bytes=1000), f"direct://{tmp_path}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,127 +135,40 @@ def test_a_read_that_fails_ends_the_load_with_its_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _open_ring(path: Path, blocks: int) -> tuple[int, list[memoryview]]:
-    memory = memoryview(mmap.mmap(-1, blocks * 4096))
-    buffers = [memory[4096 * slot : 4096 * (slot + 1)] for slot in range(blocks)]
-    return os.open(path, os.O_RDWR), buffers
-
-
-READS = np.zeros(8, dtype=bool)
-
-
-def test_a_ring_reads_and_writes_the_right_bytes_at_the_right_places(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    content = np.random.Generator(np.random.SFC64(1)).bytes(64 * 4096)
-    path.write_bytes(content)
-    descriptor, buffers = _open_ring(path, 11)
-    with RequestRing(descriptor, buffers, 3, "file:///x") as ring:
-        planned = 0
-        while planned < 40:
-            places = (np.arange(planned, planned + ring.room) * 7) % 64
-            blocks = ring.plan(places * 4096, READS[: places.size])
-            for number in range(places.size):
-                while ring.turn(planned + number + 1, 1) <= planned + number:
-                    pass
-            assert ring.collect().tolist() == list(range(planned, planned + places.size))
-            for block, place in zip(blocks, places, strict=True):
-                assert buffers[block] == content[4096 * place : 4096 * (place + 1)]
-            planned += places.size
-        assert ring.turn_until(planned, 1_000_000) == planned
-        (block,) = ring.plan(np.array([4096 * 5]), ~READS[:1])
-        assert ring.turn(planned + 1, 1) == planned + 1
-    os.close(descriptor)
-    assert path.read_bytes() == content[: 5 * 4096] + bytes(buffers[block]) + content[6 * 4096 :]
-
-
-def test_a_ring_names_what_failed_and_what_was_cut_short(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 5000)
-    descriptor, buffers = _open_ring(path, 2)
-    with RequestRing(descriptor, buffers, 1, "file:///x") as ring:
-        ring.plan(np.array([4096]), READS[:1])
-        ring.turn(1, 1)
-        with pytest.raises(StorageError, match="Only 904 bytes"):
-            ring.collect()
-        os.close(descriptor)
-        ring.plan(np.array([0]), READS[:1])
-        ring.turn(2, 1)
-        with pytest.raises(StorageError, match="Bad file descriptor"):
-            ring.collect()
-
-
-def test_a_ring_that_the_kernel_refuses_is_unavailable(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.touch()
-    descriptor, buffers = _open_ring(path, 1)
-    with pytest.raises(Unavailable, match="no io_uring"):
-        RequestRing(descriptor, buffers * 40_000, 1, "file:///x")
-    os.close(descriptor)
-
-
 @pytest.mark.parametrize("depth", [1, 3, 64])
 @pytest.mark.parametrize("rate_per_s", [None, 3000.0])
-def test_times_of_io_uring_are_in_order_and_keep_to_the_depth(
+def test_times_of_operations_are_in_order_and_keep_to_the_depth(
     tmp_path: Path, depth: int, rate_per_s: float | None
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     due = arrivals(rate_per_s, 0.1, rank=0, num_ranks=1) if rate_per_s else None
-    shape = LoadShape(block_bytes=4096, read_percent=60, depth=depth)
-    run = LoadRun(operations=Operations.of(shape, 1 << 20, 0), due_ns=due, seconds=0.1, first=70)
+    load = LoadRequest(block_bytes=4096, read_percent=60, depth=depth)
     files = find_local_files(open_storage(f"direct://{tmp_path}", {}))
     assert files is not None
     with closing(FileTarget(files, "file", "file:///x", is_sequential=False)) as target:
-        times = RingLoop(target, Blocks(depth + 7, 4096, stream_id=0), depth, "file:///x").run(run)
+        loop = LoadLoop(load, target, uri="file:///x", size_bytes=1 << 20, comm=SoloComm(), progress=Silent())
+        times = loop.run(due, 0.1)
     assert (times.begun >= np.maximum(times.due, times.free)).all()
     assert due is None or times.due.tolist() == due
     # What was given up has the time of giving up; the rest is in front of it.
-    begun, ended = (part[times.ended != run.stop_ns] for part in (times.begun, times.ended))
+    begun, ended = (part[times.ended != times.begun] for part in (times.begun, times.ended))
     assert (ended > begun).all()
     # Whenever one begins, fewer than `depth` that began before have not ended.
     ended_before = np.searchsorted(np.sort(ended), begun, side="right")
     assert (np.arange(begun.size) - ended_before < depth).all()
-    expected = run.operations.take(70, times.due.size)[1]
-    assert (times.is_write == expected).all()
+    whole_hundreds = times.is_write[: times.is_write.size // 100 * 100]
+    assert whole_hundreds.sum() == 0.4 * whole_hundreds.size
 
 
-_WITHOUT_IO_URING = """
-import ctypes, struct, sys
-# A filter of system calls, as containers have it: io_uring_setup (425) fails with EPERM, all else is allowed.
-code = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7fff0000)]
-filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
-program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(filters))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-assert libc.prctl(22, 2, ctypes.create_string_buffer(program), 0, 0) == 0
-from penstock.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_where_io_uring_is_forbidden_threads_do_it_and_the_result_says_so(tmp_path: Path) -> None:
-    options = ["--measure", "knee", "--size", "1MiB", "--seconds", "0.05", "--max-seconds", "0.2", "--json"]
-    result = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_IO_URING, "storage", "probe", f"direct://{tmp_path}", *options],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    document = json.loads(result.stdout)
-    assert document["loads"][0]["loop"] == "threads"
-    assert list(document["loads"][0]["rates_of_loops"]) == ["threads"]
-    assert "Operation not permitted" in result.stderr
-
-
-def _probe(uri: str, *parts: Part, load: LoadShape | None = None) -> ProbeResult:
+def _probe(uri: str, *parts: Part, load: LoadRequest | None = None) -> ProbeResult:
     request = ProbeRequest(
         uri=uri,
         size_bytes=1 << 20,
         streams=(1, 2),
-        load_seconds=0.05,
         max_seconds=0.2,
         parts=parts,
-        load=load or LoadShape(),
+        load=replace(load or LoadRequest(), seconds=0.05),
     )
     return probe(request, comm=SoloComm(), environment={}, options={}, progress=Silent())
 
@@ -286,7 +190,7 @@ def test_files_are_counted_by_call_and_threads_and_removed(
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_fio_accepts_the_job_file_of_everything_that_was_measured(tmp_path: Path) -> None:
-    result = _probe(str(tmp_path), "best", "knee", load=LoadShape(read_percent=70, depth=4))
+    result = _probe(str(tmp_path), "best", "knee", load=LoadRequest(read_percent=70, depth=4))
     path = tmp_path / "probe.fio"
     path.write_text(fio_job_file(result), encoding="utf-8")
     subprocess.run(["fio", "--parse-only", path], check=True, capture_output=True, timeout=60)
@@ -300,7 +204,7 @@ def test_a_job_file_of_what_fio_cannot_repeat_is_refused_before_anything_is_meas
     uri: str, part: Part
 ) -> None:
     with pytest.raises(UsageError, match="reads and writes of files"):
-        check_fio_repeats(ProbeRequest(uri=uri, parts=(part,)), environment={}, options={})
+        check_fio_repeats(ProbeRequest(uri=uri, parts=(part,)))
 
 
 @pytest.mark.parametrize(
@@ -308,7 +212,7 @@ def test_a_job_file_of_what_fio_cannot_repeat_is_refused_before_anything_is_meas
     [("knee", "the knee is at "), ("metadata", "files a second: create "), ("best", "reads with ")],
 )
 def test_each_part_alone_has_a_page_that_answers_first(part: Part, figure: str) -> None:
-    page = make_probe_page(_probe("mem://x", part, load=LoadShape(depth=2, read_percent=50)))
+    page = make_probe_page(_probe("mem://x", part, load=LoadRequest(depth=2, read_percent=50)))
     assert page.banner.figure.startswith(figure)
     assert page.highlights or part == "metadata"
     text = render_report(page)

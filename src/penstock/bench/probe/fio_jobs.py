@@ -1,37 +1,32 @@
 """A probe's measurements as a job file of fio, which repeats them one after the other with its own loops.
 
-Only files can be repeated so. Sizes, blocks, threads and rates are those measured; a section's comment says
-what the probe found, so that the two can be compared.
+Only files can be repeated so. A section's comment has what the probe found, for comparison.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
-from penstock.bench.probe.block_targets import find_local_files
 from penstock.bench.probe.load_run import LoadResult
 from penstock.bench.probe.probe_plan import SMALL_OBJECT_BYTES, ProbeRequest
 from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult
-from penstock.environment import Environment
 from penstock.errors import UsageError
-from penstock.storage import open_storage
 from penstock.storage.uri import parse_uri
 from penstock.units import format_rate
 
 _MODES: Final = {"buffered": ["direct=0", "invalidate=1"], "direct": ["direct=1"]}
 _PATTERNS: Final = {
-    "write": "write",
-    "read": "read",
-    "random_read": "randread",
-    "small_write": "write",
-    "small_read": "read",
-    "fsync": "write",
+    "write": ["rw=write", "end_fsync=1"],
+    "read": ["rw=read"],
+    "random_read": ["rw=randread"],
+    "small_write": ["rw=write", "create_on_open=1", "fsync_on_close=1"],
+    "small_read": ["rw=read"],
+    "fsync": ["rw=write", "fsync=1"],
 }
 
 
-def check_fio_repeats(request: ProbeRequest, *, environment: Environment, options: Mapping[str, str]) -> None:
+def check_fio_repeats(request: ProbeRequest) -> None:
     """Raise `UsageError` before anything is measured that fio cannot repeat."""
-    storage = open_storage(request.uri, environment, options=options)
-    if find_local_files(storage) is None or set(request.parts) == {"metadata"}:
+    if parse_uri(request.uri).scheme not in ("file", "direct") or set(request.parts) == {"metadata"}:
         raise UsageError(
             "fio can only repeat reads and writes of files",
             where=request.uri,
@@ -41,12 +36,9 @@ def check_fio_repeats(request: ProbeRequest, *, environment: Environment, option
 
 def fio_job_file(result: ProbeResult) -> str:
     """The text of the job file."""
-    sections = [
-        *(lines for seen in result.measurements if seen.mode in _MODES for lines in [_step(seen)]),
-        *(lines for load in result.loads if load.mode in _MODES for lines in _load(load)),
-    ]
+    ranks = "one rank" if result.ranks == 1 else f"{result.ranks} ranks, as the share of one of them"
     head = [
-        f"; What `penstock storage probe {result.uri}` measured on {_ranks(result)}, for fio 3.0 or later.",
+        f"; What `penstock storage probe {result.uri}` measured on {ranks}, for fio 3.0 or later.",
         "; fio leaves its files behind: remove penstock-fio.* afterwards.",
         "[global]",
         f"directory={parse_uri(result.uri).root}",
@@ -55,11 +47,8 @@ def fio_job_file(result: ProbeResult) -> str:
         "group_reporting",
         "randrepeat=0",
     ]
+    sections = [*map(_step, result.measurements), *(lines for load in result.loads for lines in _rates(load))]
     return "\n".join("\n".join(lines) + "\n" for lines in [head, *sections])
-
-
-def _ranks(result: ProbeResult) -> str:
-    return "one rank" if result.ranks == 1 else f"{result.ranks} ranks, as the share of one of them"
 
 
 def _step(seen: ProbeMeasurement) -> list[str]:
@@ -70,62 +59,41 @@ def _step(seen: ProbeMeasurement) -> list[str]:
         f"[{seen.op}-{seen.mode}-{seen.streams}x{seen.block_bytes}]",
         "stonewall",
         "ioengine=psync",
-        f"rw={_PATTERNS[seen.op]}",
+        *_PATTERNS[seen.op],
         f"bs={seen.block_bytes}",
         f"numjobs={seen.streams}",
         f"size={each_bytes}",
         *_MODES[seen.mode],
     ]
-    if seen.op == "write":
-        lines.append("end_fsync=1")
-    if seen.op == "fsync":
-        lines.append("fsync=1")
     if seen.op.startswith("small"):
-        files = each_bytes // SMALL_OBJECT_BYTES
-        lines += [f"nrfiles={files}", f"filesize={SMALL_OBJECT_BYTES}", "openfiles=1"]
-        lines += ["file_service_type=sequential", "filename_format=penstock-fio.$jobname.$jobnum.$filenum"]
-        lines += ["create_on_open=1", "fsync_on_close=1"] if seen.op == "small_write" else []
+        lines += [f"nrfiles={each_bytes // SMALL_OBJECT_BYTES}", f"filesize={SMALL_OBJECT_BYTES}"]
+        lines += ["openfiles=1", "file_service_type=sequential"]
+        lines += ["filename_format=penstock-fio.$jobname.$jobnum.$filenum"]
     return lines
 
 
-def _load(load: LoadResult) -> Iterator[list[str]]:
-    """The closed loop, then each rate on an even schedule, on one file that all of them share."""
-    most = load.saturation
-    yield _load_section(load, "closed", f"{most.operations_per_s:,.0f} operations a second", most.seconds)
+def _rates(load: LoadResult) -> Iterator[list[str]]:
+    """Each rate on an even schedule, on one file that all of them share."""
+    pattern = {100: "randread", 0: "randwrite"}.get(load.read_percent, "randrw")
     # A rate that was offered twice is one section, with the figures of the last time.
-    points = {point.offered_per_s: point for point in load.points}
-    for _, point in sorted(points.items()):
-        text = f"p50 {point.p50_ms:.3f} ms, p99 {point.p99_ms:.3f} ms, p99.9 {point.p999_ms:.3f} ms"
+    for _, point in sorted({point.offered_per_s: point for point in load.points}.items()):
         rate = max(1, round(point.offered_per_s / load.ranks))
+        reads = rate * load.read_percent // 100
         yield [
-            *_load_section(load, f"{rate}", text, point.seconds),
-            *_rates(load.read_percent, rate),
+            f"; p50 {point.p50_ms:.3f} ms, p99 {point.p99_ms:.3f} ms, p99.9 {point.p999_ms:.3f} ms",
+            f"[load-{load.mode}-{rate}]",
+            "stonewall",
+            "ioengine=io_uring",
+            f"iodepth={load.depth}",
+            f"rw={pattern}",
+            *([f"rwmixread={load.read_percent}"] if pattern == "randrw" else []),
+            f"bs={load.block_bytes}",
+            f"size={load.size_bytes // load.ranks}",
+            "filename=penstock-fio.load",
+            *_MODES[load.mode],
+            *(["sync=dsync"] if load.mode == "buffered" and load.read_percent < 100 else []),
+            "time_based",
+            f"runtime={round(1000 * point.seconds)}ms",  # of a fraction of a second fio takes the whole part
+            f"rate_iops={reads or ''},{rate - reads or ''}".rstrip(","),
+            "rate_process=linear",
         ]
-
-
-def _rates(read_percent: int, rate: int) -> list[str]:
-    """Operations a second of reads, then of writes, on an even schedule."""
-    reads, writes = rate * read_percent // 100, rate - rate * read_percent // 100
-    given = f"{reads or ''},{writes or ''}".rstrip(",")
-    return [f"rate_iops={given}", "rate_process=linear"]
-
-
-def _load_section(load: LoadResult, name: str, text: str, seconds: float) -> list[str]:
-    pattern = {100: "read", 0: "write"}.get(load.read_percent, "rw")
-    is_ring = load.loop == "io_uring"
-    return [
-        f"; {text}",
-        f"[load-{load.mode}-{name}]",
-        "stonewall",
-        f"ioengine={'io_uring' if is_ring or name != 'closed' else 'psync'}",
-        *([f"iodepth={load.depth}"] if is_ring or name != "closed" else [f"numjobs={load.depth}"]),
-        f"rw={'' if load.is_sequential else 'rand'}{pattern}",
-        *([f"rwmixread={load.read_percent}"] if pattern == "rw" else []),
-        f"bs={load.block_bytes}",
-        f"size={load.size_bytes // load.ranks}",
-        "filename=penstock-fio.load",
-        *_MODES[load.mode],
-        *(["sync=dsync"] if load.mode == "buffered" and load.read_percent < 100 else []),
-        "time_based",
-        f"runtime={round(1000 * seconds)}ms",  # of a fraction of a second fio takes the whole part
-    ]

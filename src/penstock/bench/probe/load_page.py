@@ -21,8 +21,7 @@ _LIMITS = {
 def describe_shape(load: LoadResult) -> str:
     """What one operation of a load is, in words."""
     kind = {100: "reads", 0: "writes"}.get(load.read_percent, f"operations ({load.read_percent} % reads)")
-    order = "sequential" if load.is_sequential else "random"
-    return f"{order} {format_bytes(load.block_bytes)} {kind}"
+    return f"random {format_bytes(load.block_bytes)} {kind}"
 
 
 def say_knee(load: LoadResult) -> str:
@@ -39,12 +38,6 @@ def say_knee(load: LoadResult) -> str:
 def say_limit(load: LoadResult) -> str:
     """What sets the knee, in a sentence."""
     return f"Limited by {_LIMITS[load.knee.limited_by]}".rstrip(".") + "." if load.knee else ""
-
-
-def say_loops(load: LoadResult) -> str:
-    """What kept operations in flight, and how fast each way to do so was."""
-    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in load.rates_of_loops.items())
-    return f"Kept in flight by {load.loop} (in a short closed loop, operations a second: {rates})."
 
 
 def load_banner(load: LoadResult, feeds: str, notes: Sequence[str]) -> Banner:
@@ -117,7 +110,7 @@ def load_exhibits(
             text=list(_first_phase(load)) or ["The closed loop had one phase from its first second."],
             charts=list(_over_time(load, run)),
         )
-        yield table_section("loads", "All loads", load_rows(load), text=say_loops(load))
+        yield table_section("loads", "All loads", load_rows(load))
     if rates:
         yield table_section("files", "Calls on files", metadata_rows(rates), bars="files/s")
 
@@ -169,7 +162,6 @@ def _over_time(load: LoadResult, run: str) -> Iterator[Chart]:
         title="Closed loop, operations a second",
         run=run,
         series=[Series(x=edges, y=values)],
-        note=load.loop,
     )
     point = _point_at_knee(load)
     if point is not None:

@@ -21,7 +21,7 @@ NS: Final = 1_000_000_000
 LIGHT: Final = 0.1
 """The share of the closed-loop rate that counts as light load: its p99 is what others are compared with."""
 MOST_SLOWDOWN: Final = 5.0
-"""A load holds while its p99 is at most so many times that of light load."""
+"""A load holds while its p99 is at most this many times the p99 of light load."""
 MOST_GROWTH: Final = 0.02
 """A load holds while operations fall behind by at most this share of the time."""
 PRECISION: Final = 1.05
@@ -40,13 +40,17 @@ RULE: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadShape:
-    """What one operation is, and how many may be in flight at once on each rank."""
+class LoadRequest:
+    """What one operation is, how many may be in flight on each rank, and which rates to offer.
+
+    Each rate lasts `seconds`. Without `rates` the knee is searched for.
+    """
 
     block_bytes: int = 128 << 10
     read_percent: int = 100
-    is_sequential: bool = False
     depth: int = 64
+    seconds: float = 3.0
+    rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or self.depth < 1 or not 0 <= self.read_percent <= 100:
@@ -54,6 +58,8 @@ class LoadShape:
                 "A load needs a block, a depth and a share of reads from 0 to 100",
                 fix="Leave an option out for its default.",
             )
+        if min((self.seconds, *(self.rates or ()))) <= 0:
+            raise UsageError("Seconds and rates must be positive", fix="Leave an option out for its default.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,12 @@ class OperationTimes:
     def concatenate(cls, parts: Sequence[OperationTimes]) -> OperationTimes:
         """The operations of all parts."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
+
+    def shifted(self, by_ns: int) -> OperationTimes:
+        """The same operations, that much later."""
+        return OperationTimes(
+            self.due + by_ns, self.free + by_ns, self.begun + by_ns, self.ended + by_ns, self.is_write
+        )
 
     def between(self, start_ns: int, end_ns: int) -> OperationTimes:
         """The operations that were due then."""
@@ -168,7 +180,7 @@ def _p99_ms(latencies: NDArray[np.int64]) -> float | None:
 
 
 def _growth(seen: OperationTimes) -> float:
-    """By how much latency grows per time, from medians of the first and last quarter, which a stall keeps.
+    """How much latency grows per time, from medians of the first and last quarter, which a stall keeps.
 
     While a storage answers A of R operations a second that are due, latency grows by 1 - A/R a second. Where
     that was given up, the share of operations that never began says as much.

@@ -2,30 +2,35 @@
 
 Collective: all ranks offer their share of each rate at the same time, and choose the next one from the same
 figures. The closed loop comes first and lasts until the storage is steady, so that caches and credit for
-bursts are spent, and told apart, before a rate is judged.
+bursts are spent, and reported apart, before a rate is judged.
+
+A thread for each slot takes the next operation as soon as it is due. Without a schedule the next one is due
+when a slot is free: a closed loop, which shows how fast a storage answers at most.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import count, cycle
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.bench.probe import timed_streams
-from penstock.bench.probe.block_targets import FileTarget, ObjectTarget, find_local_files, slot_key
-from penstock.bench.probe.load_loops import LoadLoop, LoadRun, Operations, RingLoop, ThreadLoop, blocks_ahead
 from penstock.bench.probe.load_plan import (
     NS,
     RULE,
     LoadInterval,
-    LoadShape,
+    LoadRequest,
     OfferedLoad,
     OperationTimes,
-    SteadyState,
     arrivals,
     describe_load,
     find_knee,
@@ -35,21 +40,37 @@ from penstock.bench.probe.load_plan import (
     next_rate,
 )
 from penstock.bench.probe.probe_folder import ProbeFolder
-from penstock.bench.probe.probe_plan import ProbeStep
-from penstock.bench.probe.timed_streams import Blocks, StreamTask
+from penstock.bench.probe.probe_plan import ProbeRequest, ProbeStep
+from penstock.bench.probe.timed_streams import (
+    Blocks,
+    BlockTarget,
+    FileTarget,
+    ObjectTarget,
+    StreamStopped,
+    StreamTask,
+    check_moved,
+    find_local_files,
+    slot_key,
+)
 from penstock.cluster.comm import Comm
-from penstock.errors import Unavailable, UsageError
+from penstock.errors import UsageError
 from penstock.progress import RunProgress
 from penstock.storage.aligned import PAGE_BYTES, round_up
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.units import format_bytes
 
 _FILL_BLOCK_BYTES: Final = 8 << 20
 _FILL_BLOCKS: Final = 4
-_TRIAL_S: Final = 0.5
 _ROUND_S: Final = 0.5
 _PIECE_ROUNDS: Final = 6
 _FEWEST_OPERATIONS: Final = 100
 """A load lasts longer where it would be fewer: a p99 of less says nothing."""
+_SECTOR_BYTES: Final = 512
+_PATTERN: Final = 1 << 14
+"""Operations that are chosen in advance; after them the same come again."""
+_SEED: Final = 18
+_LONGEST_SLEEP_S: Final = 0.1
+_PR_SET_TIMERSLACK: Final = 29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,105 +106,99 @@ class Knee:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """One load: its shape, the loop that performed it (`rates_of_loops` is why), and what was seen."""
+    """One load: what an operation was, and what the storage did with more and more of them."""
 
     mode: str
     ranks: int
     block_bytes: int
     read_percent: int
-    is_sequential: bool
     depth: int
     size_bytes: int
-    loop: str
-    rates_of_loops: Mapping[str, float]
     saturation: Saturation
     points: tuple[OfferedLoad, ...]
     knee: Knee | None
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
-    """What to offer: each rate for `seconds`, the closed loop for at most `max_seconds`."""
-
-    shape: LoadShape
-    size_bytes: int
-    seconds: float = 3.0
-    max_seconds: float = 20.0
-    loops: tuple[str, ...] = ("threads", "io_uring")
-    rates: tuple[float, ...] | None = None
-    """Operations a second to offer, instead of looking for the knee."""
-
-
 def measure_load(
-    request: LoadRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
+    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
 ) -> LoadResult:
     """Write what is to be read, find out what the storage does at most, then the knee."""
-    _check_request(request.shape, place)
+    load, notes = request.load, []
+    if place.mode == "direct" and load.block_bytes % _SECTOR_BYTES:
+        # The kernel would only report "Invalid argument".
+        raise UsageError(
+            f"Operations of {load.block_bytes} bytes cannot pass the page cache",
+            where=place.storage.uri,
+            fix=f"Use --request {round_up(load.block_bytes, PAGE_BYTES)}, or probe file:// instead.",
+        )
     progress.begin(f"{place.mode} load: writing {format_bytes(request.size_bytes)}", request.size_bytes)
     progress.enter("moving", unit="written_bytes", times=comm.size)
-    share_bytes = _fill(request, place, comm=comm, progress=progress)
-    operations = Operations.of(request.shape, share_bytes, comm.rank)
-    notes: list[str] = []
-    with _open_loops(request, place, comm, notes) as loops:
-        load = _Load(request, operations, comm, progress)
-        rates = load.try_loops(loops)
-        loop = max(loops, key=lambda one: rates[one.name])
+    key = f"rank{comm.rank}-load"
+    share_bytes = _fill(request, key, place, comm=comm, progress=progress)
+    with ExitStack() as undo:
+        files = find_local_files(place.storage)
+        target: BlockTarget
+        if files is None:
+            if load.read_percent < 100:
+                place.expect_objects([slot_key(key, slot) for slot in range(load.depth)])
+            target = ObjectTarget(place.storage, key)
+        else:
+            target = FileTarget(files, key, place.storage.uri, is_sequential=False)
+        undo.callback(target.close)
+        loop = LoadLoop(
+            load, target, uri=place.storage.uri, size_bytes=share_bytes, comm=comm, progress=progress
+        )
         progress.begin(f"{place.mode} load: in a closed loop, until steady", request.max_seconds)
-        saturation = load.saturate(loop)
+        saturation = _saturate(loop, request.max_seconds)
         points: list[OfferedLoad] = []
-        while rate := _next_rate(request, points, saturation.operations_per_s):
-            progress.begin(f"{place.mode} load: {rate:,.0f} operations a second", request.seconds)
-            points.append(load.offer(loop, rate))
+        given = sorted(load.rates or ())
+        while True:
+            if load.rates is None:
+                rate = next_rate(points, saturation.operations_per_s)
+            else:
+                rate = given[len(points)] if len(points) < len(given) else None
+            if rate is None:
+                break
+            progress.begin(f"{place.mode} load: {rate:,.0f} operations a second", load.seconds)
+            # Long enough for some operations.
+            seconds = max(load.seconds, min(_FEWEST_OPERATIONS / rate, request.max_seconds))
+            due = arrivals(rate, seconds, rank=comm.rank, num_ranks=comm.size)
+            points.append(describe_load(loop.run(due, seconds), rate_per_s=rate, seconds=seconds))
     place.remove_objects()
     comm.barrier(awaiting="all ranks to remove the files of a load")
     if not saturation.is_steady:
-        notes.append(
-            f"{place.mode}: the closed loop was not steady after {saturation.seconds:.0f} s; "
-            "--max-seconds gives it longer."
-        )
+        notes.append(f"{place.mode}: the closed loop was not steady after {saturation.seconds:.0f} s.")
+    knee = find_knee(points)
     return LoadResult(
         mode=place.mode,
         ranks=comm.size,
-        block_bytes=request.shape.block_bytes,
-        read_percent=request.shape.read_percent,
-        is_sequential=request.shape.is_sequential,
-        depth=request.shape.depth,
+        block_bytes=load.block_bytes,
+        read_percent=load.read_percent,
+        depth=load.depth,
         size_bytes=share_bytes * comm.size,
-        loop=loop.name,
-        rates_of_loops=rates,
         saturation=saturation,
         points=tuple(points),
-        knee=_describe_knee(points, request.shape.block_bytes),
+        knee=None
+        if knee is None
+        else Knee(
+            operations_per_s=knee.offered_per_s,
+            gib_per_s=knee.offered_per_s * load.block_bytes / 2**30,
+            p50_ms=knee.p50_ms,
+            p99_ms=knee.p99_ms,
+            p999_ms=knee.p999_ms,
+            limited_by=find_limit(points, knee),
+            rule=RULE,
+        ),
         notes=tuple(notes),
     )
 
 
-_SECTOR_BYTES: Final = 512
-
-
-def _check_request(shape: LoadShape, place: ProbeFolder) -> None:
-    """Past the page cache the kernel moves whole sectors only, and says no more than "Invalid argument"."""
-    if place.mode == "direct" and shape.block_bytes % _SECTOR_BYTES:
-        raise UsageError(
-            f"Operations of {shape.block_bytes} bytes cannot pass the page cache",
-            where=place.storage.uri,
-            fix=f"Use --request {round_up(shape.block_bytes, PAGE_BYTES)}, or probe file:// instead.",
-        )
-
-
-def _next_rate(request: LoadRequest, points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float | None:
-    if request.rates is None:
-        return next_rate(points, closed_loop_per_s)
-    return sorted(request.rates)[len(points)] if len(points) < len(request.rates) else None
-
-
-def _fill(request: LoadRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress) -> int:
+def _fill(request: ProbeRequest, key: str, place: ProbeFolder, *, comm: Comm, progress: RunProgress) -> int:
     """Write this rank's object; its size is a whole number of blocks of the load and of writing."""
-    step_bytes = max(_FILL_BLOCK_BYTES, request.shape.block_bytes)
-    step_bytes -= step_bytes % request.shape.block_bytes
+    step_bytes = max(_FILL_BLOCK_BYTES, request.load.block_bytes)
+    step_bytes -= step_bytes % request.load.block_bytes
     blocks = max(1, request.size_bytes // comm.size // step_bytes)
-    key = _key(comm)
     place.expect_objects([key])
     task = StreamTask(
         storage=place.storage,
@@ -200,138 +215,23 @@ def _fill(request: LoadRequest, place: ProbeFolder, *, comm: Comm, progress: Run
     return blocks * step_bytes
 
 
-def _key(comm: Comm) -> str:
-    return f"rank{comm.rank}-load"
-
-
-@contextmanager
-def _open_loops(
-    request: LoadRequest, place: ProbeFolder, comm: Comm, notes: list[str]
-) -> Iterator[Sequence[LoadLoop]]:
-    """The ways to try: threads, and io_uring for files past the page cache, if every rank has it."""
-    shape, storage = request.shape, place.storage
-    with ExitStack() as undo:
-        files = find_local_files(storage)
-        if files is None:
-            place.expect_objects(_slot_keys(shape, comm))
-            target = ObjectTarget(storage, _key(comm))
-            undo.callback(target.close)
-            yield [ThreadLoop(target, _blocks(shape, comm), shape.depth, storage.uri)]
-            return
-        file = FileTarget(files, _key(comm), storage.uri, is_sequential=shape.is_sequential)
-        undo.callback(file.close)
-        blocks = _blocks(shape, comm, more=blocks_ahead(shape.block_bytes))
-        loops: list[LoadLoop] = [ThreadLoop(file, blocks, shape.depth, storage.uri)]
-        if not files.uses_page_cache and shape.depth > 1:  # one at a time a plain call is the shorter way
-            ring = RingLoop(file, blocks, shape.depth, storage.uri)
-            reasons = list(filter(None, comm.gather(_why_no_ring(ring), awaiting="io_uring on all ranks")))
-            loops += [] if reasons else [ring]
-            notes += reasons[:1]
-        yield [loop for loop in loops if loop.name in request.loops] or loops[:1]
-
-
-def _blocks(shape: LoadShape, comm: Comm, *, more: int = 0) -> Blocks:
-    return Blocks(shape.depth + more, shape.block_bytes, stream_id=comm.rank << 12 | 1)
-
-
-def _slot_keys(shape: LoadShape, comm: Comm) -> list[str]:
-    writers = shape.depth if shape.read_percent < 100 else 0
-    return [slot_key(_key(comm), slot) for slot in range(writers)]
-
-
-def _why_no_ring(ring: RingLoop) -> str:
-    try:
-        ring.check()
-    except Unavailable as error:
-        return f"No io_uring here, so threads keep the operations in flight: {error}"
-    return ""
-
-
-class _Load:
-    """Runs of one load on this rank; no run repeats the operations of the one before."""
-
-    def __init__(
-        self, request: LoadRequest, operations: Operations, comm: Comm, progress: RunProgress
-    ) -> None:
-        self._progress = progress
-        self._request = request
-        self._operations = operations
-        self._comm = comm
-        self._first = 0
-
-    def try_loops(self, loops: Sequence[LoadLoop]) -> dict[str, float]:
-        """The rate of each loop in a short time, over all ranks.
-
-        In two turns, the second backwards: what a storage has just taken it often gives faster than the rest.
-        """
-        seconds = min(_TRIAL_S, self._request.seconds) / 2
-        rates = dict.fromkeys((loop.name for loop in loops), 0.0)
-        for loop in (*loops, *reversed(loops)):
-            times = self._run(loop, None, seconds)
-            ended = float(np.count_nonzero(times.ended < seconds * NS))
-            rate = self._comm.reduce(ended / seconds, "sum", awaiting="the rates of all ranks")
-            rates[loop.name] += rate / 2
-        return rates
-
-    def saturate(self, loop: LoadLoop) -> Saturation:
-        """Pieces of a closed loop, until the storage is steady or the time is over."""
-        parts: list[OperationTimes] = []
-        rounds: list[float] = []
-        seconds = 0.0
-        round_s = min(_ROUND_S, self._request.max_seconds / _PIECE_ROUNDS)
-        piece_s = _PIECE_ROUNDS * round_s
-        while True:
-            piece = self._gather(self._run(loop, None, piece_s))
-            parts.append(_shift(piece, round(seconds * NS)))
-            numbers = piece.ended // round(round_s * NS)
-            rounds += (np.bincount(numbers, minlength=_PIECE_ROUNDS)[:_PIECE_ROUNDS] / round_s).tolist()
-            seconds += piece_s
-            state = find_steady_state(rounds)
-            if state.is_steady or seconds + piece_s > self._request.max_seconds + round_s:
-                times = OperationTimes.concatenate(parts)
-                return _describe_saturation(
-                    times, state, seconds, self._request.shape.block_bytes, round_s=round_s
-                )
-
-    def offer(self, loop: LoadLoop, rate_per_s: float) -> OfferedLoad:
-        """One rate on its schedule, long enough for some operations."""
-        seconds = max(self._request.seconds, min(_FEWEST_OPERATIONS / rate_per_s, self._request.max_seconds))
-        due = arrivals(rate_per_s, seconds, rank=self._comm.rank, num_ranks=self._comm.size)
-        times = self._gather(self._run(loop, due, seconds))
-        return describe_load(times, rate_per_s=rate_per_s, seconds=seconds)
-
-    def _run(self, loop: LoadLoop, due: Sequence[int] | None, seconds: float) -> OperationTimes:
-        times = loop.run(
-            LoadRun(
-                operations=self._operations,
-                due_ns=due,
-                seconds=seconds,
-                first=self._first,
-                start=lambda: self._comm.barrier(awaiting="all ranks to be ready for a load"),
-            )
-        )
-        self._first += times.due.size
-        self._progress.advance(seconds)
-        moved_bytes = self._request.shape.block_bytes * self._comm.size
-        writes = int(np.count_nonzero(times.is_write))
-        self._progress.count(
-            read_bytes=(times.due.size - writes) * moved_bytes, written_bytes=writes * moved_bytes
-        )
-        return times
-
-    def _gather(self, times: OperationTimes) -> OperationTimes:
-        return OperationTimes.concatenate(self._comm.gather(times, awaiting="all ranks to end a load"))
-
-
-def _shift(times: OperationTimes, by_ns: int) -> OperationTimes:
-    return OperationTimes(
-        times.due + by_ns, times.free + by_ns, times.begun + by_ns, times.ended + by_ns, times.is_write
-    )
-
-
-def _describe_saturation(
-    times: OperationTimes, state: SteadyState, seconds: float, block_bytes: int, *, round_s: float
-) -> Saturation:
+def _saturate(loop: LoadLoop, max_seconds: float) -> Saturation:
+    """Run pieces of a closed loop until the storage is steady or the time is over."""
+    parts: list[OperationTimes] = []
+    rounds: list[float] = []
+    seconds = 0.0
+    round_s = min(_ROUND_S, max_seconds / _PIECE_ROUNDS)
+    piece_s = _PIECE_ROUNDS * round_s
+    while True:
+        piece = loop.run(None, piece_s)
+        parts.append(piece.shifted(round(seconds * NS)))
+        numbers = piece.ended // round(round_s * NS)
+        rounds += (np.bincount(numbers, minlength=_PIECE_ROUNDS)[:_PIECE_ROUNDS] / round_s).tolist()
+        seconds += piece_s
+        state = find_steady_state(rounds)
+        if state.is_steady or seconds + piece_s > max_seconds + round_s:
+            break
+    times = OperationTimes.concatenate(parts)
     first_s = state.begins * round_s
     steady = times.between(round(first_s * NS), round(seconds * NS))
     if not steady.due.size:  # the storage was silent to the end
@@ -340,7 +240,7 @@ def _describe_saturation(
     p50, p99 = np.percentile(steady.latencies, (50, 99)) / 1e6
     return Saturation(
         operations_per_s=rate,
-        gib_per_s=rate * block_bytes / 2**30,
+        gib_per_s=rate * loop.load.block_bytes / 2**30,
         p50_ms=float(p50),
         p99_ms=float(p99),
         seconds=seconds,
@@ -351,19 +251,148 @@ def _describe_saturation(
     )
 
 
-def _describe_knee(points: Sequence[OfferedLoad], block_bytes: int) -> Knee | None:
-    point = find_knee(points)
-    if point is None:
-        return None
-    return Knee(
-        operations_per_s=point.offered_per_s,
-        gib_per_s=point.offered_per_s * block_bytes / 2**30,
-        p50_ms=point.p50_ms,
-        p99_ms=point.p99_ms,
-        p999_ms=point.p999_ms,
-        limited_by=find_limit(points, point),
-        rule=RULE,
-    )
+def choose_operations(
+    load: LoadRequest, size_bytes: int, rank: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Offsets, and which operations are writes; both come again and again.
+
+    Each block of the object comes once before any comes again. Writes have their exact share, in random
+    order: they are shuffled within each hundred.
+    """
+    random = np.random.Generator(np.random.SFC64(_SEED + rank))
+    order = random.permutation(max(1, size_bytes // load.block_bytes))
+    hundred = np.arange(100) >= load.read_percent
+    writes = np.concatenate([random.permutation(hundred) for _ in range(-(-_PATTERN // 100))])
+    return order * load.block_bytes, writes
+
+
+class LoadLoop:
+    """Keeps the operations of one rank in flight, by a thread for each slot."""
+
+    def __init__(
+        self,
+        load: LoadRequest,
+        target: BlockTarget,
+        *,
+        uri: str,
+        size_bytes: int,
+        comm: Comm,
+        progress: RunProgress,
+    ) -> None:
+        self.load = load
+        self._target = target
+        self._uri = uri
+        self._offsets, self._writes = choose_operations(load, size_bytes, comm.rank)
+        self._blocks = Blocks(load.depth, load.block_bytes, stream_id=comm.rank << 12 | 1)
+        self._comm = comm
+        self._progress = progress
+        self._first = 0
+        """The next operation, so that no run repeats the one before."""
+
+    def run(self, due_ns: Sequence[int] | None, seconds: float) -> OperationTimes:
+        """Perform one load, and gather what all ranks did. The first failure of a thread stops all.
+
+        `due_ns` is the schedule, None for a closed loop. What has not begun a little after the end is given
+        up: what is late may still come.
+        """
+        grace_s = 0.0 if due_ns is None else min(1.0, 0.25 * seconds)
+        stop_ns, slots = round((seconds + grace_s) * NS), self.load.depth
+        offsets = cycle(np.roll(self._offsets, -self._first % self._offsets.size).tolist())
+        writes = cycle(np.roll(self._writes, -self._first % self._writes.size).tolist())
+        # A `zip` of such iterators is thread-safe: its items are made without the interpreter.
+        operations = zip(count(), offsets, writes, count() if due_ns is None else due_ns)
+        ready, stop = threading.Barrier(slots + 1), threading.Event()
+        started: list[int] = []
+
+        def serve(slot: int) -> NDArray[np.int64]:
+            with ExitStack() as undo, translate_os_errors("Moving a block", self._uri):
+                undo.callback(stop.set)
+                undo.callback(ready.abort)
+                # Let sleeps of this thread end on time; by default the kernel adds up to 50 us to save power.
+                ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+                try:
+                    ready.wait()
+                    ready.wait()
+                except threading.BrokenBarrierError:
+                    raise StreamStopped from None
+                moments = self._move_blocks(
+                    slot,
+                    operations,
+                    stop,
+                    start_ns=started[0],
+                    stop_ns=stop_ns,
+                    is_closed=due_ns is None,
+                )
+                if stop.is_set():
+                    raise StreamStopped
+                undo.pop_all()
+                return moments
+
+        with ThreadPoolExecutor(slots, thread_name_prefix="penstock-load") as pool, ExitStack() as undo:
+            undo.callback(stop.set)
+            undo.callback(ready.abort)
+            futures = [pool.submit(serve, slot) for slot in range(slots)]
+            with suppress(threading.BrokenBarrierError):  # the thread that broke it carries the reason
+                ready.wait()
+                self._comm.barrier(awaiting="all ranks to be ready for a load")
+                started.append(time.monotonic_ns())
+                ready.wait()
+            failures = [error for future in futures if (error := future.exception()) is not None]
+            causes = [error for error in failures if not isinstance(error, StreamStopped)]
+            if failures:
+                raise (causes or failures)[0]
+            columns = np.concatenate([future.result() for future in futures], axis=1)
+            undo.pop_all()
+        columns = columns[:, np.argsort(columns[0], kind="stable")]
+        if due_ns is not None and columns.shape[1] < len(due_ns):
+            # What was due and never began has the moment of giving up for all that did not happen.
+            missing = np.setdiff1d(np.arange(len(due_ns)), columns[0])
+            never = np.full(missing.size, stop_ns)
+            rest = np.stack((missing, np.array(due_ns)[missing], never, never, never))
+            columns = np.append(columns, rest, axis=1)
+        numbers, due, free, begun, ended = columns
+        is_write = self._writes[(self._first + numbers) % self._writes.size]
+        self._first += due.size
+        self._progress.advance(seconds)
+        moved_bytes, num_writes = self.load.block_bytes * self._comm.size, int(np.count_nonzero(is_write))
+        self._progress.count(
+            read_bytes=(due.size - num_writes) * moved_bytes, written_bytes=num_writes * moved_bytes
+        )
+        times = OperationTimes(due, free, begun, ended, is_write)
+        return OperationTimes.concatenate(self._comm.gather(times, awaiting="all ranks to end a load"))
+
+    def _move_blocks(
+        self,
+        slot: int,
+        operations: Iterator[tuple[int, int, bool, int]],
+        stop: threading.Event,
+        *,
+        start_ns: int,
+        stop_ns: int,
+        is_closed: bool,
+    ) -> NDArray[np.int64]:
+        """One thread's operations: number, and when each was due, a slot was free, it began and it ended."""
+        buffer, clock = self._blocks.view(slot), time.monotonic_ns
+        read, write, size = self._target.reader(buffer), self._target.writer(buffer, slot), buffer.nbytes
+        rows: list[tuple[int, int, int, int, int]] = []
+        now_ns = clock() - start_ns
+        for number, offset, is_write, scheduled_ns in operations:
+            free_ns = now_ns
+            if (free_ns >= stop_ns and (rows or not is_closed)) or stop.is_set():
+                break
+            due_ns = free_ns if is_closed else scheduled_ns
+            while due_ns > now_ns and not stop.is_set():
+                time.sleep(min((due_ns - now_ns) / NS, _LONGEST_SLEEP_S))
+                now_ns = clock() - start_ns
+            if is_write:
+                self._blocks.renew(slot)
+                now_ns = clock() - start_ns
+            begun_ns = now_ns
+            moved = write(offset) if is_write else read(offset)
+            now_ns = clock() - start_ns
+            rows.append((number, due_ns, free_ns, begun_ns, now_ns))
+            check_moved(moved, size, self._uri)
+        return np.array(rows, dtype=np.int64).reshape(-1, 5).T
 
 
 def load_rows(load: LoadResult) -> list[dict[str, str]]:

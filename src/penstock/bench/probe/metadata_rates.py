@@ -14,12 +14,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import numpy as np
 
-from penstock.bench.probe.block_targets import find_local_files
 from penstock.bench.probe.probe_folder import ProbeFolder
+from penstock.bench.probe.timed_streams import find_local_files
 from penstock.cluster.comm import Comm
 from penstock.errors import StorageError
 from penstock.progress import Progress
@@ -47,15 +47,6 @@ class MetadataRate:
     files_per_s: float
     p50_ms: float
     p99_ms: float
-
-
-class _Names(Protocol):
-    """The files of one thread, by number."""
-
-    def create(self, number: int) -> None: ...
-    def stat(self, number: int) -> None: ...
-    def delete(self, number: int) -> None: ...
-    def list(self) -> int: ...
 
 
 class _Files:
@@ -102,12 +93,10 @@ class _Objects:
         return sum(1 for _ in self._storage.list(self._prefix))
 
 
-@dataclass(frozen=True, slots=True)
-class _ThreadTimes:
-    start_ns: int
-    end_ns: int
-    files: int
-    latencies_ns: Sequence[int]
+_Names = _Files | _Objects
+"""The files of one thread, by number."""
+_Times = tuple[int, int, int, list[int]]
+"""Of one thread: start, end, the number of files, and the time of each call."""
 
 
 def measure_metadata(
@@ -121,9 +110,9 @@ def measure_metadata(
             progress.begin(f"{place.mode} {call}, {number} thread{'s' * (number > 1)}", MOST_FILES)
             with translate_os_errors(f"The call {call}", place.storage.uri):
                 times = _run(call, names, created, comm)
-            progress.advance(sum(seen.files for seen in times))
+            progress.advance(sum(files for _, _, files, _ in times))
             if call == "create":
-                created = [seen.files for seen in times]
+                created = [files for _, _, files, _ in times]
             yield _sum_up(call, place.mode, comm.gather(times, awaiting=f"all ranks to {call} files"))
         if place.folder is not None:
             for thread in range(number):
@@ -138,9 +127,7 @@ def _names(place: ProbeFolder, folder: str) -> _Names:
     return _Objects(place.storage, folder)
 
 
-def _run(
-    call: MetadataCall, names: Sequence[_Names], created: Sequence[int], comm: Comm
-) -> list[_ThreadTimes]:
+def _run(call: MetadataCall, names: Sequence[_Names], created: Sequence[int], comm: Comm) -> list[_Times]:
     """One call in all threads of this rank, which begin together, and with those of other ranks."""
     ready = threading.Barrier(len(names) + 1)
     with ThreadPoolExecutor(len(names), thread_name_prefix="penstock-metadata") as pool, ExitStack() as undo:
@@ -155,7 +142,7 @@ def _run(
         return [future.result() for future in futures]
 
 
-def _time_calls(call: MetadataCall, names: _Names, most: int, ready: threading.Barrier) -> _ThreadTimes:
+def _time_calls(call: MetadataCall, names: _Names, most: int, ready: threading.Barrier) -> _Times:
     ready.wait()
     ready.wait()
     start_ns = time.monotonic_ns()
@@ -164,11 +151,11 @@ def _time_calls(call: MetadataCall, names: _Names, most: int, ready: threading.B
         if seen != most:
             raise StorageError(f"A listing has {seen} of {most} files", fix="Look at what else removes them.")
         end_ns = time.monotonic_ns()
-        return _ThreadTimes(start_ns, end_ns, seen, [end_ns - start_ns])
+        return start_ns, end_ns, seen, [end_ns - start_ns]
     act: Callable[[int], None] = getattr(names, call)
     until_ns = start_ns + round(MOST_SECONDS * 1e9) if call == "create" else None
     latencies = list(islice(_each(act, until_ns), most))
-    return _ThreadTimes(start_ns, time.monotonic_ns(), len(latencies), latencies)
+    return start_ns, time.monotonic_ns(), len(latencies), latencies
 
 
 def _each(act: Callable[[int], None], until_ns: int | None) -> Iterator[int]:
@@ -182,13 +169,11 @@ def _each(act: Callable[[int], None], until_ns: int | None) -> Iterator[int]:
         number, now = number + 1, clock()
 
 
-def _sum_up(call: MetadataCall, mode: str, ranks: Sequence[Sequence[_ThreadTimes]]) -> MetadataRate:
-    elapsed_s = (
-        max(max(seen.end_ns for seen in times) - min(seen.start_ns for seen in times) for times in ranks)
-        / 1e9
-    )
-    files = sum(seen.files for times in ranks for seen in times)
-    latencies = np.array([ns for times in ranks for seen in times for ns in seen.latencies_ns]) / 1e6
+def _sum_up(call: MetadataCall, mode: str, ranks: Sequence[Sequence[_Times]]) -> MetadataRate:
+    spans = ((max(end for _, end, *_ in times), min(start for start, *_ in times)) for times in ranks)
+    elapsed_s = max(end_ns - start_ns for end_ns, start_ns in spans) / 1e9
+    files = sum(files for times in ranks for _, _, files, _ in times)
+    latencies = np.array([ns for times in ranks for *_, each in times for ns in each]) / 1e6
     p50, p99 = np.percentile(latencies, (50, 99))
     return MetadataRate(
         op=call,

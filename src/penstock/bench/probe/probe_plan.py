@@ -3,14 +3,12 @@
 Files are written, read back and removed group by group: a probe never holds more than one size on disk.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from penstock.bench.probe.load_plan import LoadShape
+from penstock.bench.probe.load_plan import LoadRequest
 from penstock.errors import UsageError
 from penstock.storage.uri import Location, is_plain_path, parse_uri
-from penstock.transfer.pipeline import PipelineSettings
 
 Operation = Literal["write", "read", "random_read", "small_write", "small_read", "fsync"]
 Mode = Literal["buffered", "direct", "objects", "memory"]
@@ -29,8 +27,7 @@ NUM_FSYNCS: Final = 128
 class ProbeRequest:
     """The user's request; each measurement moves `size_bytes`, over all streams and ranks.
 
-    With `searches`, some more streams and blocks than those asked for are tried. `load` is what is offered
-    up to the knee, each rate for `load_seconds`.
+    Measurements that would take longer than `max_seconds` move less. `load` is offered up to the knee.
     """
 
     uri: str
@@ -38,19 +35,13 @@ class ProbeRequest:
     streams: tuple[int, ...] = (1, 8)
     block_bytes: tuple[int, ...] = (1 << 20, 8 << 20)
     max_seconds: float = 20.0
-    searches: bool = False
     parts: tuple[Part, ...] = ("best",)
-    load: LoadShape = field(default_factory=LoadShape)
-    load_seconds: float = 3.0
-    load_rates: tuple[float, ...] | None = None
+    load: LoadRequest = field(default_factory=LoadRequest)
 
     def __post_init__(self) -> None:
-        if (
-            min(self.size_bytes, *self.streams, *self.block_bytes) < 1
-            or min(self.max_seconds, self.load_seconds, *(self.load_rates or ())) <= 0
-        ):
+        if min(self.size_bytes, *self.streams, *self.block_bytes) < 1 or self.max_seconds <= 0:
             raise UsageError(
-                "Sizes, streams, blocks, seconds and rates must be positive",
+                "Sizes, streams, blocks and seconds must be positive",
                 fix="Leave an option out for its default.",
             )
 
@@ -74,11 +65,8 @@ class ProbeStep:
         return self.streams * self.blocks_per_stream * self.block_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepGroup:
-    """Steps on one set of files: the first writes them, the others read them, then they are removed."""
-
-    steps: tuple[ProbeStep, ...]
+StepGroup = tuple[ProbeStep, ...]
+"""Steps on one set of files: the first writes them, the others read them, then they are removed."""
 
 
 def probe_locations(uri: str) -> tuple[Location, ...]:
@@ -103,61 +91,11 @@ def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[S
         for block_bytes in request.block_bytes
     ]
     most = max(request.streams)
-    groups[-1] = StepGroup(steps=(*groups[-1].steps, _random(groups[-1].steps[0])))
+    groups[-1] = (*groups[-1], _random(groups[-1][0]))
     groups.append(_small_objects(mode, most, share_bytes))
     if mode in ("buffered", "direct"):
-        groups.append(StepGroup(steps=(_fsync(mode),)))
+        groups.append((_fsync(mode),))
     return tuple(groups)
-
-
-MOST_TRIES: Final = 4
-"""Pairs of streams and block that a search adds to those asked for."""
-TRY_SHARE: Final = 2
-"""A try moves this much less than a measurement that was asked for."""
-LEAST_GAIN: Final = 1.05
-"""A try that is faster by less ends the search in its direction."""
-MOST_STREAMS: Final = 64
-MOST_BLOCK_BYTES: Final = 32 << 20
-LEAST_BLOCKS: Final = 2
-"""Of each stream: fewer say nothing about a rate."""
-
-Rates = Mapping[tuple[int, int], tuple[float, float]]
-"""What was measured: streams and block -> the rates of writing and reading, in the order of measuring."""
-
-
-def next_try(request: ProbeRequest, rates: Rates, mode: Mode, *, num_ranks: int) -> StepGroup | None:
-    """The pair of streams and block to measure next; None once the search is over.
-
-    The first try is what the pipeline of checkpoints uses. Then the fastest pair of reading, and that of
-    writing, are tried with twice as many streams and with blocks twice as large, until two tries in a row
-    brought nothing.
-    """
-    share_bytes = max(1, request.size_bytes // num_ranks // TRY_SHARE)
-    pipe = PipelineSettings()
-    wanted = [(pipe.streams, pipe.chunk_bytes)]
-    if not _is_flat(rates, asked=len(request.streams) * len(request.block_bytes)):
-        for direction in (1, 0):
-            streams, block_bytes = max(rates, key=lambda pair: rates[pair][direction])
-            wanted += [(2 * streams, block_bytes), (streams, 2 * block_bytes)]
-    for streams, block_bytes in wanted:
-        fits = LEAST_BLOCKS * streams * block_bytes <= share_bytes
-        is_known = (streams, block_bytes) in rates
-        if fits and not is_known and streams <= MOST_STREAMS and block_bytes <= MOST_BLOCK_BYTES:
-            return _sequential(mode, streams, block_bytes, share_bytes)
-    return None
-
-
-def _is_flat(rates: Rates, asked: int) -> bool:
-    """Whether the last two tries were no faster, in either direction, than what was there before them."""
-    pairs = list(rates)
-    tried = pairs[-2:]
-    if len(pairs) < asked + len(tried):
-        return False
-    before = pairs[: -len(tried)]
-    return all(
-        max(rates[pair][way] for pair in tried) < LEAST_GAIN * max(rates[pair][way] for pair in before)
-        for way in (0, 1)
-    )
 
 
 def _sequential(mode: Mode, streams: int, block_bytes: int, share_bytes: int) -> StepGroup:
@@ -165,7 +103,7 @@ def _sequential(mode: Mode, streams: int, block_bytes: int, share_bytes: int) ->
     write = ProbeStep(
         op="write", mode=mode, streams=streams, block_bytes=block_bytes, blocks_per_stream=blocks
     )
-    return StepGroup(steps=(write, replace(write, op="read")))
+    return (write, replace(write, op="read"))
 
 
 def _random(write: ProbeStep) -> ProbeStep:
@@ -191,7 +129,7 @@ def _small_objects(mode: Mode, streams: int, share_bytes: int) -> StepGroup:
         block_bytes=SMALL_OBJECT_BYTES,
         blocks_per_stream=per_stream,
     )
-    return StepGroup(steps=(write, replace(write, op="small_read")))
+    return (write, replace(write, op="small_read"))
 
 
 def _fsync(mode: Mode) -> ProbeStep:

@@ -10,27 +10,22 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.bench.probe import timed_streams
 from penstock.bench.probe.load_plan import LoadInterval, find_steady_state, interval_s, intervals
-from penstock.bench.probe.load_run import LoadRequest, LoadResult, measure_load
+from penstock.bench.probe.load_run import LoadResult, measure_load
 from penstock.bench.probe.metadata_rates import MetadataRate, measure_metadata
 from penstock.bench.probe.probe_folder import FOLDER_PREFIX, ProbeFolder
 from penstock.bench.probe.probe_plan import (
-    MOST_TRIES,
     ProbeRequest,
     ProbeStep,
-    StepGroup,
     load_location,
-    next_try,
     plan_groups,
     probe_locations,
 )
@@ -69,6 +64,18 @@ class ProbeResult:
     loads: tuple[LoadResult, ...] = ()
     metadata: tuple[MetadataRate, ...] = ()
 
+    def __add__(self, other: ProbeResult) -> ProbeResult:
+        """Add what was measured at another location."""
+        return replace(
+            self,
+            storage={**self.storage, **other.storage},
+            counters={**self.counters, **other.counters},
+            measurements=(*self.measurements, *other.measurements),
+            notes=(*self.notes, *other.notes),
+            loads=(*self.loads, *other.loads),
+            metadata=(*self.metadata, *other.metadata),
+        )
+
 
 def probe(
     request: ProbeRequest,
@@ -82,7 +89,7 @@ def probe(
     folder_name = comm.broadcast(
         f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}", awaiting="the name of the probe's folder"
     )
-    probed: list[_LocationResult] = []
+    probed: list[ProbeResult] = []
     for location in probe_locations(request.uri):
         parts = [part for part in request.parts if part == "best" or location == load_location(request.uri)]
         if parts:
@@ -92,18 +99,10 @@ def probe(
                 probed.append(
                     _probe_location(replace(request, parts=tuple(parts)), place, comm=comm, progress=progress)
                 )
-    return ProbeResult(
-        uri=request.uri,
-        ranks=comm.size,
-        hosts=tuple(dict.fromkeys(comm.gather(comm.host, awaiting="the names of all hosts"))),
-        size_bytes=request.size_bytes,
-        storage={location.mode: location.options for location in probed},
-        counters={location.mode: location.counters.record() for location in probed},
-        measurements=tuple(measured for location in probed for measured in location.measurements),
-        notes=tuple(note for location in probed for note in location.notes),
-        loads=tuple(load for location in probed for load in location.loads),
-        metadata=tuple(rate for location in probed for rate in location.metadata),
-    )
+    result = probed[0]
+    for other in probed[1:]:
+        result += other
+    return result
 
 
 RESULT_FILE: Final = "probe.json"
@@ -134,22 +133,10 @@ def probe_in_folder(
         return result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LocationResult:
-    """One location's share of the result."""
-
-    mode: str
-    options: Mapping[str, OptionValue]
-    counters: Counters
-    measurements: Sequence[ProbeMeasurement]
-    loads: Sequence[LoadResult]
-    metadata: Sequence[MetadataRate]
-    notes: Sequence[str]
-
-
 def _probe_location(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
-) -> _LocationResult:
+) -> ProbeResult:
+    """Measure one location, as large as the time allows."""
     affordable_bytes, is_memory = request.size_bytes, False
     if set(request.parts) != {"metadata"}:  # its files are empty
         place.check_free_space(request.size_bytes)
@@ -161,7 +148,7 @@ def _probe_location(
     if "best" in request.parts:
         measurements += _measure_all(sized, place, comm=comm, progress=progress)
     if "knee" in request.parts:
-        loads.append(measure_load(_load_request(sized), place, comm=comm, progress=progress))
+        loads.append(measure_load(sized, place, comm=comm, progress=progress))
     if "metadata" in request.parts:
         metadata += measure_metadata(place, request.streams, comm=comm, progress=progress)
     mine = place.storage.counters.snapshot()
@@ -172,27 +159,24 @@ def _probe_location(
             f"{place.mode}: files there cannot leave this host's memory, so these are its figures (tmpfs?)."
         )
     if affordable_bytes < request.size_bytes:
-        notes.append(_note_smaller_size(request, place, affordable_bytes))
+        expected_s = request.size_bytes / affordable_bytes * request.max_seconds
+        notes.append(
+            f"{place.mode}: {format_bytes(request.size_bytes)} would take about {format_seconds(expected_s)} "
+            f"a measurement, so each moved {format_bytes(affordable_bytes)}."
+        )
     if counters.retries or counters.errors:
         notes.append(f"{place.mode}: {counters.retries} retries and {counters.errors} errors.")
-    return _LocationResult(
-        mode=place.mode,
-        options=place.storage.options,
-        counters=counters,
-        measurements=measurements,
-        loads=loads,
-        metadata=metadata,
-        notes=notes,
-    )
-
-
-def _load_request(request: ProbeRequest) -> LoadRequest:
-    return LoadRequest(
-        shape=request.load,
+    return ProbeResult(
+        uri=request.uri,
+        ranks=comm.size,
+        hosts=tuple(dict.fromkeys(comm.gather(comm.host, awaiting="the names of all hosts"))),
         size_bytes=request.size_bytes,
-        seconds=request.load_seconds,
-        rates=request.load_rates,
-        max_seconds=request.max_seconds,
+        storage={place.mode: place.storage.options},
+        counters={place.mode: counters.record()},
+        measurements=tuple(measurements),
+        notes=tuple(notes),
+        loads=tuple(loads),
+        metadata=tuple(metadata),
     )
 
 
@@ -203,35 +187,14 @@ def _measure_all(
 
     What that run wrote is removed at once, so that the timed write gets the same, now warm, memory.
     """
-    rates: dict[tuple[int, int], tuple[float, float]] = {}
-    for number, group in enumerate(_all_groups(request, place, rates, num_ranks=comm.size)):
+    for number, steps in enumerate(plan_groups(request, place.mode, num_ranks=comm.size)):
         if number == 0:
-            measure(group.steps[0], place, comm=comm, progress=progress)
+            measure(steps[0], place, comm=comm, progress=progress)
             place.remove_objects()
-        measured = [measure(step, place, comm=comm, progress=progress) for step in group.steps]
-        yield from measured
-        by_op = {seen.op: seen.gib_per_s for seen in measured}
-        if "write" in by_op:
-            rates[group.steps[0].streams, group.steps[0].block_bytes] = by_op["write"], by_op["read"]
+        for step in steps:
+            yield measure(step, place, comm=comm, progress=progress)
         place.remove_objects()
         comm.barrier(awaiting="all ranks to remove their files between measurements")
-
-
-def _all_groups(
-    request: ProbeRequest,
-    place: ProbeFolder,
-    rates: Mapping[tuple[int, int], tuple[float, float]],
-    *,
-    num_ranks: int,
-) -> Iterator[StepGroup]:
-    """The groups asked for, then those of a search, which depend on the `rates` measured so far."""
-    yield from plan_groups(request, place.mode, num_ranks=num_ranks)
-    for _ in range(MOST_TRIES if request.searches else 0):
-        # All ranks have the same figures, so they choose the same.
-        group = next_try(request, rates, place.mode, num_ranks=num_ranks)
-        if group is None:
-            return
-        yield group
 
 
 def _calibrate(
@@ -290,14 +253,6 @@ def _name(seen: ProbeMeasurement) -> str:
     return f"{seen.mode} {seen.op}, {seen.streams} x {format_bytes(seen.block_bytes)}"
 
 
-def _note_smaller_size(request: ProbeRequest, place: ProbeFolder, affordable_bytes: int) -> str:
-    expected_s = request.size_bytes / affordable_bytes * request.max_seconds
-    return (
-        f"{place.mode}: {format_bytes(request.size_bytes)} would take about {format_seconds(expected_s)} a "
-        f"measurement, so each moved {format_bytes(affordable_bytes)}. --max-seconds changes that."
-    )
-
-
 _BLOCK_MEMORY_BYTES: Final = 512 << 20
 """Limit of the memory of one rank's blocks, whatever depth a storage asks for."""
 
@@ -329,28 +284,13 @@ class ProbeMeasurement:
     intervals: tuple[LoadInterval, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _RankTimes:
-    """One rank's part of a measurement; `resident` is (in memory, in total) bytes of its files.
-
-    Ends are since the rank's start, because clocks of hosts differ.
-    """
-
-    elapsed_ns: int
-    create_ns: int
-    drain_ns: int
-    copied_bytes: int
-    resident: tuple[int, int]
-    ended_ns: NDArray[np.int64]
-    latencies_ns: NDArray[np.int64]
-
-
 _OPERATIONS: Final[Mapping[str, Callable[[StreamTask], StreamTimes]]] = {
     "write": timed_streams.write,
     "read": timed_streams.read,
     "random_read": timed_streams.random_read,
     "small_write": timed_streams.small_write,
     "small_read": timed_streams.small_read,
+    "fsync": timed_streams.fsync,
 }
 
 
@@ -362,29 +302,22 @@ def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: RunPro
     progress.enter("moving", unit=unit, times=comm.size)
     if step.op in ("write", "small_write", "fsync"):
         place.expect_objects(_keys_written(step, comm.rank))
-    resident = _evict_files(step, place)
+    # A buffered read is cold: its files are evicted, and what stayed in memory is reported.
+    resident = _evict(place) if place.mode == "buffered" and "read" in step.op else (0, 0)
     copied_before = place.storage.counters.snapshot().copied_bytes.total()
     times = _run_streams(step, place, comm=comm, progress=progress)
-    start_ns = min(stream.start_ns for stream in times)
-    mine = _RankTimes(
-        elapsed_ns=max(stream.end_ns for stream in times) - start_ns,
-        create_ns=max(stream.create_ns for stream in times),
-        drain_ns=max(stream.drain_ns for stream in times),
-        copied_bytes=place.storage.counters.snapshot().copied_bytes.total() - copied_before,
-        resident=resident,
-        ended_ns=np.concatenate([stream.ended_ns for stream in times]) - start_ns,
-        latencies_ns=np.concatenate([stream.latencies_ns for stream in times]),
-    )
-    return _sum_up(step, comm.gather(mine, awaiting=f"all ranks to finish {phase}"))
-
-
-def _sum_up(step: ProbeStep, ranks: list[_RankTimes]) -> ProbeMeasurement:
-    latencies_ns = np.concatenate([rank.latencies_ns for rank in ranks])
-    latencies_ms = latencies_ns / 1e6
-    elapsed_s = max(rank.elapsed_ns for rank in ranks) / 1e9
-    moved_bytes = step.size_bytes * len(ranks)
-    resident_bytes = sum(rank.resident[0] for rank in ranks)
-    file_bytes = sum(rank.resident[1] for rank in ranks)
+    copied_bytes = place.storage.counters.snapshot().copied_bytes.total() - copied_before
+    ranks = comm.gather((times, copied_bytes, resident), awaiting=f"all ranks to finish {phase}")
+    # Clocks of hosts differ, so each rank's moments count from its own start.
+    starts_ns = [min(stream.start_ns for stream in streams) for streams, *_ in ranks]
+    every = [
+        (stream, start) for (streams, *_), start in zip(ranks, starts_ns, strict=True) for stream in streams
+    ]
+    latencies_ns = np.concatenate([stream.latencies_ns for stream, _ in every])
+    ended_ns = np.concatenate([stream.ended_ns - start for stream, start in every])
+    elapsed_s = max(stream.end_ns - start for stream, start in every) / 1e9
+    moved_bytes, latencies_ms = step.size_bytes * len(ranks), latencies_ns / 1e6
+    resident_bytes, file_bytes = (sum(resident[which] for *_, resident in ranks) for which in (0, 1))
     return ProbeMeasurement(
         op=step.op,
         mode=step.mode,
@@ -393,16 +326,16 @@ def _sum_up(step: ProbeStep, ranks: list[_RankTimes]) -> ProbeMeasurement:
         block_bytes=step.block_bytes,
         moved_bytes=moved_bytes,
         elapsed_s=elapsed_s,
-        create_s=max(rank.create_ns for rank in ranks) / 1e9,
-        drain_s=max(rank.drain_ns for rank in ranks) / 1e9,
+        create_s=max(stream.create_ns for stream, _ in every) / 1e9,
+        drain_s=max(stream.drain_ns for stream, _ in every) / 1e9,
         gib_per_s=moved_bytes / elapsed_s / 2**30,
         operations_per_s=latencies_ms.size / elapsed_s,
         p50_ms=float(np.percentile(latencies_ms, 50)),
         p99_ms=float(np.percentile(latencies_ms, 99)),
         max_ms=float(latencies_ms.max()),
-        copied_bytes=sum(rank.copied_bytes for rank in ranks),
+        copied_bytes=sum(copied for _, copied, _ in ranks),
         resident_before=resident_bytes / file_bytes if file_bytes else None,
-        intervals=intervals(np.concatenate([rank.ended_ns for rank in ranks]), latencies_ns, elapsed_s),
+        intervals=intervals(ended_ns, latencies_ns, elapsed_s),
     )
 
 
@@ -410,56 +343,41 @@ def _run_streams(
     step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: RunProgress
 ) -> list[StreamTimes]:
     """Start all threads, start the clocks together on all ranks, wait; the first real failure is raised."""
-    gate = threading.Barrier(step.streams + 1)
-    stop = threading.Event()
+    gate, stop = threading.Barrier(step.streams + 1), threading.Event()
+    operation = _OPERATIONS[step.op]
+
+    def run_stream(task: StreamTask) -> StreamTimes:
+        with ExitStack() as undo:  # if it fails, the others stop and none waits for it
+            undo.callback(stop.set)
+            undo.callback(gate.abort)
+            times = operation(task)
+            undo.pop_all()
+        return times
+
     with ThreadPoolExecutor(step.streams) as pool, ExitStack() as undo:
         undo.callback(stop.set)
         undo.callback(gate.abort)
-        futures = [
-            pool.submit(
-                _run_stream,
-                _operation(step, place),
-                StreamTask(
-                    storage=place.storage,
-                    step=step,
-                    key=_stream_key(comm.rank, stream),
-                    blocks=_blocks(step, place, stream_id=comm.rank << 12 | stream),
-                    gate=gate,
-                    stop=stop,
-                    progress=progress,
-                ),
+        futures = []
+        for stream in range(step.streams):
+            task = StreamTask(
+                storage=place.storage,
+                step=step,
+                key=_stream_key(comm.rank, stream),
+                blocks=_blocks(step, place, stream_id=comm.rank << 12 | stream),
+                gate=gate,
+                stop=stop,
+                progress=progress,
             )
-            for stream in range(step.streams)
-        ]
+            futures.append(pool.submit(run_stream, task))
         with suppress(threading.BrokenBarrierError):  # the stream that broke the gate carries the reason
             gate.wait()
             comm.barrier(awaiting=f"all ranks to be ready for {step.op}")
             gate.wait()
-        return _results(futures)
-
-
-def _operation(step: ProbeStep, place: ProbeFolder) -> Callable[[StreamTask], StreamTimes]:
-    if step.op == "fsync":
-        return partial(timed_streams.fsync, folder=str(place.folder))
-    return _OPERATIONS[step.op]
-
-
-def _run_stream(operation: Callable[[StreamTask], StreamTimes], task: StreamTask) -> StreamTimes:
-    """Run one stream; if it fails, the others stop and none waits for it."""
-    with ExitStack() as undo:
-        undo.callback(task.stop.set)
-        undo.callback(task.gate.abort)
-        times = operation(task)
-        undo.pop_all()
-    return times
-
-
-def _results(futures: list[Future[StreamTimes]]) -> list[StreamTimes]:
-    failures = [error for future in futures if (error := future.exception()) is not None]
-    causes = [error for error in failures if not isinstance(error, StreamStopped)]
-    if failures:
-        raise (causes or failures)[0]
-    return [future.result() for future in futures]
+        failures = [error for future in futures if (error := future.exception()) is not None]
+        causes = [error for error in failures if not isinstance(error, StreamStopped)]
+        if failures:
+            raise (causes or failures)[0]
+        return [future.result() for future in futures]
 
 
 def _blocks(step: ProbeStep, place: ProbeFolder, *, stream_id: int) -> Blocks:
@@ -486,11 +404,6 @@ def _keys_written(step: ProbeStep, rank: int) -> Iterator[str]:
             yield from (timed_streams.small_key(key, number) for number in range(step.blocks_per_stream))
         else:
             yield key
-
-
-def _evict_files(step: ProbeStep, place: ProbeFolder) -> tuple[int, int]:
-    """Before a buffered read, evict this rank's files from the page cache."""
-    return _evict(place) if place.mode == "buffered" and "read" in step.op else (0, 0)
 
 
 def _evict(place: ProbeFolder) -> tuple[int, int]:

@@ -9,30 +9,117 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.probe.block_targets import (
-    BlockTarget,
-    FileTarget,
-    ObjectTarget,
-    check_moved,
-    find_local_files,
-)
 from penstock.bench.probe.probe_plan import ProbeStep
-from penstock.errors import PenstockError, StorageTimeout
+from penstock.errors import PenstockError, ShortTransfer, StorageTimeout
 from penstock.progress import Progress
-from penstock.storage import Storage
+from penstock.storage import Storage, capabilities
 from penstock.storage.aligned import PAGE_BYTES
+from penstock.storage.capabilities import SupportsLocalPaths
 from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.protocol import write_object
 from penstock.transfer.buffers import WarmMemory
+
+Move = Callable[[int], int]
+"""Moves a block at an offset; returns how many bytes it moved."""
+
+
+class ObjectTarget:
+    """Ranges of one object are read; a write is a whole new object of one block, in place of an older one."""
+
+    def __init__(self, storage: Storage, key: str) -> None:
+        self._storage = storage
+        self._key = key
+        self._source = storage.open(key)
+
+    def reader(self, buffer: memoryview) -> Move:
+        """Fills a block from the object."""
+
+        def read(offset: int) -> int:
+            self._source.read_into(offset, buffer)
+            return buffer.nbytes
+
+        return read
+
+    def writer(self, buffer: memoryview, slot: int) -> Move:
+        """Writes an object of one block, durable on return."""
+        key = slot_key(self._key, slot)
+
+        def write(_offset: int) -> int:
+            write_object(self._storage, key, [buffer], size_bytes=buffer.nbytes)
+            return buffer.nbytes
+
+        return write
+
+    def close(self) -> None:
+        """Close the object."""
+        self._source.close()
+
+
+def check_moved(moved: int, wanted: int, uri: str) -> None:
+    """Raise `ShortTransfer` unless a whole block moved."""
+    if moved != wanted:
+        raise ShortTransfer(
+            f"Only {moved} of {wanted} bytes moved",
+            uri=uri,
+            expected_bytes=wanted,
+            actual_bytes=moved,
+            fix="Check that nothing truncates the file meanwhile.",
+        )
+
+
+def slot_key(key: str, slot: int) -> str:
+    """The object that writes of one slot replace, on storages without writes in place."""
+    return f"{key}-write{slot}"
+
+
+class FileTarget:
+    """Blocks of one file in place: past the page cache, or through it, durable and never out of memory."""
+
+    def __init__(self, storage: SupportsLocalPaths, key: str, uri: str, *, is_sequential: bool) -> None:
+        self._is_buffered = storage.uses_page_cache
+        flags = os.O_RDWR | (os.O_DSYNC if self._is_buffered else os.O_DIRECT)
+        with translate_os_errors("Opening", f"{uri}/{key}"):
+            self.descriptor = os.open(storage.local_path(key), flags)
+        if not is_sequential:
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def reader(self, buffer: memoryview) -> Move:
+        """Fills a block; the page cache does not keep it for the next time."""
+        read = partial(os.preadv, self.descriptor, (buffer,))
+        return partial(self._read_and_forget, read) if self._is_buffered else read
+
+    def _read_and_forget(self, read: Move, offset: int) -> int:
+        moved = read(offset)
+        os.posix_fadvise(self.descriptor, offset, moved, os.POSIX_FADV_DONTNEED)
+        return moved
+
+    def writer(self, buffer: memoryview, slot: int) -> Move:  # noqa: ARG002 - one file for all
+        """Writes a block over the one that is there."""
+        return partial(os.pwritev, self.descriptor, (buffer,))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.descriptor)
+
+
+BlockTarget = ObjectTarget | FileTarget
+
+
+def find_local_files(storage: Storage) -> SupportsLocalPaths | None:
+    """The storage itself, if its blocks are reached by opening its files; a wrapper is not passed by."""
+    return cast("SupportsLocalPaths", storage) if isinstance(storage, SupportsLocalPaths) else None
+
 
 _SILENCE_S = 300
 """How long a storage may accept no block at all before it counts as dead."""
@@ -232,12 +319,14 @@ def small_read(task: StreamTask) -> StreamTimes:
     return watch.stop()
 
 
-def fsync(task: StreamTask, folder: str) -> StreamTimes:
+def fsync(task: StreamTask) -> StreamTimes:
     """One block appended and fsynced at a time, as a journal does; the storage protocol has no such call."""
-    path = os.path.join(folder, task.key)  # noqa: PTH118 - a path for os.open on the next line
+    folder = capabilities.find_local_root(task.storage)
+    assert folder is not None, "fsync is planned for file systems only"
+    path = folder / task.key
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with ExitStack() as undo:
-        undo.callback(os.unlink, path)
+        undo.callback(path.unlink)
         undo.callback(os.close, descriptor)
         watch = _Watch(task)
         for operation in range(task.step.blocks_per_stream):
@@ -275,20 +364,10 @@ class Blocks:
         """Block `index` as it is: the buffer to read into."""
         return self._views[index]
 
-    @property
-    def views(self) -> Sequence[memoryview]:
-        """All blocks."""
-        return self._views
-
     def renew(self, index: int) -> memoryview:
         """Block `index` with content that was never written before by this stream."""
         self._stamped[index] = self._stamps + np.uint64(next(self._next_stamp))
         return self._views[index]
-
-    def renew_all(self, indices: NDArray[np.uint64]) -> None:
-        """Give each of these blocks content that was never written before by this stream."""
-        firsts = np.fromiter(self._next_stamp, np.uint64, count=indices.size)
-        self._stamped[indices] = firsts[:, np.newaxis] + self._stamps
 
 
 def _whole_pages(size_bytes: int) -> int:

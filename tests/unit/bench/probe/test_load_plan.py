@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.probe.load_loops import Operations
 from penstock.bench.probe.load_plan import (
     MOST_POINTS,
     NS,
-    LoadShape,
+    LoadRequest,
     OfferedLoad,
     OperationTimes,
     arrivals,
@@ -23,6 +22,7 @@ from penstock.bench.probe.load_plan import (
     find_steady_state,
     next_rate,
 )
+from penstock.bench.probe.load_run import choose_operations
 from penstock.errors import UsageError
 
 SECONDS = 2.0
@@ -135,17 +135,15 @@ def test_the_ranks_share_one_even_schedule(rate: float, seconds: float, num_rank
     assert all(abs(gap - NS / rate) <= 1 for gap in np.diff(together))
 
 
-@given(read_percent=st.integers(0, 100), blocks=st.integers(1, 64), is_sequential=st.booleans())
+@given(read_percent=st.integers(0, 100), blocks=st.integers(1, 64))
 def test_operations_read_and_write_in_exact_shares_and_pass_each_block_once(
-    *, read_percent: int, blocks: int, is_sequential: bool
+    read_percent: int, blocks: int
 ) -> None:
-    shape = LoadShape(block_bytes=4096, read_percent=read_percent, is_sequential=is_sequential)
-    operations = Operations.of(shape, blocks * 4096 + 7, rank=1)
-    offsets = operations.offsets.tolist()
-    assert sorted(offsets) == [4096 * number for number in range(blocks)]
-    assert offsets == sorted(offsets) or not is_sequential
-    for hundred in range(0, len(operations.writes), 100):
-        assert sum(operations.writes[hundred : hundred + 100]) == 100 - read_percent
+    load = LoadRequest(block_bytes=4096, read_percent=read_percent)
+    offsets, writes = choose_operations(load, blocks * 4096 + 7, rank=1)
+    assert sorted(offsets.tolist()) == [4096 * number for number in range(blocks)]
+    for hundred in range(0, len(writes), 100):
+        assert sum(writes[hundred : hundred + 100]) == 100 - read_percent
 
 
 def test_a_burst_is_told_apart_from_the_steady_state_behind_it() -> None:
@@ -167,7 +165,7 @@ def test_rounds_that_are_few_or_climb_or_differ_are_not_steady(rounds: list[floa
 @pytest.mark.parametrize("wrong", [{"block_bytes": 0}, {"depth": 0}, {"read_percent": 101}])
 def test_a_load_of_nothing_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="share of reads"):
-        LoadShape(**wrong)  # type: ignore[arg-type]
+        LoadRequest(**wrong)  # type: ignore[arg-type]
 
 
 def test_intervals_cover_the_whole_time_and_all_that_ended_in_it() -> None:

@@ -26,7 +26,7 @@ requests = st.builds(
 
 
 def _sequential(groups: tuple[StepGroup, ...]) -> list[StepGroup]:
-    return [group for group in groups if group.steps[0].op == "write"]
+    return [group for group in groups if group[0].op == "write"]
 
 
 @given(requests, st.integers(1, 2000))
@@ -34,7 +34,7 @@ def test_a_group_writes_before_it_reads_and_reads_only_what_it_wrote(
     request: ProbeRequest, num_ranks: int
 ) -> None:
     for group in plan_groups(request, "direct", num_ranks=num_ranks):
-        first, *others = group.steps
+        first, *others = group
         assert first.op in ("write", "small_write", "fsync")
         for step in others:
             assert "read" in step.op
@@ -47,7 +47,7 @@ def test_sequential_steps_move_the_size_asked_for_up_to_one_block_a_stream(
     request: ProbeRequest, num_ranks: int
 ) -> None:
     for group in _sequential(plan_groups(request, "objects", num_ranks=num_ranks)):
-        step = group.steps[0]
+        step = group[0]
         moved = step.size_bytes * num_ranks
         one_block_each = step.streams * step.block_bytes * num_ranks
         assert moved <= max(request.size_bytes, one_block_each)
@@ -57,20 +57,20 @@ def test_sequential_steps_move_the_size_asked_for_up_to_one_block_a_stream(
 @given(requests)
 def test_every_combination_of_streams_and_blocks_is_measured(request: ProbeRequest) -> None:
     groups = _sequential(plan_groups(request, "buffered", num_ranks=1))
-    seen = [(group.steps[0].streams, group.steps[0].block_bytes) for group in groups]
+    seen = [(group[0].streams, group[0].block_bytes) for group in groups]
     assert seen == [(streams, block) for streams in request.streams for block in request.block_bytes]
 
 
 def test_fsync_is_measured_on_file_systems_only() -> None:
     request = ProbeRequest(uri="mem://x")
     for mode in get_args(Mode):
-        operations = [step.op for group in plan_groups(request, mode, num_ranks=1) for step in group.steps]
+        operations = [step.op for group in plan_groups(request, mode, num_ranks=1) for step in group]
         assert ("fsync" in operations) == (mode in ("buffered", "direct"))
 
 
 def test_random_reads_and_small_objects_are_bounded_however_large_the_probe() -> None:
     request = ProbeRequest(uri="mem://x", size_bytes=2**50)
-    steps = [step for group in plan_groups(request, "objects", num_ranks=1) for step in group.steps]
+    steps = [step for group in plan_groups(request, "objects", num_ranks=1) for step in group]
     (random,) = [step for step in steps if step.op == "random_read"]
     assert random.size_bytes <= 512 << 20
     small = [step for step in steps if step.op.startswith("small")]
