@@ -38,6 +38,7 @@ LIMITS = {
     "modules in an import cycle": 40,
     "public class names used twice": 0,
     "broad except clauses outside the list": 0,
+    "places of avoided English": 1_300,
 }
 ENTERED = {
     "pc.save": 40,
@@ -58,7 +59,20 @@ BROAD_EXCEPT = {
 }
 
 # Words of another language's syntax, each with what a native speaker writes instead.
-AVOIDED_WORDS: Mapping[str, str] = {}
+AVOIDED_WORDS: Mapping[str, str] = {
+    "anew": "again",
+    "are told": "are reported",
+    "beside": "next to, as well as",
+    "by whichever": "any",
+    "is said": "is reported",
+    "is told": "is reported, learns",
+    "nowhere": "not anywhere",
+    "so many": "name what is counted",
+}
+# Participles and pronouns do not say what kind of thing a name holds.
+AVOIDED_NAMES = frozenset({"heard", "met", "said", "seen", "those", "told", "wishes"})
+# A docstring begins with a noun or an imperative.
+AVOIDED_BEGINNINGS = frozenset({"How", "Of", "What", "Whether", "Which", "Whose"})
 
 
 def parsed_modules() -> dict[str, ast.Module]:
@@ -180,18 +194,27 @@ def broad_excepts(modules: Mapping[str, ast.Module]) -> list[str]:
     return places
 
 
-def avoided_words() -> list[str]:
-    """Where the texts of the project use a word of `AVOIDED_WORDS`."""
-    if not AVOIDED_WORDS:
-        return []
+def avoided_words(modules: Mapping[str, ast.Module]) -> list[str]:
+    """Where texts, names and docstrings use English that this project avoids."""
     pattern = re.compile(r"\b(" + "|".join(AVOIDED_WORDS) + r")\b", re.IGNORECASE)
     texts = [*SOURCE.rglob("*.py"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
-    return [
+    places = [
         f"{path.relative_to(ROOT)}:{number}: {found[0]} ({AVOIDED_WORDS[found[0].lower()]})"
         for path in sorted(texts)
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if (found := pattern.search(line))
     ]
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in AVOIDED_NAMES:
+                places.append(f"{module}:{node.lineno}: the name {node.id}")
+            if isinstance(node, ast.arg) and node.arg in AVOIDED_NAMES:
+                places.append(f"{module}:{node.lineno}: the parameter {node.arg}")
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                first = (ast.get_docstring(node) or "-").split(maxsplit=1)[0]
+                if first in AVOIDED_BEGINNINGS:
+                    places.append(f"{module}:{node.lineno}: a docstring that begins with {first}")
+    return places
 
 
 class EnteredModules:
@@ -263,13 +286,13 @@ def main() -> int:
     cycles = import_cycles(imports_between(modules))
     shared = shared_class_names(modules)
     broad = broad_excepts(modules)
-    words = avoided_words()
+    words = avoided_words(modules)
     figures = {
         **count(modules),
         "modules in an import cycle": sum(map(len, cycles)),
         "public class names used twice": len(shared),
         "broad except clauses outside the list": len(broad),
-        "lines with an avoided word": len(words),
+        "places of avoided English": len(words),
     }
     broken = [what for what, value in figures.items() if not _keeps(what, value, LIMITS.get(what))]
     for cycle in cycles:
