@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from penstock.checkpoint.adapters.async_writer import AsyncWriter
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.saving.saver import TorchEngine
 from penstock.transfer.buffers import WarmMemory
 
 if TYPE_CHECKING:
@@ -251,7 +250,7 @@ def nothing() -> None:
 
 
 def _manager(place: Path, staging_bytes: int) -> Manager:
-    return Manager(place, engine=TorchEngine(staging_bytes=staging_bytes))
+    return Manager(place, staging_bytes=staging_bytes)
 
 
 def _sync(path: Path) -> None:

@@ -7,16 +7,14 @@ leave the ranks in step, except `check_absence`, after which the communicator is
 import math
 import random
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.cluster import rounds
-from penstock.cluster.comm import Comm, SupportsPointToPoint, all_gather_results, open_point_to_point
-from penstock.cluster.rounds import Rounds
+from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0, divide_on_rank0
 from penstock.cluster.supervision import join_ranks
 from penstock.environment import process_environment
-from penstock.errors import RankError, RankFailed, UsageError, WaitTimeout
+from penstock.errors import RankError, RankFailed, WaitTimeout
 
 Kind = TypeVar("Kind", bound=Exception)
 
@@ -58,22 +56,57 @@ def _gather_keeps_order_and_sizes(comm: Comm) -> None:
     assert all(set(value) <= {rank % 256} for rank, value in enumerate(gathered)), "values are mixed up"
 
 
-def _gather_on_rank0_is_for_rank_0_only(comm: Comm) -> None:
+def _bytes_for_rank_0_come_to_it_alone(comm: Comm) -> None:
     for size_bytes in (comm.rank * 1000, BIG_BYTES, 0):
         mine = bytes([comm.rank % 256]) * size_bytes
-        gathered = comm.gather_on_rank0(mine, awaiting="values for rank 0", timeout_s=LIMIT_S)
+        gathered = comm.gather_bytes_on_rank0(mine, awaiting="bytes for rank 0", timeout_s=LIMIT_S)
         if comm.rank != 0:
             assert gathered == [], "others are spared what rank 0 gets"
             continue
         assert len(gathered) == comm.size, "rank 0 misses a value"
         assert all(set(value) <= {rank % 256} for rank, value in enumerate(gathered)), "values are mixed up"
         assert len(gathered[0]) == size_bytes, "a value was cut"
-    sick = comm.size - 1
-    value = (lambda: None) if comm.rank == sick else None
-    error = _error_of(
-        RankFailed, lambda: comm.gather_on_rank0(value, awaiting="what cannot be packed", timeout_s=LIMIT_S)
+
+
+def _each_rank_gets_its_part_of_what_is_scattered(comm: Comm) -> None:
+    same = bytes(BIG_BYTES)
+    for parts in (
+        [bytes([rank % 256]) * (rank * 1000) for rank in range(comm.size)],
+        [bytes([rank % 256]) * 3 for rank in range(comm.size)],
+        [b""] * comm.size,
+        [same] * comm.size,
+    ):
+        given = parts if comm.rank == 0 else None
+        part = comm.scatter_bytes(given, awaiting="a part", timeout_s=LIMIT_S)
+        assert part == parts[comm.rank], "a part was mixed up or cut"
+
+
+def _rank_0_divides_what_all_ranks_have(comm: Comm) -> None:
+    part = divide_on_rank0(
+        comm, lambda: comm.rank, lambda ranks: [rank * 10 for rank in ranks], awaiting="parts"
     )
-    assert error.rank == sick, f"rank {error.rank} is blamed for rank {sick}"
+    assert part == comm.rank * 10, f"rank {comm.rank} got {part}"
+    total = decide_on_rank0(comm, lambda: comm.rank, lambda ranks: sum(ranks, start=0), awaiting="a sum")
+    assert total == sum(range(comm.size)), f"the ranks add up to {total}"
+    sick = comm.size - 1
+
+    def work() -> Callable[[], None] | None:
+        return (lambda: None) if comm.rank == sick else None
+
+    error = _error_of(
+        RankFailed if comm.size > 1 else ZeroDivisionError,
+        lambda: decide_on_rank0(comm, work if comm.size > 1 else (lambda: None), divide, awaiting="a value"),
+    )
+    if isinstance(error, RankFailed):
+        assert error.rank == sick, f"rank {error.rank} is blamed for rank {sick}"
+        error = _error_of(RankFailed, lambda: decide_on_rank0(comm, lambda: 1, divide, awaiting="a quotient"))
+        assert error.rank == 0, "what rank 0 decides fails there"
+        assert "ZeroDivisionError" in error.cause, error.cause
+
+
+def divide(values: list[Any]) -> float:
+    """Fail on whatever is given."""
+    return len(values) / 0
 
 
 def _big_values_arrive_whole(comm: Comm) -> None:
@@ -128,32 +161,10 @@ def _a_failed_step_fails_everywhere(comm: Comm) -> None:
     )
 
 
-def _operations_in_rounds_are_carried(comm: Comm) -> None:
-    numbers = np.arange(BIG_BYTES // 8)[:: comm.rank + 1]
-    rows = np.stack([np.full(len(numbers), comm.rank), numbers], axis=1)
-    received = comm.carry(
-        rounds.route(comm.rank, comm.size, numbers % comm.size, rows), awaiting="rows", timeout_s=LIMIT_S
-    )
-    assert (received[:, 1] % comm.size == comm.rank).all(), "a row is on the wrong rank"
-    ((_, total),) = comm.carry(
-        rounds.count_before(comm.rank, comm.size, [len(received)]), awaiting="a count", timeout_s=LIMIT_S
-    )
-    expected = sum(len(range(0, BIG_BYTES // 8, rank + 1)) for rank in range(comm.size))
-    assert total == expected, f"{total} of {expected} rows arrived"
-    sick = comm.size - 1
-
-    def refuse() -> Rounds[None]:
-        if (yield from rounds.any_of_all(comm.rank, comm.size, own=comm.rank == sick)):
-            raise UsageError("a bad request")
-
-    error = _error_of(UsageError, lambda: comm.carry(refuse(), awaiting="a refusal", timeout_s=LIMIT_S))
-    assert str(error) == "a bad request", str(error)
-
-
 def _bytes_go_round_a_ring(comm: Comm) -> None:
-    if not isinstance(comm, SupportsPointToPoint):
+    if comm.size == 1:
         return
-    transfer = open_point_to_point(comm)
+    transfer = comm.transfer()
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.size > 1:
         for tag, num_bytes in ((3, BIG_BYTES), (0, 1), (7, 0)):
@@ -175,13 +186,14 @@ CLAUSES: tuple[Callable[[Comm], None], ...] = (
     _barrier_holds_everyone,
     _broadcast_is_of_rank_0,
     _gather_keeps_order_and_sizes,
-    _gather_on_rank0_is_for_rank_0_only,
+    _bytes_for_rank_0_come_to_it_alone,
+    _each_rank_gets_its_part_of_what_is_scattered,
+    _rank_0_divides_what_all_ranks_have,
     _big_values_arrive_whole,
     _reductions_are_exact,
     _reductions_agree_to_the_bit,
     _what_cannot_travel_fails_everywhere,
     _a_failed_step_fails_everywhere,
-    _operations_in_rounds_are_carried,
     _bytes_go_round_a_ring,
 )
 

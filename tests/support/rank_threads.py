@@ -57,9 +57,6 @@ class ThreadComm(BaseComm):
         """A transfer over the same board."""
         return ThreadTransfer(self.board, self.rank)
 
-    def _message_transfer(self) -> ThreadTransfer:
-        return self.transfer()
-
     def _move_nothing(self, wait: PollingWait) -> None:
         self._gather_bytes(b"", wait)
 

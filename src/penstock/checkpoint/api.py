@@ -1,7 +1,7 @@
 """Save or load one checkpoint in one call, without a manager; and the engine that a manager uses.
 
-`save` and `load` show the order of the steps; `saving.saver` and `loading.loader` carry them out. Invariant:
-each call returns on all ranks with its work done and durable, or raises on all ranks.
+`save` and `load` show the order of the steps; `saver` and `loading.loader` carry them out. Invariant: each
+call returns on all ranks with its work done and durable, or raises on all ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,7 @@ from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced
 from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport, open_path_on_all_ranks
 from penstock.checkpoint.plan import save_plan
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
-from penstock.checkpoint.saving.saver import (
-    WAITING_BUFFER_BYTES,
-    Saver,
-)
+from penstock.checkpoint.saver import WAITING_BUFFER_BYTES, Saver
 from penstock.checkpoint.state.process_group import borrowed_group
 from penstock.checkpoint.state.regions import Ints, Regions, StoredRegions, element_sizes
 from penstock.checkpoint.state.walk import NamePatterns
@@ -229,7 +226,7 @@ def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
         unique_bytes=_sum(shared.regions, element_bytes),
         ranks=tuple(_count_traffic(shared, merged, element_bytes)),
         writes=tuple(_list_writes(shared, element_bytes)),
-        objects=tuple(tuple(placed.stored_name for placed in rank) for rank in objects),
+        objects=tuple(tuple(placed.stored_name for placed in found.placed) for found in objects),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.checkpoint.state.walk import NamePatterns
 from penstock.errors import PenstockError
@@ -21,11 +21,8 @@ from penstock.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.commit.protocol import Seal
-    from penstock.checkpoint.plan.shared_plan import Place
-    from penstock.checkpoint.saving.shared_description import RankDescription, SpanReader
     from penstock.checkpoint.state.process_group import RankGroup
-    from penstock.checkpoint.state.regions import Ints, Regions, TensorFacts
-    from penstock.cluster.rounds import Round, Rounds
+    from penstock.checkpoint.state.regions import Ints, Regions
     from penstock.storage import Storage
 
 
@@ -129,10 +126,8 @@ class WrittenFile:
 class ShareContents:
     """What one rank's files contain, to describe the checkpoint; names come with their paths in the state."""
 
-    tensors: tuple[tuple[TensorFacts, tuple[str | int, ...]], ...] = ()
-    """Tensors that this rank describes. Those of all ranks, in rank order, have the numbers 0, 1, 2..."""
     regions: tuple[Regions, ...] = ()
-    """By file; `tensor` has these numbers."""
+    """By file; `tensor` has the numbers that the plan gave to the tensors of all ranks."""
     objects: tuple[tuple[tuple[str, tuple[str | int, ...]], ...], ...] = ()
     """By file."""
 
@@ -189,37 +184,6 @@ class StagedSave(Protocol):
 
     def cancel(self) -> None:
         """Make `wait_staged` and `write_to` raise; nothing stays in flight. May be called twice."""
-
-
-@runtime_checkable
-class SupportsTelling(Protocol):
-    """A `StagedSave` that knows what it writes before all of it is durable."""
-
-    def write_and_tell(
-        self,
-        storage: Storage,
-        key_of: Callable[[str], str],
-        progress: Progress | None,
-        *,
-        tell: Callable[[WrittenShare], None],
-    ) -> WrittenShare:
-        """`write_to`, which calls `tell` once, in this thread, as soon as all checksums are known."""
-
-
-@runtime_checkable
-class SupportsDescribing(Protocol):
-    """A `PreparedSave` whose ranks describe the checkpoint together: rank 0 need not hold all of it."""
-
-    def describe(self, place: Place, share: WrittenShare) -> Rounds[RankDescription]:
-        """What this rank and rank 0 need for the description; an operation of all ranks."""
-
-    def seal_parts(
-        self,
-        description: RankDescription,
-        facts: Mapping[str, object],
-        receive: Callable[[Round], list[bytes]],
-    ) -> SpanReader:
-        """On rank 0: the files that describe the checkpoint, part by part."""
 
 
 class PreparedSave(Protocol):

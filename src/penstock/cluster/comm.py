@@ -1,42 +1,44 @@
-"""Communication between ranks: the `Comm` protocol, helpers on top of it, and what all communicators share.
+"""Communication between ranks: the `Comm` protocol, work with errors on all ranks, and what `Comm`s share.
 
 Every call of a `Comm` is collective: all ranks make the same calls in the same order. Every wait has a limit
 and names what it awaited. Invariant: a call returns on all ranks or raises on all of them that are still
-alive. Point-to-point transfers stand apart because they are not collective: two ranks move bytes while the
-others do something else, and any thread may call.
+alive. Point-to-point transfers are the exception: two ranks move bytes while the others do something else,
+and any thread may call.
 
-`all_gather_results` and its kin turn one rank's error of any kind into an error of all ranks before any of
-them enters the next collective call. `BaseComm` is everything that `Comm` promises on top of three ways to
-move bytes and point-to-point transfers, which MPI and torch.distributed supply. What every rank gets from
-every other one (`gather`) grows with the job; `carry` has operations that do not, see `rounds`.
+A `Comm` moves values: `barrier`, `broadcast`, `gather`, `reduce`. Where work on a rank can fail, use one of
+five functions, which raise the error of any rank on all ranks before they enter the next collective call:
+
+| function | calls | returns on each rank |
+|---|---|---|
+| `run_on_all_ranks` | `work` on each rank | its own result, which is not sent |
+| `all_gather_results` | `work` on each rank | the results of all ranks |
+| `run_on_rank0` | `work` on rank 0 | that result |
+| `decide_on_rank0` | `work` on each rank, `decide` on rank 0 with all results | what `decide` returned |
+| `divide_on_rank0` | the same | its own part of what `divide` returned |
+
+`BaseComm` implements `Comm` on top of a few ways to move bytes, which MPI and torch.distributed supply.
 """
 
+from __future__ import annotations
+
+import hashlib
 import os
 import pickle
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar
 
-from penstock.cluster import rounds as message_rounds
-from penstock.cluster.rounds import (
-    Carrying,
-    Number,
-    Reduction,
-    Round,
-    Rounds,
-    move_messages,
-    name_call,
-    reduce_values,
-)
-from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, WaitTimeout
+from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, UsageError, WaitTimeout
 from penstock.optional_libraries import missing_library
 
 T = TypeVar("T")
+Result = TypeVar("Result")
+Answer = TypeVar("Answer")
+Number = TypeVar("Number", int, float)
+Reduction = Literal["sum", "min", "max"]
 
 DEFAULT_TIMEOUT_S = 300.0
 """The limit of a wait, where neither the call nor the job sets one."""
@@ -57,35 +59,31 @@ class Comm(Protocol):
         """Return once every rank has called this."""
 
     def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float | None = None) -> T:
-        """Rank 0's `value`, on every rank; what others pass is ignored."""
+        """Return rank 0's `value` on every rank; what others pass is ignored."""
 
     def gather(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
-        """Every rank's `value`, in rank order, on every rank."""
-
-    def gather_on_rank0(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
-        """Every rank's `value`, in rank order, on rank 0; nothing elsewhere.
-
-        For what grows with the job and only rank 0 needs.
-        """
+        """Return every rank's `value`, in rank order, on every rank."""
 
     def reduce(
         self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float | None = None
     ) -> Number:
-        """The sum, minimum or maximum over ranks, on every rank."""
+        """Return the sum, minimum or maximum over ranks, on every rank."""
 
-    def carry(self, rounds: Rounds[T], *, awaiting: str, timeout_s: float | None = None) -> T:
-        """Carry the messages of an operation of `penstock.cluster.rounds`; its result on this rank.
+    def gather_bytes_on_rank0(
+        self, payload: bytes, *, awaiting: str, timeout_s: float | None = None
+    ) -> list[bytes]:
+        """Return every rank's bytes, in rank order, on rank 0; nothing elsewhere."""
 
-        A `PenstockError` that it raises is raised here; it has to raise one on all ranks or on none.
-        """
+    def scatter_bytes(
+        self, payloads: Sequence[bytes] | None, *, awaiting: str, timeout_s: float | None = None
+    ) -> bytes:
+        """Return this rank's element of what rank 0 passes; others pass None."""
 
-    def receiving(
-        self, *, awaiting: str, timeout_s: float | None = None
-    ) -> AbstractContextManager[Callable[[Round], list[bytes]]]:
-        """On one rank, while all others `carry` what it receives: a function that waits for one round."""
+    def transfer(self) -> PointToPoint:
+        """Open point-to-point transfers between the same ranks; collective."""
 
-    def present_wait(self) -> "RankWait | None":
-        """What this rank waits for at the moment. Not collective; any thread may ask."""
+    def present_wait(self) -> RankWait | None:
+        """Return what this rank waits for at the moment. Not collective; any thread may ask."""
 
 
 class PendingTransfer(Protocol):
@@ -111,45 +109,30 @@ class PointToPoint(Protocol):
         """Release what was made for these transfers; collective."""
 
 
-@runtime_checkable
-class SupportsPointToPoint(Protocol):
-    """A communicator whose carrier can move bytes between two ranks."""
-
-    def transfer(self) -> PointToPoint:
-        """A transfer between the same ranks; collective."""
-
-
-def open_point_to_point(comm: Comm) -> PointToPoint:
-    """A transfer between the ranks of `comm`; collective."""
-    if isinstance(comm, SupportsPointToPoint):
-        return comm.transfer()
-    raise Unavailable(
-        f"{type(comm).__name__} cannot move bytes between two ranks",
-        fix="Run under MPI or torch.distributed.",
-    )
-
-
-Result = TypeVar("Result")
-Conclusion = TypeVar("Conclusion")
-
-
 @dataclass(frozen=True, slots=True)
 class _Failure:
+    """An error of one rank, which can be sent to others."""
+
     rank: int
     host: str
     cause: str
     code: int = 1
 
+    def error(self) -> RankFailed:
+        """The error that all ranks raise."""
+        return RankFailed(self.rank, self.host, self.cause, exit_code=self.code)
 
-@dataclass(frozen=True, slots=True)
+
 class _Unsendable(_Failure):
-    """Travels instead of a value that cannot be pickled, so that all ranks learn of it in the same call."""
+    """Travels in place of a value that cannot be pickled, so that all ranks learn of it in the same call."""
+
+    __slots__ = ()
 
 
 def all_gather_results(
     comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None
 ) -> list[Result]:
-    """Call `work` on each rank; the results of all ranks, in rank order, on every rank. Collective.
+    """Call `work` on each rank; return the results of all ranks, in rank order, on every rank. Collective.
 
     If `work` raises on any rank, every rank raises the same `RankFailed`, which names the lowest such rank;
     on that rank its cause is the original error. Ctrl-C and `SystemExit` are not caught.
@@ -160,8 +143,7 @@ def all_gather_results(
         outcomes = comm.gather(outcome, awaiting=awaiting, timeout_s=timeout_s)
     for other in outcomes:
         if isinstance(other, _Failure):
-            original = own_error if other.rank == comm.rank else None
-            raise RankFailed(other.rank, other.host, other.cause, exit_code=other.code) from original
+            raise other.error() from (own_error if other.rank == comm.rank else None)
         results.append(other)
     return results
 
@@ -173,95 +155,114 @@ def run_on_all_ranks(
     awaiting: str,
     timeout_s: float | None = None,
     same: str = "",
-    agree: Callable[[Result | None], bool] = lambda _: False,
 ) -> Result:
-    """Call `work` on each rank; this rank's own result, which is not sent anywhere. Collective.
+    """Call `work` on each rank; return this rank's own result, which is not sent anywhere. Collective.
 
-    Fails as `all_gather_results` does, except that a process without other ranks raises its own error, and
-    that ranks must give the `same` folder if they give any. A few bytes arrive on each rank unless one fails;
-    none do if `agree` is true, a collective call that gets the result, or None for a failure of this rank.
+    It fails as `all_gather_results` does, except that a process without other ranks raises its own error.
+    If all ranks succeed but gave different folders as `same`, all raise `UsageError`.
     """
     if comm.size == 1:
-        result = work()
-        agree(result)
-        return result
+        return work()
     outcome, own_error = _attempt(comm, work)
-    failure = None
+    own_failure = outcome if isinstance(outcome, _Failure) else None
     with _raising_own(comm, own_error):
-        if not agree(None if isinstance(outcome, _Failure) else outcome):
-            failure = comm.carry(_first_failure(comm, outcome, same), awaiting=awaiting, timeout_s=timeout_s)
-    if failure is not None:
-        raise RankFailed(failure.rank, failure.host, failure.cause, exit_code=failure.code) from (
-            own_error if failure.rank == comm.rank else None
-        )
+        answers = comm.gather((own_failure, _digest(same)), awaiting=awaiting, timeout_s=timeout_s)
+    for failure, _ in answers:
+        if failure is not None:
+            raise failure.error() from (own_error if failure.rank == comm.rank else None)
+    if len({digest for _, digest in answers}) > 1:
+        raise _different_folders(comm.gather(same, awaiting=awaiting, timeout_s=timeout_s))
     assert not isinstance(outcome, _Failure), "a failure of any rank was raised"
     return outcome
-
-
-def _first_failure(comm: Comm, outcome: object, same: str = "") -> Rounds["_Failure | None"]:
-    has_failed = isinstance(outcome, _Failure)
-    if not (yield from message_rounds.any_failed(comm.rank, comm.size, has_failed=has_failed, same=same)):
-        return None
-    own = pickle.dumps(outcome) if has_failed else b""
-    failure: _Failure = pickle.loads((yield from message_rounds.first_of_all(comm.rank, comm.size, own)))  # noqa: S301 - see `_unpack`
-    return failure
 
 
 def run_on_rank0(
     comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None, same: str = ""
 ) -> Result:
-    """Call `work` on rank 0 alone; its result, on every rank once all have called. Collective.
+    """Call `work` on rank 0 alone, once all ranks have called this; return its result on every rank.
 
-    Fails, and takes `same`, as `run_on_all_ranks` does.
+    Collective. It fails, and takes `same`, as `run_on_all_ranks` does: if folders differ, it calls nothing.
     """
-    if comm.size == 1:
+
+    def decide(folders: list[str]) -> Result:
+        if len(set(folders)) > 1:
+            raise _different_folders(folders)
         return work()
-    own_error: Exception | None = None
-    packed = b""
-    if comm.rank == 0:
-        outcome, own_error = _attempt(comm, work)
-        packed = _pack(comm, outcome)
-    telling = message_rounds.from_rank0(comm.rank, comm.size, packed, same)
-    with _raising_own(comm, own_error):
-        told = comm.carry(telling, awaiting=awaiting, timeout_s=timeout_s)
-    answer: Any = pickle.loads(told)  # noqa: S301 - see `_unpack`
-    if isinstance(answer, _Failure):
-        raise RankFailed(answer.rank, answer.host, answer.cause, exit_code=answer.code) from own_error
-    result: Result = answer
-    return result
+
+    return decide_on_rank0(comm, lambda: same, decide, awaiting=awaiting, timeout_s=timeout_s)
 
 
-def conclude_on_rank0(
+def decide_on_rank0(
     comm: Comm,
     work: Callable[[], Result],
-    conclude: Callable[[list[Result]], Conclusion],
+    decide: Callable[[list[Result]], Answer],
     *,
     awaiting: str,
-    timeout_s: float,
-) -> Conclusion:
-    """Call `work` on each rank, then `conclude` with all results on rank 0; what that returns, on every rank.
+    timeout_s: float | None = None,
+) -> Answer:
+    """Call `work` on each rank, then `decide` on rank 0 with all results; return its answer on every rank.
 
-    For fewer than `FAN_IN` ranks. Collective; fails as `run_on_all_ranks` does, and concludes nothing then.
+    Collective. It fails as `run_on_all_ranks` does; if `work` fails on any rank, it decides nothing.
+    """
+    return divide_on_rank0(
+        comm, work, lambda results: [decide(results)] * comm.size, awaiting=awaiting, timeout_s=timeout_s
+    )
+
+
+def divide_on_rank0(
+    comm: Comm,
+    work: Callable[[], Result],
+    divide: Callable[[list[Result]], Sequence[Answer]],
+    *,
+    awaiting: str,
+    timeout_s: float | None = None,
+) -> Answer:
+    """Call `work` on each rank, then `divide` on rank 0 with all results; return each rank its own part.
+
+    Collective. `divide` returns one part per rank. It fails as `decide_on_rank0` does.
     """
     if comm.size == 1:
-        return conclude([work()])
+        return divide([work()])[0]
     outcome, own_error = _attempt(comm, work)
-    telling = message_rounds.tell_rank0(comm.rank, comm.size, _pack(comm, outcome))
     with _raising_own(comm, own_error):
-        told = comm.carry(telling, awaiting=awaiting, timeout_s=timeout_s)
+        packed = comm.gather_bytes_on_rank0(_pack(comm, outcome), awaiting=awaiting, timeout_s=timeout_s)
+    payloads: list[bytes] | None = None
+    dividing_error: Exception | None = None
+    if comm.rank == 0:
+        # Ranks of one job trust each other: a process that can send here already runs code as this user.
+        results: list[Any] = [pickle.loads(payload) for payload in packed]  # noqa: S301
+        failures = [result for result in results if isinstance(result, _Failure)]
+        parts: Sequence[Any] | _Failure = failures[0] if failures else []
+        if not failures:
+            parts, dividing_error = _attempt(comm, lambda: divide(results))
+        if isinstance(parts, _Failure):
+            parts = [parts] * comm.size
+        # The same answer for all ranks is packed once, and then travels as one broadcast.
+        distinct = {id(part): part for part in parts}
+        known = {key: _pack(comm, part) for key, part in distinct.items()}
+        payloads = [known[id(part)] for part in parts]
+    with _raising_own(comm, own_error or dividing_error):
+        # The fastest rank waits here for the slowest one's work, and for what rank 0 decides.
+        limit_s = None if timeout_s is None else timeout_s + comm.timeout_s
+        own_part = comm.scatter_bytes(payloads, awaiting=awaiting, timeout_s=limit_s)
+    answer: Any = pickle.loads(own_part)  # noqa: S301 - see above
+    if isinstance(answer, _Failure):
+        own = dividing_error if comm.rank == 0 and dividing_error is not None else own_error
+        raise answer.error() from (own if answer.rank == comm.rank else None)
+    mine: Answer = answer
+    return mine
 
-    def conclude_all() -> Conclusion:
-        results: list[Any] = [pickle.loads(packed) for packed in told]  # noqa: S301 - see `_unpack`
-        for each in results:
-            if isinstance(each, _Failure):
-                raise RankFailed(each.rank, each.host, each.cause, exit_code=each.code)
-        return conclude(results)
 
-    try:
-        return run_on_rank0(comm, conclude_all, awaiting=awaiting, timeout_s=timeout_s + comm.timeout_s)
-    except RankFailed as failure:
-        is_own = own_error is not None and failure.rank == comm.rank
-        raise failure from own_error if is_own else failure.__cause__
+def _digest(same: str) -> bytes:
+    return hashlib.sha256(same.encode()).digest()[:8] if same else b""
+
+
+def _different_folders(folders: Sequence[str]) -> UsageError:
+    other = next(rank for rank, folder in enumerate(folders) if folder != folders[0])
+    return UsageError(
+        f"The ranks gave different folders: rank 0 {folders[0]}, rank {other} {folders[other]}",
+        fix="Give the same path on all ranks; where hosts mount it elsewhere, make a link.",
+    )
 
 
 @contextmanager
@@ -277,8 +278,8 @@ def _raising_own(comm: Comm, own_error: Exception | None) -> Iterator[None]:
         raise RankFailed(comm.rank, comm.host, format_cause(own_error)) from own_error
 
 
-def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple["Result | _Failure", Exception | None]:
-    """The result, or a failure that can be sent and its error."""
+def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple[Result | _Failure, Exception | None]:
+    """Return the result, or a failure that can be sent and its error."""
     try:
         return work(), None
     except RankFailed as error:
@@ -290,17 +291,12 @@ def _attempt(comm: Comm, work: Callable[[], Result]) -> tuple["Result | _Failure
 
 
 def _pack(comm: Comm, value: object) -> bytes:
-    """The pickled value; of one that cannot be pickled, a failure for all ranks to learn of."""
-    packed = _try_to_pack(comm, value)
-    return packed if isinstance(packed, bytes) else pickle.dumps(packed, pickle.HIGHEST_PROTOCOL)
-
-
-def _try_to_pack(comm: Comm, value: object) -> "bytes | _Unsendable":
+    """Pickle the value; if that is impossible, pickle a failure for all ranks to learn of."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
         cause = f"cannot send a {type(value).__name__} to other ranks: {error}"
-        return _Unsendable(comm.rank, comm.host, cause)
+        return pickle.dumps(_Unsendable(comm.rank, comm.host, cause), pickle.HIGHEST_PROTOCOL)
 
 
 def format_cause(error: BaseException) -> str:
@@ -320,7 +316,6 @@ LONGEST_SLEEP_S = 2e-3
 SLEEP_SHARE = 0.1
 """A sleep is this part of the wait so far, so that short waits end soon. With doubling sleeps a barrier of 4
 ranks on 2 cores was 250 times slower, because a collective only progresses while its ranks poll."""
-CHECK_EVERY_S = 0.2
 LATE_AFTER_S = 5.0
 """A wait longer than this, or than half its limit, calls `on_late`: the launcher then knows who waits."""
 
@@ -360,12 +355,6 @@ class PollingWait:
             self._check(waited_s)
             self.sleep(min(max(FIRST_SLEEP_S, waited_s * SLEEP_SHARE), LONGEST_SLEEP_S))
 
-    def next_check_s(self) -> float:
-        """How long may be waited by other means before this is asked again; raises `WaitTimeout` in time."""
-        waited_s = self.waited_s
-        self._check(waited_s)
-        return min(CHECK_EVERY_S, self.timeout_s - waited_s)
-
     def _check(self, waited_s: float) -> None:
         if waited_s >= self.timeout_s:
             raise WaitTimeout(self.awaiting, self.timeout_s)
@@ -384,7 +373,7 @@ class RankWait:
 
 
 class BaseComm(ABC):
-    """A `Comm` on top of three collective moves of bytes. Subclasses start transfers and never block.
+    """A `Comm` on top of collective moves of bytes. Subclasses start transfers and never block.
 
     A rank that left a call early never makes another one, because the ranks would be out of step.
     """
@@ -404,7 +393,7 @@ class BaseComm(ABC):
         self._wait: PollingWait | None = None
 
     def present_wait(self) -> RankWait | None:
-        """What this rank waits for; any thread may ask."""
+        """Return what this rank waits for; any thread may ask."""
         wait, call = self._wait, self._call
         if wait is None:
             return None
@@ -416,99 +405,48 @@ class BaseComm(ABC):
             self._move_nothing(wait)
 
     def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float | None = None) -> T:
-        """Rank 0's `value`, on every rank; a value that cannot be packed is `RankFailed` on all of them."""
+        """Return rank 0's `value`; if it cannot be packed, all ranks raise `RankFailed`."""
         with self._collective(awaiting, timeout_s) as wait:
             packed = self._broadcast_bytes(_pack(self, value) if self.rank == 0 else None, wait)
         received: T = self._unpack([packed])[0]
         return received
 
     def gather(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
-        """Every rank's `value`, in rank order, on every rank."""
+        """Return every rank's `value`; if one cannot be packed, all ranks raise `RankFailed`."""
         with self._collective(awaiting, timeout_s) as wait:
             packed = self._gather_bytes(_pack(self, value), wait)
         return self._unpack(packed)
 
-    def gather_on_rank0(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
-        """Every rank's `value`, in rank order, on rank 0; nothing elsewhere.
-
-        A value that cannot be packed is `RankFailed` on all ranks.
-        """
-        packed = _try_to_pack(self, value)
-        # First all ranks agree that every value can be sent: a rank that raised alone would leave the others
-        # waiting in the transfer below.
-        failure = self.carry(_first_failure(self, packed), awaiting=awaiting, timeout_s=timeout_s)
-        if failure is not None:
-            raise RankFailed(failure.rank, failure.host, failure.cause)
-        assert isinstance(packed, bytes), "what could not be packed was raised"
-        with self._collective(awaiting, timeout_s) as wait:
-            payloads = self._gather_bytes_on_rank0(packed, wait)
-        return self._unpack(payloads) if self.rank == 0 else []
-
     def reduce(
         self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float | None = None
     ) -> Number:
-        """The sum, minimum or maximum over ranks: exact for whole numbers of any size."""
-        return reduce_values(self.gather(value, awaiting=awaiting, timeout_s=timeout_s), op)
+        """Return the sum, minimum or maximum over ranks, with the same bits on every rank."""
+        folds: dict[str, Callable[[list[Number]], Number]] = {"sum": sum, "min": min, "max": max}
+        if op not in folds:
+            raise UsageError(f"{op!r} is not a reduction", fix=f"Use one of {', '.join(folds)}.")
+        return folds[op](self.gather(value, awaiting=awaiting, timeout_s=timeout_s))
 
-    def carry(self, rounds: Rounds[T], *, awaiting: str, timeout_s: float | None = None) -> T:
-        """Carry the messages of an operation; its result on this rank."""
-        carrying = Carrying(rounds)
-        carrying.advance(None)
-        if self.size > 1:
-            with self._collective(awaiting, timeout_s) as wait:
-                if carrying.round is not None:
-                    self._carry_from(carrying, wait)
-        return carrying.result()
-
-    def _carry_from(self, carrying: Carrying[Any], wait: PollingWait) -> None:
-        # Waits for single messages of gloo cannot be polled: a thread waits, and this one for it.
-        # For its end, not only for its result: a thread that lets go of gloo's objects while Python finalizes
-        # ends the process by SIGABRT, because torch's destructors wait for the interpreter.
-        move, broken = self._mover(wait), list[Exception]()
-
-        def run() -> None:
-            try:
-                carrying.run(move)
-            except Exception as error:  # noqa: BLE001 - raised in the thread that waits for this one
-                broken.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            run()  # Too many threads here already; the other ranks wait for these messages all the same.
-        while thread.is_alive():
-            thread.join(wait.next_check_s())
-        for error in broken:
-            raise error
-
-    @contextmanager
-    def receiving(
-        self, *, awaiting: str, timeout_s: float | None = None
-    ) -> Iterator[Callable[[Round], list[bytes]]]:
-        """On one rank, while all others `carry` what it receives: a function that waits for one round.
-
-        An error raised within leaves the ranks out of step.
-        """
+    def gather_bytes_on_rank0(
+        self, payload: bytes, *, awaiting: str, timeout_s: float | None = None
+    ) -> list[bytes]:
+        """Return every rank's bytes on rank 0; nothing elsewhere."""
         with self._collective(awaiting, timeout_s) as wait:
-            yield self._mover(wait)
+            payloads = self._gather_bytes_on_rank0(payload, wait)
+        return payloads if self.rank == 0 else []
 
-    def _mover(self, wait: PollingWait) -> Callable[[Round], list[bytes]]:
-        """A function that waits for one round of messages."""
-        call = name_call(self._call, wait.awaiting)
-        transfer = self._message_transfer()
-        return partial(move_messages, transfer, call=call, awaiting=wait.awaiting, timeout_s=wait.timeout_s)
+    def scatter_bytes(
+        self, payloads: Sequence[bytes] | None, *, awaiting: str, timeout_s: float | None = None
+    ) -> bytes:
+        """Return this rank's element of what rank 0 passes."""
+        with self._collective(awaiting, timeout_s) as wait:
+            return self._scatter_bytes(payloads if self.rank == 0 else None, wait)
 
-    def _message_transfer(self) -> PointToPoint:
-        """The transfer for `carry`, whose messages have tags from `CARRIED` on."""
+    def transfer(self) -> PointToPoint:
+        """Open point-to-point transfers, where the library has them."""
         raise Unavailable(
             f"{type(self).__name__} cannot move bytes between two ranks",
             fix="Run under MPI or torch.distributed.",
         )
-
-    def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        """All payloads on rank 0. A library that can gather to one rank overrides this to save copies."""
-        return self._gather_bytes(payload, wait)
 
     @abstractmethod
     def close(self) -> None:
@@ -523,46 +461,55 @@ class BaseComm(ABC):
     @abstractmethod
     def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]: ...
 
+    # A library that can do these two directly overrides them.
+
+    def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+        return self._gather_bytes(payload, wait)
+
+    def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
+        packed = None if payloads is None else pickle.dumps(payloads)
+        received: list[bytes] = pickle.loads(self._broadcast_bytes(packed, wait))  # noqa: S301 - see `_unpack`
+        return received[self.rank]
+
     @contextmanager
     def _collective(self, awaiting: str, timeout_s: float | None) -> Iterator[PollingWait]:
         if self._left_early is not None:
             raise RankError(
                 f"Rank {self.rank} is out of step with the others: it gave up waiting for {self._left_early}",
                 where=f"now at {awaiting}",
-                fix="Stop this job and start it anew; its ranks cannot get back into step.",
+                fix="Stop this job and start it again; its ranks cannot get back into step.",
             )
         call = self._call = self._call + 1
         self._left_early = awaiting
-        with ExitStack() as undo:
-            undo.callback(self._leave)
-            try:
-                limit_s = self.timeout_s if timeout_s is None else timeout_s
-                self._wait = PollingWait(awaiting, limit_s, on_late=lambda: self.on_late(call, awaiting))
-                yield self._wait
-            except RankError as error:
-                self._left_early = f"{awaiting} ({error.what})"
-                raise
-            except RuntimeError as error:
-                raise RankError(
-                    f"The connection between ranks broke while waiting for {awaiting}: {error}",
-                    where=f"rank {self.rank} on {self.host}",
-                    fix="Look for a rank that died, or for a network that drops connections.",
-                ) from error
-            finally:
-                self._wait = None
-            undo.pop_all()
+        try:
+            limit_s = self.timeout_s if timeout_s is None else timeout_s
+            self._wait = PollingWait(awaiting, limit_s, on_late=lambda: self.on_late(call, awaiting))
+            yield self._wait
+        except RankError as error:
+            self._left_early = f"{awaiting} ({error.what})"
+            raise
+        except RuntimeError as error:
+            raise broken_connection(error, awaiting, f"rank {self.rank} on {self.host}") from error
+        finally:
+            self._wait = None
         self._left_early = None
-
-    def _leave(self) -> None:  # noqa: B027 - most libraries have nothing to do
-        """Called when this rank has left a call early, and makes no other one."""
 
     def _unpack(self, packed: list[bytes]) -> list[Any]:
         # Ranks of one job trust each other: a process that can send here already runs code as this user.
         values = [pickle.loads(payload) for payload in packed]  # noqa: S301
         for value in values:
             if isinstance(value, _Unsendable):
-                raise RankFailed(value.rank, value.host, value.cause)
+                raise value.error()
         return values
+
+
+def broken_connection(error: RuntimeError, awaiting: str, place: str) -> RankError:
+    """The error of a connection that a library lost."""
+    return RankError(
+        f"The connection between ranks broke while waiting for {awaiting}: {error}",
+        where=place,
+        fix="Look for a rank that died, or for a network that drops connections.",
+    )
 
 
 class SoloComm(BaseComm):
@@ -577,9 +524,9 @@ class SoloComm(BaseComm):
     def _move_nothing(self, wait: PollingWait) -> None:
         """Return at once."""
 
-    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:  # noqa: ARG002 - the protocol's
+    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:  # noqa: ARG002 - the base's
         assert payload is not None
         return payload
 
-    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:  # noqa: ARG002 - the protocol's
+    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:  # noqa: ARG002 - the base's
         return [payload]

@@ -6,7 +6,7 @@ stay alive until the process ends, because MPI may still write into them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,9 +42,6 @@ class MpiComm(BaseComm):
     def transfer(self) -> MpiPointToPoint:
         """A transfer between the same ranks, in a duplicate of its own."""
         return MpiPointToPoint(self._mpi.Dup())
-
-    def _message_transfer(self) -> MpiPointToPoint:
-        return MpiPointToPoint(self._mpi)
 
     def _finish(self, request: MPI.Request, wait: PollingWait) -> None:
         try:
@@ -86,6 +83,27 @@ class MpiComm(BaseComm):
         layout = (sizes_bytes.tolist(), (ends - sizes_bytes).tolist())
         self._finish(gather_payloads(np.frombuffer(payload, dtype=np.uint8), [received, layout]), wait)
         return [part.tobytes() for part in np.split(received, ends[:-1])]
+
+    def _scatter_bytes(self, payloads: Sequence[bytes] | None, wait: PollingWait) -> bytes:
+        # Equal parts for all travel as one broadcast, whose size is announced as a negative one.
+        is_same = payloads is not None and all(part is payloads[0] for part in payloads)
+        sizes_bytes = np.array([len(part) for part in payloads or ()], dtype=np.int64)
+        own_size = np.empty(1, dtype=np.int64)
+        announced = None if payloads is None else -sizes_bytes if is_same else sizes_bytes
+        self._finish(self._mpi.Iscatter(announced, own_size), wait)
+        received = np.empty(abs(int(own_size[0])), dtype=np.uint8)
+        if own_size[0] < 0:
+            if payloads is not None:
+                received[:] = np.frombuffer(payloads[0], dtype=np.uint8)
+            self._finish(self._mpi.Ibcast(received), wait)
+            return received.tobytes()
+        sent = None
+        if payloads is not None:
+            ends = np.cumsum(sizes_bytes)
+            layout = (sizes_bytes.tolist(), (ends - sizes_bytes).tolist())
+            sent = [np.frombuffer(b"".join(payloads), dtype=np.uint8), layout]
+        self._finish(self._mpi.Iscatterv(sent, received), wait)
+        return received.tobytes()
 
 
 class MpiPointToPoint:

@@ -8,7 +8,6 @@ import torch
 from tests.support.child_processes import run_children
 
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.saving.saver import TorchEngine
 
 MIB = 1 << 20
 
@@ -23,7 +22,7 @@ def _memory_bytes(field: str) -> int:
 def peak_of_save(folder: Path, state_bytes: int, staging_bytes: int) -> int:
     """What saving in the background adds to the peak of this process's memory."""
     state = {f"w{number}": torch.ones(state_bytes // 16 // 4) for number in range(16)}
-    with Manager(folder, engine=TorchEngine(staging_bytes=staging_bytes)) as manager:
+    with Manager(folder, staging_bytes=staging_bytes) as manager:
         # A first save of little brings in what is only imported when it is needed.
         manager.save(1, {"little": torch.ones(5)})
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -17,7 +17,6 @@ import penstock.checkpoint as pc
 from penstock.checkpoint.api import save
 from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.saving.saver import TorchEngine
 from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
 from penstock.errors import UsageError
@@ -247,7 +246,7 @@ def test_a_failure_in_torchs_save_leaves_nothing_visible(tmp_path: Path) -> None
 
 def test_overwriting_tensors_after_staging_does_not_change_the_save(tmp_path: Path) -> None:
     state = {"weight": torch.randn(1 << 20), "strided": torch.randn(512, 700).t()}
-    with Manager(tmp_path, engine=TorchEngine(staging_bytes=64 << 20)) as manager:
+    with Manager(tmp_path, staging_bytes=64 << 20) as manager:
         expected = []
         handles = []
         for step in range(3):
@@ -266,7 +265,7 @@ def test_overwriting_tensors_after_staging_does_not_change_the_save(tmp_path: Pa
 def test_a_background_save_larger_than_its_memory_is_consistent(tmp_path: Path) -> None:
     state = {f"weight{number}": torch.randn(1 << 20) for number in range(6)}
     before = {name: value.clone() for name, value in state.items()}
-    with Manager(tmp_path, engine=TorchEngine(staging_bytes=4 << 20)) as manager:
+    with Manager(tmp_path, staging_bytes=4 << 20) as manager:
         handle = manager.save_async(1, state)
         for value in state.values():
             value.zero_()

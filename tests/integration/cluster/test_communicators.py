@@ -7,9 +7,7 @@ import pytest
 from tests.support.comm_contract import check_comm
 from tests.support.gloo_ranks import on_gloo_ranks
 
-from penstock.cluster import rounds
 from penstock.cluster.comm import SoloComm
-from penstock.errors import RankError
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[3]
@@ -59,26 +57,6 @@ def keep_every_promise(_rank: int) -> None:
     comm = TorchComm("here")
     check_comm(comm)
     comm.close()
-
-
-def test_a_message_of_another_call_is_never_an_answer() -> None:
-    told = on_gloo_ranks(2, hear_another_call)[0]
-    assert "answers of 0" in told, told
-
-
-def hear_another_call(rank: int) -> str:
-    from penstock.cluster.torch_comm import TorchComm
-
-    comm = TorchComm("here")
-    comm.barrier(awaiting="all to begin")
-    # Rank 1 has left what rank 0 waits for, by an error of its own, and makes the next call.
-    telling = rounds.tell_rank0(comm.rank, comm.size, b"an answer of another call")
-    try:
-        comm.carry(telling, awaiting=f"answers of {rank}", timeout_s=2)
-    except RankError as error:
-        # Its limit is over, or rank 1 has ended before.
-        return str(error)
-    return ""
 
 
 def test_a_rank_missing_under_mpi_is_noticed_by_all_others(tmp_path: Path) -> None:

@@ -5,12 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.rank_threads import ThreadComm, on_ranks
 
-from penstock.cluster.comm import BaseComm, SoloComm, all_gather_results, conclude_on_rank0, format_cause
-from penstock.cluster.rounds import Round, any_of_all, reduce_values
+from penstock.cluster.comm import BaseComm, SoloComm, all_gather_results, decide_on_rank0, format_cause
 from penstock.cluster.supervision.control_protocol import Ending
 from penstock.cluster.supervision.rank_process import describe_failure, join_job, join_ranks
 from penstock.errors import (
@@ -24,8 +21,6 @@ from penstock.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from penstock.cluster.comm import Comm, PollingWait
 
 
@@ -50,13 +45,6 @@ class LonelyComm(BaseComm):
 
     def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
         return [payload, payload]
-
-
-@given(values=st.lists(st.integers(), min_size=1))
-def test_reductions_of_whole_numbers_are_those_of_python(values: list[int]) -> None:
-    assert reduce_values(values, "sum") == sum(values)
-    assert reduce_values(values, "min") == min(values)
-    assert reduce_values(values, "max") == max(values)
 
 
 def test_an_unknown_reduction_is_refused_with_the_known_ones() -> None:
@@ -95,26 +83,6 @@ def test_a_long_wait_is_reported_with_the_number_of_its_call() -> None:
     with pytest.raises(WaitTimeout):
         comm.barrier(awaiting="the second call", timeout_s=1.0)
     assert told == [(2, "the second call")]
-
-
-def test_nothing_of_an_exchange_is_let_go_after_it() -> None:
-    # gloo's objects that a thread lets go of while Python finalizes end the process by SIGABRT.
-    has_returned, seen = threading.Event(), []
-
-    class Mover:
-        def __call__(self, round_: Round) -> list[bytes]:
-            return [b"\0" * (round_.size_bytes or 0) for _ in round_.sources]
-
-        def __del__(self) -> None:
-            seen.append(has_returned.wait(0.1))
-
-    class MovingComm(LonelyComm):
-        def _mover(self, wait: PollingWait) -> Callable[[Round], list[bytes]]:
-            return Mover()
-
-    MovingComm().carry(any_of_all(0, 2, own=False), awaiting="an exchange")
-    has_returned.set()
-    assert seen == [False]
 
 
 def test_on_late_is_optional() -> None:
@@ -158,7 +126,7 @@ def test_a_conclusion_is_that_of_rank_0_or_the_failure_of_whoever_failed(failing
             raise KeyError("no bucket")
 
         with pytest.raises(RankFailed) as caught:
-            conclude_on_rank0(comm, lambda: work(comm.rank), conclude, awaiting="x", timeout_s=60)
+            decide_on_rank0(comm, lambda: work(comm.rank), conclude, awaiting="x", timeout_s=60)
         return str(caught.value), isinstance(caught.value.__cause__, ValueError | KeyError)
 
     blamed = failing or 0

@@ -19,11 +19,11 @@ from penstock.bench.page_cache_eviction import evict_objects
 from penstock.bench.progress_board import RoundProgress
 from penstock.bench.state_layout import StateLayout, checkpoint_folder
 from penstock.bench.step_recorder import StepRecorder
-from penstock.cluster.comm import Comm, all_gather_results
+from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
-from penstock.results.throughput_file import RoundThroughput
+from penstock.results.throughput_file import MovedBytes, RoundThroughput
 from penstock.storage import Storage
 from penstock.transfer.buffers import MIN_BUFFERS_PER_STREAM, WarmMemory
 from penstock.transfer.ledger import Measurement, combine_ranks, common_origin_ns
@@ -143,14 +143,19 @@ class RoundRunner:
         with self.progress.track(title, self._bytes_of_ranks(checkpoint), unit=unit):
             measurements = self._move(checkpoint, planned, content)
         self.recorder.add_stall(epoch=checkpoint.epoch, step=checkpoint.step, began_ns=began_ns)
-        moved = self.comm.gather_on_rank0(
-            self.progress.moved_over_time(sum(object_.size_bytes for object_ in planned)),
+        total_bytes = sum(object_.size_bytes for object_ in planned)
+
+        def keep(ranks: list[MovedBytes]) -> None:
+            self.throughput.append(
+                RoundThroughput(direction=checkpoint.direction, step=checkpoint.step, ranks=ranks)
+            )
+
+        decide_on_rank0(
+            self.comm,
+            lambda: self.progress.moved_over_time(total_bytes),
+            keep,
             awaiting="what all ranks moved over time",
         )
-        if moved:
-            self.throughput.append(
-                RoundThroughput(direction=checkpoint.direction, step=checkpoint.step, ranks=moved)
-            )
         busy = [measurement for measurement in measurements if measurement is not None]
         return checkpoint_result.RoundFigures(
             round=checkpoint,

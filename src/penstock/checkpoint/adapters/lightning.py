@@ -21,7 +21,7 @@ from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_paren
 from penstock.checkpoint.manager.save_handle import log_failure
 from penstock.checkpoint.manager.step_store import start_lasting_worker
 from penstock.checkpoint.plan.save_plan import SaveOptions
-from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES, Saver
+from penstock.checkpoint.saver import DEFAULT_STAGING_BYTES, Saver
 from penstock.errors import ObjectNotFound, PenstockError, Unavailable, UsageError
 from penstock.storage.uri import is_plain_path
 

@@ -29,7 +29,7 @@ from penstock.cluster.comm import SoloComm
 from penstock.errors import DataDamaged, UsageError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.saving.saver import Saver
+    from penstock.checkpoint.saver import Saver
 
 TREE_NAME: Final = "penstock.tree"
 TIMEOUT_S: Final = 1800.0

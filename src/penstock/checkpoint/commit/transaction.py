@@ -1,24 +1,23 @@
 """One save from an empty draft to a committed checkpoint: begun, written and committed by all ranks.
 
-    begin_save -> every rank writes its files, and meanwhile tells rank 0 their checksums -> commit
+    begin_save -> every rank writes its files and reports them to rank 0 -> rank 0 commits
 
-Rank 0 alone changes what is visible, once it has heard that all have written; the others learn the outcome
-in the same call. Invariant: `commit` returns on every rank with the checkpoint durable, or raises on every
+Rank 0 alone changes what is visible, once all ranks have written; the others learn the outcome in the same
+call. Invariant: `commit` returns on every rank with the checkpoint durable, or raises on every
 rank with older checkpoints unharmed.
 """
 
 from __future__ import annotations
 
 import logging
-import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.checkpoint.commit.protocol import (
     HIDDEN_PREFIX,
@@ -28,15 +27,10 @@ from penstock.checkpoint.commit.protocol import (
     DraftStore,
     FolderDraftStore,
     Seal,
-    SealParts,
     WriterLease,
 )
 from penstock.checkpoint.commit.record_commit import RecordDraftStore
-from penstock.checkpoint.engine import SupportsDescribing, SupportsTelling
-from penstock.checkpoint.plan.shared_plan import Place
-from penstock.cluster import rounds
-from penstock.cluster.comm import Comm, conclude_on_rank0, run_on_all_ranks, run_on_rank0
-from penstock.cluster.rounds import FAN_IN
+from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks, run_on_rank0
 from penstock.errors import PenstockError, StorageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import (
@@ -44,7 +38,6 @@ from penstock.storage.capabilities import (
     find_folder_tree,
     name_mount,
     no_thread,
-    offers,
     prefer_direct_access,
     require_conditional_writes,
     sync_names,
@@ -175,43 +168,23 @@ class SaveTransaction:
         Every rank's files must be finished. If this raises, the draft is gone, and an older checkpoint of
         this name is as it was.
         """
-        return self._on_rank0(lambda: self._drafts.publish(self.draft, make_seal()))
+        with self.ending():
+            return run_on_rank0(
+                self._comm, lambda: self.publish(make_seal()), awaiting=f"rank 0 to commit {self.draft.name}"
+            )
 
-    def commit_written(
-        self, write: Callable[[], RankSaveStats], make_seal: Callable[[], Seal], *, timeout_s: float
-    ) -> tuple[Committed, tuple[RankSaveStats, ...]]:
-        """`commit` when `write` has returned on each of fewer than `FAN_IN` ranks, as one agreement."""
+    def publish(self, seal: Seal) -> Committed:
+        """On rank 0, within `ending`: make the checkpoint visible and durable."""
+        return self._drafts.publish(self.draft, seal)
 
-        def conclude(all_stats: list[RankSaveStats]) -> tuple[Committed, tuple[RankSaveStats, ...]]:
-            begin_s = time.monotonic()
-            committed = self._drafts.publish(self.draft, make_seal())
-            return committed, _timed(all_stats, begin_s)
-
-        awaiting = f"all ranks to write their files of {self.draft.name} and rank 0 to commit it"
-        return self._ending(
-            lambda: conclude_on_rank0(self._comm, write, conclude, awaiting=awaiting, timeout_s=timeout_s)
-        )
-
-    def commit_parts(self, parts: AbstractContextManager[SealParts | None]) -> Committed:
-        """`commit` with a seal that rank 0 puts together within `parts`; others give None."""
-
-        def publish() -> Committed:
-            with parts as seal:
-                assert seal is not None, "rank 0 puts the seal together"
-                return self._drafts.publish(self.draft, seal)
-
-        return self._on_rank0(publish)
-
-    def _on_rank0(self, publish: Callable[[], Committed]) -> Committed:
-        awaiting = f"rank 0 to commit {self.draft.name}"
-        return self._ending(lambda: run_on_rank0(self._comm, publish, awaiting=awaiting))
-
-    def _ending(self, commit: Callable[[], Result]) -> Result:
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """End the transaction: `abandon` it on an error."""
         with ExitStack() as undo:
             undo.callback(self.abandon)
-            result = commit()
+            yield
             self._end()
-        return result
+            undo.pop_all()
 
     def abandon(self) -> None:
         """Remove what this save has written. Safe twice, and after `commit`; never raises `StorageError`.
@@ -291,130 +264,26 @@ def write_into(
 
     `facts` go into the manifest.
     """
+    all_facts = {**facts, "save_id": transaction.draft.save_id}
+
+    def write() -> WrittenShare:
+        share = staged.write_to(transaction.data_storage, transaction.key, progress)
+        transaction.sync_own_names()
+        return share
+
+    def commit(shares: list[WrittenShare]) -> tuple[Committed, tuple[RankSaveStats, ...]]:
+        begin_s = time.monotonic()
+        committed = transaction.publish(prepared.seal(shares, all_facts))
+        commit_s = time.monotonic() - begin_s
+        return committed, tuple(replace(share.stats, commit_s=commit_s) for share in shares)
+
+    awaiting = f"all ranks to write their files of {transaction.draft.name} and rank 0 to commit it"
     with ExitStack() as undo:
         undo.callback(staged.cancel)
-        undo.callback(transaction.abandon)
-        all_facts = {**facts, "save_id": transaction.draft.save_id}
-        share: WrittenShare | None = None
-
-        def write_share(tell: Callable[[WrittenShare], None]) -> RankSaveStats:
-            nonlocal share
-            storage, key = transaction.data_storage, transaction.key
-            if offers(staged, SupportsTelling):
-                share = staged.write_and_tell(storage, key, progress, tell=tell)
-            else:
-                share = staged.write_to(storage, key, progress)
-                tell(share)
-            transaction.sync_own_names()
-            return share.stats
-
-        if comm.size >= FAN_IN and offers(prepared, SupportsDescribing):
-            run_on_all_ranks(
-                comm,
-                lambda: write_share(lambda _: None),
-                awaiting=f"all ranks to write their files of {transaction.draft.name}",
-                timeout_s=timeout_s,
-            )
-            assert share is not None, "writing gave a share or raised"
-            committed, stats = _describe_and_commit(transaction, prepared, share, comm, all_facts)
-        else:
-            sealing = _Sealing(prepared, all_facts, comm, timeout_s)
-
-            def write() -> RankSaveStats:
-                with sealing:
-                    return write_share(sealing.tell)
-
-            committed, stats = transaction.commit_written(write, sealing.take, timeout_s=timeout_s)
+        with transaction.ending():
+            committed = decide_on_rank0(comm, write, commit, awaiting=awaiting, timeout_s=timeout_s)
         undo.pop_all()
-    return committed, stats
-
-
-class _Sealing:
-    """Lets rank 0 of a few describe the checkpoint while ranks still write. Each enters it, and tells once.
-
-    Few ranks: rank 0 may hear all of them at a time, which takes fewer messages.
-    """
-
-    def __init__(
-        self, prepared: PreparedSave, facts: Mapping[str, object], comm: Comm, timeout_s: float
-    ) -> None:
-        self._prepared = prepared
-        self._facts = facts
-        self._comm = comm
-        self._timeout_s = timeout_s
-        self._has_told = False
-        self._seal: Seal | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # The others wait for each rank's share: one that has failed before says that it has none.
-        if not self._has_told:
-            self.tell(None)
-
-    def tell(self, share: WrittenShare | None) -> None:
-        """What this rank writes, to rank 0, which makes the seal. Collective."""
-        comm = self._comm
-        packed = pickle.dumps(share) if comm.rank else b""
-        self._has_told = True
-        shares = [share]
-        if comm.size > 1:
-            # Not `gather_on_rank0`, before which all ranks agree that theirs can be sent: this one can.
-            telling = rounds.tell_rank0(comm.rank, comm.size, packed)
-            told = comm.carry(telling, awaiting="the checksums of all ranks", timeout_s=self._timeout_s)
-            shares += [pickle.loads(each) for each in told[1:]]  # noqa: S301 - ranks of one job trust each other
-        whole = [each for each in shares if each is not None]
-        if comm.rank == 0 and len(whole) == comm.size:
-            self._seal = self._prepared.seal(whole, self._facts)
-
-    def take(self) -> Seal:
-        """The seal, on rank 0, once all have written what they told."""
-        assert self._seal is not None, "all ranks have written their files"
-        return self._seal
-
-
-def _describe_and_commit(
-    transaction: SaveTransaction,
-    prepared: SupportsDescribing,
-    share: WrittenShare,
-    comm: Comm,
-    facts: Mapping[str, object],
-) -> tuple[Committed, tuple[RankSaveStats, ...]]:
-    """Let rank 0 write the description as it receives it from all ranks."""
-    begin_s = time.monotonic()
-    described = comm.carry(
-        prepared.describe(Place(comm.rank, comm.size), share),
-        awaiting="all ranks to describe what they wrote",
-    )
-    awaiting = "rank 0 to write what describes the checkpoint"
-    if comm.rank != 0:
-        comm.carry(described.send_spans(), awaiting=awaiting)
-        committed = transaction.commit_parts(nullcontext())
-        return committed, _timed(described.stats, begin_s)
-
-    @contextmanager
-    def parts() -> Iterator[SealParts]:
-        failure: PenstockError | None = None
-        with comm.receiving(awaiting=awaiting) as receive:
-            reader = prepared.seal_parts(described, facts, receive)
-            try:
-                reader.survey()
-                yield reader
-            except PenstockError as error:
-                failure = error
-            reader.drain()
-        if failure is not None:
-            raise failure
-
-    committed = transaction.commit_parts(parts())
-    return committed, _timed(described.stats, begin_s)
-
-
-def _timed(all_stats: Sequence[RankSaveStats], begin_s: float) -> tuple[RankSaveStats, ...]:
-    """With the time since the beginning of the commit."""
-    commit_s = time.monotonic() - begin_s
-    return tuple(replace(stats, commit_s=commit_s) for stats in all_stats)
+    return committed
 
 
 def stage_on_all_ranks(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> StagedSave:

@@ -41,7 +41,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     record_bytes,
 )
 from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES
-from penstock.cluster.comm import Comm, run_on_all_ranks, run_on_rank0
+from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks
 from penstock.errors import ObjectNotFound, StorageError, Unavailable, UsageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import FolderTree, defer_sync, find_folder_tree, prefer_direct_access
@@ -351,10 +351,10 @@ class CacheLevel:
                 ({file.name: file.size_bytes for file in share.files}, share.stats), awaiting=awaiting
             )
             # Only rank 0 needs to know where each tensor went, and leads the files that describe it.
-            shares = self._comm.gather_on_rank0(share, awaiting="the checksums of all ranks")
-            seal = run_on_rank0(
+            seal = decide_on_rank0(
                 self._comm,
-                lambda: prepared.seal(shares, {**facts, "save_id": draft.save_id}),
+                lambda: share,
+                lambda shares: prepared.seal(shares, {**facts, "save_id": draft.save_id}),
                 awaiting="rank 0 to write the manifest",
             )
             told = (seal.manifest, seal.metadata) if self.is_lead else None

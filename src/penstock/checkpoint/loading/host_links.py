@@ -11,16 +11,16 @@ import ctypes
 import logging
 import mmap
 import os
+import secrets
 import socket
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from penstock.checkpoint.loading.reader import ReadSettings
 from penstock.cluster.comm import Comm
-from penstock.cluster.host_messages import Listener
 from penstock.errors import Unavailable
 from penstock.storage.aligned import PAGE_BYTES, address_of, round_up
 from penstock.storage.files.system_calls import raise_on_failure
@@ -42,6 +42,90 @@ COLLAPSE = 25
 """MADV_COLLAPSE of Linux 6.1: huge pages, also where the system gives shared memory none by itself."""
 _MAP_FIXED = 0x10
 _SIZE = struct.Struct("<q")
+CONNECT_S: Final = 10.0
+_RANK: Final = struct.Struct("<i")
+_PEER_CREDENTIALS: Final = struct.Struct("<iII")
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """A connection to another rank, and what it said first: some bytes, and perhaps a descriptor."""
+
+    connection: socket.socket
+    text: bytes
+    descriptors: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Where a rank listens. The address is in the abstract namespace, and leaves no file behind."""
+
+    address: str
+    listening: socket.socket
+
+    @classmethod
+    def open(cls, num_ranks: int, kind: socket.SocketKind) -> Listener:
+        """Listen for so many others; `kind` is of the connections."""
+        address = f"penstock-{secrets.token_hex(16)}"
+        with ExitStack() as undo:
+            listening = socket.socket(socket.AF_UNIX, kind)
+            undo.callback(listening.close)
+            listening.settimeout(CONNECT_S)
+            listening.bind(f"\0{address}")
+            listening.listen(num_ranks)
+            undo.pop_all()
+        return cls(address, listening)
+
+    def connect(
+        self, rank: int, addresses: Mapping[int, str], text: bytes = b"", descriptors: Sequence[int] = ()
+    ) -> dict[int, Greeting]:
+        """Connect to the ranks below this one, and wait for those above; the greeting of each.
+
+        All say texts of one length. `Unavailable` or `OSError` if that fails.
+        """
+        found: dict[int, Greeting] = {}
+        hello = _RANK.pack(rank) + text
+        with ExitStack() as undo:
+            connections = []
+            for other in addresses:
+                if other == rank:
+                    continue
+                if other < rank:
+                    connection = socket.socket(socket.AF_UNIX, self.listening.type)
+                    undo.callback(connection.close)
+                    connection.settimeout(CONNECT_S)
+                    connection.connect(f"\0{addresses[other]}")
+                else:
+                    connection, _ = self.listening.accept()
+                    undo.callback(connection.close)
+                    connection.settimeout(CONNECT_S)
+                    _require_same_user(connection)
+                socket.send_fds(connection, [hello], descriptors)
+                connections.append(connection)
+            for connection in connections:
+                heard, handed, _, _ = socket.recv_fds(connection, len(hello), len(descriptors))
+                undo.callback(_close_all, handed)
+                if len(heard) != len(hello) or len(handed) != len(descriptors):
+                    raise Unavailable("A rank of this host ended while the others connected to it")
+                (other,) = _RANK.unpack_from(heard)
+                found[other] = Greeting(connection, heard[_RANK.size :], handed)
+                connection.settimeout(None)
+            if found.keys() != addresses.keys() - {rank}:
+                raise Unavailable("Other processes than the ranks of this host have connected")
+            undo.pop_all()
+        return found
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _require_same_user(connection: socket.socket) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    user = _PEER_CREDENTIALS.unpack(credentials)[1]
+    if user != os.geteuid():
+        raise Unavailable(f"A process of user {user} has connected in a rank's place")
 
 
 def count_streams(settings: ReadSettings, num_ranks: int) -> int:

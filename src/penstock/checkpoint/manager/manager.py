@@ -387,10 +387,8 @@ def _open_torch_engine(
 ) -> Engine:
     with explained_imports():
         from penstock.checkpoint.plan.save_plan import SaveOptions  # noqa: PLC0415 - loads numpy
-        from penstock.checkpoint.saving.saver import (  # noqa: PLC0415 - loads torch
-            DEFAULT_STAGING_BYTES,
-            TorchEngine,
-        )
+        from penstock.checkpoint.saver import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch
+        from penstock.checkpoint.torch_engine import TorchEngine  # noqa: PLC0415 - likewise
 
     options = SaveOptions(writers=writers, separation_hint=separation_hint)
     return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES, replicas=replicas)

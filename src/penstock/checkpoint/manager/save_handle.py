@@ -18,7 +18,6 @@ from typing import Any
 
 from penstock.checkpoint.engine import ProgressState, RankSaveStats, SaveCancelled, SaveProgress, StagedSave
 from penstock.cluster.comm import Comm, format_cause
-from penstock.cluster.rounds import BEGINNING
 from penstock.errors import RankFailed, UsageError, WaitTimeout
 
 logger = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ class SavesInFlight:
             for step, failure in flush_failures.items()
         ]
         call = (activity, self._folder)
-        views = self._comm.gather((call, own_failures), awaiting=f"{BEGINNING}{activity}")
+        views = self._comm.gather((call, own_failures), awaiting=f"all ranks to begin {activity}")
         if {other for other, _ in views} != {call}:
             is_elsewhere = len({folder for (_, folder), _ in views}) > 1
             calls = ", ".join(

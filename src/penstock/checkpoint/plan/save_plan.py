@@ -1,12 +1,15 @@
 """Plans which rank writes which bytes, from what all ranks hold: replicas share the work.
 
-Pure: every rank calls `plan_save` with the same arguments and derives the same plan. Invariant: together the
-ranks write every element of every tensor exactly once, or `NotCovered` says which are missing.
+Pure: `agree` gathers the arguments on rank 0. Invariant: together the ranks write every element of every
+tensor exactly once, or `NotCovered` says which are missing.
 """
+
+from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -255,14 +258,29 @@ def plan_save(holdings: Sequence[Holdings], options: SaveOptions) -> SharedSaveP
 
 def plan_job(
     holdings: Sequence[Holdings], options: SaveOptions
-) -> tuple[SharedSavePlan, list[list[PlacedObject]]]:
-    """What all ranks write, tensors and objects, from what all of them hold, in rank order."""
-    apart = find_own_tensors([held.small for held in holdings])
+) -> tuple[SharedSavePlan, tuple[RankObjects, ...]]:
+    """Decide what all ranks write, tensors and objects, from what all of them hold, in rank order."""
+    objects = assign_objects(holdings)
     renamed = [
-        rename_own_tensors(held, names, rank)
-        for rank, (held, names) in enumerate(zip(holdings, apart, strict=True))
+        rename_own_tensors(held, found.own_tensors, rank)
+        for rank, (held, found) in enumerate(zip(holdings, objects, strict=True))
     ]
-    return plan_save(renamed, options), assign_objects([held.objects for held in holdings])
+    shared = plan_save(renamed, options)
+    names = {facts.name for facts in shared.tensors}
+    for placed in (placed for found in objects for placed in found.placed):
+        if placed.stored_name in names:
+            raise _kinds_disagree(placed.stored_name, renamed)
+    return shared, objects
+
+
+def _kinds_disagree(name: str, holdings: Sequence[Holdings]) -> UsageError:
+    sides: list[tuple[int, TensorFacts | HeldObject]] = []
+    for rank, own in enumerate(holdings):
+        sides += [(rank, facts) for facts in own.tensors if facts.name == name]
+        sides += [(rank, held) for held in own.objects if held.name == name]
+    first = sides[0]
+    other = next(side for side in sides if type(side[1]) is not type(first[1]))
+    return disagreement(first[1], first[0], other[1], other[0])
 
 
 def _without_empty_strays(tensors: Sequence[TensorFacts], regions: Regions) -> Regions:
@@ -282,32 +300,6 @@ def worth_an_item(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
     return np.asarray(rows[~is_empty | lone])
 
 
-def plan_rank_files(
-    shared: SharedSavePlan,
-    objects: Sequence[Sequence[PlacedObject]],
-    options: SaveOptions,
-    *,
-    only: int | None = None,
-) -> list[SavePlan]:
-    """What each rank writes, or `only` one of them, divided among its files; `objects` is by rank.
-
-    Items are placed largest first, each in the file with the fewest bytes so far. Within a file they keep the
-    order of the state, so the tensors of one layer are side by side, and equal states give equal files.
-    """
-    order = np.argsort(shared.rank, kind="stable")
-    ends = np.searchsorted(shared.rank[order], np.arange(shared.num_ranks + 1))
-    return [
-        plan_files(
-            rank,
-            shared.tensors,
-            shared.regions.take(order[ends[rank] : ends[rank + 1]]),
-            objects[rank],
-            options,
-        )
-        for rank in (range(shared.num_ranks) if only is None else (only,))
-    ]
-
-
 def plan_files(
     rank: int,
     tensors: tuple[TensorFacts, ...],
@@ -315,7 +307,11 @@ def plan_files(
     objects: Sequence[PlacedObject],
     options: SaveOptions,
 ) -> SavePlan:
-    """What one rank writes, divided among its files."""
+    """What one rank writes, divided among its files.
+
+    Items are placed largest first, each in the file with the fewest bytes so far. Within a file they keep the
+    order of the state, so the tensors of one layer are side by side, and equal states give equal files.
+    """
     hint = options.separation_hint
     if hint is None:
         files = [file_name(rank, number) for number in range(options.writers)]
@@ -392,25 +388,6 @@ def require_unmarked(names: Sequence[str]) -> None:
             )
 
 
-def find_own_tensors(small: Sequence[Iterable[HeldObject]]) -> tuple[frozenset[str], ...]:
-    """The small tensors of each rank that differ from those of the lowest rank; `small` is in rank order."""
-    common: dict[str, bytes] = {}
-    return tuple(
-        frozenset(held.name for held in tensors if common.setdefault(held.name, held.digest) != held.digest)
-        for tensors in small
-    )
-
-
-def require_same_numbering(numberings: Sequence[Iterable[HeldObject]]) -> None:
-    """Raise `UsageError` if one number means different parameters: their states would get one name."""
-    first: dict[str, tuple[int, bytes]] = {}
-    for rank, numbering in enumerate(numberings):
-        for held in numbering:
-            other, digest = first.setdefault(held.name, (rank, held.digest))
-            if digest != held.digest:
-                raise numbered_otherwise(held.name, rank, other)
-
-
 def numbered_otherwise(name: str, rank: int, other: int) -> UsageError:
     """The error of two ranks whose optimizers number different parameters alike."""
     return UsageError(
@@ -430,41 +407,98 @@ def rename_own_tensors(holdings: Holdings, own: Container[str], rank: int) -> Ho
     return replace(holdings, tensors=renamed)
 
 
-def without_own_objects(holdings: Holdings, placed: Iterable[PlacedObject]) -> Holdings:
-    """Leave out the objects that differ on this rank: they are stored under names of their own."""
-    own = {each.name for each in placed if each.stored_name != each.name}
-    return replace(holdings, objects=tuple(each for each in holdings.objects if each.name not in own))
-
-
 def find_leaf_name(stored_name: str, held: Container[str]) -> str:
     """The leaf whose tensor this rank stores under this name; `held` has the names of its leaves."""
     return stored_name if stored_name in held else stored_name.rpartition(RANK_MARK)[0]
 
 
-def assign_objects(holdings: Sequence[Iterable[HeldObject]]) -> list[list[PlacedObject]]:
-    """The objects that each rank writes; `holdings` is in rank order.
+@dataclass(frozen=True, slots=True)
+class RankObjects:
+    """What becomes of the objects, and of the small tensors, that one rank holds."""
 
-    The object of the lowest rank gets the plain name, which is what stock readers find. An object that ranks
-    share is written by the one with the fewest bytes so far, an object that differs by its owner.
+    own_tensors: frozenset[str]
+    """Small tensors that differ from what the lowest rank has under their name."""
+    placed: tuple[PlacedObject, ...]
+    """The objects that this rank writes."""
+    shared: tuple[str, ...]
+    """Names of what others hold as well: while it stays equal on all of them, the plan stays."""
+    common: tuple[str, ...]
+    """Those of them that all ranks hold."""
+
+
+def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
+    """Compare what ranks hold under the same names, and decide who writes it; `holdings` is in rank order.
+
+    What the lowest rank has under a name gets the plain name, which is what stock readers find. An object
+    that ranks share is written by the one with the fewest bytes so far, one that differs by its owner:
+
+        rank 0: rng = A    rank 1: rng = B    rank 2: rng = A
+        rank 0 writes `rng`, rank 1 `rng@rank1`, rank 2 nothing
+
+    Raises `UsageError` if a number of an optimizer's state means other parameters on two ranks.
     """
-    holders: dict[str, list[tuple[int, HeldObject]]] = {}
-    for rank, objects in enumerate(holdings):
-        for held in objects:
-            holders.setdefault(held.name, []).append((rank, held))
-    load = [0] * len(holdings)
-    placed: list[list[PlacedObject]] = [[] for _ in holdings]
-    for name, owners in holders.items():
-        common = owners[0][1]
-        sharers = [rank for rank, held in owners if held.digest == common.digest]
-        writes = [(min(sharers, key=lambda rank: load[rank]), name, common.size_bytes)]
-        writes += [
-            (rank, rank_object_name(name, rank), held.size_bytes)
-            for rank, held in owners
-            if held.digest != common.digest
-        ]
-        for rank, stored_name, size_bytes in writes:
-            placed[rank].append(PlacedObject(name=name, stored_name=stored_name, size_bytes=size_bytes))
-            load[rank] += max(size_bytes, 1)
+    # Ranks with equal lists of small tensors, which may be long, share one tuple: each is compared once.
+    first: dict[str, tuple[str, bytes]] = {}
+    numbering: dict[str, tuple[int, bytes]] = {}
+    sharers: dict[str, list[int]] = {}
+    writes: list[tuple[str, int, HeldObject]] = []
+    num_holders: Counter[str] = Counter()
+    lists: dict[int, tuple[frozenset[str], tuple[str, ...]]] = {}
+    equal_objects: list[list[str]] = []
+    for rank, own in enumerate(holdings):
+        equal_objects.append([])
+        for held in own.objects:
+            if first.setdefault(held.name, ("object", held.digest)) != ("object", held.digest):
+                writes.append((held.name, rank, held))
+                continue
+            if held.name not in sharers:
+                writes.append((held.name, -1, held))
+            sharers.setdefault(held.name, []).append(rank)
+            equal_objects[rank].append(held.name)
+        if id(own.small) not in lists:
+            is_own = {
+                held.name: first.setdefault(held.name, ("tensor", held.digest)) != ("tensor", held.digest)
+                for held in own.small
+            }
+            different = frozenset(name for name, differs in is_own.items() if differs)
+            lists[id(own.small)] = different, tuple(name for name, differs in is_own.items() if not differs)
+        for held in own.numbering:
+            other, digest = numbering.setdefault(held.name, (rank, held.digest))
+            if digest != held.digest:
+                raise numbered_otherwise(held.name, rank, other)
+    for own, equal in zip(holdings, equal_objects, strict=True):
+        num_holders.update(equal)
+        num_holders.update(lists[id(own.small)][1])
+        num_holders.update(f"{held.name}\0" for held in own.numbering)
+    placed = _place_objects(writes, sharers, len(holdings))
+    found = []
+    for rank, own in enumerate(holdings):
+        different, alike = lists[id(own.small)]
+        equal = [*equal_objects[rank], *alike, *(f"{held.name}\0" for held in own.numbering)]
+        shared = tuple(sorted(name for name in equal if num_holders[name] > 1))
+        common = tuple(name for name in shared if num_holders[name] == len(holdings))
+        found.append(RankObjects(different, tuple(placed[rank]), shared, common))
+    return tuple(found)
+
+
+def _place_objects(
+    writes: Sequence[tuple[str, int, HeldObject]], sharers: Mapping[str, Sequence[int]], num_ranks: int
+) -> list[list[PlacedObject]]:
+    """What each rank writes; an object that ranks share (-1) goes to the one with the fewest bytes."""
+    by_name: dict[str, list[tuple[int, HeldObject]]] = {}
+    for name, rank, held in writes:
+        by_name.setdefault(name, []).append((rank, held))
+    load = [0] * num_ranks
+    placed: list[list[PlacedObject]] = [[] for _ in range(num_ranks)]
+    for name, of_name in by_name.items():
+        for rank, held in of_name:
+            is_shared = rank < 0
+            writer = min(sharers[name], key=lambda sharer: load[sharer]) if is_shared else rank
+            stored_name = name if is_shared else rank_object_name(name, rank)
+            placed[writer].append(
+                PlacedObject(name=name, stored_name=stored_name, size_bytes=held.size_bytes)
+            )
+            load[writer] += max(held.size_bytes, 1)
     return placed
 
 

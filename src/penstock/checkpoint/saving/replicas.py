@@ -1,9 +1,8 @@
 """Compares what several ranks hold of the same region, before each of them writes a part of it.
 
 Ranks share the writing of what they all hold, so replicas that have drifted apart would make a checkpoint
-that is a mix of them. Ranks that hold the same regions first compare one sum of all; then one rank of each
-such set sends the sums of its regions to rank 0; in a large job, to as many ranks as there are. Invariant:
-all ranks raise the same error, or none does.
+that is a mix of them. Ranks first compare one sum of all that they hold; then one rank of each set with equal
+sums sends rank 0 the sums of its regions. Invariant: all ranks raise the same error, or none does.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ import xxhash
 
 from penstock.checkpoint.saving.file_layout import PlainPayload, payload_of_tensor
 from penstock.checkpoint.state.tensors import contiguous_bytes, flatten_bytes
-from penstock.cluster import rounds
-from penstock.cluster.comm import Comm, run_on_all_ranks
-from penstock.cluster.rounds import Rounds
+from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks
 from penstock.errors import RankError, name_some
 from penstock.units import format_bytes
 
@@ -76,38 +73,25 @@ def compare_replicas(state: LocalState, comm: Comm) -> float:
         lambda: _sum_regions({key: view() for key, (_, view) in regions.items()}),
         awaiting="all ranks to sum what they hold",
     )
-    awaiting = "all ranks to compare what they hold"
-    if comm.size < rounds.FAN_IN or comm.carry(have_drifted(comm.rank, comm.size, summed), awaiting=awaiting):
-        _require_equal(summed, {key: name for key, (name, _) in regions.items()}, comm)
+    _require_equal(summed, {key: name for key, (name, _) in regions.items()}, comm)
     took_s = time.perf_counter() - start_s
     num_bytes = sum(view().nbytes for _, view in regions.values())
     logger.info("rank %d compared %s with other ranks in %.3f s", comm.rank, format_bytes(num_bytes), took_s)
     return took_s
 
 
-def have_drifted(rank: int, size: int, own: RegionSums) -> Rounds[bool]:
-    """Whether any region has other sums on one rank than on another."""
-    # Equal sums of equal regions need to be looked at once.
-    digests = np.frombuffer(b"".join(own.digests()), dtype=np.int64)
-    holdings = yield from rounds.route(rank, size, digests[:1] % size, np.array([[rank, *digests]]))
-    holdings = holdings[np.lexsort(holdings.T)]
-    is_first = np.ones((len(holdings), 1), dtype=np.int64)
-    is_first[1:, 0] = (holdings[1:, 1:] != holdings[:-1, 1:]).any(axis=1)
-    told = yield from rounds.route(rank, size, holdings[:, 0], is_first)
-    table = np.column_stack([own.keys, own.sums]).view(np.int64)[: len(own.keys) * int(told[0, 0])]
-    seen = yield from rounds.route(rank, size, table[:, 0] % size, table)
-    seen = seen[np.lexsort(seen.T[::-1])]
-    differ = (seen[1:, 0] == seen[:-1, 0]) & (seen[1:, 1] != seen[:-1, 1])
-    return (yield from rounds.any_of_all(rank, size, own=bool(differ.any())))
-
-
 def _require_equal(summed: RegionSums, names: dict[int, str], comm: Comm) -> None:
     """Raise the same error on all ranks if a region differs; `names` are those of this rank's, by key."""
     digests = comm.gather(summed.digests(), awaiting="all ranks to compare what they hold")
+    if len(set(digests)) == 1:
+        return
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-    sent = summed if first[digests[comm.rank]] == comm.rank and len(first) > 1 else None
-    received = comm.gather_on_rank0(sent, awaiting="the sums of all ranks")
-    found = comm.broadcast(_find_differences(received, digests), awaiting="rank 0 to compare the sums")
+    found = decide_on_rank0(
+        comm,
+        lambda: summed if first[digests[comm.rank]] == comm.rank else None,
+        lambda received: _find_differences(received, digests),
+        awaiting="rank 0 to compare the sums of all ranks",
+    )
     if found:
         known = {each.key: names[each.key] for each in found if each.key in names}
         all_names = comm.gather(known, awaiting="the names of what differs")
@@ -174,10 +158,8 @@ def sum_on_device(memory: torch.Tensor) -> int:
 def _find_differences(
     received: Sequence[RegionSums | None], digests: Sequence[tuple[bytes, bytes]]
 ) -> list[_Difference]:
-    """On rank 0: what differs, and among which ranks; nothing elsewhere."""
+    """Find out what differs, and among which ranks."""
     senders = [(rank, summed) for rank, summed in enumerate(received) if summed is not None]
-    if not senders:
-        return []
     keys = np.concatenate([summed.keys for _, summed in senders])
     sums = np.concatenate([summed.sums for _, summed in senders])
     order = np.lexsort((sums, keys))

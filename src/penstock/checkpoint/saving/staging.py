@@ -167,40 +167,23 @@ class StagedFiles:
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:
         """Write all files durably; afterwards the memory is free for the next save."""
-        return self.write_and_tell(storage, key_of, progress, tell=lambda _: None)
-
-    def write_and_tell(
-        self,
-        storage: Storage,
-        key_of: Callable[[str], str],
-        progress: Progress | None,
-        *,
-        tell: Callable[[WrittenShare], None],
-    ) -> WrittenShare:
-        """Call `tell` once all checksums are known, while the last buffers are still being written."""
         if self._claim():
             raise SaveCancelled
-        share: WrittenShare | None = None
-
-        def describe() -> None:
-            nonlocal share
-            share = self._describe()
-            tell(share)
-
         with self._undo:
             try:
                 if self._copies == "before all else":
                     self._pipe.wait_filled()
                 measurement = self._pipe.write_to(
-                    [_Keyed(storage, key_of)],
-                    rank=self._share.rank,
-                    progress=progress,
-                    on_settled=describe,
+                    [_Keyed(storage, key_of)], rank=self._share.rank, progress=progress
                 )
             except PipelineStopped as error:
                 raise SaveCancelled from error
-        assert share is not None, "all bytes were made before they were written"
-        return replace(share, stats=self._stats(measurement))
+        return WrittenShare(
+            rank=self._share.rank,
+            files=tuple(self._describe_file(layout) for layout in self._share.layouts),
+            stats=self._stats(measurement),
+            contents=self._share.contents,
+        )
 
     def cancel(self) -> None:
         """Stop the copies and writes. The memory is returned by `write_to` if it runs, else here."""
@@ -213,16 +196,6 @@ class StagedFiles:
         with self._lock:
             was_claimed, self._is_claimed = self._is_claimed, True
         return was_claimed
-
-    def _describe(self) -> WrittenShare:
-        """What is being written, with what is known of it before it is durable."""
-        rank, payload_bytes = self._share.rank, self._share.payload_bytes
-        return WrittenShare(
-            rank=rank,
-            files=tuple(self._describe_file(layout) for layout in self._share.layouts),
-            stats=RankSaveStats(rank=rank, payload_bytes=payload_bytes, file_bytes=0),
-            contents=self._share.contents,
-        )
 
     def _describe_file(self, layout: FileLayout) -> WrittenFile:
         offset, size, payload = layout.columns()

@@ -53,11 +53,10 @@ def make_group_of(ranks: Sequence[int]) -> RankGroup:
     """A new group of these ranks, numbered as in the job. Collective over them alone."""
     if len(ranks) < 2:
         return RankGroup(SoloComm(gethostname()))
-    from penstock.cluster.host_messages import connect_within_host  # noqa: PLC0415 - one process needs none
-    from penstock.cluster.torch_comm import GroupComm, make_group  # noqa: PLC0415 - loads torch
+    from penstock.cluster.torch_comm import TorchComm, make_group  # noqa: PLC0415 - loads torch
 
     group = make_group(ranks)
-    made = RankGroup(connect_within_host(GroupComm(gethostname(), group)), group)
+    made = RankGroup(TorchComm(gethostname(), group), group)
     _MADE.add(made)
     return made
 
@@ -69,13 +68,12 @@ def borrow_group(process_group: Any = None) -> RankGroup:
         return RankGroup(SoloComm(gethostname()))
     import torch.distributed as dist  # noqa: PLC0415 - already loaded by now
 
-    from penstock.cluster.host_messages import connect_within_host  # noqa: PLC0415 - one process needs none
     from penstock.cluster.torch_comm import TorchComm  # noqa: PLC0415 - likewise
 
     if "gloo" not in str(dist.get_backend_config(process_group)):
         return make_own_group(process_group)
     group = dist.group.WORLD if process_group is None else process_group
-    return RankGroup(connect_within_host(TorchComm(gethostname(), group)), group)
+    return RankGroup(TorchComm(gethostname(), group), group)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import ChainMap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -214,8 +215,8 @@ class SavePlanner(DefaultSavePlanner):
         plans = [
             replace(
                 plan,
-                items=_write_items(shared, objects[rank], rank),
-                planner_data=_plain_names(objects[rank]),
+                items=_write_items(shared, objects[rank].placed, rank),
+                planner_data=_plain_names(objects[rank].placed),
             )
             for rank, plan in enumerate(all_plans)
         ]
@@ -246,12 +247,14 @@ class SavePlanner(DefaultSavePlanner):
         return memory.resolve_conj().resolve_neg()
 
 
-def _plain_names(objects: list[PlacedObject]) -> dict[str, str]:
+def _plain_names(objects: Sequence[PlacedObject]) -> dict[str, str]:
     """The leaf's name of each object that is stored under another name."""
     return {placed.stored_name: placed.name for placed in objects if placed.stored_name != placed.name}
 
 
-def _write_items(shared: SharedSavePlan, objects: list[PlacedObject], rank: int) -> list[planner.WriteItem]:
+def _write_items(
+    shared: SharedSavePlan, objects: Sequence[PlacedObject], rank: int
+) -> list[planner.WriteItem]:
     """One rank's part of the plan as torch's write items."""
     items = [
         planner.WriteItem(MetadataIndex(placed.stored_name), planner.WriteItemType.BYTE_IO)

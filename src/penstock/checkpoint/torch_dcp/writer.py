@@ -36,14 +36,14 @@ from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.formats.dcp_metadata import VERSION
 from penstock.checkpoint.formats.manifest import build_manifest, manifest_bytes
 from penstock.checkpoint.formats.metadata_rows import read_metadata
-from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, SharedSavePlan, plan_rank_files
+from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, plan_files
+from penstock.checkpoint.saver import WAITING_BUFFER_BYTES
 from penstock.checkpoint.saving.file_layout import (
     FileLayout,
     lay_out_file,
     payload_of_bytes,
     payload_of_tensor,
 )
-from penstock.checkpoint.saving.saver import WAITING_BUFFER_BYTES
 from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, choose_pipeline_settings
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.walk import require_text
@@ -79,17 +79,11 @@ class RankItems:
         facts = {item.index.fqn: _facts_of(item) for item in tensors}
         numbers = {name: number for number, name in enumerate(facts)}
         regions = Regions.from_rows([(numbers[item.index.fqn], *_box_of(item)) for item in tensors])
-        shared = SharedSavePlan(
-            tensors=tuple(facts.values()),
-            regions=regions,
-            rank=torch.full((len(regions),), rank, dtype=torch.int64, device="cpu").numpy(),
-            num_ranks=rank + 1,
-        )
         objects = [
             PlacedObject(name=name, stored_name=name, size_bytes=len(content))
             for name, content in self._objects.items()
         ]
-        self._plan = plan_rank_files(shared, [*([()] * rank), objects], options, only=rank)[0]
+        self._plan = plan_files(rank, tuple(facts.values()), regions, objects, options)
         self._planner = planner
 
     @property

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from penstock.checkpoint.adapters.tree import TREE_NAME, join, load_tree, save_tree, split
-from penstock.checkpoint.saving.saver import Saver
+from penstock.checkpoint.saver import Saver
 from penstock.errors import UsageError
 
 _KEYS = some.one_of(some.text("ab.1", max_size=3), some.integers(0, 3))

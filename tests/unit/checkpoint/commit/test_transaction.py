@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,10 +18,9 @@ from penstock.checkpoint.commit.transaction import (
     write_into,
 )
 from penstock.checkpoint.engine import SaveChoice
-from penstock.checkpoint.saving.saver import Saver
+from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.errors import RankFailed
-from penstock.storage.protocol import Sink, WrappedSink, WrappedStorage
 from penstock.storage.uri import open_here
 from penstock.testing.faults import FailAtCall, Verb
 
@@ -51,7 +49,7 @@ def _save(comm: ThreadComm, storage: Storage, on_seal: Callable[[], object] = la
     saver.close()
 
 
-def test_a_save_of_the_same_state_is_six_calls_of_all_ranks(tmp_path: Path) -> None:
+def test_a_save_of_the_same_state_is_seven_calls_of_all_ranks(tmp_path: Path) -> None:
     def work(comm: ThreadComm) -> int:
         saver = Saver()
         for name in "abc":
@@ -62,8 +60,8 @@ def test_a_save_of_the_same_state_is_six_calls_of_all_ranks(tmp_path: Path) -> N
         saver.close()
         return comm._call - before
 
-    # The same plan; all copy; a draft; checksums to rank 0; to it, that all have written; from it, the end.
-    assert on_ranks(3, work) == [6, 6, 6]
+    # Digests to rank 0 and its answer; all copy; all begin and get a draft; all have written and are told.
+    assert on_ranks(3, work) == [7, 7, 7]
 
 
 @pytest.mark.parametrize("mount", ["one", "several", "unknown"])
@@ -89,25 +87,8 @@ def test_a_rank_syncs_names_that_rank_0_may_not_see(
     assert on_ranks(2, work) == ([0, 0] if mount == "one" else [1, 1])
 
 
-def test_the_description_is_made_while_files_are_still_being_written(tmp_path: Path) -> None:
-    is_described = threading.Event()
-
-    class Waits(WrappedSink):
-        def finish(self):  # type: ignore[no-untyped-def]  # noqa: ANN202
-            assert is_described.wait(30), "the description waited for durable files"
-            return super().finish()
-
-    class Waiting(WrappedStorage):
-        def create(self, key: str, size_bytes: int | None = None) -> Sink:
-            sink = super().create(key, size_bytes)
-            return Waits(sink) if key.endswith(".distcp") else sink
-
-    on_ranks(2, lambda comm: _save(comm, Waiting(open_here(str(tmp_path))), is_described.set))
-    assert (tmp_path / "x" / ".metadata").exists()
-
-
 @pytest.mark.parametrize("verb", ["create", "finish"])
-def test_a_rank_that_fails_before_or_after_it_has_told_fails_all(tmp_path: Path, verb: Verb) -> None:
+def test_a_rank_that_fails_before_or_after_its_files_are_there_fails_all(tmp_path: Path, verb: Verb) -> None:
     def work(comm: ThreadComm) -> str:
         storage = open_here(str(tmp_path))
         with pytest.raises(RankFailed, match="Injected fault") as caught:

@@ -1,5 +1,7 @@
 """Save plans: every byte is written once, by a rank that holds it, with equal loads."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,8 +15,10 @@ from penstock.checkpoint.plan.save_plan import (
     NotCovered,
     PlacedObject,
     SaveOptions,
+    SavePlan,
+    SharedSavePlan,
     assign_objects,
-    plan_rank_files,
+    plan_files,
     plan_save,
 )
 from penstock.checkpoint.state.regions import Regions, TensorFacts, element_sizes, whole_regions
@@ -52,6 +56,18 @@ def test_every_tensor_is_listed_even_an_empty_one(job: list[Holdings]) -> None:
     assert set(shared.regions.tensor.tolist()) == set(range(len(shared.tensors)))
 
 
+def plans_of(
+    shared: SharedSavePlan, options: SaveOptions, objects: Sequence[PlacedObject] = ()
+) -> list[SavePlan]:
+    """What each rank writes; rank 0 the `objects` as well."""
+    return [
+        plan_files(
+            rank, shared.tensors, shared.regions.take(shared.rank == rank), () if rank else objects, options
+        )
+        for rank in range(shared.num_ranks)
+    ]
+
+
 @given(jobs())
 def test_the_same_job_gives_the_same_plan(job: list[Holdings]) -> None:
     one, other = plan_save(job, FINE), plan_save(job, FINE)
@@ -65,7 +81,7 @@ def test_every_region_of_a_rank_is_in_one_file(job: list[Holdings], writers: int
     options = SaveOptions(writers=writers, separation_hint=hint, min_cut_bytes=1)
     shared = plan_save(job, options)
     objects = [PlacedObject(name=name, stored_name=name, size_bytes=100) for name in ("w1.step", "lr")]
-    plans = plan_rank_files(shared, [objects if rank == 0 else [] for rank in range(len(job))], options)
+    plans = plans_of(shared, options, objects)
     files = [bucket.file for plan in plans for bucket in plan.buckets]
     assert len(set(files)) == len(files)
     written = Regions.concatenated([bucket.regions for plan in plans for bucket in plan.buckets])
@@ -114,9 +130,7 @@ def test_a_tensor_with_leading_ones_is_cut_along_its_first_real_dimension() -> N
 
 def test_the_fullest_file_of_a_rank_is_nearly_as_small_as_can_be() -> None:
     tensors = tuple(TensorFacts(f"w{size}", "int8", (size,), 1) for size in (7, 6, 5, 4, 2))
-    (plan,) = plan_rank_files(
-        plan_save([Holdings(tensors=tensors, regions=whole_regions(tensors))], FINE), [[]], FINE
-    )
+    (plan,) = plans_of(plan_save([Holdings(tensors=tensors, regions=whole_regions(tensors))], FINE), FINE)
     loads = [int(bucket.regions.sizes.sum()) for bucket in plan.buckets]
     assert sorted(loads) == [11, 13]
     assert plan.num_bytes == 24
@@ -126,26 +140,25 @@ def test_an_empty_tensor_counts_as_a_byte_of_its_file() -> None:
     tensors = tuple(
         TensorFacts(f"w{number}", "int8", (size,), 1) for number, size in enumerate([3, 0, 0, 0, 0])
     )
-    (plan,) = plan_rank_files(
-        plan_save([Holdings(tensors=tensors, regions=whole_regions(tensors))], FINE), [[]], FINE
-    )
+    (plan,) = plans_of(plan_save([Holdings(tensors=tensors, regions=whole_regions(tensors))], FINE), FINE)
     assert [bucket.regions.tensor.tolist() for bucket in plan.buckets] == [[0, 4], [1, 2, 3]]
 
 
 def test_a_rank_with_nothing_to_write_has_no_file() -> None:
     facts = TensorFacts("bias", "float32", (8,), 4)
     shared = plan_save(held_by_all(facts, 2), SaveOptions())
-    plans = plan_rank_files(shared, [[], []], SaveOptions())
+    plans = plans_of(shared, SaveOptions())
     assert sorted(len(plan.buckets) for plan in plans) == [0, 1]
 
 
 def test_an_empty_object_counts_as_a_byte() -> None:
-    held = [
+    objects = tuple(
         HeldObject(name=str(number), size_bytes=size, digest=b"")
         for number, size in enumerate([3, 0, 0, 0, 0])
-    ]
-    placed = assign_objects([held, held])
-    assert [[each.name for each in objects] for objects in placed] == [["0", "4"], ["1", "2", "3"]]
+    )
+    held = Holdings(tensors=(), regions=Regions.from_rows(()), objects=objects)
+    found = assign_objects([held, held])
+    assert [[each.name for each in of_rank.placed] for of_rank in found] == [["0", "4"], ["1", "2", "3"]]
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (4, 4)), ("float32", (4, 5))])

@@ -11,14 +11,7 @@ from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.saving.replicas import compare_replicas, sum_bytes, sum_on_device
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.tensors import LocalShard, LocalState
-from penstock.cluster import rounds
 from penstock.errors import RankError
-
-
-@pytest.fixture(autouse=True, params=[rounds.FAN_IN, 2], ids=["few ranks", "as in a large job"])
-def fan_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "FAN_IN", request.param)
-
 
 Held = Mapping[str, tuple[int, torch.Tensor]]
 """By name, rows of a tensor of eight rows, and the first of them."""

@@ -44,7 +44,7 @@ from penstock.checkpoint.levels.redundancy.ring import (
     rebuild,
     restore_copies,
 )
-from penstock.cluster.comm import Comm, PointToPoint, open_point_to_point
+from penstock.cluster.comm import Comm, PointToPoint
 from penstock.errors import StorageError
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, aligned_buffer, round_up
@@ -145,7 +145,7 @@ class Protector:
         self._comm = comm
         self._memory: _Memory | None = None
         self._num_exchanges = 0
-        self._transfer: PointToPoint | None = open_point_to_point(comm) if comm.size > 1 else None
+        self._transfer: PointToPoint | None = comm.transfer() if comm.size > 1 else None
 
     def write(
         self,

@@ -5,8 +5,9 @@ import torch
 from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.engine import SaveChoice
+from penstock.checkpoint.plan.agree import NUM_KEPT_PLANS, AgreedSave, JobPlanner
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, SaveOptions, SavePlan, find_stored_name
-from penstock.checkpoint.saving.saver import NUM_KEPT_PLANS, SavePlanCache, Saver
+from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import Regions, TensorFacts, whole_regions
 from penstock.errors import RankFailed, UsageError
@@ -19,13 +20,18 @@ def held(
     return Holdings(tensors=facts, regions=whole_regions(facts), objects=objects)
 
 
+def agree(planner: JobPlanner, holdings: Holdings, options: SaveOptions | None = None) -> AgreedSave:
+    options = options or SaveOptions()
+    return planner.find(lambda: holdings, options) or planner.plan(holdings, options, {})
+
+
 def counts_of_plans(*states: Holdings) -> int:
     """How many plans two replicas make for saves of these states, one after another."""
 
     def program(comm: ThreadComm) -> int:
-        planner = SavePlanCache(comm)
+        planner = JobPlanner(comm)
         for state in states:
-            planner.agree(state, SaveOptions(), {})
+            agree(planner, state, SaveOptions())
         return planner.num_planned
 
     (count,) = set(on_ranks(2, program))
@@ -51,9 +57,9 @@ def test_old_plans_are_forgotten() -> None:
 
 def test_options_belong_to_what_is_planned() -> None:
     def program(comm: ThreadComm) -> int:
-        planner = SavePlanCache(comm)
-        planner.agree(held(4), SaveOptions(), {})
-        planner.agree(held(4), SaveOptions(min_cut_bytes=1), {})
+        planner = JobPlanner(comm)
+        agree(planner, held(4), SaveOptions())
+        agree(planner, held(4), SaveOptions(min_cut_bytes=1))
         return planner.num_planned
 
     assert on_ranks(2, program) == [2, 2]
@@ -61,11 +67,11 @@ def test_options_belong_to_what_is_planned() -> None:
 
 def test_a_rank_that_lost_a_plan_makes_all_plan_again() -> None:
     def program(comm: ThreadComm) -> int:
-        planner = SavePlanCache(comm)
-        planner.agree(held(4), SaveOptions(), {})
+        planner = JobPlanner(comm)
+        agree(planner, held(4), SaveOptions())
         if comm.rank == 1:
-            planner = SavePlanCache(comm)
-        planner.agree(held(4), SaveOptions(), {})
+            planner = JobPlanner(comm)
+        agree(planner, held(4), SaveOptions())
         return planner.num_planned
 
     assert on_ranks(2, program) == [2, 1]
@@ -87,9 +93,9 @@ def test_what_one_rank_cannot_save_fails_all_though_they_know_the_plan() -> None
 
 def test_one_rank_that_holds_something_else_changes_the_plan_of_all() -> None:
     def program(comm: ThreadComm) -> int:
-        planner = SavePlanCache(comm)
-        planner.agree(held(4), SaveOptions(), {})
-        planner.agree(held(4, name="v") if comm.rank else held(4), SaveOptions(), {})
+        planner = JobPlanner(comm)
+        agree(planner, held(4), SaveOptions())
+        agree(planner, held(4, name="v") if comm.rank else held(4), SaveOptions())
         return planner.num_planned
 
     assert on_ranks(3, program) == [2, 2, 2]
@@ -100,7 +106,7 @@ def test_every_rank_writes_its_own_region_to_its_own_file() -> None:
         rows = [(0, (4 * comm.rank,), (4,))]
         facts = (TensorFacts("w", "float32", (16,), 4),)
         held_here = Holdings(tensors=facts, regions=Regions.from_rows(rows))
-        return SavePlanCache(comm).agree(held_here, SaveOptions(), {}).plan
+        return agree(JobPlanner(comm), held_here).plan
 
     for rank, plan in enumerate(on_ranks(4, program)):
         (bucket,) = plan.buckets
@@ -111,7 +117,7 @@ def test_every_rank_writes_its_own_region_to_its_own_file() -> None:
 def test_a_disagreement_is_raised_on_every_rank() -> None:
     def program(comm: ThreadComm) -> str:
         with pytest.raises(UsageError) as caught:
-            SavePlanCache(comm).agree(held(4 + comm.rank), SaveOptions(), {})
+            agree(JobPlanner(comm), held(4 + comm.rank))
         return str(caught.value)
 
     assert len(set(on_ranks(3, program))) == 1
@@ -122,8 +128,8 @@ def objects_written(*digests: bytes) -> list[list[str]]:
 
     def program(comm: ThreadComm) -> list[str]:
         mine = HeldObject(name="rng", size_bytes=100, digest=digests[comm.rank])
-        agreed = SavePlanCache(comm).agree(held(4, objects=(mine,)), SaveOptions(), {})
-        return [each.stored_name for each in agreed.objects]
+        agreed = agree(JobPlanner(comm), held(4, objects=(mine,)))
+        return [each.stored_name for each in agreed.share.placed]
 
     return on_ranks(len(digests), program)
 
@@ -146,6 +152,6 @@ def test_each_rank_finds_its_own_object_again() -> None:
 def test_objects_are_spread_over_the_ranks_that_share_them() -> None:
     def program(comm: ThreadComm) -> int:
         objects = tuple(HeldObject(name=f"o{k}", size_bytes=10, digest=b"") for k in range(8))
-        return len(SavePlanCache(comm).agree(held(4, objects=objects), SaveOptions(), {}).objects)
+        return len(agree(JobPlanner(comm), held(4, objects=objects)).share.placed)
 
     assert on_ranks(4, program) == [2, 2, 2, 2]

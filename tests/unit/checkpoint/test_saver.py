@@ -1,4 +1,4 @@
-"""What all ranks describe together is what one would, whether rank 0 keeps it or reads it twice."""
+"""Rank 0 describes what all ranks have written, or all of them fail."""
 
 from pathlib import Path
 from typing import Any
@@ -7,14 +7,12 @@ import pytest
 import torch
 from tests.support.rank_threads import ThreadComm, on_ranks
 
-from penstock.checkpoint.commit import transaction
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.commit.transaction import begin_save, write_into
 from penstock.checkpoint.engine import SaveChoice
 from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.checkpoint.formats.metadata_rows import read_metadata
-from penstock.checkpoint.saving import shared_description
-from penstock.checkpoint.saving.saver import Saver
+from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import RankFailed, StorageError
@@ -45,12 +43,7 @@ def save(comm: ThreadComm, storage: Storage, transforms: tuple[str, ...] = ()) -
 
 
 @pytest.mark.parametrize("transforms", [(), ("stream.zstd/1",)], ids=["plain", "zstd"])
-@pytest.mark.parametrize("kept_bytes", [0, 1 << 20], ids=["read twice", "kept"])
-def test_ranks_describe_together_what_one_would_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, transforms: tuple[str, ...]
-) -> None:
-    monkeypatch.setattr(shared_description, "KEPT_BYTES", kept_bytes)
-    monkeypatch.setattr(transaction, "FAN_IN", 2)
+def test_the_description_has_what_all_ranks_have_written(tmp_path: Path, transforms: tuple[str, ...]) -> None:
     on_ranks(NUM_RANKS, lambda comm: save(comm, open_here(str(tmp_path)), transforms))
     content = (tmp_path / "x" / METADATA_NAME).read_bytes()
     manifest = read_manifest((tmp_path / "x" / MANIFEST_NAME).read_bytes(), "here")
@@ -77,12 +70,9 @@ class BrokenStorage(WrappedStorage):
         return super().create(key, size_bytes)
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 1 << 20], ids=["read twice", "kept"])
 def test_a_description_that_cannot_be_written_fails_on_all_ranks_and_leaves_them_in_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(shared_description, "KEPT_BYTES", kept_bytes)
-    monkeypatch.setattr(transaction, "FAN_IN", 2)
     storage = open_here(str(tmp_path))
 
     def program(comm: ThreadComm) -> None:
