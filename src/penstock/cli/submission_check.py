@@ -17,7 +17,6 @@ from penstock.submission.edition import Edition
 from penstock.submission.edition_choice import EditionChoice, choose_edition
 from penstock.submission.find_results import FoundTree, search_tree
 from penstock.submission.finding import Verdict
-from penstock.submission.reports import findings_export
 from penstock.submission.rules import RULES, rule_by_id
 from penstock.submission.rules.rule import Rule
 
@@ -77,14 +76,16 @@ def _write_findings(
     edition: Edition | EditionChoice,
     found: FoundTree,
 ) -> None:
+    from penstock.reports.page import write_report
     from penstock.results.published_files import write_text
+    from penstock.submission.reports.result_report import findings_csv
     from penstock.submission.reports.submission_pages import verdicts_page
 
     if (path := options.csv) is not None:
-        write_text(path.parent, path.name, findings_export.findings_csv(results))
+        write_text(path.parent, path.name, findings_csv(results))
     if (path := options.html) is not None:
         page = verdicts_page(results, edition.edition, edition.for_the_reviewer, found.without_results)
-        write_text(path.parent, path.name, page)
+        write_report(page, path)
 
 
 def _view_verdicts(results: Sequence[CheckedResult], edition: Edition | EditionChoice) -> View:
@@ -168,13 +169,13 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
 
       penstock submission report results --write --json
     """
-    from penstock.submission.reports import result_report
+    from penstock.submission.reports import result_report, submission_pages
 
     edition = choose_edition(options.edition, options.folder)
     with terminal.progress() as progress:
         reports = list(result_report.report_all(options.folder, edition, progress))
     planned = (
-        list(result_report.plan_folder(options.output, reports, edition))
+        list(submission_pages.plan_folder(options.output, reports, edition))
         if options.output is not None
         else []
     )
@@ -184,7 +185,7 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
         terminal.notes(refusals)
     written = result_report.write_files(planned)
     for entry in reports:
-        for reason in entry.figures.missing:
+        for reason in entry.missing:
             terminal.note(f"{entry.checked.name}: not recomputed: {reason}")
     terminal.result(
         {**result_report.reports_document(reports, edition), "written": written},
@@ -196,14 +197,13 @@ def _view_reports(reports: Sequence[ResultReport], written: Sequence[str]) -> Vi
     from penstock.submission.reports.submission_pages import figure_row, value_text
 
     for entry in reports:
-        result, figures = entry.checked, entry.figures.computed
+        result, figures = entry.checked, entry.figures
         yield bold(f"\n{printable(result.name, keep='')}: {result.verdict.value}")
         yield f"  {result.workload} on {_describe_accelerators(result)}"
         yield TextTable("", [figure_row(figure) for figure in figures])
         for figure in figures:
-            for outlier in figure.spread.outliers:
-                text = f"{figure.name}, {outlier.run}: {value_text(figure, outlier.value)}, {outlier.rule}"
-                yield f"  outlier: {text}"
+            for run, rule in figure.outliers.items():
+                yield f"  outlier: {figure.name}, {run}: {value_text(figure, figure.values[run])}, {rule}"
     if written:
         yield f"\nwritten: {len(written)} files, first {written[0]}"
 

@@ -76,7 +76,7 @@ def test_check_writes_requested_files_whatever_it_finds(
         rows = list(csv.DictReader(file))
     assert len(findings) == len(rows)
     assert [row["rule"] for row in rows] == [finding["rule"] for finding in findings]
-    assert (out / "a.html").read_text().startswith("<!DOCTYPE html>")
+    assert (out / "a.html").read_text().lstrip().startswith("<!DOCTYPE html>")
 
 
 def test_unwritable_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,15 +28,16 @@ def tick(group: str, value: str) -> str:
     return f"({box}.click(), true)"
 
 
+ROWS = "document.querySelectorAll('tbody tr:not([hidden])').length"
 SHOWN = "[...document.querySelectorAll('section:not([hidden]) .finding:not([hidden]) .mark')]"
 VERDICTS: dict[str, str] = {
     **FRAME,
     "at first": f"[...new Set({SHOWN}.map(m => m.textContent))].sort().join()",
-    "results at first": "document.querySelectorAll('tr[data-verdict]:not([hidden])').length",
+    "results at first": ROWS,
     "show passes": tick("finding", "pass"),
     "with passes": f"[...new Set({SHOWN}.map(m => m.textContent))].sort().join()",
     "hide valid": tick("result", "valid"),
-    "results without valid": "document.querySelectorAll('tr[data-verdict]:not([hidden])').length",
+    "results without valid": ROWS,
     "type": "(() => { const s = document.querySelector('input[type=search]'); s.value = 'STRUCTURE.folders';"
     " s.dispatchEvent(new Event('input', {bubbles: true})); return true })()",
     "found": f"{SHOWN}.map(m => m.parentElement.textContent).join()",
@@ -66,7 +67,7 @@ def test_the_page_of_verdicts_fits_its_screen_and_filters_as_one_asks(
     assert (seen.answers["paper"], seen.answers["requests"]) == (paper, 0)
     assert (seen.answers["at first"], seen.answers["with passes"]) == ("fail", "fail,pass")
     assert (seen.answers["results at first"], seen.answers["results without valid"]) == (2, 1)
-    assert seen.answers["found"] == "fail structure.folders"
+    assert seen.answers["found"] == "structure.folders: fail"
 
 
 def test_the_page_of_verdicts_answers_first_and_can_be_read_by_all_and_on_paper(
@@ -86,8 +87,8 @@ def test_the_page_of_verdicts_answers_first_and_can_be_read_by_all_and_on_paper(
 FIGURES: dict[str, str] = {
     **FRAME,
     "plots": "document.querySelectorAll('figure svg').length",
-    "dots": "document.querySelectorAll('circle').length",
-    "outliers": "[...document.querySelectorAll('.outlier title')].map(t => t.textContent).join('; ')",
+    "dots": "document.querySelectorAll('path[class^=dots]').length",
+    "outliers": "[...document.querySelectorAll('path.dots.t-bad title')].map(t => t.textContent).join('; ')",
     "wide": "Math.max(...[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().right))"
     " - window.innerWidth",
 }

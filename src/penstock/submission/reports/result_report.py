@@ -5,15 +5,17 @@
     FOLDER/RESULT/mlperf_storage_report.json         of v1.0
 
 Files are planned as paths and texts, then written, each in one step. Invariants: columns keep their names and
-places; a cell is filled from the files or stays empty, never by a default; in a submitter's tree a file is
-only added or, where it is our own, replaced. Bandwidths in the row are GiB/s.
+places, and new ones come last; a cell is filled from the files or stays empty, never by a default; in a
+submitter's tree a file is only added or, if it is our own, replaced. Bandwidths in the row are GiB/s.
 """
 
+import csv
+import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from penstock.errors import printable
@@ -26,12 +28,15 @@ from penstock.submission.find_results import V1_REPORT_FILE
 from penstock.submission.finding import Verdict
 from penstock.submission.parsed_file import MissingFact, ParsedFile, read_file
 from penstock.submission.recomputed_metrics import mib_per_second, samples_per_second
-from penstock.submission.reports import findings_export, submission_pages
-from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigures, compute_figures
+from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigure, compute_figures
 from penstock.submission.result_files import ResultRun, SubmittedResult
 from penstock.submission.system_description import provisioned_watts
 from penstock.submission.tree_layout import RESULTS_FILE, Benchmark
 
+FINDING_COLUMNS: Final = (
+    "name", "org", "division", "system", "workload", "accelerator", "num_accelerators", "result", "rule",
+    "verdict", "value", "limit", "evidence", "proof", "fix", "edition",
+)  # fmt: skip
 _COMMON: Final = (
     "Public ID", "Organization", "Division", "Benchmark Type", "Model", "Name", "Description", "Type",
     "Access Protocol", "Availability", "RU's", "Integrated Client Storage (TiB)", "Usable Capacity (TiB)",
@@ -46,48 +51,130 @@ _LAST: Final = ("Verdict", "Issues", "Rules Edition", "Comparability Class")
 _VECTORS: Final = (
     "Vector Count", "Dimension", "Index Type", "Queries per Sec", "Query Latency (ms)", "Recall Percentage",
 )  # fmt: skip
-_CACHE_OPTIONS: Final = (
-    (1, "llama3.1-8b Storage Only"), (2, "llama3.1-8b Storage + Mem"), (3, "llama3.1-70b Storage Only"),
-)  # fmt: skip
-_CACHE_FIGURES: Final = (
-    ("Throughput (tok/s)", "throughput"), ("Read B/W (GiB/s)", "read bandwidth"),
-    ("Write B/W (GiB/s)", "write bandwidth"), ("P95 Read Latency (ms)", "largest p95 latency"),
-)  # fmt: skip
-_KV_CACHE: Final = tuple(f"{load} - {title}" for _, load in _CACHE_OPTIONS for title, _ in _CACHE_FIGURES)
+_KV_CACHE: Final = {
+    f"{load} - {title}": f"option {number}: {figure}"
+    for number, load in (
+        (1, "llama3.1-8b Storage Only"), (2, "llama3.1-8b Storage + Mem"), (3, "llama3.1-70b Storage Only"),
+    )
+    for title, figure in (
+        ("Throughput (tok/s)", "throughput"), ("Read B/W (GiB/s)", "read bandwidth"),
+        ("Write B/W (GiB/s)", "write bandwidth"), ("P95 Read Latency (ms)", "largest p95 latency"),
+    )
+}  # fmt: skip
+"""The columns of key-value caches, and the figures in them."""
 RESULT_COLUMNS: Final = (*_COMMON, *_TRAINING, *_CHECKPOINTING, *_LAST, *_VECTORS, *_KV_CACHE)
+FORMAT_VERSION: Final = 1
+"""Of our results.json; raised whenever a key is renamed or means something else."""
+CSV_FILE: Final = "results.csv"
+_ISSUE_VERDICTS: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
+_SOLUTION: Final = ("system_under_test", "solution")
 
 Cell = str | int | float | None
+PlannedFile = tuple[Path, str]
+"""The path and the text of a file that is to be written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultReport:
+    """One result. `path` is where its report belongs in the tree; `v1` is a report of v1.0.
+
+    `missing` has a sentence for each figure that cannot be recomputed.
+    """
+
+    checked: CheckedResult
+    benchmark: Benchmark
+    edition: str
+    path: Path
+    figures: tuple[ResultFigure, ...]
+    missing: tuple[str, ...]
+    row: dict[str, Cell]
+    v1: dict[str, Any] | None
+
+
+def report_all(
+    root: Path, editions: Edition | EditionChoice, progress: Progress | None = None
+) -> Iterator[ResultReport]:
+    """Every result below `root`, recomputed and checked."""
+    for result in read_tree(root, editions, progress):
+        location = result.location
+        edition = editions.of(location.submitter.folder)
+        checked, (figures, missing) = check_result(result, edition), compute_figures(result)
+        if location.model:
+            above = location.run_folders[0].parent if location.run_folders else location.folder
+            path, v1 = above / RESULTS_FILE, None
+        else:
+            path, v1 = location.folder / V1_REPORT_FILE, _build_v1_report(result, checked)
+        yield ResultReport(
+            checked=checked,
+            benchmark=location.benchmark,
+            edition=edition.edition,
+            path=path,
+            figures=figures,
+            missing=missing,
+            row=result_row(result, checked, figures, edition.edition),
+            v1=v1,
+        )
 
 
 def result_row(
-    result: SubmittedResult, checked: CheckedResult, figures: ResultFigures, edition: str
+    result: SubmittedResult, checked: CheckedResult, figures: Sequence[ResultFigure], edition: str
 ) -> dict[str, Cell]:
-    """The cells of one result, by column."""
-    row: dict[str, Cell] = dict.fromkeys(RESULT_COLUMNS)
-    row |= {
-        "Public ID": _public_id(result, checked),
+    """The cells of one result, by column; a cell whose value is missing or differs between runs is empty."""
+    location, benchmark = result.location, result.location.benchmark
+    means = {figure.name: figure.mean for figure in figures}
+    # The model of vector search is the engine and the index, as their folders are called.
+    is_vectors = benchmark is Benchmark.VECTOR_SEARCH
+    model = f"{location.folder.parent.name}/{location.model}" if is_vectors else checked.workload
+    cells: dict[str, Cell | Callable[[], Cell]] = {
+        "Public ID": _public_id(result, checked, model),
         "Organization": checked.organisation,
         "Division": checked.division,
-        "Benchmark Type": result.location.benchmark.value,
-        "Model": _model_cell(result, checked),
+        "Benchmark Type": benchmark.value,
+        "Model": model,
         "Name": checked.system,
         "Accelerator Type": checked.accelerator or None,
         "# Simulated Accelerators": checked.num_accelerators,
-        "# Client Nodes": _value_or_empty(lambda: _num_clients(result)),
-        "Code": _value_or_empty(
-            lambda: _get_common({run_dir.pointer.text().strip() for run_dir in result.run_dirs()})
-        ),
-        "Logs": result.location.name,
+        "# Client Nodes": lambda: _num_clients(result),
+        "Code": lambda: _common(run_dir.pointer.text().strip() for run_dir in result.run_dirs()),
+        "Logs": location.name,
         "Verdict": checked.verdict.value,
         "Issues": "; ".join(issues(checked)),
         "Rules Edition": edition,
-        "Comparability Class": _value_or_empty(
-            lambda: _get_common(
-                {run_dir.provenance.text("core_config", "hash") for run_dir in result.run_dirs()}
-            )
+        "Comparability Class": lambda: _common(
+            run_dir.provenance.text("core_config", "hash") for run_dir in result.run_dirs()
         ),
+        **(_system(result.systems[0]) if len(result.systems) == 1 else {}),
     }
-    return row | _system(result) | _of_benchmark(result, figures)
+    if benchmark is Benchmark.TRAINING:
+        bandwidth = means.get("read bandwidth")
+        cells["Read B/W (GiB/s)"] = None if bandwidth is None else bandwidth / 1024
+    elif benchmark is Benchmark.CHECKPOINTING:
+        cells["Checkpoint Mode"] = lambda: _common(
+            run_dir.config.text("workload", "checkpoint", "mode") for run_dir in result.run_dirs()
+        )
+        for way in ("write", "read"):
+            cells[f"Checkpoint {way.capitalize()} B/W (GiB/s)"] = means.get(f"{way} bandwidth")
+            cells[f"Checkpoint {way.capitalize()} Duration (s)"] = means.get(f"{way} duration")
+    elif benchmark is Benchmark.KV_CACHE:
+        cells |= {column: means.get(figure) for column, figure in _KV_CACHE.items()}
+    else:
+        for column, key in (
+            ("Vector Count", "num_vectors"),
+            ("Dimension", "dimension"),
+            ("Index Type", "index_type"),
+        ):
+            cells[column] = partial(_common_value, result, key)
+        recall = means.get("recall")
+        cells["Queries per Sec"] = means.get("throughput")
+        cells["Query Latency (ms)"] = means.get("p99 latency")
+        cells["Recall Percentage"] = None if recall is None else 100 * recall
+    row: dict[str, Cell] = dict.fromkeys(RESULT_COLUMNS)
+    for column, cell in cells.items():
+        try:
+            row[column] = cell() if callable(cell) else cell
+        except MissingFact:  # the rule that needs the field reports what is missing
+            continue
+    return row
 
 
 def issues(checked: CheckedResult) -> list[str]:
@@ -96,115 +183,52 @@ def issues(checked: CheckedResult) -> list[str]:
     return list(dict.fromkeys(finding.rule for finding in checked.findings if finding.verdict in bad))
 
 
-def _model_cell(result: SubmittedResult, checked: CheckedResult) -> str:
-    """The model; of vector search the engine and the index, as their folders are called."""
-    location = result.location
-    if location.benchmark is not Benchmark.VECTOR_SEARCH:
-        return checked.workload
-    return f"{location.folder.parent.name}/{location.model}"
-
-
-def _public_id(result: SubmittedResult, checked: CheckedResult) -> str | None:
+def _public_id(result: SubmittedResult, checked: CheckedResult, model: str) -> str | None:
     """The number that the round's registry gave to the result; None if it names none, or several."""
-    location = result.location
-    wanted = [checked.division, checked.organisation, checked.system, location.benchmark.value]
-    parts = {part.lower() for part in (*_model_cell(result, checked).split("/"), checked.accelerator) if part}
-    entries = result.context.public_ids.content
-    assignments = entries.get("assignments") if isinstance(entries, dict) else None
-    found = {
-        str(entry.get("public_id"))
-        for entry in (assignments if isinstance(assignments, list) else ())
-        if isinstance(entry, dict)
-        and [str(entry.get(key)) for key in ("category", "organization", "system", "benchmark_type")]
-        == wanted
-        and _has_all(entry.get("key"), parts)
-    }
+    wanted = [checked.division, checked.organisation, checked.system, result.location.benchmark.value]
+    parts = {part.lower() for part in (*model.split("/"), checked.accelerator) if part}
+    content = result.context.public_ids.content
+    assignments = content.get("assignments") if isinstance(content, dict) else None
+    found = set()
+    for entry in assignments if isinstance(assignments, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("key"), list):
+            named = [str(entry.get(key)) for key in ("category", "organization", "system", "benchmark_type")]
+            if named == wanted and parts <= {str(part).lower() for part in entry["key"]}:
+                found.add(str(entry.get("public_id")))
     return found.pop() if len(found) == 1 else None
 
 
-def _has_all(key: object, parts: set[str]) -> bool:
-    """Whether an entry's key has all parts of a result's identity."""
-    return isinstance(key, list) and parts <= {str(part).lower() for part in key}
-
-
-_PROTOCOLS: Final = MappingProxyType({"file": "POSIX", "object": "S3"})
-
-
-def _system(result: SubmittedResult) -> dict[str, Cell]:
+def _system(described: ParsedFile) -> dict[str, Callable[[], Cell]]:
     """The cells about the system; capacities and rack units as they are written in its description."""
-    if len(result.systems) != 1:
-        return {}
-    (described,) = result.systems
 
-    def cell(*path: str) -> Cell:
-        return _value_or_empty(lambda: _as_written(described.value("system_under_test", *path)))
+    def as_written(*path: str) -> Cell:
+        value = described.value("system_under_test", *path)
+        return value if isinstance(value, str | int | float) and not isinstance(value, bool) else None
 
-    api = _value_or_empty(lambda: described.text(*_SOLUTION, "architecture", "benchmark_API"))
-    watts = _value_or_empty(lambda: provisioned_watts(described))
-    is_whole = isinstance(watts, float) and watts.is_integer()
+    def protocol() -> Cell:
+        api = described.text(*_SOLUTION, "architecture", "benchmark_API")
+        return {"file": "POSIX", "object": "S3"}.get(api)
+
+    def kind() -> Cell:
+        """Access by several hosts, the place of the storage, and its API: `Shared remote and local file`."""
+        is_shared = described.boolean(*_SOLUTION, "capabilities", "simultaneous_write")
+        place = described.text(*_SOLUTION, "architecture", "storage_location").replace("_", " ")
+        api = described.text(*_SOLUTION, "architecture", "product_API")
+        return f"{'Shared' if is_shared else 'Failover'} {place} {api}"
+
+    def power() -> Cell:
+        watts = provisioned_watts(described)
+        return int(watts) if watts is not None and float(watts).is_integer() else watts
+
     return {
-        "Description": cell("solution", "friendly_description"),
-        "Type": _value_or_empty(lambda: _type_of_system(described)),
-        "Access Protocol": _PROTOCOLS.get(str(api)),
-        "Availability": cell("solution", "availability"),
-        "RU's": cell("total_rack_units"),
-        "Integrated Client Storage (TiB)": cell("solution", "int_client_store_tib"),
-        "Usable Capacity (TiB)": cell("solution", "usable_capacity_tib"),
-        "Provisioned Power (W)": int(watts) if is_whole and watts is not None else watts,
-    }
-
-
-_SOLUTION: Final = ("system_under_test", "solution")
-
-
-def _as_written(value: object) -> Cell:
-    return value if isinstance(value, str | int | float) and not isinstance(value, bool) else None
-
-
-def _type_of_system(described: ParsedFile) -> str:
-    """What hosts may do at once, where the storage is, and what it speaks: `Shared remote and local file`."""
-    is_shared = described.boolean(*_SOLUTION, "capabilities", "simultaneous_write")
-    place = described.text(*_SOLUTION, "architecture", "storage_location").replace("_", " ")
-    api = described.text(*_SOLUTION, "architecture", "product_API")
-    return f"{'Shared' if is_shared else 'Failover'} {place} {api}"
-
-
-def _of_benchmark(result: SubmittedResult, figures: ResultFigures) -> dict[str, Cell]:
-    if result.location.benchmark is Benchmark.CHECKPOINTING:
-        modes = (run_dir.config.text("workload", "checkpoint", "mode") for run_dir in result.run_dirs())
-        return {
-            "Checkpoint Mode": _value_or_empty(lambda: _get_common(set(modes))),
-            "Checkpoint Write B/W (GiB/s)": figures.mean("write bandwidth"),
-            "Checkpoint Write Duration (s)": figures.mean("write duration"),
-            "Checkpoint Read B/W (GiB/s)": figures.mean("read bandwidth"),
-            "Checkpoint Read Duration (s)": figures.mean("read duration"),
-        }
-    if result.location.benchmark is Benchmark.KV_CACHE:
-        return {
-            f"{load} - {title}": figures.mean(f"option {number}: {name}")
-            for number, load in _CACHE_OPTIONS
-            for title, name in _CACHE_FIGURES
-        }
-    if result.location.benchmark is Benchmark.VECTOR_SEARCH:
-        return _of_vectors(result, figures)
-    bandwidth = figures.mean("read bandwidth")
-    return {"Read B/W (GiB/s)": None if bandwidth is None else bandwidth / 1024}
-
-
-def _of_vectors(result: SubmittedResult, figures: ResultFigures) -> dict[str, Cell]:
-    def shared(name: str) -> Cell:
-        return _value_or_empty(
-            lambda: _get_common({str(run_dir.summary.value(name)) for run_dir in result.run_dirs()})
-        )
-
-    recall = figures.mean("recall")
-    return {
-        "Vector Count": shared("num_vectors"),
-        "Dimension": shared("dimension"),
-        "Index Type": shared("index_type"),
-        "Queries per Sec": figures.mean("throughput"),
-        "Query Latency (ms)": figures.mean("p99 latency"),
-        "Recall Percentage": None if recall is None else 100 * recall,
+        "Description": partial(as_written, "solution", "friendly_description"),
+        "Type": kind,
+        "Access Protocol": protocol,
+        "Availability": partial(as_written, "solution", "availability"),
+        "RU's": partial(as_written, "total_rack_units"),
+        "Integrated Client Storage (TiB)": partial(as_written, "solution", "int_client_store_tib"),
+        "Usable Capacity (TiB)": partial(as_written, "solution", "usable_capacity_tib"),
+        "Provisioned Power (W)": power,
     }
 
 
@@ -217,53 +241,14 @@ def _num_clients(result: SubmittedResult) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def _get_common(values: set[str]) -> str | None:
+def _common(values: Iterable[str]) -> str | None:
     """The value that all runs state; None if they differ."""
-    return values.pop() if len(values) == 1 else None
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else None
 
 
-def _value_or_empty(read_cell: Callable[[], Cell]) -> Cell:
-    try:
-        return read_cell()
-    except MissingFact:  # the cell stays empty, and the rule that needs the field says what is missing
-        return None
-
-
-FORMAT_VERSION: Final = 1
-"""Of our results.json; raised whenever a key is renamed or means something else."""
-CSV_FILE: Final = "results.csv"
-_ISSUE_VERDICTS: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultReport:
-    """One result. `path` is where its report belongs in the tree; `v1` is a report of v1.0."""
-
-    checked: CheckedResult
-    benchmark: Benchmark
-    edition: str
-    path: Path
-    figures: ResultFigures
-    row: dict[str, Cell]
-    v1: dict[str, Any] | None
-
-
-def report_all(
-    root: Path, editions: Edition | EditionChoice, progress: Progress | None = None
-) -> Iterator[ResultReport]:
-    """Every result below `root`, recomputed and checked."""
-    for result in read_tree(root, editions, progress):
-        edition = editions.of(result.location.submitter.folder)
-        checked, figures = check_result(result, edition), compute_figures(result)
-        yield ResultReport(
-            checked=checked,
-            benchmark=result.location.benchmark,
-            edition=edition.edition,
-            path=_find_report_path(result),
-            figures=figures,
-            row=result_row(result, checked, figures, edition.edition),
-            v1=_build_v1_report(result, checked) if not result.location.model else None,
-        )
+def _common_value(result: SubmittedResult, name: str) -> str | None:
+    return _common(str(run_dir.summary.value(name)) for run_dir in result.run_dirs())
 
 
 def report_document(report: ResultReport) -> dict[str, Any]:
@@ -286,15 +271,18 @@ def report_document(report: ResultReport) -> dict[str, Any]:
                 "name": figure.name,
                 "unit": figure.unit,
                 "values": figure.values,
-                "mean": figure.spread.mean,
-                "stdev": figure.spread.deviation,
+                "mean": figure.mean,
+                "stdev": figure.deviation,
                 "confidence": CONFIDENCE,
-                "interval": figure.spread.interval,
-                "outliers": [asdict(outlier) for outlier in figure.spread.outliers],
+                "interval": figure.interval,
+                "outliers": [
+                    {"run": run, "value": figure.values[run], "rule": rule}
+                    for run, rule in figure.outliers.items()
+                ],
             }
-            for figure in report.figures.computed
+            for figure in report.figures
         ],
-        "not_recomputed": list(report.figures.missing),
+        "not_recomputed": list(report.missing),
         "metrics": checked.metrics,
         "issues": [asdict(finding) for finding in checked.findings if finding.verdict in _ISSUE_VERDICTS],
         "columns": report.row,
@@ -304,14 +292,6 @@ def report_document(report: ResultReport) -> dict[str, Any]:
 def reports_document(reports: Sequence[ResultReport], edition: Edition | EditionChoice) -> dict[str, Any]:
     """All results as one document."""
     return {"edition": edition.edition, "results": [report_document(report) for report in reports]}
-
-
-def _find_report_path(result: SubmittedResult) -> Path:
-    """The path of a result's report, in the folder of its runs."""
-    if not result.location.model:
-        return result.location.folder / V1_REPORT_FILE
-    above = result.location.run_folders[0].parent if result.location.run_folders else result.location.folder
-    return above / RESULTS_FILE
 
 
 def _build_v1_report(result: SubmittedResult, checked: CheckedResult) -> dict[str, Any] | None:
@@ -333,8 +313,8 @@ def _build_v1_run(run: ResultRun) -> dict[str, Any]:
     first = run.dirs[0]
     model, accelerator = first.workload()
     return {
-        "train_throughput_samples_per_second": sum(samples_per_second(run_dir) for run_dir in run.dirs),
-        "train_throughput_MB_per_second": sum(mib_per_second(run_dir) for run_dir in run.dirs),
+        "train_throughput_samples_per_second": sum(map(samples_per_second, run.dirs)),
+        "train_throughput_MB_per_second": sum(map(mib_per_second, run.dirs)),
         "train_num_accelerators": str(
             sum(run_dir.summary.integer("num_accelerators") for run_dir in run.dirs)
         ),
@@ -345,32 +325,6 @@ def _build_v1_run(run: ResultRun) -> dict[str, Any]:
     }
 
 
-PAGE_FILE: Final = "report.html"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedFile:
-    """A file that is to be written."""
-
-    path: Path
-    text: str
-
-
-def plan_folder(
-    folder: Path, reports: Sequence[ResultReport], edition: Edition | EditionChoice
-) -> Iterator[PlannedFile]:
-    """Plan all files of a report in a separate folder."""
-    yield PlannedFile(path=folder / PAGE_FILE, text=submission_pages.figures_page(reports, edition.edition))
-    yield PlannedFile(path=folder / CSV_FILE, text=_format_rows(reports))
-    yield PlannedFile(path=folder / RESULTS_FILE, text=_format_json(reports_document(reports, edition)))
-    for report in reports:
-        here = folder / printable(report.checked.name, keep="")
-        yield PlannedFile(path=here / CSV_FILE, text=_format_rows([report]))
-        yield PlannedFile(path=here / RESULTS_FILE, text=_format_json(report_document(report)))
-        if report.v1 is not None:
-            yield PlannedFile(path=here / V1_REPORT_FILE, text=_format_json(report.v1))
-
-
 def plan_tree(reports: Sequence[ResultReport]) -> tuple[list[PlannedFile], list[str]]:
     """Plan the files in the tree itself, and a sentence for each report that is left as it is."""
     planned: list[PlannedFile] = []
@@ -378,39 +332,24 @@ def plan_tree(reports: Sequence[ResultReport]) -> tuple[list[PlannedFile], list[
     by_place: dict[Path, list[ResultReport]] = {}
     for report in reports:
         by_place.setdefault(report.path, []).append(report)
-    for path, here in by_place.items():
-        content = _build_content(here)
-        if content is None or not any(report.figures.computed for report in here):
-            unchanged.append(
-                f"{here[0].checked.name}: its report cannot be written: {'; '.join(_list_missing(here))}"
-            )
+    for path, here in by_place.items():  # the results of several accelerators share a file
+        documents = [report_document(report) for report in here]
+        content: Mapping[str, Any] | None = {"format": FORMAT_VERSION, "results": documents}
+        if path.name == V1_REPORT_FILE:
+            content = here[0].v1
+        elif len(here) == 1:
+            content = documents[0]
+        if content is None or not any(report.figures for report in here):
+            missing = [text for report in here for text in report.missing]
+            why = "; ".join(missing) or "a field of a summary is missing"
+            unchanged.append(f"{here[0].checked.name}: its report cannot be written: {why}")
         elif path.exists() and not _is_ours(path):
             unchanged.append(f"{path}: another tool wrote this file; it is left as it is")
         else:
-            planned.append(PlannedFile(path=path, text=_format_json(content)))
+            planned.append((path, format_json(content)))
             if path.name == RESULTS_FILE:
-                planned.append(PlannedFile(path=path.with_name(CSV_FILE), text=_format_rows(here)))
+                planned.append((path.with_name(CSV_FILE), format_rows(here)))
     return planned, unchanged
-
-
-def write_files(files: Sequence[PlannedFile]) -> list[str]:
-    """Write the files; returns their paths."""
-    for file in files:
-        write_text(file.path.parent, file.path.name, file.text)
-    return [str(file.path) for file in files]
-
-
-def _build_content(here: Sequence[ResultReport]) -> Mapping[str, Any] | None:
-    """The content of one file, which may have the results of several accelerators."""
-    if here[0].path.name == V1_REPORT_FILE:
-        return here[0].v1
-    if len(here) == 1:
-        return report_document(here[0])
-    return {"format": FORMAT_VERSION, "results": [report_document(report) for report in here]}
-
-
-def _list_missing(here: Sequence[ResultReport]) -> list[str]:
-    return [text for report in here for text in report.figures.missing] or ["a field of a summary is missing"]
 
 
 def _is_ours(path: Path) -> bool:
@@ -419,9 +358,45 @@ def _is_ours(path: Path) -> bool:
     return isinstance(content, dict) and content.get("format") == FORMAT_VERSION
 
 
-def _format_rows(reports: Sequence[ResultReport]) -> str:
-    return findings_export.to_csv(RESULT_COLUMNS, (report.row for report in reports))
+def write_files(files: Iterable[PlannedFile]) -> list[str]:
+    """Write the files; returns their paths."""
+    written = []
+    for path, text in files:
+        write_text(path.parent, path.name, text)
+        written.append(str(path))
+    return written
 
 
-def _format_json(content: Mapping[str, Any]) -> str:
+def format_json(content: Mapping[str, Any]) -> str:
+    """The text of a JSON file."""
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+def format_rows(reports: Sequence[ResultReport]) -> str:
+    """A CSV table with a row for each result."""
+    return to_csv(RESULT_COLUMNS, (report.row for report in reports))
+
+
+def findings_csv(checked: Sequence[CheckedResult]) -> str:
+    """A CSV table with a row for each finding; `result` is the verdict on the whole result."""
+    rows = (
+        result.identity() | {"result": result.verdict.value, "edition": result.edition} | asdict(finding)
+        for result in checked
+        for finding in result.findings
+    )
+    return to_csv(FINDING_COLUMNS, rows)
+
+
+def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
+    """Rows under fixed columns, by RFC 4180; None is an empty cell, an unknown column is an error.
+
+    Programs print cells on terminals, so control characters are escaped as there.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="raise", lineterminator="\r\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow(
+            {key: printable(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
+        )
+    return text.getvalue()

@@ -14,12 +14,12 @@ from penstock.submission.edition import load_edition
 from penstock.submission.reports.result_report import (
     RESULT_COLUMNS,
     ResultReport,
-    plan_folder,
     plan_tree,
     report_all,
     report_document,
     write_files,
 )
+from penstock.submission.reports.submission_pages import plan_folder
 
 V1, V3 = load_edition("v1.0"), load_edition("v3.0")
 RATES = [41.5, 41.6, 41.7, 41.8, 41.9]
@@ -31,7 +31,7 @@ def reported(submission: Submission, root: Path) -> ResultReport:
 
 
 def values(found: ResultReport, name: str) -> dict[str, float]:
-    return next(figure.values for figure in found.figures.computed if figure.name == name)
+    return next(figure.values for figure in found.figures if figure.name == name)
 
 
 def test_a_trainings_figures_are_those_of_its_runs(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_trainings_figures_are_those_of_its_runs(tmp_path: Path) -> None:
     assert list(values(found, "read bandwidth").values()) == pytest.approx(
         [rate * 146_600_628 / 2**20 for rate in RATES]
     )
-    assert found.figures.missing == ()
+    assert found.missing == ()
     assert found.row["Read B/W (GiB/s)"] == pytest.approx(41.7 * 146_600_628 / 2**30)
 
 
@@ -49,8 +49,8 @@ def test_a_figure_that_cannot_be_recomputed_is_named_and_the_others_stay(tmp_pat
     submission = valid_submission()
     submission.configs()[2]["dataset"].pop("record_length")
     found = reported(submission, tmp_path)
-    assert [figure.name for figure in found.figures.computed] == ["throughput", "utilization"]
-    (reason,) = found.figures.missing
+    assert [figure.name for figure in found.figures] == ["throughput", "utilization"]
+    (reason,) = found.missing
     assert reason.startswith("read bandwidth: there is no field workload.dataset.record_length (")
     assert found.row["Read B/W (GiB/s)"] is None
     assert found.v1 is None
@@ -83,10 +83,10 @@ def test_a_checkpoint_takes_as_long_as_on_rank_0_and_the_slowest_rank_is_beside_
     assert values(found, "write duration")["1.save_ckpt3"] == 4.5
     assert values(found, "write duration, slowest rank")["1.save_ckpt3"] == 99.0
     assert found.row["Checkpoint Write Duration (s)"] == 5.125
-    figures = {figure.name: figure for figure in found.figures.computed}
+    figures = {figure.name: figure for figure in found.figures}
     assert "read duration, slowest rank" not in figures
-    (outlier,) = figures["write duration, slowest rank"].spread.outliers
-    assert outlier.run == "1.save_ckpt3"
+    (outlier,) = figures["write duration, slowest rank"].outliers
+    assert outlier == "1.save_ckpt3"
 
 
 def test_row_has_every_column_and_empty_cells_for_unknown_values(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_cache_is_reported_by_option(tmp_path: Path) -> None:
     assert found.row["# Client Nodes"] == 2
     assert found.row["llama3.1-8b Storage + Mem - Read B/W (GiB/s)"] == pytest.approx(8.46)
     assert found.row["llama3.1-70b Storage Only - P95 Read Latency (ms)"] == pytest.approx(3230)
-    assert len(found.figures.computed) == 15
+    assert len(found.figures) == 15
 
 
 def test_vector_search_is_reported_by_its_runs(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_result_without_runs_gets_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("edition", ["v2.0", "v3.0"])
 def test_later_editions_are_reported_alike(tmp_path: Path, edition: str) -> None:
     found = list(report_all(valid_round(edition).write(tmp_path), load_edition(edition)))
-    assert [len(each.figures.computed) for each in found] == [3, 4]
+    assert [len(each.figures) for each in found] == [3, 4]
     assert [each.row["Rules Edition"] for each in found] == [edition, edition]
 
 
@@ -260,8 +260,8 @@ def test_results_on_two_accelerators_share_the_file_of_their_place(tmp_path: Pat
     assert [each.checked.accelerator for each in all_reported] == ["b200", "h100"]
     (results, rows), kept = plan_tree(all_reported)
     assert kept == []
-    assert [each["accelerator"] for each in json.loads(results.text)["results"]] == ["b200", "h100"]
-    assert len(list(csv.DictReader(rows.text.splitlines()))) == 2
+    assert [each["accelerator"] for each in json.loads(results[1])["results"]] == ["b200", "h100"]
+    assert len(list(csv.DictReader(rows[1].splitlines()))) == 2
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2", "[]", '"text"', "[" * 100_000])
@@ -285,11 +285,11 @@ def test_a_checkpointing_without_times_says_what_is_missing(tmp_path: Path) -> N
     timeless.document("checkpointing", 0, "/0_per_epoch_stats.json")["1"]["save_ckpt2"]["duration"] = 0.0
     empty.drop("_per_epoch_stats.json")
     (found,) = report_all(timeless.write(tmp_path / "timeless"), V3)
-    assert [figure.name for figure in found.figures.computed] == ["read bandwidth", "read duration"]
-    assert found.figures.missing[0].startswith("write bandwidth: 1.save_ckpt2 took no time (")
+    assert [figure.name for figure in found.figures] == ["read bandwidth", "read duration"]
+    assert found.missing[0].startswith("write bandwidth: 1.save_ckpt2 took no time (")
     (found,) = report_all(empty.write(tmp_path / "empty"), V3)
-    assert found.figures.computed == ()
-    assert all("no per_epoch_stats.json" in reason for reason in found.figures.missing)
+    assert found.figures == ()
+    assert all("no per_epoch_stats.json" in reason for reason in found.missing)
 
 
 def test_infinite_figure_is_missing(tmp_path: Path) -> None:
@@ -297,6 +297,6 @@ def test_infinite_figure_is_missing(tmp_path: Path) -> None:
     for summary in submission.summaries():
         summary["metric"]["train_throughput_samples_per_second"] = [1.7e308, 1.7e308]
     found = reported(submission, tmp_path)
-    assert [figure.name for figure in found.figures.computed] == ["utilization"]
-    assert [reason.partition(":")[0] for reason in found.figures.missing] == ["throughput", "read bandwidth"]
+    assert [figure.name for figure in found.figures] == ["utilization"]
+    assert [reason.partition(":")[0] for reason in found.missing] == ["throughput", "read bandwidth"]
     assert found.v1 is None

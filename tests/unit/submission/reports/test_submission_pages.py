@@ -1,13 +1,22 @@
 """The page of verdicts as text: everything is in it, and nothing can break out of it."""
 
 import re
+from collections.abc import Sequence
 
+from penstock.reports.page import render_report
 from penstock.submission.check import CheckedResult
 from penstock.submission.finding import Finding, Verdict
-from penstock.submission.reports.result_figures import ResultFigure, compute_spread
-from penstock.submission.reports.submission_pages import figure_row, verdicts_page
+from penstock.submission.reports import submission_pages
+from penstock.submission.reports.result_figures import measure_figure
+from penstock.submission.reports.submission_pages import figure_row
 
 EVIL = '</script><img src=x onerror="alert(1)">'
+
+
+def verdicts_page(
+    checked: Sequence[CheckedResult], edition: str, left: Sequence[str], empty: Sequence[str] = ()
+) -> str:
+    return render_report(submission_pages.verdicts_page(checked, edition, left, empty))
 
 
 def judged_with(*findings: Finding, name: str = "closed/acme/x") -> CheckedResult:
@@ -87,7 +96,7 @@ def test_file_that_several_rules_cannot_read_is_one_finding() -> None:
 
 def test_row_of_a_figure_has_its_interval_only_from_two_runs_on() -> None:
     def row(**values: float) -> dict[str, str]:
-        return figure_row(ResultFigure(name="read", unit="s", values=values, spread=compute_spread(values)))
+        return figure_row(measure_figure("read", "s", values))
 
     assert (row(a=2.0)["95% from"], row(a=2.0)["to"], row(a=2.0)["mean"]) == ("-", "-", "2")
     assert (row(a=2.0, b=2.0)["95% from"], row(a=2.0, b=2.0)["to"]) == ("2", "2")
