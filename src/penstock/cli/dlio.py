@@ -32,7 +32,7 @@ from penstock.workload.spec import Workload
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
-    from penstock.results.dlio.output_files import HydraFacts
+    from penstock.results.dlio_files import HydraFacts
 
 DEFAULT_WORKLOAD: Final = "default"
 """What DLIO runs where no workload is named."""
@@ -335,7 +335,7 @@ class _Stages:
 
     def _write_configuration(self) -> None:
         """Write what DLIO leaves even if nothing is trained, or training fails."""
-        from penstock.results.dlio.output_files import write_configuration, write_log
+        from penstock.results.dlio_files import write_configuration, write_log
 
         if self.terminal.speaks:
             write_configuration(self.folder, self.workload, self._hydra_facts())
@@ -355,7 +355,7 @@ class _Stages:
         return self.workload.reader.write_threads or 4
 
     def _hydra_facts(self) -> HydraFacts:
-        from penstock.results.dlio.output_files import HYDRA_FOLDER, HydraFacts
+        from penstock.results.dlio_files import HYDRA_FOLDER, HydraFacts
 
         return HydraFacts(
             subfolder=HYDRA_FOLDER if self.subfolder is None else self.subfolder,
@@ -367,7 +367,7 @@ class _Stages:
 
     def _log(self, text: str) -> None:
         """Add a line to the log, and print it."""
-        from penstock.results.dlio.output_files import log_line
+        from penstock.results.dlio_files import log_line
 
         self.log.append(log_line(datetime.now(UTC), text))
         if self.terminal.speaks:

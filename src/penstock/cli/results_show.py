@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.option_groups import PageOption, ParentOption
 from penstock.cli.options import argument, arguments, group, option, verb
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.results.checkpoint_figures import CheckpointFigures
     from penstock.results.host_activity import PhaseActivity
     from penstock.results.phase_figures import PhaseFigures
-    from penstock.results.run_comparison import RunComparison, RunSummary, SettingDifference
+    from penstock.results.run_comparison import RunComparison, RunSummary
     from penstock.results.run_record import RunRecord
 
 
@@ -187,7 +187,7 @@ def _view_checkpoints(view: RunSummary, checkpoints: CheckpointFigures) -> View:
 
 
 def _view_training(view: RunSummary, figures: PhaseFigures | None) -> View:
-    from penstock.results.bottleneck import time_rows
+    from penstock.results.phase_figures import time_rows
 
     facts = _training_facts(view)
     if figures is None:
@@ -320,15 +320,15 @@ def _view_comparison(comparison: RunComparison) -> View:
         yield TextTable("Set differently", _difference_rows(comparison.varied, names))
     rows = []
     for delta in comparison.deltas:
-        first, *others = zip(delta.values, delta.changes, strict=True)
+        first, *others = zip(delta["values"], delta["changes"], strict=True)
         texts = [format_number(first[0], ",.2f"), *(_with_change(*other) for other in others)]
-        rows.append({"figure": delta.figure, **dict(zip(names, texts, strict=True))})
+        rows.append({"figure": delta["figure"], **dict(zip(names, texts, strict=True))})
     yield TextTable("Figures", rows)
 
 
-def _difference_rows(differences: Sequence[SettingDifference], names: Sequence[str]) -> list[dict[str, str]]:
+def _difference_rows(differences: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, str]]:
     return [
-        {"key": difference.key, **dict(zip(names, map(str, difference.values), strict=True))}
+        {"key": difference["key"], **dict(zip(names, map(str, difference["values"]), strict=True))}
         for difference in differences
     ]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, DirectionTotals
     from penstock.bench.training.training_result import TrainingResult
     from penstock.results.io_reconciliation import IoReconciliation
-    from penstock.results.utilization import EpochRate
+    from penstock.results.phase_figures import EpochRate
     from penstock.submission.authoring.write_result_dir import RunLogs
 
 MAX_DEVICES_NAMED = 4

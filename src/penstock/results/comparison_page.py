@@ -1,12 +1,12 @@
 """The page of a comparison of runs: which is faster, by how much, and what was different about it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from penstock.errors import name_some
 from penstock.reports.report import Banner, Chart, Kind, Look, Report, Series, table_section
-from penstock.results.run_comparison import RunComparison, RunSummary, SettingDifference
+from penstock.results.run_comparison import RunComparison, RunSummary
 from penstock.units import format_rate
 
 GIB: Final = 2**30
@@ -66,7 +66,7 @@ def _banner(comparison: RunComparison) -> Banner:
     main = next((figure for figure in known if figure.title != "AU"), None)
     changes = {run.id: _change(main, first, run) for run in others}
     verdict, look = _verdict(comparison, list(changes.values()))
-    differing = [difference.key for difference in (*comparison.obstacles, *comparison.varied)]
+    differing = [difference["key"] for difference in (*comparison.obstacles, *comparison.varied)]
     return Banner(
         verdict=verdict,
         look=look,
@@ -129,10 +129,10 @@ def _draw(figure: _Figure, runs: Sequence[RunSummary]) -> Iterator[Chart]:
 
 
 def _differences(
-    differences: Sequence[SettingDifference], runs: Sequence[RunSummary]
+    differences: Sequence[Mapping[str, Any]], runs: Sequence[RunSummary]
 ) -> list[dict[str, str]]:
     return [
-        {"key": one.key, **{run.id: str(value) for run, value in zip(runs, one.values, strict=True)}}
+        {"key": one["key"], **{run.id: str(value) for run, value in zip(runs, one["values"], strict=True)}}
         for one in differences
     ]
 

@@ -1,17 +1,144 @@
-"""The figures of a phase: epochs, means, times and bottleneck, computed from events and the workload alone.
+"""The figures of a phase, from step events and the workload alone: utilization, times, and the bottleneck.
 
-Pure, and the last step of the computation: `run_record`, `dlio` and the command line present the figures.
+Pure. `run_record`, `dlio_files` and the command line present the figures.
+
+Utilization comes twice, as percentages. `au_compat` is DLIO's to the letter, quirks included, so that results
+can be compared with published ones; `au_strict` depends on storage and loader alone.
+
+DLIO, for each rank and block, with W the steps from `exclude_start_steps` to `num_steps - 1 -
+exclude_end_steps`: AU = 100 x compute(W) / T, where T is the block's whole time less waits and computations
+of the steps outside W; throughput = len(W) x batch / T. A block weighs as many steps as it has; AU is the
+mean over ranks, throughput their sum. Its quirks:
+
+- T keeps the barriers of the steps outside W, and what the harness does between steps;
+- positions restart in each block, so every block after a checkpoint drops its first steps, too;
+- `num_steps` comes from the whole data set: where a rank has fewer steps, `exclude_end_steps` excludes fewer
+  or none, and where a block has fewer, too;
+- in evaluation throughput counts all steps over the whole time, start-up included.
+
+Strict, for each rank and epoch: compute / (compute + wait) over the epoch's steps without its first
+`exclude_start_steps` and last `exclude_end_steps`, once an epoch; barriers and harness are in neither. Mean
+over ranks. Strict throughput leaves nothing out: all samples over the longest rank's time in blocks.
+
+Times are waits, reads, decoding, computation and barriers of the steps that `au_strict` counts, in seconds.
+Reads and decoding sum over a loader's threads, so they may exceed the elapsed time. The accelerators are busy
+enough if the threshold's share of all time was computation; otherwise the largest other share is the
+bottleneck. A rank whose samples come late holds up all others in the barrier: that time counts as storage's
+or the client CPU's, not as the barrier's.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
 
-from penstock.results.bottleneck import BottleneckVerdict, TimeBreakdown, break_down_times, find_bottleneck
-from penstock.results.step_events import RankEvents, StepPhase
-from penstock.results.utilization import EpochRate, UtilizationWindow, choose_window, epoch_rates
+import numpy as np
+
+from penstock.results.step_events import (
+    Nanoseconds,
+    RankEvents,
+    Rows,
+    StepBlock,
+    StepPhase,
+    barrier_ns,
+    compute_ns,
+    wait_ns,
+)
+from penstock.units import format_seconds
 from penstock.workload.dataset_size import record_bytes
 from penstock.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UtilizationWindow:
+    """The steps that count: DLIO's number of steps, the steps excluded at both ends, and samples a step."""
+
+    num_steps: int
+    exclude_start_steps: int
+    exclude_end_steps: int
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRate:
+    """One epoch of a phase, over all ranks. `au_strict_percent` is None where every step is left out."""
+
+    epoch: int
+    au_compat_percent: float
+    au_strict_percent: float | None
+    samples_per_s_compat: float
+    samples_per_s_strict: float
+    samples: int
+    read_bytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeStats:
+    """One measure over many steps, in seconds."""
+
+    num_steps: int
+    total_s: float
+    mean_s: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSkew:
+    """How ranks differ in one measure: mean per step of the fastest, the median and the slowest rank."""
+
+    fastest_rank: int
+    fastest_s: float
+    median_s: float
+    slowest_rank: int
+    slowest_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeShares:
+    """How the time of all ranks divides; the shares sum to 1.
+
+    `held_up` is the part of barriers spent because the step's last rank waited longer for its samples than
+    this one; `barrier` is the rest of them. `harness` is the time in blocks outside of steps.
+    """
+
+    compute: float
+    wait: float
+    held_up: float
+    barrier: float
+    harness: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeBreakdown:
+    """All measures: over all ranks, for each rank, and compared between ranks."""
+
+    shares: TimeShares
+    over_ranks: Mapping[str, TimeStats]
+    by_rank: Mapping[int, Mapping[str, TimeStats]]
+    skew: Mapping[str, RankSkew]
+
+
+class Bottleneck(StrEnum):
+    """What to improve first."""
+
+    STORAGE = "storage"
+    CLIENT_CPU = "client CPU"
+    BARRIER = "barrier"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BottleneckVerdict:
+    """The bottleneck, and the sentences it was concluded from."""
+
+    bottleneck: Bottleneck
+    evidence: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +177,7 @@ def compute_phase_figures(
     phase: StepPhase = StepPhase.TRAIN,
     ceiling: float | None = None,
 ) -> PhaseFigures | None:
-    """The figures of a phase; None if no epoch has a block that all ranks completed."""
+    """Compute the figures of a phase; None if no epoch has a block that all ranks completed."""
     if not ranks:
         return None
     window = choose_window(workload, num_ranks=len(ranks), phase=phase)
@@ -64,6 +191,12 @@ def compute_phase_figures(
     read_bytes = sum(rate.read_bytes for rate in epochs)
     mib_per_sample = float(record_bytes(workload.dataset)) / 2**20
     times = break_down_times(ranks, window, phase)
+    without = ", ".join(str(rate.epoch) for rate in epochs if rate.au_strict_percent is None)
+    note = (
+        f"Epoch {without} has no utilization: metric.exclude_start_steps and exclude_end_steps leave out the "
+        f"first {window.exclude_start_steps} and the last {window.exclude_end_steps} steps of an epoch, and "
+        "there are no more. DLIO's formula calls that 0 %. Use more files, fewer ranks or smaller batches."
+    )
     return PhaseFigures(
         epochs=tuple(epochs),
         au_compat_percent=compat,
@@ -78,21 +211,8 @@ def compute_phase_figures(
         meets_threshold=compat.mean >= workload.metric.au * 100,
         times=times,
         verdict=find_bottleneck(times, threshold=workload.metric.au, ceiling=ceiling) if times else None,
-        notes=tuple(_notes(epochs, window)),
+        notes=(note,) if without else (),
     )
-
-
-def _notes(epochs: Sequence[EpochRate], window: UtilizationWindow) -> Iterator[str]:
-    """Explain epochs without a utilization."""
-    without_utilization = [rate.epoch for rate in epochs if rate.au_strict_percent is None]
-    if without_utilization:
-        numbers = ", ".join(map(str, without_utilization))
-        left_out = f"the first {window.exclude_start_steps} and the last {window.exclude_end_steps}"
-        yield (
-            f"Epoch {numbers} has no utilization: metric.exclude_start_steps and exclude_end_steps "
-            f"leave out {left_out} steps of an epoch, and there are no more. DLIO's formula calls that 0 %. "
-            "Use more files, fewer ranks or smaller batches."
-        )
 
 
 def mean_and_stdev(values: Sequence[float]) -> Mean:
@@ -103,3 +223,257 @@ def mean_and_stdev(values: Sequence[float]) -> Mean:
 
 def _rate(amount: float, elapsed_s: float) -> float:
     return amount / elapsed_s if elapsed_s > 0 else 0.0
+
+
+# Utilization
+
+
+def choose_window(
+    workload: Workload, *, num_ranks: int, phase: StepPhase = StepPhase.TRAIN
+) -> UtilizationWindow:
+    """Choose the window of a phase. DLIO's number of steps is rounded down once, over all ranks."""
+    dataset, reader = workload.dataset, workload.reader
+    is_training = phase is StepPhase.TRAIN
+    num_files = dataset.num_files_train if is_training else dataset.num_files_eval
+    batch_size = reader.batch_size if is_training else reader.batch_size_eval
+    whole = dataset.num_samples_per_file * num_files // (batch_size * num_ranks)
+    requested = workload.train.total_training_steps if is_training else None
+    return UtilizationWindow(
+        num_steps=requested or whole,
+        exclude_start_steps=workload.metric.exclude_start_steps,
+        exclude_end_steps=workload.metric.exclude_end_steps,
+        batch_size=batch_size,
+    )
+
+
+def epoch_rates(ranks: Sequence[RankEvents], window: UtilizationWindow, phase: StepPhase) -> list[EpochRate]:
+    """Every epoch that all ranks have completed a block of."""
+    epochs = set.intersection(*(set(rank.epochs(phase)) for rank in ranks)) if ranks else set()
+    rates = []
+    for epoch in sorted(epochs):
+        by_rank = [rank.blocks(phase, epoch) for rank in ranks]
+        compat = [compat_rate(blocks, window, phase) for blocks in by_rank]
+        strict = [
+            share for blocks in by_rank if (share := strict_au_percent(_join(blocks), window)) is not None
+        ]
+        elapsed_s = max(sum(block.elapsed_ns for block in blocks) for blocks in by_rank) / 1e9
+        steps = [block.steps for blocks in by_rank for block in blocks]
+        samples = sum(int(each["samples"].sum()) for each in steps)
+        rates.append(
+            EpochRate(
+                epoch=epoch,
+                au_compat_percent=sum(au for au, _ in compat) / len(compat),
+                au_strict_percent=sum(strict) / len(strict) if strict else None,
+                samples_per_s_compat=sum(rate for _, rate in compat),
+                samples_per_s_strict=_rate(samples, elapsed_s),
+                samples=samples,
+                read_bytes=sum(int(each["read_bytes"].sum()) for each in steps),
+                elapsed_s=elapsed_s,
+            )
+        )
+    return rates
+
+
+def compat_rate(
+    blocks: Sequence[StepBlock], window: UtilizationWindow, phase: StepPhase
+) -> tuple[float, float]:
+    """DLIO's AU and samples a second of one rank's epoch: its blocks, weighted by their steps."""
+    num_steps = sum(len(block.steps) for block in blocks)
+    rates = [(len(block.steps), *compat_block_rate(block, window, phase)) for block in blocks]
+    au_percent = sum(weight * au for weight, au, _ in rates) / (num_steps or 1)
+    return au_percent, sum(weight * rate for weight, _, rate in rates) / (num_steps or 1)
+
+
+def compat_block_rate(block: StepBlock, window: UtilizationWindow, phase: StepPhase) -> tuple[float, float]:
+    """DLIO's AU in percent and samples a second of one block of one rank."""
+    # Python's own slices, as DLIO has them: an end below zero counts from the back.
+    first, end = window.exclude_start_steps, window.num_steps - window.exclude_end_steps
+    computed = compute_ns(block.steps)
+    processed = computed + wait_ns(block.steps)
+    counted = computed[first:end]
+    left_ns = block.elapsed_ns - int(processed[:first].sum()) - int(processed[end:].sum())
+    is_counted = len(counted) > 0 and left_ns > 0
+    num_counted, counted_ns = len(counted), left_ns
+    if phase is StepPhase.EVAL:
+        num_counted, counted_ns = len(computed), block.elapsed_ns
+    au_percent = 100 * int(counted.sum()) / left_ns if is_counted else 0.0
+    return au_percent, _rate(num_counted * window.batch_size, counted_ns / 1e9)
+
+
+def strict_au_percent(steps: Rows, window: UtilizationWindow) -> float | None:
+    """Compute / (compute + wait) of one rank's epoch, in percent; None where no step counts."""
+    counted = _counted_steps(steps, window)
+    computed, waited = int(compute_ns(counted).sum()), int(wait_ns(counted).sum())
+    return 100 * computed / (computed + waited) if computed + waited > 0 else None
+
+
+def _counted_steps(steps: Rows, window: UtilizationWindow) -> Rows:
+    """An epoch's steps without those at both ends: what strict figures and times are made of."""
+    return steps[window.exclude_start_steps : max(0, len(steps) - window.exclude_end_steps)]
+
+
+def _join(blocks: Sequence[StepBlock]) -> Rows:
+    return np.concatenate([block.steps for block in blocks])
+
+
+# Times
+
+
+MEASURES: Final[Mapping[str, Callable[[Rows], Nanoseconds]]] = MappingProxyType(
+    {
+        "wait": wait_ns,
+        "read": lambda steps: steps["read_ns"],
+        "decode": lambda steps: steps["decode_ns"],
+        "compute": compute_ns,
+        "barrier": barrier_ns,
+    }
+)
+"""What is measured of each step, by name."""
+
+
+def break_down_times(
+    ranks: Sequence[RankEvents], window: UtilizationWindow, phase: StepPhase
+) -> TimeBreakdown | None:
+    """Break down the times of a phase over all its epochs; None where no step counts."""
+    counted: dict[int, Rows] = {}
+    harness_ns = 0
+    for rank in ranks:
+        epochs = [rank.blocks(phase, epoch) for epoch in rank.epochs(phase)]
+        parts = [_counted_steps(_join(blocks), window) for blocks in epochs]
+        counted[rank.clock.rank] = np.concatenate([rank.steps[:0], *parts])
+        for block in (block for blocks in epochs for block in blocks):
+            in_steps_ns = int((block.steps["barrier_ns"] - block.steps["start_ns"]).sum())
+            harness_ns += block.elapsed_ns - in_steps_ns
+    if not any(map(len, counted.values())):
+        return None
+    pooled = np.concatenate(list(counted.values()))
+    over_ranks = _measure(pooled)
+    by_rank = {rank: _measure(steps) for rank, steps in counted.items() if len(steps)}
+    compute_s, wait_s, barrier_s = (over_ranks[part].total_s for part in ("compute", "wait", "barrier"))
+    held_up_s = float(held_up_ns(pooled).sum()) / 1e9
+    whole_s = compute_s + wait_s + barrier_s + harness_ns / 1e9
+    scale = 1 / whole_s if whole_s > 0 else 0.0
+    shares = TimeShares(
+        compute=compute_s * scale,
+        wait=wait_s * scale,
+        held_up=held_up_s * scale,
+        barrier=max(barrier_s - held_up_s, 0.0) * scale,
+        harness=harness_ns / 1e9 * scale,
+    )
+    skew = {}
+    for measure in MEASURES:
+        means = {rank: stats[measure].mean_s for rank, stats in by_rank.items()}
+        fastest, slowest = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+        skew[measure] = RankSkew(
+            fastest_rank=fastest,
+            fastest_s=means[fastest],
+            median_s=float(np.median(list(means.values()))),
+            slowest_rank=slowest,
+            slowest_s=means[slowest],
+        )
+    return TimeBreakdown(shares=shares, over_ranks=over_ranks, by_rank=by_rank, skew=skew)
+
+
+def held_up_ns(steps: Rows) -> Nanoseconds:
+    """For each step of all ranks: how much of its barrier is due to the last rank's wait for samples.
+
+    The last rank at a barrier is the one whose wait and computation in this step took longest.
+    """
+    waited = wait_ns(steps)
+    _, group = np.unique((steps["epoch"] << 32) | steps["step"], return_inverse=True)
+    by_arrival = np.lexsort((waited + compute_ns(steps), group))
+    last_of_group = by_arrival[
+        np.searchsorted(group[by_arrival], np.arange(group.max() + 1), side="right") - 1
+    ]
+    held_up: Nanoseconds = np.clip(waited[last_of_group][group] - waited, 0, barrier_ns(steps))
+    return held_up
+
+
+def _measure(steps: Rows) -> dict[str, TimeStats]:
+    stats = {}
+    for measure, measured in MEASURES.items():
+        seconds = measured(steps) / 1e9
+        p50, p90, p99 = np.percentile(seconds, (50, 90, 99))
+        stats[measure] = TimeStats(
+            num_steps=len(seconds),
+            total_s=float(seconds.sum()),
+            mean_s=float(seconds.mean()),
+            p50_s=float(p50),
+            p90_s=float(p90),
+            p99_s=float(p99),
+            max_s=float(seconds.max()),
+        )
+    return stats
+
+
+def time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
+    """One row for each measure of a step, over all ranks, and its fastest and slowest rank."""
+    rows = []
+    for measure, stats in times.over_ranks.items():
+        skew = times.skew[measure]
+        rows.append(
+            {
+                "a step": measure,
+                "p50": format_seconds(stats.p50_s),
+                "p90": format_seconds(stats.p90_s),
+                "p99": format_seconds(stats.p99_s),
+                "max": format_seconds(stats.max_s),
+                "fastest rank": f"{format_seconds(skew.fastest_s)} ({skew.fastest_rank})",
+                "slowest rank": f"{format_seconds(skew.slowest_s)} ({skew.slowest_rank})",
+            }
+        )
+    return rows
+
+
+# The bottleneck
+
+
+STRAGGLER: Final = 1.5
+"""A rank that waits this many times as long as the median rank is named."""
+
+
+def find_bottleneck(
+    times: TimeBreakdown, *, threshold: float, ceiling: float | None = None
+) -> BottleneckVerdict:
+    """Judge a run that should compute for the share `threshold` of its time.
+
+    `ceiling` is the share that the same run reached on storage without cost, if that was measured.
+    """
+    shares = times.shares
+    divided = (
+        f"Of the accelerators' time {shares.compute:.1%} was computation ({threshold:.0%} is required), "
+        f"{shares.wait:.1%} waiting for samples, {shares.held_up:.1%} waiting for ranks whose samples came "
+        f"later, {shares.barrier:.1%} other barriers, {shares.harness:.1%} between steps."
+    )
+    evidence = [divided]
+    if ceiling is not None:
+        evidence.append(f"On storage that costs nothing the same run computed {ceiling:.1%} of its time.")
+    if shares.compute >= threshold:
+        found, reason = Bottleneck.NONE, ""
+    elif ceiling is not None and ceiling < threshold:
+        found, reason = Bottleneck.CLIENT_CPU, "So this client cannot reach it with any storage."
+    elif shares.wait + shares.held_up >= max(shares.barrier, shares.harness):
+        found, reason = _explain_waits(times)
+    elif shares.barrier >= shares.harness:
+        found = Bottleneck.BARRIER
+        reason = "Check for cores that ranks share, the network, and uneven computation."
+    else:
+        found = Bottleneck.CLIENT_CPU
+        reason = "Most of the remaining time passed between steps, where only the client works."
+    return BottleneckVerdict(bottleneck=found, evidence=(*evidence, *filter(None, [reason])))
+
+
+def _explain_waits(times: TimeBreakdown) -> tuple[Bottleneck, str]:
+    """Whether readers or decoders were late, and the rank that waited much longer than the median."""
+    read_s, decode_s = times.over_ranks["read"].total_s, times.over_ranks["decode"].total_s
+    found, waits = Bottleneck.STORAGE, times.skew["wait"]
+    reason = "The loader did not separate reading from decoding; reading is assumed."
+    if read_s + decode_s > 0:
+        reason = f"Loaders spent {format_seconds(read_s)} reading and {format_seconds(decode_s)} decoding."
+        found = Bottleneck.STORAGE if read_s >= decode_s else Bottleneck.CLIENT_CPU
+    if waits.slowest_s > STRAGGLER * waits.median_s:
+        reason += (
+            f" Rank {waits.slowest_rank} waits {format_seconds(waits.slowest_s)} a step, the median rank "
+            f"{format_seconds(waits.median_s)}: check its path to storage."
+        )
+    return found, reason

@@ -4,15 +4,19 @@
 of runs that are not comparable are only shown together with the settings that prevent it.
 """
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
+from penstock.errors import StorageError
 from penstock.results.checkpoint_figures import CheckpointFigures, read_checkpoint_figures
-from penstock.results.dlio.dlio_result import read_dlio_result
 from penstock.results.phase_figures import PhaseFigures
-from penstock.results.run_folder import RUN_FILE
+from penstock.results.run_folder import RUN_FILE, SUMMARY_FILE
 from penstock.results.run_record import RunRecord, read_record
 from penstock.workload.layered_settings import dotted, flatten
 
@@ -60,30 +64,17 @@ class RunSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SettingDifference:
-    """A setting in which runs differ, and each run's value; None where a run does not state it."""
-
-    key: str
-    values: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FigureChange:
-    """A figure of each run, and its relative change from the first run; None where that is undefined."""
-
-    figure: str
-    values: tuple[float | None, ...]
-    changes: tuple[float | None, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
-    """Runs and their differences. `obstacles` are those that make the figures incomparable."""
+    """Runs and their differences. `obstacles` are those that make the figures incomparable.
+
+    A difference has the `key` of a setting, and its `values` in each run, None where a run does not state it.
+    A delta has the `figure`, its `values`, and its relative `changes` from the first run, if defined.
+    """
 
     runs: tuple[RunSummary, ...]
-    obstacles: tuple[SettingDifference, ...]
-    varied: tuple[SettingDifference, ...]
-    deltas: tuple[FigureChange, ...]
+    obstacles: tuple[Mapping[str, Any], ...]
+    varied: tuple[Mapping[str, Any], ...]
+    deltas: tuple[Mapping[str, Any], ...]
 
     @property
     def is_comparable(self) -> bool:
@@ -109,8 +100,8 @@ def compare_runs(runs: Sequence[RunSummary]) -> RunComparison:
     differences = list(_find_differences(runs))
     return RunComparison(
         runs=tuple(runs),
-        obstacles=tuple(difference for difference in differences if not may_vary(difference.key)),
-        varied=tuple(difference for difference in differences if may_vary(difference.key)),
+        obstacles=tuple(difference for difference in differences if not may_vary(difference["key"])),
+        varied=tuple(difference for difference in differences if may_vary(difference["key"])),
         deltas=tuple(_compare_figure(figure, [getattr(run, figure) for run in runs]) for figure in _FIGURES),
     )
 
@@ -120,23 +111,23 @@ def may_vary(key: str) -> bool:
     return key in (*VARIABLE_SETTINGS, _LOADER) or key.partition(".")[0] in _FREE_SECTIONS
 
 
-def _find_differences(runs: Sequence[RunSummary]) -> Iterator[SettingDifference]:
+def _find_differences(runs: Sequence[RunSummary]) -> Iterator[dict[str, Any]]:
     for key in ("workload", "ranks", "outcome"):
         values = tuple(getattr(run, key) for run in runs)
         if len(set(values)) > 1 or (key == "outcome" and values[0] != "finished"):
             is_loader = key == "workload" and all(run.is_own_loader for run in runs)
-            yield SettingDifference(key=_LOADER if is_loader else key, values=values)
+            yield {"key": _LOADER if is_loader else key, "values": values}
     # DLIO's files hold only keys that were set explicitly: a key that one run does not state cannot differ.
     for key in sorted(set.intersection(*(set(run.settings) for run in runs))):
         values = tuple(run.settings[key] for run in runs)
         if any(value != values[0] for value in values):
-            yield SettingDifference(key=key, values=values)
+            yield {"key": key, "values": values}
 
 
-def _compare_figure(figure: str, values: Sequence[float | None]) -> FigureChange:
+def _compare_figure(figure: str, values: Sequence[float | None]) -> dict[str, Any]:
     first = values[0]
     changes = tuple(None if value is None or not first else value / first - 1 for value in values)
-    return FigureChange(figure=figure, values=tuple(values), changes=changes)
+    return {"figure": figure, "values": tuple(values), "changes": changes}
 
 
 def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
@@ -173,28 +164,81 @@ def _bottleneck(train: PhaseFigures | None, checkpoints: CheckpointFigures | Non
     return checkpoints.bottleneck if checkpoints else None
 
 
+_EXPECTED: Final = ("start", "end", "epochs", "num_accelerators", "num_hosts", "metric", "num_files_train")
+
+
 def _summarize_dlio(folder: Path) -> RunSummary:
-    result = read_dlio_result(folder)
+    """A run of any version of DLIO, as far as it can be read: what is missing is noted, never guessed."""
+    path = folder / SUMMARY_FILE
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StorageError(f"Cannot read this summary: {error}", uri=str(path)) from error
+    if not isinstance(summary, dict):
+        raise StorageError("Not a summary of a run", uri=str(path))
+    metric = summary["metric"] if isinstance(summary.get("metric"), dict) else {}
+    missing = [key for key in _EXPECTED if key not in summary]
+    notes = [f"summary.json has no {', '.join(missing)}"] if missing else []
+    # The sub-folder of configuration may be .hydra, configs, dlio_config, ...
+    overrides_file = next(iter(sorted(folder.glob("*/overrides.yaml"))), None)
+    overrides, config = [], {}
+    if overrides_file is None:
+        notes.append("its configuration was not kept")
+    else:
+        overrides = _read_yaml(overrides_file, list, notes)
+        config = _read_yaml(overrides_file.with_name("config.yaml"), dict, notes)
+    workload = config["workload"] if isinstance(config.get("workload"), dict) else {}
+    named = (
+        str(word).partition("=")[2] for word in overrides if str(word).lstrip("+").startswith("workload=")
+    )
+    model = workload.get("model")
+    ranks, ended = _number(summary.get("num_accelerators")), _text(summary.get("end"))
     return RunSummary(
         id=folder.name,
         folder=str(folder),
         kind="DLIO",
-        workload=result.workload_name,
-        started=result.started,
-        ranks=result.num_accelerators,
-        outcome="finished" if result.ended else "unknown",
-        why="" if result.ended else "Its summary has no end.",
-        au_compat_percent=result.au_mean_percent,
+        workload=next(named, "")
+        or _text(model.get("name") if isinstance(model, dict) else model)
+        or "unknown",
+        started=_text(summary.get("start")),
+        ranks=int(ranks) if ranks is not None and ranks.is_integer() else None,
+        outcome="finished" if ended else "unknown",
+        why="" if ended else "Its summary has no end.",
+        au_compat_percent=_number(metric.get("train_au_mean_percentage")),
         au_strict_percent=None,
-        samples_per_s_compat=result.samples_per_s_mean,
+        samples_per_s_compat=_number(metric.get("train_throughput_mean_samples_per_second")),
         samples_per_s_strict=None,
-        io_compat_mib_per_s=result.io_mib_per_s_mean,
+        io_compat_mib_per_s=_number(metric.get("train_io_mean_MB_per_second")),
         read_bytes=None,
         read_bytes_per_s=None,
         bottleneck=None,
-        settings=_settings(result.workload),
-        notes=result.notes,
+        settings=_settings(workload),
+        notes=tuple(notes),
     )
+
+
+def _read_yaml(path: Path, kind: type, notes: list[str]) -> Any:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        notes.append(f"cannot read {path.name}: {error}")
+        document = None
+    return document if isinstance(document, kind) else kind()
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, also one written as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _settings(workload: Mapping[str, Any]) -> dict[str, Any]:

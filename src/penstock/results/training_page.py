@@ -26,11 +26,10 @@ from penstock.reports.report import (
     bar_chart,
     table_section,
 )
-from penstock.results.bottleneck import Bottleneck, TimeBreakdown, time_rows
 from penstock.results.counter_files import read_counters
 from penstock.results.event_files import read_events, recompute_figures
 from penstock.results.host_activity import HostRates, host_rates
-from penstock.results.phase_figures import PhaseFigures
+from penstock.results.phase_figures import Bottleneck, PhaseFigures, TimeBreakdown, time_rows
 from penstock.results.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
 from penstock.results.run_folder import RUN_FILE, STAGES_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from penstock.results.bottleneck import STRAGGLER, TimeBreakdown
 from penstock.results.io_reconciliation import IoReconciliation, ReconciliationVerdict
+from penstock.results.phase_figures import STRAGGLER, TimeBreakdown
 from penstock.results.run_facts import Trouble
 from penstock.results.step_series import RunSteps, WaitShift
 from penstock.units import format_bytes, format_seconds

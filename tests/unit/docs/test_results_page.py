@@ -8,7 +8,7 @@ import pytest
 
 from penstock.bench.step_recorder import CAPACITY, FLUSH_INTERVAL_NS
 from penstock.results import event_files, run_folder
-from penstock.results.bottleneck import MEASURES, STRAGGLER, Bottleneck, TimeShares
+from penstock.results.phase_figures import MEASURES, STRAGGLER, Bottleneck, TimeShares
 from penstock.results.run_record import LONGEST_SILENCE_S, RunOutcome
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 

@@ -5,15 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.run_events import RankScript
 
-from penstock.results.bottleneck import (
+from penstock.results.phase_figures import (
     Bottleneck,
     TimeBreakdown,
+    UtilizationWindow,
     break_down_times,
     find_bottleneck,
     held_up_ns,
 )
 from penstock.results.step_events import RankEvents, StepPhase
-from penstock.results.utilization import UtilizationWindow
 
 RULE = UtilizationWindow(num_steps=100, exclude_start_steps=0, exclude_end_steps=0, batch_size=1)
 

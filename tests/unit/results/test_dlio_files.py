@@ -12,8 +12,7 @@ import yaml
 from tests.support.run_events import RankScript, even_run
 
 from penstock.errors import StorageError
-from penstock.results.dlio.dlio_result import read_dlio_result
-from penstock.results.dlio.output_files import (
+from penstock.results.dlio_files import (
     DlioOutputs,
     HydraFacts,
     checkpoint_sizes,
@@ -264,17 +263,13 @@ def test_the_configuration_is_what_hydra_leaves(tmp_path: Path, full_run: DlioOu
 
 def test_our_own_export_is_read_like_any_other(tmp_path: Path, full_run: DlioOutputs) -> None:
     write_dlio_files(tmp_path, full_run, HYDRA)
-    found = read_dlio_result(tmp_path)
+    found = summarize_run(tmp_path)
     assert found.notes == ()
-    assert found.workload_name == "unet3d_h100"
+    assert (found.kind, found.workload, found.ranks, found.outcome) == ("DLIO", "unet3d_h100", 2, "finished")
     assert full_run.train is not None
-    assert found.au_mean_percent == full_run.train.au_compat_percent.mean
-    assert found.samples_per_s == tuple(epoch.samples_per_s_compat for epoch in full_run.train.epochs)
-    assert (found.num_accelerators, found.num_hosts, found.num_files_train) == (2, 2, 24)
-    assert found.meets_threshold is True
-    assert found.host_memory_gib == (1.0, 1.0)
-    assert len(found.durations_s) == 2
-    assert found.workload["reader"]["batch_size"] == 2
+    assert found.au_compat_percent == full_run.train.au_compat_percent.mean
+    assert found.samples_per_s_compat == full_run.train.samples_per_s_compat.mean
+    assert found.settings["reader.batch_size"] == 2
 
 
 def test_missing_or_malformed_parts_of_dlio_files_are_noted(tmp_path: Path) -> None:
@@ -283,24 +278,21 @@ def test_missing_or_malformed_parts_of_dlio_files_are_noted(tmp_path: Path) -> N
         "metric": {"train_au_percentage": 97.5, "train_au_mean_percentage": "x"},
     }
     (tmp_path / "summary.json").write_text(json.dumps(summary_of))
-    found = read_dlio_result(tmp_path)
-    assert (found.num_accelerators, found.au_percent, found.au_mean_percent) == (4, (97.5,), None)
-    assert (found.workload_name, found.meets_threshold, found.started) == ("unknown", None, None)
+    found = summarize_run(tmp_path)
+    assert (found.ranks, found.au_compat_percent, found.workload, found.started) == (4, None, "unknown", None)
+    assert (found.outcome, found.why) == ("unknown", "Its summary has no end.")
     assert "summary.json has no start, end, epochs" in found.notes[0]
-    assert found.notes[1:] == ("its configuration was not kept", "its times of epochs were not kept")
+    assert found.notes[1:] == ("its configuration was not kept",)
 
 
 def test_configuration_that_cannot_be_read_is_noted(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text('{"metric": [], "host_memory_GB": [true, null, 2.5, "nan"]}')
+    (tmp_path / "summary.json").write_text('{"metric": []}')
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "overrides.yaml").write_text("{: [")
     (tmp_path / "configs" / "config.yaml").write_text("- just\n- a list")
-    (tmp_path / "per_epoch_stats.json").write_text("[]")
-    found = read_dlio_result(tmp_path)
-    assert found.host_memory_gib == (2.5,)
-    assert found.metrics == {}
+    found = summarize_run(tmp_path)
+    assert found.settings == {}
     assert any("cannot read overrides.yaml" in note for note in found.notes)
-    assert any("Not a summary" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -320,14 +312,14 @@ def test_a_workload_without_an_override_is_named_by_its_model(
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("words")
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
-    assert read_dlio_result(tmp_path).workload_name == wanted
+    assert summarize_run(tmp_path).workload == wanted
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "3"])
 def test_a_summary_that_is_none_is_refused_with_its_path(tmp_path: Path, content: str) -> None:
     (tmp_path / "summary.json").write_text(content)
     with pytest.raises(StorageError, match=r"summary\.json"):
-        read_dlio_result(tmp_path)
+        summarize_run(tmp_path)
 
 
 published = pytest.mark.skipif(
@@ -344,31 +336,28 @@ def test_every_published_run_is_read_whole() -> None:
     runs = published_runs()
     assert runs
     for folder in runs:
-        found = read_dlio_result(folder)
+        found = summarize_run(folder)
         assert found.notes == (), folder
-        assert found.workload_name.rpartition("_")[2] in ("a100", "h100")
-        assert found.meets_threshold is True
-        assert len(found.au_percent) == len(found.durations_s) == 5
-        assert summarize_run(folder).outcome == "finished"
+        assert found.workload.rpartition("_")[2] in ("a100", "h100")
+        assert found.outcome == "finished"
 
 
 @published
 def test_our_formulas_of_means_and_sizes_are_those_of_published_summaries() -> None:
     """Means, deviations, nominal I/O and sizes, recomputed from the published figures of each epoch."""
     for folder in published_runs():
-        found = read_dlio_result(folder)
-        rates, record_bytes = mean_and_stdev(found.samples_per_s), found.workload["dataset"]["record_length"]
-        metric = found.metrics
-        assert mean_and_stdev(found.au_percent).mean == pytest.approx(found.au_mean_percent)
-        assert mean_and_stdev(found.au_percent).stdev == pytest.approx(metric["train_au_stdev_percentage"])
-        assert rates.mean == pytest.approx(found.samples_per_s_mean)
-        assert rates.mean * record_bytes / 2**20 == pytest.approx(found.io_mib_per_s_mean)
-        assert rates.stdev * record_bytes / 2**20 == pytest.approx(metric["train_io_stdev_MB_per_second"])
         told = json.loads((folder / "summary.json").read_text())
-        assert found.num_files_train is not None
-        assert found.num_samples_per_file is not None
-        size = found.num_files_train * found.num_samples_per_file * record_bytes / 2**30
-        assert told["data_size_per_host_GB"] == pytest.approx(size / (found.num_hosts or 1))
+        metric = told["metric"]
+        record_bytes = summarize_run(folder).settings["dataset.record_length"]
+        rates = mean_and_stdev(metric["train_throughput_samples_per_second"])
+        au = mean_and_stdev(metric["train_au_percentage"])
+        assert au.mean == pytest.approx(metric["train_au_mean_percentage"])
+        assert au.stdev == pytest.approx(metric["train_au_stdev_percentage"])
+        assert rates.mean == pytest.approx(metric["train_throughput_mean_samples_per_second"])
+        assert rates.mean * record_bytes / 2**20 == pytest.approx(metric["train_io_mean_MB_per_second"])
+        assert rates.stdev * record_bytes / 2**20 == pytest.approx(metric["train_io_stdev_MB_per_second"])
+        size = told["num_files_train"] * told["num_samples_per_file"] * record_bytes / 2**30
+        assert told["data_size_per_host_GB"] == pytest.approx(size / (told["num_hosts"] or 1))
 
 
 @published

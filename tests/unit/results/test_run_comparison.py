@@ -117,9 +117,9 @@ def test_the_same_request_is_comparable_and_differs_by_parts_of_the_first(tmp_pa
     found = compare_runs(runs)
     assert found.is_comparable
     assert not found.varied
-    deltas = {delta.figure: delta for delta in found.deltas}
-    assert list(deltas["read_bytes"].values) == [65536, 131072]
-    assert list(deltas["read_bytes"].changes) == [0.0, 1.0]
+    deltas = {delta["figure"]: delta for delta in found.deltas}
+    assert list(deltas["read_bytes"]["values"]) == [65536, 131072]
+    assert list(deltas["read_bytes"]["changes"]) == [0.0, 1.0]
 
 
 def test_settings_that_one_varies_do_not_make_runs_incomparable(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_settings_that_one_varies_do_not_make_runs_incomparable(tmp_path: Path) 
         [summarize_run(finished_run(tmp_path)), summarize_run(finished_run(tmp_path, settings))]
     )
     assert found.is_comparable
-    assert [(each.key, each.values) for each in found.varied] == [("reader.read_threads", (4, 8))]
+    assert [(each["key"], each["values"]) for each in found.varied] == [("reader.read_threads", (4, 8))]
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_another_request_is_named_as_an_obstacle(tmp_path: Path, setting: str, k
         [summarize_run(finished_run(tmp_path)), summarize_run(finished_run(tmp_path, setting))]
     )
     assert not found.is_comparable
-    assert [each.key for each in found.obstacles] == [key]
+    assert [each["key"] for each in found.obstacles] == [key]
 
 
 def test_other_ranks_workloads_and_endings_are_obstacles(tmp_path: Path) -> None:
     view = summarize_run(finished_run(tmp_path))
     other = replace(view, ranks=3, workload="bert", outcome="failed")
-    assert [each.key for each in compare_runs([view, other]).obstacles] == ["workload", "ranks", "outcome"]
-    assert [each.key for each in compare_runs([other, other]).obstacles] == ["outcome"]
+    assert [each["key"] for each in compare_runs([view, other]).obstacles] == ["workload", "ranks", "outcome"]
+    assert [each["key"] for each in compare_runs([other, other]).obstacles] == ["outcome"]
 
 
 def test_own_loaders_are_what_one_varies(tmp_path: Path) -> None:
@@ -163,21 +163,21 @@ def test_own_loaders_are_what_one_varies(tmp_path: Path) -> None:
 
     found = compare_runs([watched("before"), watched("after")])
     assert found.is_comparable
-    assert [(each.key, each.values) for each in found.varied] == [("loader", ("before", "after"))]
+    assert [(each["key"], each["values"]) for each in found.varied] == [("loader", ("before", "after"))]
 
 
 def test_settings_that_a_run_does_not_state_are_no_differences(tmp_path: Path) -> None:
     ours = replace(summarize_run(finished_run(tmp_path)), workload="unknown")
     found = compare_runs([ours, summarize_run(dlio_run(tmp_path / "run1"))])
     assert found.is_comparable
-    changes = {delta.figure: delta.changes for delta in found.deltas}
+    changes = {delta["figure"]: delta["changes"] for delta in found.deltas}
     assert changes["au_strict_percent"] == (0.0, None)
 
 
 def test_nothing_is_divided_by_nothing(tmp_path: Path) -> None:
     view = summarize_run(finished_run(tmp_path))
     without: RunSummary = replace(view, au_compat_percent=0.0, read_bytes=None)
-    changes = {delta.figure: delta.changes for delta in compare_runs([without, view]).deltas}
+    changes = {delta["figure"]: delta["changes"] for delta in compare_runs([without, view]).deltas}
     assert changes["au_compat_percent"] == (None, None)
     assert changes["read_bytes"] == (None, None)
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.run_events import RankScript
 
+from penstock.results.phase_figures import UtilizationWindow, epoch_rates
 from penstock.results.step_events import RankEvents, SpanKind, StepPhase
-from penstock.results.utilization import UtilizationWindow, epoch_rates
 
 Step = tuple[float, float, float]
 

@@ -41,7 +41,7 @@ from penstock.errors import PenstockError, StorageError, UsageError
 from penstock.progress import PhasesOnly, RunProgress
 from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
 from penstock.results.active_run import ActiveRun
-from penstock.results.bottleneck import Bottleneck, BottleneckVerdict
+from penstock.results.phase_figures import Bottleneck, BottleneckVerdict
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 from penstock.storage import Counters, Storage, capabilities, residency
 from penstock.storage.in_memory import MemoryStorage

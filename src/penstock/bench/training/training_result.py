@@ -15,8 +15,7 @@ from penstock.bench.run_trace import find_trace_folder
 from penstock.bench.training.training_files import Validation
 from penstock.bench.training.training_loop import Preload
 from penstock.results.io_reconciliation import IoReconciliation
-from penstock.results.phase_figures import PhaseFigures
-from penstock.results.utilization import EpochRate
+from penstock.results.phase_figures import EpochRate, PhaseFigures
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import yaml
 
 from penstock.errors import StorageError
-from penstock.results.dlio.output_files import HydraFacts, write_configuration
+from penstock.results.dlio_files import HydraFacts, write_configuration
 from penstock.results.provenance import redact
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.uri import find_local_paths_at

@@ -21,7 +21,7 @@ from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import expected_bytes, generate
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.progress import Progress
-from penstock.results.dlio.output_files import log_line, write_log
+from penstock.results.dlio_files import log_line, write_log
 from penstock.results.provenance import HostFacts
 from penstock.results.published_files import write_json
 from penstock.storage import Storage

@@ -13,13 +13,12 @@ from typing import Any, Final
 
 import yaml
 
-from penstock.results.phase_figures import PhaseFigures, mean_and_stdev
+from penstock.results.phase_figures import PhaseFigures, choose_window, compat_block_rate, mean_and_stdev
 from penstock.results.provenance import HostFacts
 from penstock.results.published_files import write_json, write_text
 from penstock.results.run_folder import SUMMARY_FILE
 from penstock.results.run_record import workload_values
 from penstock.results.step_events import (
-    Nanoseconds,
     RankClock,
     RankEvents,
     SpanEvent,
@@ -29,7 +28,6 @@ from penstock.results.step_events import (
     compute_ns,
     wait_ns,
 )
-from penstock.results.utilization import choose_window, compat_block_rate
 from penstock.workload.dataset_size import record_bytes
 from penstock.workload.spec import Workload
 
@@ -71,27 +69,15 @@ class DlioOutputs:
         return next((host for host in self.hosts if host.host == rank.clock.host), self.hosts[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointTime:
-    """One checkpoint: the time of one rank, and the size over all ranks."""
-
-    span: SpanEvent
-    duration_s: float
-    size_bytes: int
-
-    @property
-    def gib_per_s(self) -> float:
-        """All ranks' bytes over this rank's time."""
-        return self.size_bytes / GIB / self.duration_s if self.duration_s > 0 else 0.0
-
-
-CheckpointSizes = Mapping[tuple[SpanKind, int, int, int], int]
+CheckpointSizes = Mapping[tuple[int, int, int, int], int]
 """Bytes of a checkpoint over all ranks, by kind, epoch, block and step."""
+CheckpointTime = tuple[SpanEvent, float, float]
+"""One checkpoint: the span of one rank, its seconds, and all ranks' GiB over these seconds."""
 
 
 def checkpoint_sizes(ranks: Sequence[RankEvents]) -> CheckpointSizes:
     """The sizes of all checkpoints, each summed over ranks once."""
-    sizes: Counter[tuple[SpanKind, int, int, int]] = Counter()
+    sizes: Counter[tuple[int, int, int, int]] = Counter()
     for rank in ranks:
         for span in rank.spans_of(*PREFIXES):
             sizes[_checkpoint_key(span)] += span.size_bytes
@@ -102,25 +88,12 @@ def checkpoints(rank: RankEvents, kind: SpanKind, sizes: CheckpointSizes) -> Ite
     """The checkpoints that one rank took part in saving or loading, in order."""
     for span in rank.spans_of(kind):
         duration_s = (span.end_ns - span.start_ns) / 1e9
-        yield CheckpointTime(span=span, duration_s=duration_s, size_bytes=sizes[_checkpoint_key(span)])
+        gib = sizes[_checkpoint_key(span)] / GIB
+        yield span, duration_s, gib / duration_s if duration_s > 0 else 0.0
 
 
-def slowest_checkpoints(ranks: Sequence[RankEvents], kind: SpanKind) -> list[CheckpointTime]:
-    """Each checkpoint with the time of the rank that took longest; a checkpoint is done when all ranks are.
-
-    DLIO takes rank 0's time, which hides every slower rank unless `rank_sync` makes it wait for them.
-    """
-    sizes = checkpoint_sizes(ranks)
-    slowest: dict[tuple[SpanKind, int, int, int], CheckpointTime] = {}
-    for rank in ranks:
-        for checkpoint in checkpoints(rank, kind, sizes):
-            key = _checkpoint_key(checkpoint.span)
-            slowest[key] = max(slowest.get(key, checkpoint), checkpoint, key=lambda time: time.duration_s)
-    return list(slowest.values())
-
-
-def _checkpoint_key(span: SpanEvent) -> tuple[SpanKind, int, int, int]:
-    return SpanKind(span.kind), span.epoch, span.block, span.step
+def _checkpoint_key(span: SpanEvent) -> tuple[int, int, int, int]:
+    return span.kind, span.epoch, span.block, span.step
 
 
 def dlio_date(moment: datetime) -> str:
@@ -198,18 +171,27 @@ def _phase_metrics(figures: PhaseFigures, prefix: str) -> dict[str, Any]:
 
 
 def _checkpoint_metrics(run: DlioOutputs, kind: SpanKind) -> dict[str, Any]:
-    slowest = slowest_checkpoints(run.ranks, kind)
+    """Each checkpoint counts with the time of the rank that took longest: it is done when all ranks are.
+
+    DLIO takes rank 0's time, which hides every slower rank unless `rank_sync` makes it wait for them.
+    """
+    sizes = checkpoint_sizes(run.ranks)
+    slowest: dict[tuple[int, int, int, int], CheckpointTime] = {}
+    for rank in run.ranks:
+        for one in checkpoints(rank, kind, sizes):
+            key = _checkpoint_key(one[0])
+            slowest[key] = max(slowest.get(key, one), one, key=lambda time: time[1])
     if not slowest:
         return {}
-    rate = mean_and_stdev([checkpoint.gib_per_s for checkpoint in slowest])
-    duration = mean_and_stdev([checkpoint.duration_s for checkpoint in slowest])
+    duration = mean_and_stdev([duration_s for _, duration_s, _ in slowest.values()])
+    rate = mean_and_stdev([gib_per_s for _, _, gib_per_s in slowest.values()])
     prefix = f"{PREFIXES[kind]}_checkpoint"
     return {
         f"{prefix}_io_mean_GB_per_second": rate.mean,
         f"{prefix}_io_stdev_GB_per_second": rate.stdev,
         f"{prefix}_duration_mean_seconds": duration.mean,
         f"{prefix}_duration_stdev_seconds": duration.stdev,
-        "checkpoint_size_GB": slowest[0].size_bytes / GIB,
+        "checkpoint_size_GB": sizes[next(iter(slowest))] / GIB,
     }
 
 
@@ -270,35 +252,27 @@ def rank_per_epoch_stats(rank: RankEvents, sizes: CheckpointSizes) -> dict[str, 
             },
         }
     for kind, prefix in PREFIXES.items():
-        for checkpoint in checkpoints(rank, kind, sizes):
-            span = checkpoint.span
+        for span, duration_s, gib_per_s in checkpoints(rank, kind, sizes):
             entry = _dates(clock, span.start_ns, span.end_ns)
-            entry |= {"duration": checkpoint.duration_s, "throughput": checkpoint.gib_per_s}
+            entry |= {"duration": duration_s, "throughput": gib_per_s}
             stats.setdefault(str(span.epoch), {})[f"{prefix}_ckpt{span.block}"] = entry
     return stats
 
 
 def _epoch_output(run: DlioOutputs, rank: RankEvents, span: SpanEvent) -> dict[str, Any]:
-    load: dict[str, list[float]] = {}
-    proc: dict[str, list[float]] = {}
-    compute: dict[str, list[float]] = {}
-    throughput: dict[str, float] = {}
-    au: dict[str, float] = {}
+    columns: dict[str, dict[str, Any]] = {
+        name: {} for name in ("load", "proc", "compute", "throughput", "au")
+    }
     for key, phase, block in _blocks(rank, span.epoch):
         waited, computed = wait_ns(block.steps), compute_ns(block.steps)
-        load[key], proc[key], compute[key] = map(_seconds, (waited, waited + computed, computed))
-        rate = compat_block_rate(
-            block, choose_window(run.workload, num_ranks=len(run.ranks), phase=phase), phase
-        )
-        throughput[key], au[key] = rate.samples_per_s, rate.au_percent
+        for name, times in (("load", waited), ("proc", waited + computed), ("compute", computed)):
+            columns[name][key] = (times / 1e9).tolist()
+        window = choose_window(run.workload, num_ranks=len(run.ranks), phase=phase)
+        columns["au"][key], columns["throughput"][key] = compat_block_rate(block, window, phase)
     return {
         "start": dlio_date(rank.clock.date(span.start_ns)),
         "end": dlio_date(rank.clock.date(span.end_ns)),
-        "load": load,
-        "proc": proc,
-        "compute": compute,
-        "throughput": throughput,
-        "au": au,
+        **columns,
         "host_meminfo": dict(run.host_of(rank).meminfo),
     }
 
@@ -317,11 +291,6 @@ def _dates(clock: RankClock, start_ns: int, end_ns: int) -> dict[str, Any]:
         "end": dlio_date(clock.date(end_ns)),
         "duration": f"{(end_ns - start_ns) / 1e9:.2f}",
     }
-
-
-def _seconds(times_ns: Nanoseconds) -> list[float]:
-    seconds: list[float] = (times_ns / 1e9).tolist()
-    return seconds
 
 
 HYDRA_FOLDER: Final = ".hydra"
@@ -416,9 +385,13 @@ def _log(run: DlioOutputs, lines: Sequence[str]) -> Iterator[str]:
         for moment_ns, text in _epoch_lines(run, first, span)
     ]
     sizes = checkpoint_sizes(run.ranks)
-    for kind in PREFIXES:
-        for checkpoint in checkpoints(first, kind, sizes):
-            dated += _checkpoint_log(checkpoint, kind)
+    for kind, doing in ((SpanKind.SAVE, "saving"), (SpanKind.LOAD, "loading")):
+        for span, duration_s, gib_per_s in checkpoints(first, kind, sizes):
+            which = f"checkpoint {span.block}"
+            begun = f"Starting {doing} {which} after total step {span.step} for epoch {span.epoch}"
+            done = f"Finished {doing} {which} for epoch {span.epoch} in {duration_s:.4f} s; "
+            done += f"Throughput: {gib_per_s:.4f} GiB/s"
+            dated += [(span.start_ns, begun), (span.end_ns, done)]
     # Sorting is stable: lines of one moment stay as they are.
     for moment_ns, text in sorted(dated, key=lambda line: line[0]):
         yield log_line(first.clock.date(moment_ns), text)
@@ -452,9 +425,9 @@ def _rate_lines(
 ) -> Iterator[tuple[int, str]]:
     """As DLIO: rank 0's own utilization, and its throughput times the number of ranks."""
     window = choose_window(run.workload, num_ranks=len(run.ranks), phase=phase)
-    rate = compat_block_rate(block, window, phase)
-    together = rate.samples_per_s * len(run.ranks)
-    yield block.end_ns, f"{title} Accelerator Utilization [AU] (%): {rate.au_percent:.4f}"
+    au_percent, samples_per_s = compat_block_rate(block, window, phase)
+    together = samples_per_s * len(run.ranks)
+    yield block.end_ns, f"{title} Accelerator Utilization [AU] (%): {au_percent:.4f}"
     yield block.end_ns, f"{title} Throughput (samples/second): {together:.4f}"
     if phase is StepPhase.TRAIN:
         end = window.num_steps - window.exclude_end_steps
@@ -462,16 +435,6 @@ def _rate_lines(
         computed = f"{counted_s.mean():.4f}+/-{counted_s.std():.4f}" if len(counted_s) else "n/a+/-n/a"
         asked = run.workload.train.computation_time.expected_s
         yield block.end_ns, f"{title} Computation time per step (second): {computed} (set value: {asked:g})"
-
-
-def _checkpoint_log(checkpoint: CheckpointTime, kind: SpanKind) -> list[tuple[int, str]]:
-    span, doing = checkpoint.span, {SpanKind.SAVE: "saving", SpanKind.LOAD: "loading"}[kind]
-    begun = f"Starting {doing} checkpoint {span.block} after total step {span.step} for epoch {span.epoch}"
-    done = (
-        f"Finished {doing} checkpoint {span.block} for epoch {span.epoch} in {checkpoint.duration_s:.4f} s; "
-        f"Throughput: {checkpoint.gib_per_s:.4f} GiB/s"
-    )
-    return [(span.start_ns, begun), (span.end_ns, done)]
 
 
 def _dump_yaml(document: Any) -> str:
