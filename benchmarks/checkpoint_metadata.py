@@ -15,9 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from harness import Ratio, interleave
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
-from penstock.checkpoint.formats.metadata_rows import read_metadata
-from penstock.checkpoint.formats.metadata_writing import metadata_bytes
+from penstock.checkpoint.formats.dcp_metadata import metadata_bytes, read_metadata
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
 from penstock.checkpoint.plan.save_plan import Holdings, SaveOptions, SharedSavePlan, plan_save
 from penstock.checkpoint.state.regions import (
@@ -95,7 +93,7 @@ def stored_as(shared: SharedSavePlan) -> StoredRegions:
 def described(shared: SharedSavePlan) -> bytes:
     """The `.metadata` of the planned checkpoint."""
     files = tuple(f"__{rank}_0.distcp" for rank in range(shared.num_ranks))
-    return metadata_bytes(DcpMetadata(index=CheckpointIndex(shared.tensors, stored_as(shared), (), files)))
+    return metadata_bytes(CheckpointIndex(shared.tensors, stored_as(shared), (), files))
 
 
 def _torch_plans(num_ranks: int) -> list[SavePlan]:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, Seal
-from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, WrittenFile, WrittenShare
+from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, WrittenShare
 from penstock.checkpoint.formats.manifest import (
     Manifest,
     ManifestFile,
+    WrittenFile,
     checksum_of,
     manifest_bytes,
     read_manifest,

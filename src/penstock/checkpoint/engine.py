@@ -21,8 +21,9 @@ from penstock.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.commit.protocol import Seal
+    from penstock.checkpoint.formats.manifest import WrittenFile
     from penstock.checkpoint.state.process_group import RankGroup
-    from penstock.checkpoint.state.regions import Ints, Regions
+    from penstock.checkpoint.state.regions import Regions
     from penstock.storage import Storage
 
 
@@ -105,21 +106,6 @@ class RankSaveStats:
             f"stage {self.stage_s:.3f} s, write {self.write_s:.3f} s ({rate}), sync {self.sync_s:.3f} s, "
             f"commit {self.commit_s:.3f} s; memory {format_bytes(self.memory_bytes)}"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WrittenFile:
-    """One durable file of one rank: its items in order, objects first, then regions, as in its bucket.
-
-    `sums` has the XXH3-128 of each item as stored in the file, 16 bytes each; gaps between items are zeros.
-    """
-
-    name: str
-    size_bytes: int
-    item_offset: Ints
-    item_bytes: Ints
-    payload_offset: Ints
-    sums: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -24,9 +24,8 @@ import numpy as np
 from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.engine import Replicas, SaveChoice, ShareContents, State, Urgency, WrittenShare
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, paused_garbage_collection
+from penstock.checkpoint.formats.dcp_metadata import MetadataWriter, paused_garbage_collection
 from penstock.checkpoint.formats.manifest import Fact, build_manifest, manifest_bytes
-from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.plan.agree import AgreedSave, JobPlanner
 from penstock.checkpoint.plan.save_plan import Bucket, SaveOptions, find_leaf_name
 from penstock.checkpoint.saving.file_layout import Payload, lay_out_file, payload_of_bytes, payload_of_tensor
@@ -80,6 +79,7 @@ class Saver:
         self._transforms = tuple(transforms)
         self._options = options or SaveOptions()
         self._memory = StagingMemory(staging_bytes)
+        self._metadata = MetadataWriter()
         self._warned: set[str] = set()
         self._planners: WeakKeyDictionary[Comm, JobPlanner] = WeakKeyDictionary()
 
@@ -117,6 +117,7 @@ class Saver:
             writers=self._options.writers,
             transforms=self._transforms,
             timeout_s=comm.timeout_s,
+            metadata=self._metadata,
         )
 
     def close(self) -> None:
@@ -138,6 +139,7 @@ class PreparedTensors:
     writers: int
     transforms: tuple[str, ...]
     timeout_s: float
+    metadata: MetadataWriter
 
     def stage(self, urgent: Urgency = "copy") -> StagedFiles:
         """Lay out this rank's share, and begin to copy it, unless only the commit is urgent."""
@@ -215,15 +217,8 @@ class PreparedTensors:
         order = [leaf.name for leaf in self.local_state.leaves]
         paths = {name: found[name] for name in order if name in found} | found
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
-        described = DcpMetadata(index=index, paths=paths, save_id=save_id)
-        if self.transforms:
-            described = replace(
-                described,
-                transforms=((), self.transforms),
-                row_transform=np.ones(len(index.stored), dtype=np.int64),
-                object_transforms={stored.name: self.transforms for stored in index.objects},
-            )
-        metadata = metadata_bytes(described)
+        index = replace(index, paths=paths)
+        metadata = self.metadata.write(index)
         named = {key: cast("Fact", fact) for key, fact in facts.items() if key not in ("step", "save_id")}
         manifest = build_manifest(
             index,
@@ -244,7 +239,6 @@ class PreparedTensors:
     def _index(self, shares: Sequence[WrittenShare]) -> CheckpointIndex:
         """The index of what ranks report to have written, in rank order."""
         assert self.agreed.job is not None, "rank 0 made the plan"
-        is_packed = bool(self.transforms)
         written = [
             (file, objects, regions)
             for share in shares
@@ -256,7 +250,7 @@ class PreparedTensors:
         for number, (file, named, _) in enumerate(written):
             for row, (name, _) in enumerate(named):
                 offset, size = int(file.item_offset[row]), int(file.item_bytes[row])
-                objects.append(StoredObject(name, number, offset, size, is_packed))
+                objects.append(StoredObject(name, number, offset, size, self.transforms))
         regions = Regions.concatenated([own for _, _, own in written])
         rows = [(file, slice(len(named), None)) for file, named, _ in written]
         nothing = np.zeros(0, dtype=np.int64)
@@ -266,7 +260,8 @@ class PreparedTensors:
             item_offset=np.concatenate([nothing, *(file.item_offset[own] for file, own in rows)]),
             item_bytes=np.concatenate([nothing, *(file.item_bytes[own] for file, own in rows)]),
             payload_offset=np.concatenate([nothing, *(file.payload_offset[own] for file, own in rows)]),
-            packed=np.full(len(regions), is_packed),
+            packed=np.full(len(regions), bool(self.transforms)),
         )
         files = tuple(file.name for file, _, _ in written)
-        return CheckpointIndex(self.agreed.job.tensors, stored, tuple(objects), files)
+        transforms = [self.transforms] * len(regions) if self.transforms else ()
+        return CheckpointIndex(self.agreed.job.tensors, stored, tuple(objects), files, transforms=transforms)

@@ -10,8 +10,8 @@ from tests.support.rank_threads import ThreadComm, on_ranks
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.commit.transaction import begin_save, write_into
 from penstock.checkpoint.engine import SaveChoice
+from penstock.checkpoint.formats.dcp_metadata import read_metadata
 from penstock.checkpoint.formats.manifest import read_manifest
-from penstock.checkpoint.formats.metadata_rows import read_metadata
 from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.tools.verify import verify
@@ -48,12 +48,12 @@ def test_the_description_has_what_all_ranks_have_written(tmp_path: Path, transfo
     content = (tmp_path / "x" / METADATA_NAME).read_bytes()
     manifest = read_manifest((tmp_path / "x" / MANIFEST_NAME).read_bytes(), "here")
     described = read_metadata(content, "here")
-    assert [facts.name for facts in described.index.tensors] == [
+    assert [facts.name for facts in described.tensors] == [
         *(f"model.w{number}" for number in range(6)),
         "scalar",
         "only",
     ]
-    assert {stored.name for stored in described.index.objects} == {
+    assert {stored.name for stored in described.objects} == {
         *("step", "position", "position@rank1", "position@rank2"),
     }
     assert described.paths["model.w1"] == ("model", "w1")

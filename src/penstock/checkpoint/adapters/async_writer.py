@@ -180,7 +180,7 @@ class AsyncWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: write manifest and metadata once all ranks have written."""
-        seal = build_seal(metadata, results, self.storage_meta(), save_id=self.save_id)
+        seal = build_seal(metadata, results, self.storage_meta())
         storage = open_here(self._folder)
         sizes = {info.key: info.size_bytes for info in storage.list() if info.key in seal.sizes}
         require_complete(sizes, seal.sizes, storage.uri)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -28,19 +28,18 @@ from penstock.checkpoint.commit.protocol import (
 )
 from penstock.checkpoint.commit.record_commit import is_written_once
 from penstock.checkpoint.formats import safetensors, torch_save
-from penstock.checkpoint.formats.dcp_item import open_item, payload_in, tensor_bytes, undo_transforms
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, Path
-from penstock.checkpoint.formats.manifest import (
-    Bytes,
-    ChecksummedIndex,
-    Manifest,
-    checksum_of,
-    join_manifest,
-    read_manifest,
+from penstock.checkpoint.formats.dcp_item import (
+    load_object,
+    open_item,
+    payload_in,
+    tensor_bytes,
+    undo_transforms,
+    with_tensors,
 )
-from penstock.checkpoint.formats.metadata_rows import read_metadata
+from penstock.checkpoint.formats.dcp_metadata import read_metadata
+from penstock.checkpoint.formats.manifest import Manifest, checksum_of, join_manifest, read_manifest
 from penstock.checkpoint.formats.restricted_pickle import TensorRef
-from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, StoredObject
+from penstock.checkpoint.state.regions import UNKNOWN, Bytes, CheckpointIndex, StoredObject
 from penstock.checkpoint.state.walk import KEY_TYPES, OWN_ENTRIES, names_lacking
 from penstock.cluster.comm import Comm, run_on_rank0
 from penstock.did_you_mean import did_you_mean
@@ -76,12 +75,7 @@ class CheckpointSource:
     folder: str
     """The folder of its files below the storage's root; empty for the root itself."""
     index: CheckpointIndex
-    paths: Mapping[str, Path] = field(default_factory=dict)
-    """The place of each name in the nested state; names without one are at the top level."""
-    summed: ChecksummedIndex | None = None
-    """The checksums, if a manifest has them."""
     manifest: Manifest | None = None
-    metadata: DcpMetadata | None = None
     archive: torch_save.TorchSaveArchive | None = None
     key_types: Mapping[str, str] = field(default_factory=dict)
     """By name of a dict whose keys do not look like what they are; see `state.walk.walk`."""
@@ -92,7 +86,7 @@ class CheckpointSource:
 
     def tell_if_unchecked(self) -> None:
         """Log a warning if there should be checksums, and are none."""
-        if self.format is Format.DCP and self.summed is None:
+        if self.format is Format.DCP and self.manifest is None:
             logger.warning(
                 "%s has no %s: what is loaded from it is not compared with checksums. If Penstock saved it,"
                 " copy it again with all of its files",
@@ -190,9 +184,9 @@ class CheckpointSource:
         """The elements of a row's region in row-major order, from its whole item; for packed items."""
         if self.archive is not None:
             return torch_save.row_major(self.archive.strided[row], memoryview(item))
-        descriptors = self.metadata.descriptors(row) if self.metadata else ()
         dtype = self.index.tensors[int(self.index.stored.regions.tensor[row])].dtype
-        return tensor_bytes(item, dtype, self.shape(row), descriptors=descriptors, where=self.where(row))
+        transforms = self.index.transforms_of(row)
+        return tensor_bytes(item, dtype, self.shape(row), transforms=transforms, where=self.where(row))
 
     def where(self, row: int) -> str:
         """A row's item as messages name it: file, tensor and range."""
@@ -202,10 +196,6 @@ class CheckpointSource:
         name = self.index.tensors[int(stored.regions.tensor[row])].name
         return f"{self.uri}, {file}, {name}, bytes {begin} to {begin + int(stored.item_bytes[row])}"
 
-    def descriptors(self, stored: StoredObject) -> tuple[str, ...]:
-        """The stream transforms of an object's item."""
-        return self.metadata.object_transforms.get(stored.name, ()) if self.metadata else ()
-
     def read_object_item(self, stored: StoredObject) -> bytearray:
         """An object's item as stored in its file."""
         item = bytearray(stored.size_bytes)
@@ -213,29 +203,13 @@ class CheckpointSource:
             source.read_into(stored.offset, memoryview(item))
         return item
 
-    def comparable(self, stored: StoredObject) -> Any:
-        """An object with its tensors as (type, shape, bytes), so that two can be compared with `==`."""
-        if self.archive is not None:
-            return torch_save.with_elements(self.archive.values[stored.name], self._inner_elements)
-        where = f"{self.uri}, {stored.name}"
-        item, descriptors = self.read_object_item(stored), self.descriptors(stored)
-        plain = memoryview(undo_transforms(item, descriptors, where) if descriptors else item)
-        archive = open_item(plain, where)
-
-        def elements(tensor: TensorRef) -> bytearray:
-            offset, size_bytes = archive.records[tensor.storage.key]
-            return bytearray(torch_save.row_major(tensor, plain[offset : offset + size_bytes]))
-
-        return torch_save.with_elements(archive.value, elements)
-
     def safe_value(self, stored: StoredObject) -> Any:
         """An object, read without torch and without running any code; unknown classes become `Opaque`."""
-        if self.archive is not None:
-            return self.archive.values[stored.name]
-        where = f"{self.uri}, {stored.name}"
-        descriptors = self.descriptors(stored)
-        item = self.read_object_item(stored)
-        return open_item(undo_transforms(item, descriptors, where) if descriptors else item, where).value
+        return self._parse(stored)[0]
+
+    def comparable(self, stored: StoredObject) -> Any:
+        """An object with its tensors as (type, shape, bytes), so that two can be compared with `==`."""
+        return torch_save.with_elements(*self._parse(stored))
 
     def value(self, stored: StoredObject, *, trust: bool = False) -> Any:
         """An object as it was saved.
@@ -244,31 +218,32 @@ class CheckpointSource:
         """
         where = f"{self.uri}, {stored.name}"
         if self.archive is None:
-            from penstock.checkpoint.formats.dcp_item import load_object  # noqa: PLC0415 - it loads torch
-
-            item, descriptors = self.read_object_item(stored), self.descriptors(stored)
-            return load_object(item, stored.name, descriptors=descriptors, trust=trust, where=where)
-        value = self.archive.values[stored.name]
+            item = self.read_object_item(stored)
+            return load_object(item, stored.name, transforms=stored.transforms, trust=trust, where=where)
+        value, elements = self._parse(stored)
         if not torch_save.is_plain(value):
             raise UsageError(
                 f"{stored.name} holds {value!r}, which only its own program can rebuild",
                 where=where,
                 fix="If you trust the source of this archive, load it with torch.load.",
             )
-        if not torch_save.tensors_inside(value):
-            return value
-        from penstock.checkpoint.formats.dcp_item import with_tensors  # noqa: PLC0415 - it loads torch
+        return with_tensors(value, elements) if torch_save.tensors_inside(value) else value
 
-        return with_tensors(value, self._inner_elements)
+    def _parse(self, stored: StoredObject) -> tuple[Any, Callable[[TensorRef], bytearray]]:
+        """An object that refers to the tensors inside it, and a function that reads the elements of one."""
+        if self.archive is None:
+            where = f"{self.uri}, {stored.name}"
+            plain = undo_transforms(self.read_object_item(stored), stored.transforms, where)
+            archive = open_item(plain, where)
+            return archive.value, partial(
+                archive.elements, lambda offset, size: plain[offset : offset + size]
+            )
 
-    def _inner_elements(self, tensor: TensorRef) -> bytearray:
-        """The elements of a tensor inside an object of an archive."""
-        assert self.archive is not None, "only archives have values that refer to records"
-        offset, size_bytes = self.archive.records[tensor.storage.key]
-        record = bytearray(size_bytes)
-        with closing(self.storage.open(self.key(self.index.files[0]))) as source:
-            source.read_into(offset, memoryview(record))
-        return bytearray(torch_save.row_major(tensor, memoryview(record)))
+        def read(offset: int, size: int) -> bytearray:
+            with open_ranges(self.storage, self.key(self.index.files[0])) as (_, read_range):
+                return bytearray(read_range(offset, size))
+
+        return self.archive.values[stored.name], partial(self.archive.elements, read)
 
 
 def open_checkpoint(path: AnyPath, *, rank: int = 0) -> CheckpointSource:
@@ -300,13 +275,11 @@ def open_folder(
 
     `when_read` is called once the small files that describe it are read, before they are parsed.
     """
-    description = _read_description(storage, folder)
+    metadata, manifest = _read_description(storage, folder)
     when_read()
-    metadata, manifest = description[METADATA_NAME], description[MANIFEST_NAME]
     if metadata is None:
         return _open_safetensors_folder(storage, folder, uri)
-    opened = _open_dcp(storage, folder, uri, metadata, manifest)
-    return replace(opened, identity=_identity_of(metadata, manifest))
+    return _open_dcp(storage, folder, uri, metadata, manifest)
 
 
 def _is_file(storage: Storage, name: str) -> bool:
@@ -333,22 +306,22 @@ def _open_dcp(
             where=uri,
             fix=f"Load an older one, or remove {MANIFEST_NAME} if another program has saved here since.",
         )
-    metadata = read_metadata(content, f"{uri}/{METADATA_NAME}")
-    summed = join_manifest(metadata.index, manifest, uri) if manifest is not None else None
-    if summed is not None:
-        metadata = replace(metadata, index=summed.index)
+    # Only version 1, and what other programs wrote, has to be read from the pickle.
+    index = manifest.index if manifest is not None else None
+    if index is None:
+        index = read_metadata(content, f"{uri}/{METADATA_NAME}")
+        index = index if manifest is None else join_manifest(index, manifest, uri)
+    facts = {} if manifest is None else manifest.facts
     return CheckpointSource(
         uri=uri,
         format=Format.DCP,
         storage=storage,
         folder=folder,
-        index=metadata.index,
-        paths=metadata.paths,
-        summed=summed,
+        index=index,
         manifest=manifest,
-        metadata=metadata,
-        key_types={} if manifest is None else json.loads(str(manifest.facts.get(KEY_TYPES, "{}"))),
-        lacking={} if manifest is None else names_lacking(str(manifest.facts.get(OWN_ENTRIES, ""))),
+        key_types=json.loads(str(facts.get(KEY_TYPES, "{}"))),
+        lacking=names_lacking(str(facts.get(OWN_ENTRIES, ""))),
+        identity=checksum_of(content) if sealed is None else bytes(sealed[:IDENTITY_BYTES]),
     )
 
 
@@ -370,7 +343,6 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
                 storage=storage,
                 folder="",
                 index=archive.index,
-                paths=archive.paths,
                 archive=archive,
             )
         try:
@@ -472,13 +444,6 @@ def open_ranges(storage: Storage, key: str) -> Iterator[tuple[Source, torch_save
         yield source, read
 
 
-def require_dcp(opened: CheckpointSource) -> DcpMetadata:
-    """The metadata of a distributed checkpoint; `UsageError` for other formats."""
-    if opened.metadata is None:
-        raise UsageError(f"{opened.uri} is not a distributed checkpoint but {opened.format}")
-    return opened.metadata
-
-
 class DescribedStorage(WrappedStorage):
     """A storage with some small objects held in memory; None for one that is known to be missing."""
 
@@ -524,20 +489,20 @@ def open_together(
 _NUM_READINGS = 5
 
 
-def _read_description(storage: Storage, folder: str) -> dict[str, bytes | None]:
-    """`.metadata` and manifest of one and the same save, by name: None for one that is missing."""
+def _read_description(storage: Storage, folder: str) -> tuple[bytes | None, bytes | None]:
+    """`.metadata` and manifest of one and the same save; None for one that is missing."""
     if is_written_once(storage, folder):
         keys = [_key(folder, METADATA_NAME), _key(folder, MANIFEST_NAME)]
         with ThreadPoolExecutor(len(keys)) as threads:
             metadata, manifest = threads.map(partial(_read_if_any, storage), keys)
-        return {METADATA_NAME: metadata, MANIFEST_NAME: manifest}
+        return metadata, manifest
     for _ in range(_NUM_READINGS):
         manifest = _read_if_any(storage, _key(folder, MANIFEST_NAME))
         metadata = _read_if_any(storage, _key(folder, METADATA_NAME))
         # A save that replaced the folder between the two has another manifest.
         if manifest is None or manifest[:IDENTITY_BYTES] == read_identity(storage, folder):
             break
-    return {METADATA_NAME: metadata, MANIFEST_NAME: manifest}
+    return metadata, manifest
 
 
 def _read_if_any(storage: Storage, key: str) -> bytes | None:
@@ -545,10 +510,6 @@ def _read_if_any(storage: Storage, key: str) -> bytes | None:
         return bytes(read_object(storage, key))
     except ObjectNotFound:
         return None
-
-
-def _identity_of(metadata: Bytes, manifest: Bytes | None) -> bytes:
-    return checksum_of(metadata) if manifest is None else bytes(manifest[:IDENTITY_BYTES])
 
 
 def _key(folder: str, name: str) -> str:

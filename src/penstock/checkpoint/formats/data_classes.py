@@ -12,7 +12,6 @@ import dataclasses
 import enum
 import io
 import pickle
-import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,11 +19,11 @@ from typing import Any, Final
 
 import torch
 
+from penstock.checkpoint.formats.dcp_item import open_item
+from penstock.checkpoint.formats.torch_save import is_plain
+
 _ONE_AT_A_TIME: Final = threading.Lock()
 """torch keeps the allowed classes of `weights_only` for the whole process."""
-
-_NAMES_ANYTHING: Final = re.compile(rb"c[A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\n")
-"""The opcode of protocol 2 that names a class or function."""
 
 _PYTHON: Final = frozenset(
     {
@@ -67,21 +66,14 @@ def load_data(item: io.BytesIO) -> Any:
         return torch.load(item, map_location="cpu", weights_only=True)
 
 
-def may_name_classes(archive: bytes | bytearray) -> bool:
-    """Whether an archive of `torch.save` has more than Python's own values; sometimes true of one without."""
-    # Nearly all objects name nothing, and the search takes a fraction of the time of unpickling.
-    return _NAMES_ANYTHING.search(archive) is not None
-
-
 def names_beyond_data(archive: bytes) -> list[str]:
     """The classes and functions in an archive of `torch.save` for which a load needs `trust`."""
-    if not may_name_classes(archive):
-        return []
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive))
     except pickle.UnpicklingError as error:
-        # Beside classes, torch does not even look at integers of more than 255 bytes.
-        return [f"what torch cannot check ({error})"]
+        # Of Python's own values, torch refuses integers of more than 255 bytes.
+        is_known = is_plain(open_item(archive, "an object that is saved").value)
+        return [] if is_known else [f"what torch cannot check ({error})"]
     return [name for name in named if _find_data(name) is None]
 
 

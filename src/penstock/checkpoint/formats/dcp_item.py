@@ -18,92 +18,80 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from functools import lru_cache, partial
+from typing import Any, Final
 
 from penstock.checkpoint.formats.restricted_pickle import QuantizedRef, TensorRef
-from penstock.checkpoint.formats.torch_save import TorchSaveArchive, read_archive, row_major
-from penstock.checkpoint.state.regions import UNKNOWN, ElementType, contiguous_strides, element_type
+from penstock.checkpoint.formats.torch_save import TorchSaveArchive, is_plain, read_archive, row_major
+from penstock.checkpoint.state.regions import UNKNOWN, Bytes, ElementType, contiguous_strides, element_type
 from penstock.errors import DataDamaged, Unavailable, UsageError
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.formats.manifest import Bytes
-
 
 ZSTD: Final = "stream.zstd/1"
 """The only transform that torch has built in."""
 
 
-def apply_transforms(content: Bytes, descriptors: Sequence[str]) -> bytes:
+def apply_transforms(content: Bytes, transforms: Sequence[str]) -> bytes:
     """Apply the transforms to `content` in order, the first one innermost."""
     packed = bytes(content)
-    for descriptor in descriptors:
-        _require_known(descriptor, UsageError)
-        packed = _compressed(packed)
+    for name in transforms:
+        require_known_transforms([name])
+        import zstandard  # noqa: PLC0415 - takes 20 ms, and few checkpoints are compressed
+
+        stream = io.BytesIO()
+        with zstandard.ZstdCompressor().stream_writer(stream, closefd=False) as compressor:
+            compressor.write(packed)
+        packed = stream.getvalue()
     return packed
 
 
-def undo_transforms(content: Bytes, descriptors: Sequence[str], where: str) -> bytes:
+def undo_transforms(content: Bytes, transforms: Sequence[str], where: str) -> bytes:
     """Undo the transforms of `content`; `Unavailable` names one that is not supported."""
     plain = bytes(content)
-    for descriptor in descriptors:
-        _require_known(descriptor, Unavailable)
-        plain = _decompressed(plain, where)
+    require_known_transforms(transforms, Unavailable)
+    for _ in transforms:
+        import zstandard  # noqa: PLC0415 - as above
+
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(plain) as stream:
+                plain = stream.readall()
+        except zstandard.ZstdError as error:
+            raise DataDamaged(f"A compressed item cannot be unpacked: {error}", where=where) from error
     return plain
 
 
-def require_known_transforms(descriptors: Sequence[str]) -> None:
-    """Raise `UsageError` unless all transforms are supported."""
-    for descriptor in descriptors:
-        _require_known(descriptor, UsageError)
+def require_known_transforms(
+    transforms: Sequence[str], error: type[UsageError | Unavailable] = UsageError
+) -> None:
+    """Raise `error` unless all transforms are supported."""
+    for transform in transforms:
+        name, _, version = transform.partition("/")
+        if name != "stream.zstd" or version.partition(".")[0] != "1":
+            raise error(
+                f"The stream transform {transform!r} is not supported",
+                fix=f"Use {ZSTD}. Load checkpoints with other transforms with torch and their extension.",
+            )
 
 
-def _require_known(descriptor: str, error: type[UsageError | Unavailable]) -> None:
-    name, _, version = descriptor.partition("/")
-    if name != "stream.zstd" or version.partition(".")[0] != "1":
-        raise error(
-            f"The stream transform {descriptor!r} is not supported",
-            fix=f"Use {ZSTD}. Load checkpoints with other transforms with torch and their extension.",
-        )
-
-
-def _compressed(content: bytes) -> bytes:
-    import zstandard  # noqa: PLC0415 - takes 20 ms, and few checkpoints are compressed
-
-    packed = io.BytesIO()
-    with zstandard.ZstdCompressor().stream_writer(packed, closefd=False) as stream:
-        stream.write(content)
-    return packed.getvalue()
-
-
-def _decompressed(content: bytes, where: str) -> bytes:
-    import zstandard  # noqa: PLC0415 - as above
-
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(content) as stream:
-            return stream.readall()
-    except zstandard.ZstdError as error:
-        raise DataDamaged(f"A compressed item cannot be unpacked: {error}", where=where) from error
-
-
-def load_object(item: Bytes, name: str, *, descriptors: Sequence[str] = (), trust: bool, where: str) -> Any:
+def load_object(item: Bytes, name: str, *, transforms: Sequence[str] = (), trust: bool, where: str) -> Any:
     """The object of one item. Without `trust`, `UsageError` names what torch does not know to be harmless."""
-    import torch  # noqa: PLC0415 - the rest of this module serves programs without torch
+    import torch  # noqa: PLC0415 - other tools than loads do without it
 
-    from penstock.checkpoint.formats.data_classes import (  # noqa: PLC0415 - it loads torch
-        load_data,
-        may_name_classes,
-    )
+    from penstock.checkpoint.formats.data_classes import load_data  # noqa: PLC0415 - it loads torch
 
-    plain = io.BytesIO(undo_transforms(item, descriptors, where) if descriptors else item)
+    content = io.BytesIO(undo_transforms(item, transforms, where))
     try:
-        return torch.load(plain, map_location="cpu", weights_only=False) if trust else load_data(plain)
+        return torch.load(content, map_location="cpu", weights_only=False) if trust else load_data(content)
     except pickle.UnpicklingError as error:
         if trust:
             raise DataDamaged(f"The object {name} cannot be unpickled: {error}", where=where) from error
-        if not may_name_classes(plain.getvalue()):
-            # Of Python's own values, torch refuses only integers of more than 255 bytes.
-            return open_item(plain.getvalue(), where).value
+        # Of Python's own values, torch refuses integers of more than 255 bytes.
+        archive = open_item(content.getvalue(), where)
+        if is_plain(archive.value):
+            plain = content.getvalue()
+            return with_tensors(
+                archive.value,
+                partial(archive.elements, lambda offset, size: plain[offset : offset + size]),
+            )
         reason = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
         raise UsageError(
             f"The object {name} is more than data: {reason or error}",
@@ -161,13 +149,13 @@ def _quantized(dtype: str, integers: Any, quantizer: tuple[Any, ...]) -> Any:
         raise DataDamaged(f"A quantized tensor is not as torch writes them: {error}") from error
 
 
-def object_bytes(value: Any, *, descriptors: Sequence[str] = ()) -> bytes:
+def object_bytes(value: Any) -> bytes:
     """An object as the item that stock torch reads."""
     import torch  # noqa: PLC0415 - see `load_object`
 
     item = io.BytesIO()
     torch.save(value, item)
-    return apply_transforms(item.getvalue(), descriptors) if descriptors else item.getvalue()
+    return item.getvalue()
 
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -413,10 +401,10 @@ def _name(head: bytes, at: int) -> bytes:
 
 
 def tensor_bytes(
-    item: Bytes, dtype: str, shape: Sequence[int], *, descriptors: Sequence[str] = (), where: str
+    item: Bytes, dtype: str, shape: Sequence[int], *, transforms: Sequence[str] = (), where: str
 ) -> memoryview:
     """A tensor's elements in row-major order, from its whole item; `DataDamaged` if it has another tensor."""
-    plain = memoryview(undo_transforms(item, descriptors, where) if descriptors else item)
+    plain = memoryview(undo_transforms(item, transforms, where) if transforms else item)
     archive = open_item(plain, where)
     facts = archive.index.tensors
     if [(one.dtype, one.shape) for one in facts] != [(dtype, tuple(shape))]:

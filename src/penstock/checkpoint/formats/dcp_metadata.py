@@ -1,16 +1,19 @@
-"""The `.metadata` file of a torch distributed checkpoint (DCP), read into columns. Needs no torch.
+"""`.metadata` of a torch distributed checkpoint (DCP): written with torch's classes, read without torch.
 
-Invariant: what is returned has been checked: every region has one place and is inside its tensor, and no file
-name leaves the checkpoint's folder.
+Stock torch reads and writes the same file. Reading never runs code of the file: see `restricted_pickle`.
+Invariant: an index that was read has been checked: every region has one place and is inside its tensor, and
+no file name leaves the checkpoint's folder.
 """
 
+from __future__ import annotations
+
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import io
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -24,61 +27,171 @@ from penstock.checkpoint.state.regions import (
     StoredObject,
     StoredRegions,
     TensorFacts,
+    Transforms,
+    check_index,
     element_type,
     pad_rows,
+    refuse_index,
 )
-from penstock.errors import AccessRefused, DataDamaged, UsageError
-from penstock.storage.protocol import check_key
+from penstock.checkpoint.state.walk import Path
+from penstock.errors import DataDamaged, UsageError
 
-Path = tuple[str | int, ...]
-"""The place of a leaf in the nested state dict, from which its name was made."""
-Descriptors = tuple[str, ...]
-"""The stream transforms of an item, outermost last: `("stream.zstd/1",)`; () for none."""
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
-VERSION = "1.0.0"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DcpMetadata:
-    """The content of a `.metadata` file."""
-
-    index: CheckpointIndex
-    paths: Mapping[str, Path] = field(default_factory=dict)
-    transforms: tuple[Descriptors, ...] = ((),)
-    row_transform: Ints | None = None
-    """By row of `contents.stored`, which of `transforms` it went through; None: none did."""
-    object_transforms: Mapping[str, Descriptors] = field(default_factory=dict)
-    save_id: str | None = None
-    checkpoint_id: str | None = None
-    version: str | None = VERSION
-
-    def descriptors(self, row: int) -> Descriptors:
-        """The stream transforms of one stored region."""
-        return () if self.row_transform is None else self.transforms[int(self.row_transform[row])]
+VERSION: Final = "1.0.0"
+_FORGET_EVERY: Final = 1000
 
 
-def read_pickle(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
-    """Parse a `.metadata` that torch 2.x or we wrote, record by record; `where` names it in errors."""
+def metadata_bytes(index: CheckpointIndex) -> bytes:
+    """The file that describes `index` to torch."""
+    content = io.BytesIO()
+    # Protocol 3 numbers what it remembers, so that numbers can be used again: see `_Streamed`.
+    pickler = pickle.Pickler(content, protocol=3)
     with paused_garbage_collection():
-        return _read_pickle(content, where)
+        pickler.dump(
+            _describe(
+                index,
+                lambda items: _Streamed(list, items, pickler),
+                lambda items: _Streamed(dict, items, pickler),
+            )
+        )
+    return content.getvalue()
 
 
-def _read_pickle(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
-    root = read_metadata_pickle(content, where)
-    if getattr(root, "kind", None) != "Metadata":
-        _refuse("It is not the metadata of a checkpoint", where)
-    try:
-        return _Parsing(root, where).result()
-    except UsageError:
-        raise
-    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
-        raise DataDamaged(
-            f"Its records are not those of a checkpoint: {type(error).__name__}: {error}", where=where
-        ) from error
+def torch_metadata(index: CheckpointIndex) -> Metadata:
+    """The description of `index` for torch's planners."""
+    return _describe(index, list, dict)
 
 
-def _refuse(what: str, where: str) -> NoReturn:
-    raise DataDamaged(what, where=where, fix="Load an older checkpoint, or save this one again.")
+class _Streamed:
+    """Pickled as the list or dict of items that are made one by one, and forgotten.
+
+    A million parts and the pickler's memory of them would take several gigabytes at once. The pickler forgets
+    names, too, and writes them again after a while; what it has begun to write, nothing refers to.
+    """
+
+    def __init__(self, kind: type, items: Iterable[Any], pickler: pickle.Pickler) -> None:
+        self._kind, self._items, self._pickler = kind, items, pickler
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        is_list = self._kind is list
+        return (
+            self._kind,
+            (),
+            None,
+            self._forgotten() if is_list else None,
+            None if is_list else self._forgotten(),
+        )
+
+    def _forgotten(self) -> Iterator[Any]:
+        for number, item in enumerate(self._items):
+            if number % _FORGET_EVERY == 0:
+                self._pickler.clear_memo()
+            yield item
+
+
+def _describe(
+    index: CheckpointIndex,
+    make_list: Callable[[Iterable[Any]], Any],
+    make_dict: Callable[[Iterable[tuple[Any, Any]]], Any],
+) -> Metadata:
+    import torch  # noqa: PLC0415 - only writers have it loaded
+    from torch.distributed.checkpoint import metadata as records  # noqa: PLC0415 - takes half a second
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415 - likewise
+
+    stored = index.stored
+    order = np.argsort(stored.regions.tensor, kind="stable")
+    begins = np.searchsorted(stored.regions.tensor[order], np.arange(len(index.tensors) + 1)).tolist()
+    size = torch.Size
+
+    def boxes(number: int) -> Iterator[tuple[int, Any, Any]]:
+        """Row, offsets and sizes of each part of a tensor."""
+        rows, dims = order[begins[number] : begins[number + 1]], len(index.tensors[number].shape)
+        columns = (rows, stored.regions.offsets[rows, :dims], stored.regions.sizes[rows, :dims])
+        for row, offsets, sizes in zip(*(column.tolist() for column in columns), strict=True):
+            yield row, size(offsets), size(sizes)
+
+    def chunks(number: int) -> Iterator[Any]:
+        for _, offsets, sizes in boxes(number):
+            yield records.ChunkStorageMetadata(offsets, sizes)
+
+    def state() -> Iterator[tuple[str, Any]]:
+        for number, facts in enumerate(index.tensors):
+            properties = records.TensorProperties(dtype=getattr(torch, facts.dtype))
+            yield (
+                facts.name,
+                records.TensorStorageMetadata(properties, size(facts.shape), make_list(chunks(number))),
+            )
+        for held in index.objects:
+            yield held.name, records.BytesStorageMetadata()
+
+    def place(file: int, offset: int, num_bytes: int, transforms: Transforms) -> Any:
+        if transforms:
+            # Older versions of torch lack this field, and read what is not transformed.
+            return _StorageInfo(index.files[file], offset, num_bytes, transform_descriptors=list(transforms))
+        return _StorageInfo(index.files[file], offset, num_bytes)
+
+    def storage() -> Iterator[tuple[Any, Any]]:
+        for number, facts in enumerate(index.tensors):
+            for row, offsets, _ in boxes(number):
+                at = int(stored.file[row]), int(stored.item_offset[row]), int(stored.item_bytes[row])
+                yield records.MetadataIndex(facts.name, offsets), place(*at, index.transforms_of(row))
+        for held in index.objects:
+            at = held.file, held.offset, held.size_bytes
+            yield records.MetadataIndex(held.name), place(*at, held.transforms)
+
+    described = records.Metadata(
+        state_dict_metadata=make_dict(state()),
+        planner_data=dict(index.paths),
+        storage_data=make_dict(storage()),
+        storage_meta=records.StorageMeta(),
+    )
+    # A field of newer versions of torch; its readers ask for it by name.
+    described.version = VERSION
+    return described
+
+
+class MetadataWriter:
+    """Writes `.metadata`, and keeps the bytes as long as they describe the same.
+
+    While a job's plan does not change, neither does the file: only the manifest tells checkpoints apart.
+    """
+
+    def __init__(self) -> None:
+        self._index: CheckpointIndex | None = None
+        self._content = b""
+
+    def write(self, index: CheckpointIndex) -> bytes:
+        """The file that describes `index`."""
+        if self._index is None or not _are_same(self._index, index):
+            self._index, self._content = index, metadata_bytes(index)
+        return self._content
+
+
+def _are_same(one: CheckpointIndex, other: CheckpointIndex) -> bool:
+    """Whether `.metadata` of both is the same."""
+    texts = attrgetter("tensors", "objects", "files", "paths", "transforms")
+    columns = attrgetter(
+        *("regions.tensor", "regions.offsets", "regions.sizes", "file", "item_offset", "item_bytes")
+    )
+    return texts(one) == texts(other) and all(map(np.array_equal, columns(one.stored), columns(other.stored)))
+
+
+def read_metadata(content: bytes | bytearray | memoryview, where: str) -> CheckpointIndex:
+    """Parse a `.metadata` that torch 2.x or we wrote; `where` names it in errors."""
+    with paused_garbage_collection():
+        root = read_metadata_pickle(content, where)
+        if getattr(root, "kind", None) != "Metadata":
+            refuse_index("It is not the metadata of a checkpoint", where)
+        try:
+            return _Parsing(root, where).result()
+        except UsageError:
+            raise
+        except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
+            raise DataDamaged(
+                f"Its records are not those of a checkpoint: {type(error).__name__}: {error}", where=where
+            ) from error
 
 
 class _Parsing:
@@ -88,121 +201,86 @@ class _Parsing:
         self._root = root
         self._where = where
         self._files: dict[str, int] = {}
-        self._transforms: dict[Descriptors, int] = {(): 0}
         self._tensors: list[TensorFacts] = []
         self._objects: list[StoredObject] = []
-        self._object_transforms: dict[str, Descriptors] = {}
-        indices = map(attrgetter("fqn", "offset"), root.storage_data)
-        self._places = dict(zip(indices, root.storage_data.values(), strict=True))
+        keys = map(attrgetter("fqn", "offset"), root.storage_data)
+        self._places = dict(zip(keys, root.storage_data.values(), strict=True))
 
-    def result(self) -> DcpMetadata:
-        chunks, count, places = self._walk()
-        regions = self._boxes(chunks, np.repeat(np.arange(len(count)), count))
-        row_transform = np.zeros(len(places), dtype=np.int64)
-        for row, through in enumerate(_all(places, "transform_descriptors")):
-            if through:
-                row_transform[row] = self._transforms.setdefault(tuple(through), len(self._transforms))
+    def result(self) -> CheckpointIndex:
+        chunks: list[Any] = []
+        places: list[Any] = []
+        count = []
+        for name, about in self._root.state_dict_metadata.items():
+            if about.kind == "BytesStorageMetadata":
+                self._add_object(name, None)
+            elif about.properties.state[0] in QUANTIZED:
+                if len(about.chunks) != 1 or tuple(about.chunks[0].sizes) != tuple(about.size):
+                    raise UsageError(
+                        f"The quantized tensor {name} is stored in parts",
+                        where=self._where,
+                        fix="Load it with torch.",
+                    )
+                self._add_object(name, about.chunks[0].offsets)
+            else:
+                self._add_tensor(name, about)
+                chunks += about.chunks
+                count.append(len(about.chunks))
+                places += [self._place(name, chunk.offsets) for chunk in about.chunks]
+        transforms = [tuple(through or ()) for through in _all(places, "transform_descriptors")]
         stored = StoredRegions(
-            regions,
-            file=self._file_numbers(places),
+            self._regions(chunks, np.repeat(np.arange(len(count)), count)),
+            file=_column(map(self._file, _all(places, "relative_path"))),
             item_offset=_column(_all(places, "offset")),
             item_bytes=_column(_all(places, "length")),
             payload_offset=np.full(len(places), UNKNOWN, dtype=np.int64),
-            packed=row_transform > 0,
+            packed=np.array([bool(through) for through in transforms], dtype=np.bool_),
         )
-        check_items(self._tensors, stored, self._where)
-        check_file_names(self._files, self._where)
-        meta = getattr(self._root, "storage_meta", None)
-        return DcpMetadata(
-            index=CheckpointIndex(tuple(self._tensors), stored, tuple(self._objects), tuple(self._files)),
+        index = CheckpointIndex(
+            tuple(self._tensors),
+            stored,
+            tuple(self._objects),
+            tuple(self._files),
             paths=_paths(getattr(self._root, "planner_data", None)),
-            transforms=tuple(self._transforms),
-            row_transform=row_transform if len(self._transforms) > 1 else None,
-            object_transforms=self._object_transforms,
-            save_id=getattr(meta, "save_id", None),
-            checkpoint_id=getattr(meta, "checkpoint_id", None),
-            version=getattr(self._root, "version", None),
+            transforms=transforms if any(transforms) else (),
         )
+        check_index(index, self._where)
+        return index
 
-    def _walk(self) -> tuple[list[Any], list[int], list[Any]]:
-        """The chunks of all tensors, how many each tensor has, and the place of each chunk."""
-        chunks: list[Any] = []
-        places: list[Any] = []
-        count, find = [], self._places.get
-        for name, about in self._root.state_dict_metadata.items():
-            if about.kind == "BytesStorageMetadata":
-                self._add_object(name)
-                continue
-            if about.properties.state[0] in QUANTIZED:
-                self._add_quantized(name, about)
-                continue
-            self._tensors.append(self._facts(name, about))
-            offsets = _all(about.chunks, "offsets")
-            found = [find((name, each)) for each in offsets]
-            if None in found:
-                found = [self._place(name, each) for each in offsets]
-            chunks += about.chunks
-            count.append(len(found))
-            places += found
-        return chunks, count, places
-
-    def _facts(self, name: str, about: Any) -> TensorFacts:
+    def _add_tensor(self, name: str, about: Any) -> None:
         dtype, layout, *_ = about.properties.state
         if layout != "torch.strided":
             raise UsageError(f"The tensor {name} is stored as {layout}, not densely", where=self._where)
         kind = element_type(dtype)
         shape = tuple(int(extent) for extent in about.size)
-        return TensorFacts(str(name), kind.name, shape, kind.size_bytes)
+        self._tensors.append(TensorFacts(str(name), kind.name, shape, kind.size_bytes))
+
+    def _add_object(self, name: str, offsets: tuple[int, ...] | None) -> None:
+        place = self._place(name, offsets)
+        at = self._file(place.relative_path), int(place.offset), int(place.length)
+        self._objects.append(StoredObject(str(name), *at, tuple(place.transform_descriptors or ())))
 
     def _place(self, name: str, offsets: tuple[int, ...] | None) -> Any:
         place = self._places.get((name, offsets))
         # torch before 2.1 gave unsharded tensors no offsets.
-        if place is None:
-            place = self._places.get((name, None)) if not any(offsets or ()) else None
+        if place is None and not any(offsets or ()):
+            place = self._places.get((name, None))
         if place is None:
             at = f" at {list(offsets)}" if offsets is not None else ""
-            _refuse(f"{name}{at} was not written: no file holds it", self._where)
+            refuse_index(f"{name}{at} was not written: no file holds it", self._where)
         return place
 
-    def _add_quantized(self, name: str, about: Any) -> None:
-        if len(about.chunks) != 1 or tuple(about.chunks[0].sizes) != tuple(about.size):
-            raise UsageError(
-                f"The quantized tensor {name} is stored in parts",
-                where=self._where,
-                fix="Load it with torch.",
-            )
-        self._add_object(name, about.chunks[0].offsets)
+    def _file(self, name: str) -> int:
+        return self._files.setdefault(name, len(self._files))
 
-    def _add_object(self, name: str, offsets: tuple[int, ...] | None = None) -> None:
-        place = self._place(name, offsets)
-        descriptors = _descriptors(place)
-        if descriptors:
-            self._object_transforms[name] = descriptors
-        size_bytes, offset = int(place.length), int(place.offset)
-        if size_bytes < 0 or offset < 0:
-            _refuse(f"The object {name} has {size_bytes} bytes at offset {offset}", self._where)
-        number = int(self._file_numbers([place])[0])
-        self._objects.append(StoredObject(str(name), number, offset, size_bytes, bool(descriptors)))
-
-    def _file_numbers(self, places: Sequence[Any]) -> Ints:
-        names = _all(places, "relative_path")
-        for name in dict.fromkeys(names):
-            self._files.setdefault(name, len(self._files))
-        return _column(map(self._files.__getitem__, names))
-
-    def _boxes(self, chunks: Sequence[Any], tensor: Ints) -> Regions:
+    def _regions(self, chunks: Sequence[Any], tensor: Ints) -> Regions:
         dims = np.array([len(facts.shape) for facts in self._tensors], dtype=np.int64)
-        width = int(dims.max(initial=0))
-        offsets = np.zeros((len(chunks), width), dtype=np.int64)
-        sizes = np.ones((len(chunks), width), dtype=np.int64)
-        for num_dims in range(1, width + 1):
-            rows = np.flatnonzero(dims[tensor] == num_dims)
-            chosen = chunks if len(rows) == len(chunks) else [chunks[row] for row in rows.tolist()]
-            offsets[rows, :num_dims] = _rows(_all(chosen, "offsets"), num_dims)
-            sizes[rows, :num_dims] = _rows(_all(chosen, "sizes"), num_dims)
-        regions = Regions(tensor, offsets, sizes)
-        check_regions(self._tensors, regions, self._where)
-        return regions
+        columns = []
+        for name, padding in (("offsets", 0), ("sizes", 1)):
+            rows = _all(chunks, name)
+            if not np.array_equal(_column(map(len, rows)), dims[tensor]):
+                raise ValueError("a chunk has not as many dimensions as its tensor")
+            columns.append(pad_rows(rows, padding, least_width=int(dims.max(initial=0))))
+        return Regions(tensor, *columns)
 
 
 def _all(records: Iterable[Any], name: str) -> list[Any]:
@@ -210,58 +288,13 @@ def _all(records: Iterable[Any], name: str) -> list[Any]:
     return list(map(attrgetter(name), records))
 
 
-def check_file_names(names: Iterable[str], where: str) -> None:
-    """Raise `DataDamaged` for a file that is not in the checkpoint's folder."""
-    for name in names:
-        try:
-            check_key(name, where)
-        except AccessRefused as error:
-            raise DataDamaged(
-                f"It names the file {name!r}, which is not in its folder", where=where
-            ) from error
-
-
-def check_regions(tensors: Sequence[TensorFacts], regions: Regions, where: str) -> None:
-    """Raise `DataDamaged` for a region that is not inside its tensor."""
-    shapes = pad_rows([facts.shape for facts in tensors], 1, least_width=regions.num_dims)
-    shapes = shapes[:, : regions.num_dims]
-    ends = regions.offsets + regions.sizes
-    wrong = ((regions.offsets < 0) | (regions.sizes < 0) | (ends > shapes[regions.tensor])).any(axis=1)
-    for row in np.flatnonzero(wrong)[:1].tolist():
-        facts = tensors[int(regions.tensor[row])]
-        offsets, sizes = regions.region(row, len(facts.shape))
-        _refuse(
-            f"A region of {facts.name} at {list(offsets)} of {list(sizes)} is outside its shape"
-            f" {list(facts.shape)}",
-            where,
-        )
-
-
-def check_items(tensors: Sequence[TensorFacts], stored: StoredRegions, where: str) -> None:
-    """Raise `DataDamaged` for an item at a place that no file has."""
-    wrong = (stored.item_offset < 0) | (stored.item_bytes < 0)
-    for row in np.flatnonzero(wrong)[:1].tolist():
-        name = tensors[int(stored.regions.tensor[row])].name
-        _refuse(f"{name} has {stored.item_bytes[row]} bytes at offset {stored.item_offset[row]}", where)
-
-
 def _column(numbers: Iterable[int]) -> Ints:
     return np.fromiter(numbers, dtype=np.int64)
 
 
-def _rows(rows: Sequence[tuple[int, ...]], width: int) -> Ints:
-    if set(map(len, rows)) - {width}:
-        raise ValueError("a chunk has not as many dimensions as its tensor")
-    return _column(chain.from_iterable(rows)).reshape(len(rows), width)
-
-
-def _descriptors(place: Any) -> Descriptors:
-    return tuple(place.transform_descriptors or ())
-
-
 def _paths(planner_data: object) -> dict[str, Path]:
     """The names' places as the default planner records them; data of other planners is ignored."""
-    if not isinstance(planner_data, dict):
+    if not isinstance(planner_data, Mapping):
         return {}
     return {
         name: path

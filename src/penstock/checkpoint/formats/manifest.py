@@ -1,8 +1,9 @@
 """`penstock.json`, the manifest: every byte of a checkpoint, with an XXH3-128 checksum for each item.
 
-Rank 0 writes it when all files are durable, and before `.metadata`. A checksum is 16 bytes, in the order that
-`xxhsum -H2` prints them; it detects damage, not forgery. Invariant: each byte of a checkpoint is covered
-once: by an item's checksum, a gap between items (zeros), the checksum of `.metadata` or the manifest's own.
+Rank 0 writes it when all files are durable, and before `.metadata`. It also has the index, in columns: a load
+needs nothing of `.metadata` but its checksum. A checksum is 16 bytes, in the order that `xxhsum -H2` prints
+them; it detects damage, not forgery. Invariant: each byte of a checkpoint is covered once: by an item's
+checksum, a gap between items (zeros), the checksum of `.metadata` or the manifest's own.
 """
 
 from __future__ import annotations
@@ -10,30 +11,43 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from penstock import __version__
-from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Ints
-from penstock.errors import AccessRefused, DataDamaged, ShortTransfer, StorageError, Unavailable, name_some
+from penstock.checkpoint.state.regions import (
+    UNKNOWN,
+    Bytes,
+    CheckpointIndex,
+    Ints,
+    Regions,
+    StoredObject,
+    StoredRegions,
+    TensorFacts,
+    Transforms,
+    check_index,
+    element_type,
+)
+from penstock.errors import (
+    AccessRefused,
+    DataDamaged,
+    ShortTransfer,
+    StorageError,
+    Unavailable,
+    UsageError,
+    name_some,
+)
 from penstock.storage import Storage
 from penstock.storage.aligned import aligned_buffer
 from penstock.storage.protocol import check_key
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.checkpoint.engine import WrittenFile
-
-
 SUM_BYTES = 16
 BLOCK_BYTES = 16 << 20
-
-Bytes = bytes | bytearray | memoryview
 
 
 class RunningChecksum(Protocol):
@@ -75,20 +89,19 @@ def checksum_object(storage: Storage, key: str, progress: Callable[[int], None] 
 
 Fact = str | int | float | bool | None
 
-MANIFEST_VERSION: Final = 1
+MANIFEST_VERSION: Final = 2
+"""Version 1 had no index."""
 OPENING: Final = b'{"format":"penstock.checkpoint","xxh3_128":"'
 """Every manifest begins with this; the hexadecimal checksum of all other bytes follows."""
 _HEX: Final = 2 * SUM_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ManifestFile:
-    """One data file: columns of its items in the order of their offsets. Bytes between items are zeros."""
+class WrittenFile:
+    """One durable file of one rank: its items in order, objects first. Bytes between items are zeros."""
 
     name: str
     size_bytes: int
-    item_name: Ints
-    """Numbers of the manifest's `names`."""
     item_offset: Ints
     item_bytes: Ints
     payload_offset: Ints
@@ -101,6 +114,14 @@ class ManifestFile:
     def sum_at(self, row: int) -> bytes:
         """One item's checksum."""
         return self.sums[row * SUM_BYTES : (row + 1) * SUM_BYTES]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ManifestFile(WrittenFile):
+    """One data file, and what its items are."""
+
+    item_name: Ints
+    """Numbers of the manifest's `names`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,26 +140,21 @@ class Manifest:
     metadata_bytes: int
     metadata_sum: bytes
     names: tuple[str, ...]
-    """Of tensors and objects; an item of each may lie in several files."""
+    """Of tensors, then of objects; an item of each may lie in several files."""
     files: tuple[ManifestFile, ...]
+    index: CheckpointIndex | None = None
+    """Its regions are in the order of `files` and their items; None if only `.metadata` has it."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all data files."""
+        """The bytes of all data files."""
         return sum(file.size_bytes for file in self.files)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """The content of the file, with its own checksum."""
-    _, between, ending = manifest_frames(manifest, b"")
-    names, files = names_text(manifest.names), b",".join(map(file_text, manifest.files))
-    rest = manifest_head(manifest) + names + between + files + ending
-    return OPENING + checksum_of(OPENING, rest).hex().encode() + rest
-
-
-def manifest_head(manifest: Manifest) -> bytes:
-    """What stands between the file's own checksum and the names."""
-    document = {
+    index = manifest.index
+    document: dict[str, Any] = {
         "version": MANIFEST_VERSION,
         "step": manifest.step,
         "save_id": manifest.save_id,
@@ -147,39 +163,48 @@ def manifest_head(manifest: Manifest) -> bytes:
         "mesh": dict(manifest.mesh),
         "facts": dict(manifest.facts),
         "metadata": {"size_bytes": manifest.metadata_bytes, "xxh3_128": manifest.metadata_sum.hex()},
+        "names": manifest.names,
     }
-    return b'",' + _as_json(document)[1:-1] + b',"names":['
-
-
-def manifest_frames(manifest: Manifest, own_sum: bytes) -> tuple[bytes, bytes, bytes]:
-    """What stands before, between and after names and files; `own_sum` is hexadecimal, of all other bytes."""
-    return OPENING + own_sum + manifest_head(manifest), b'],"files":[', b"]}\n"
-
-
-def names_text(names: Sequence[str]) -> bytes:
-    """Names with commas between them."""
-    return _as_json(names)[1:-1]
-
-
-def file_text(file: ManifestFile) -> bytes:
-    """One of the files."""
-    return _as_json(
-        {
-            "name": file.name,
-            "size_bytes": file.size_bytes,
-            "items": {
-                "name": file.item_name.tolist(),
-                "offset": file.item_offset.tolist(),
-                "size_bytes": file.item_bytes.tolist(),
-                "payload_offset": file.payload_offset.tolist(),
-                "xxh3_128": file.sums.hex(),
-            },
+    if index is not None:
+        numbers = {name: number for number, name in enumerate(manifest.names)}
+        document["index"] = {
+            "dtype": [facts.dtype for facts in index.tensors],
+            "shape": [facts.shape for facts in index.tensors],
+            "order": [numbers[name] for name in index.paths if name in numbers],
+            "path": [path for name, path in index.paths.items() if name in numbers],
+            "transforms": next(iter(_all_transforms(index)), ()),
         }
-    )
+    begin = 0
+    files = document["files"] = []
+    for file in manifest.files:
+        items = {
+            "name": file.item_name.tolist(),
+            "offset": file.item_offset.tolist(),
+            "size_bytes": file.item_bytes.tolist(),
+            "payload_offset": file.payload_offset.tolist(),
+            "xxh3_128": file.sums.hex(),
+        }
+        if index is not None:
+            end = begin + int((file.item_name < len(index.tensors)).sum())
+            regions, begin = index.stored.regions.take(slice(begin, end)), end
+            inside = _inside(regions.tensor, index.tensors, regions.num_dims)
+            items |= {"begin": regions.offsets[inside].tolist(), "extent": regions.sizes[inside].tolist()}
+        files.append({"name": file.name, "size_bytes": file.size_bytes, "items": items})
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=True, check_circular=False)
+    rest = b'",' + text[1:].encode() + b"\n"
+    return OPENING + checksum_of(OPENING, rest).hex().encode() + rest
 
 
-def _as_json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, check_circular=False).encode()
+def _inside(tensor: Ints, tensors: Sequence[TensorFacts], width: int) -> NDArray[np.bool_]:
+    """(rows, width): the dimensions that the tensor of each row has; its columns have no others."""
+    dims = np.array([len(facts.shape) for facts in tensors], dtype=np.int64)
+    return np.arange(width) < dims[tensor][:, None]
+
+
+def _all_transforms(index: CheckpointIndex) -> set[Transforms]:
+    """The transforms that items have: one entry, unless other programs wrote them."""
+    of_rows = set(index.transforms) if index.transforms else {()} if len(index.stored) else set()
+    return of_rows | {held.transforms for held in index.objects}
 
 
 class _Strict(BaseModel):
@@ -201,12 +226,18 @@ _Column = Annotated[list[int], AfterValidator(_as_column)]
 """An array from when it is read: lists of all files' numbers take five times as much memory."""
 
 
+_NO_NUMBERS: Final = np.zeros(0, dtype=np.int64)
+
+
 class _Items(_Strict):
     name: _Column
     offset: _Column
     size_bytes: _Column
     payload_offset: _Column
     xxh3_128: str
+    # For each dimension of each region, where it begins in its tensor, and how far it extends.
+    begin: _Column = Field(default=[], validate_default=True)
+    extent: _Column = Field(default=[], validate_default=True)
 
 
 class _File(_Strict):
@@ -220,10 +251,20 @@ class _MetadataFile(_Strict):
     xxh3_128: _Sum
 
 
+class _Index(_Strict):
+    dtype: list[str]
+    shape: list[list[_Size]]
+    order: list[_Size]
+    """The numbers of names in the order of the state."""
+    path: list[list[str | int]]
+    """In this order."""
+    transforms: list[str]
+
+
 class _Document(_Strict):
     format: Literal["penstock.checkpoint"]
     xxh3_128: _Sum
-    version: Literal[1]
+    version: Literal[1, 2]
     step: int | None
     save_id: str
     written_by: str
@@ -232,6 +273,7 @@ class _Document(_Strict):
     facts: dict[str, Fact]
     metadata: _MetadataFile
     names: list[str]
+    index: _Index | None = None
     files: list[_File]
 
 
@@ -243,7 +285,8 @@ def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manife
         document = _Document.model_validate_json(content)
     except ValidationError as error:
         raise _unreadable(content, error, where) from error
-    files = tuple(_file(file, len(document.names), where) for file in document.files)
+    names = tuple(document.names)
+    files = tuple(_file(file, len(names), where) for file in document.files)
     return Manifest(
         step=document.step,
         save_id=document.save_id,
@@ -253,8 +296,9 @@ def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manife
         facts=document.facts,
         metadata_bytes=document.metadata.size_bytes,
         metadata_sum=bytes.fromhex(document.metadata.xxh3_128),
-        names=tuple(document.names),
+        names=names,
         files=files,
+        index=None if document.index is None else _read_index(document, document.index, files, where),
     )
 
 
@@ -276,7 +320,7 @@ def _unreadable(content: bytes, error: ValidationError, where: str) -> DataDamag
     if place == "version":
         version: Any = json.loads(content).get("version")
         return Unavailable(
-            f"The manifest has version {version}, this Penstock reads {MANIFEST_VERSION}",
+            f"The manifest has version {version}, this Penstock reads versions up to {MANIFEST_VERSION}",
             where=where,
             fix="Use the version of Penstock that wrote it, or a newer one.",
         )
@@ -314,6 +358,68 @@ def _columns(items: _Items) -> Iterable[list[int]]:
     return items.name, items.offset, items.size_bytes, items.payload_offset
 
 
+def _read_index(
+    document: _Document, about: _Index, files: Sequence[ManifestFile], where: str
+) -> CheckpointIndex:
+    names, num_tensors = document.names, len(about.dtype)
+    try:
+        tensors = tuple(
+            TensorFacts(name, kind.name, tuple(shape), kind.size_bytes)
+            for name, kind, shape in zip(names, map(element_type, about.dtype), about.shape, strict=False)
+        )
+        name = _column_of(files, "item_name")
+        is_tensor = name < num_tensors
+        tensor, transforms = name[is_tensor], tuple(about.transforms)
+        width = max((len(facts.shape) for facts in tensors), default=0)
+        inside, shape = _inside(tensor, tensors, width), (len(tensor), width)
+        regions = Regions(tensor, np.zeros(shape, np.int64), np.ones(shape, np.int64))
+        begins = np.concatenate([_NO_NUMBERS, *(file.items.begin for file in document.files)])
+        extents = np.concatenate([_NO_NUMBERS, *(file.items.extent for file in document.files)])
+        are_whole = len(tensors) == num_tensors == len(about.shape) and len(set(names)) == len(names)
+        _require(are_whole and len(begins) == len(extents) == inside.sum(), "its columns differ in length")
+        regions.offsets[inside], regions.sizes[inside] = begins, extents
+        file = np.repeat(np.arange(len(files)), [len(each) for each in files])
+        offset, size = _column_of(files, "item_offset"), _column_of(files, "item_bytes")
+        payload = _column_of(files, "payload_offset")[is_tensor]
+        sums = np.frombuffer(b"".join(each.sums for each in files), dtype=np.uint8).reshape(-1, SUM_BYTES)
+        objects: dict[int, StoredObject] = {}
+        for row in np.flatnonzero(~is_tensor).tolist():
+            number, place = int(name[row]), (int(file[row]), int(offset[row]), int(size[row]))
+            objects[number] = StoredObject(names[number], *place, transforms, sums[row].tobytes())
+        of_objects = range(num_tensors, len(names))
+        _require(sorted(objects) == list(of_objects), "an object has no item")
+        index = CheckpointIndex(
+            tensors,
+            StoredRegions(
+                regions,
+                file=file[is_tensor],
+                item_offset=offset[is_tensor],
+                item_bytes=size[is_tensor],
+                # A packed item has no payload of its own.
+                payload_offset=np.full(len(tensor), UNKNOWN) if transforms else payload,
+                packed=np.full(len(tensor), bool(transforms)),
+            ),
+            tuple(objects[number] for number in of_objects),
+            tuple(each.name for each in files),
+            paths={names[number]: tuple(path) for number, path in zip(about.order, about.path, strict=True)},
+            transforms=[transforms] * len(tensor) if transforms else (),
+            sums=sums[is_tensor],
+        )
+    except (ValueError, LookupError, UsageError) as error:
+        raise DataDamaged(f"The manifest's index: {error}", where=where) from error
+    check_index(index, where)
+    return index
+
+
+def _require(is_so: object, what: str) -> None:
+    if not is_so:
+        raise ValueError(what)
+
+
+def _column_of(files: Sequence[ManifestFile], name: str) -> Ints:
+    return np.concatenate([_NO_NUMBERS, *(getattr(file, name) for file in files)])
+
+
 def build_manifest(
     index: CheckpointIndex,
     files: Sequence[WrittenFile],
@@ -330,27 +436,10 @@ def build_manifest(
     Also checks that both agree: an item that is in `index` and in no file, or the other way round, is a
     `DataDamaged` that names it.
     """
-    names = (*(facts.name for facts in index.tensors), *(stored.name for stored in index.objects))
-    by_name = {file.name: file for file in files if len(file.item_offset)}
-    missing = set(index.files) ^ set(by_name)
-    if missing:
+    by_name = {file.name: file for file in files if len(file)}
+    if missing := set(index.files) ^ set(by_name):
         raise DataDamaged(f"Planned and written files differ: {name_some(sorted(missing), 5)}")
-    items = _ItemTable(index)
-    entries = []
-    for number, name in enumerate(index.files):
-        file = by_name[name]
-        rows = items.match(number, name, file.item_offset, file.item_bytes)
-        entries.append(
-            ManifestFile(
-                name=name,
-                size_bytes=file.size_bytes,
-                item_name=items.name[rows],
-                item_offset=file.item_offset,
-                item_bytes=file.item_bytes,
-                payload_offset=file.payload_offset,
-                sums=file.sums,
-            )
-        )
+    joined, item_names = _join(index, [by_name[name] for name in index.files])
     return Manifest(
         step=step,
         save_id=save_id,
@@ -360,64 +449,68 @@ def build_manifest(
         facts=facts or {},
         metadata_bytes=len(metadata),
         metadata_sum=checksum_of(metadata),
-        names=names,
-        files=tuple(entries),
+        names=(*(facts.name for facts in index.tensors), *(stored.name for stored in index.objects)),
+        files=tuple(
+            ManifestFile(
+                **{each.name: getattr(by_name[name], each.name) for each in fields(WrittenFile)},
+                item_name=own,
+            )
+            for name, own in zip(index.files, item_names, strict=True)
+        ),
+        index=joined if len(_all_transforms(index)) < 2 else None,
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChecksummedIndex:
-    """A checkpoint's index with what its manifest adds: payload positions and each item's checksum."""
+def join_manifest(index: CheckpointIndex, manifest: Manifest, where: str) -> CheckpointIndex:
+    """`index` of `.metadata` with what its manifest adds: positions of payloads, and each item's checksum.
 
-    index: CheckpointIndex
-    sums: NDArray[np.uint8]
-    """(rows of `stored`, 16): of each item as stored in the file, with its envelope."""
-    object_sums: tuple[bytes, ...]
-
-
-def join_manifest(index: CheckpointIndex, manifest: Manifest, where: str) -> ChecksummedIndex:
-    """Join `.metadata` and manifest of one checkpoint; raises `DataDamaged` where they disagree."""
-    items = _ItemTable(index)
+    Its regions are in the order of files and items. Raises `DataDamaged` where both disagree.
+    """
     by_name = {file.name: file for file in manifest.files}
-    num_rows = len(index.stored)
-    payload = np.full(len(items.name), UNKNOWN, dtype=np.int64)
-    sums = np.zeros((len(items.name), SUM_BYTES), dtype=np.uint8)
-    for number, name in enumerate(index.files):
-        file = by_name.get(name)
-        if file is None:
+    for name in index.files:
+        if name not in by_name:
             raise DataDamaged(f"The manifest does not know the file {name}", where=where)
-        rows = items.match(number, name, file.item_offset, file.item_bytes)
-        payload[rows] = file.payload_offset
-        sums[rows] = np.frombuffer(file.sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
+    return _join(index, [by_name[name] for name in index.files])[0]
+
+
+def _join(index: CheckpointIndex, files: Sequence[WrittenFile]) -> tuple[CheckpointIndex, list[Ints]]:
+    """The index in the order of the items of `files`, its own; and by file the number of each item's name."""
+    stored, objects, num_rows = index.stored, list(index.objects), len(index.stored)
+    # All items: the regions, then the objects.
+    numbers = np.arange(len(objects), dtype=np.int64) + len(index.tensors)
+    name = np.concatenate([stored.regions.tensor, numbers])
+    file_of = np.concatenate([stored.file, _ints(held.file for held in objects)])
+    offset = np.concatenate([stored.item_offset, _ints(held.offset for held in objects)])
+    size = np.concatenate([stored.item_bytes, _ints(held.size_bytes for held in objects)])
+    order = np.lexsort((size, offset, file_of))
+    begins = np.searchsorted(file_of[order], np.arange(len(files) + 1))
+    item_names, payloads, sums = [], [_NO_NUMBERS], [np.zeros((0, SUM_BYTES), dtype=np.uint8)]
+    for number, file in enumerate(files):
+        rows = order[begins[number] : begins[number + 1]]
+        if not (
+            np.array_equal(offset[rows], file.item_offset) and np.array_equal(size[rows], file.item_bytes)
+        ):
+            raise DataDamaged(f"The items of {file.name} are not those in the metadata", where=file.name)
+        item_names.append(name[rows])
+        is_region = rows < num_rows
+        of_items = np.frombuffer(file.sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
+        payloads.append(file.payload_offset[is_region])
+        sums.append(of_items[is_region])
+        for row in np.flatnonzero(~is_region).tolist():
+            place = int(rows[row]) - num_rows
+            objects[place] = replace(objects[place], sum=of_items[row].tobytes())
+    regions = order[order < num_rows]
+    ordered = stored.take(regions)
     # A packed item has no payload of its own, wherever the manifest says that it begins.
-    known = np.where(index.stored.packed, UNKNOWN, payload[:num_rows])
-    stored = replace(index.stored, payload_offset=known)
-    return ChecksummedIndex(
-        replace(index, stored=stored),
-        sums[:num_rows],
-        tuple(sums[num_rows + number].tobytes() for number in range(len(index.objects))),
+    payload = np.where(ordered.packed, UNKNOWN, np.concatenate(payloads))
+    joined = replace(
+        index,
+        stored=replace(ordered, payload_offset=payload),
+        objects=tuple(objects),
+        transforms=[index.transforms[row] for row in regions.tolist()] if index.transforms else (),
+        sums=np.concatenate(sums),
     )
-
-
-class _ItemTable:
-    """All items of an index, regions first, then objects, to be found by file and offset."""
-
-    def __init__(self, index: CheckpointIndex) -> None:
-        objects, stored = index.objects, index.stored
-        numbers = np.arange(len(objects), dtype=np.int64) + len(index.tensors)
-        self.name = np.concatenate([stored.regions.tensor, numbers])
-        self._file = np.concatenate([stored.file, _ints(one.file for one in objects)])
-        self._offset = np.concatenate([stored.item_offset, _ints(one.offset for one in objects)])
-        self._bytes = np.concatenate([stored.item_bytes, _ints(one.size_bytes for one in objects)])
-        self._order = np.lexsort((self._bytes, self._offset, self._file))
-        self._begins = np.searchsorted(self._file[self._order], np.arange(len(index.files) + 1))
-
-    def match(self, file: int, file_name: str, offsets: Ints, sizes: Ints) -> Ints:
-        """The rows of a file's items in order; their offsets and sizes must match."""
-        rows = self._order[self._begins[file] : self._begins[file + 1]]
-        if not (np.array_equal(self._offset[rows], offsets) and np.array_equal(self._bytes[rows], sizes)):
-            raise DataDamaged(f"The items of {file_name} are not those in the metadata", where=file_name)
-        return np.asarray(rows)
+    return joined, item_names
 
 
 def _ints(numbers: Iterable[int]) -> Ints:

@@ -12,13 +12,10 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
-from penstock.checkpoint.state.regions import BY_STORAGE, ELEMENT_TYPES, QUANTIZED, element_type
+from penstock.checkpoint.state.regions import BY_STORAGE, ELEMENT_TYPES, QUANTIZED, Bytes, element_type
 from penstock.errors import DataDamaged
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.formats.manifest import Bytes
 
 StandIns = Mapping[tuple[str, str], Any]
 """(module, name) as a pickle has them -> what takes their place."""
@@ -52,6 +49,8 @@ _METADATA_CALLABLES: StandIns = {
     (_SHARDED, "MEM_FORMAT_ENCODING"): int,
     (_PLANNER, "WriteItemType"): int,
     ("collections", "OrderedDict"): dict,
+    ("builtins", "dict"): dict,
+    ("builtins", "list"): list,
     **{
         (module, kind): lambda *parts: "/".join(parts).replace("//", "/", 1)
         for module in ("pathlib", "pathlib._local")

@@ -27,7 +27,7 @@ from penstock.checkpoint.state.regions import (
     element_type,
     whole_regions,
 )
-from penstock.checkpoint.state.walk import Path, walk
+from penstock.checkpoint.state.walk import walk
 from penstock.errors import DataDamaged, UsageError
 
 ReadRange = Callable[[int, int], bytes | bytearray]
@@ -132,7 +132,6 @@ class TorchSaveArchive:
     """One archive: its index, the values that are not tensors, and tensors that are not row-major."""
 
     index: CheckpointIndex
-    paths: Mapping[str, Path]
     values: Mapping[str, Any]
     """By object name; `Opaque` for classes that only torch can rebuild."""
     strided: Mapping[int, TensorRef] = field(default_factory=dict)
@@ -144,6 +143,10 @@ class TorchSaveArchive:
     """The whole value, nested as it was saved."""
     records: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Offset and size of every tensor's record, by key."""
+
+    def elements(self, read: ReadRange, tensor: TensorRef) -> bytearray:
+        """The elements of a tensor inside an object, in row-major order."""
+        return bytearray(row_major(tensor, memoryview(read(*self.records[tensor.storage.key]))))
 
 
 def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -> TorchSaveArchive:
@@ -223,10 +226,10 @@ def _as_checkpoint(archive: _Archive, value: Any, file_name: str) -> TorchSaveAr
                 payload_offset=columns[:, 2],
                 packed=columns[:, 2] == UNKNOWN,
             ),
-            tuple(StoredObject(leaf.name, 0, pickle_offset, pickle_bytes, packed=True) for leaf in others),
+            tuple(StoredObject(leaf.name, 0, pickle_offset, pickle_bytes) for leaf in others),
             (file_name,),
+            paths={leaf.name: leaf.path for leaf in leaves},
         ),
-        paths={leaf.name: leaf.path for leaf in leaves},
         values={leaf.name: leaf.value for leaf in others},
         value=value,
         records={

@@ -24,10 +24,11 @@ from penstock.checkpoint.commit.catalog import (
 )
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, RunInUse, Seal, WriterLease
 from penstock.checkpoint.commit.transaction import SaveTransaction
-from penstock.checkpoint.engine import RankSaveStats, WrittenFile, WrittenShare
+from penstock.checkpoint.engine import RankSaveStats, WrittenShare
 from penstock.checkpoint.formats.manifest import (
     Manifest,
     ManifestFile,
+    WrittenFile,
     checksum_object,
     read_manifest,
 )

@@ -242,8 +242,8 @@ class LoadContext:
 
     def checksummed_items(self, rows: Ints) -> dict[int, reader.ChecksummedItem]:
         """The items of rows of `item_index` with their checksums; empty if these are not known."""
-        summed = self.checkpoint.summed
-        if summed is None:
+        sums, objects = self.checkpoint.index.sums, self.checkpoint.index.objects
+        if sums is None:
             return {}
         stored, tensors = self.item_index.stored, self.item_index.tensors
         files = [f"{self.checkpoint.uri}/{name}" for name in self.checkpoint.index.files]
@@ -258,7 +258,7 @@ class LoadContext:
                 files[file],
                 low,
                 high,
-                summed.object_sums[-1 - source] if source < 0 else summed.sums[source].tobytes(),
+                objects[-1 - source].sum if source < 0 else sums[source].tobytes(),
             )
             for row, tensor, file, low, high, source in zip(
                 *(column.tolist() for column in columns), strict=True

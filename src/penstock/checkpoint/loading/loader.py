@@ -143,7 +143,7 @@ class CheckpointLoader:
         num_saved = source.manifest.world_size if source.manifest else group.comm.size
         stored = load_requests.StoredNames(
             source.index,
-            source.paths,
+            source.index.paths,
             source.key_types,
             group.comm.rank,
             partial(load_requests.asked_name, choice=choice),
@@ -390,7 +390,7 @@ def _match_state(
         dict.fromkeys(stored_names),
         choice,
         rank=rank,
-        paths=checkpoint.paths,
+        paths=index.paths,
     )
     requests = load_requests.build_requests(
         local_state,
@@ -415,12 +415,12 @@ def _is_stored_alike(
     """Whether the checkpoint's own checksums say that two regions have the same elements."""
     wanted = requests.regions
     places = [wanted.offsets[row].tolist() + wanted.sizes[row].tolist() for row in (first, second)]
-    if checkpoint.summed is None or places[0] != places[1]:
+    if checkpoint.index.sums is None or places[0] != places[1]:
         return False
     stored, contents = checkpoint.index.stored.regions, []
     for number in wanted.tensor[[first, second]].tolist():
         rows = np.flatnonzero(stored.tensor == number)
-        columns = (stored.offsets[rows], stored.sizes[rows], checkpoint.summed.sums[rows])
+        columns = (stored.offsets[rows], stored.sizes[rows], checkpoint.index.sums[rows])
         contents.append(sorted(np.concatenate(columns, axis=1).tolist()))
     return bool(contents[0]) and contents[0] == contents[1]
 

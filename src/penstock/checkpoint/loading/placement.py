@@ -146,7 +146,7 @@ def unpack(
         values[name] = load_object(
             content[item_index.first_object + number],
             stored.name,
-            descriptors=checkpoint.descriptors(stored),
+            transforms=stored.transforms,
             trust=trust,
             where=f"{checkpoint.uri}, {stored.name}",
         )

@@ -28,17 +28,17 @@ import numpy as np
 from penstock import __version__
 from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
-from penstock.checkpoint.engine import RankSaveStats, Urgency, WrittenFile, WrittenShare
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
+from penstock.checkpoint.engine import RankSaveStats, Urgency, WrittenShare
+from penstock.checkpoint.formats.dcp_metadata import metadata_bytes
 from penstock.checkpoint.formats.manifest import (
     Manifest,
     ManifestFile,
+    WrittenFile,
     checksum_object,
     checksum_of,
     manifest_bytes,
     read_manifest,
 )
-from penstock.checkpoint.formats.metadata_writing import metadata_bytes
 from penstock.checkpoint.levels.redundancy.redundancy_record import choose_home_rank
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions
@@ -119,7 +119,7 @@ class UserFilesSave(FinishedFiles):
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """A manifest of whole files, and metadata without tensors."""
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
-        metadata = metadata_bytes(DcpMetadata(index=_empty_index(), save_id=save_id))
+        metadata = metadata_bytes(_empty_index())
         manifest = Manifest(
             step=step if isinstance(step, int) else None,
             save_id=save_id,

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, ShareContents, WrittenFile, WrittenShare
+from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, ShareContents, WrittenShare
+from penstock.checkpoint.formats.manifest import WrittenFile
 from penstock.checkpoint.saving.file_layout import (
     DeviceStreams,
     FileLayout,

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
-from typing import Self
+from typing import NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.checkpoint.state.walk import Path
 from penstock.did_you_mean import did_you_mean
-from penstock.errors import UsageError
+from penstock.errors import AccessRefused, DataDamaged, UsageError
+from penstock.storage.protocol import check_key
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 ByteArray = NDArray[np.uint8]
+Bytes = bytes | bytearray | memoryview
 
 UNKNOWN = -1
 """The position of a payload that has to be read from its item's own header."""
@@ -178,6 +181,10 @@ class StoredRegions:
         )
 
 
+Transforms = tuple[str, ...]
+"""The stream transforms of an item, outermost last: `("stream.zstd/1",)`; () for none."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredObject:
     """An item that is not a tensor: its name in the checkpoint and its position."""
@@ -186,7 +193,9 @@ class StoredObject:
     file: int
     offset: int
     size_bytes: int
-    packed: bool = False
+    transforms: Transforms = ()
+    sum: bytes = b""
+    """The XXH3-128 of the item as stored in the file; empty if no manifest has it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,6 +207,53 @@ class CheckpointIndex:
     objects: tuple[StoredObject, ...]
     files: tuple[str, ...]
     """Keys relative to the checkpoint's folder."""
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """The place of each name in the nested state; names without one are at the top level."""
+    transforms: Sequence[Transforms] = ()
+    """By row of `stored`; empty if no row has any."""
+    sums: NDArray[np.uint8] | None = None
+    """(rows of `stored`, 16): the XXH3-128 of each item as stored in the file; None without a manifest."""
+
+    def transforms_of(self, row: int) -> Transforms:
+        """The stream transforms of one stored region."""
+        return self.transforms[row] if self.transforms else ()
+
+
+def check_index(index: CheckpointIndex, where: str) -> None:
+    """Raise `DataDamaged` for a file outside the folder, or an item or region that cannot be."""
+    for name in index.files:
+        try:
+            check_key(name, where)
+        except AccessRefused as error:
+            raise DataDamaged(
+                f"It names the file {name!r}, which is not in its folder", where=where
+            ) from error
+    tensors, stored, regions = index.tensors, index.stored, index.stored.regions
+    for held in index.objects:
+        if held.size_bytes < 0 or held.offset < 0:
+            refuse_index(f"The object {held.name} has {held.size_bytes} bytes at offset {held.offset}", where)
+    nowhere = (stored.item_offset < 0) | (stored.item_bytes < 0)
+    for row in np.flatnonzero(nowhere)[:1].tolist():
+        name = tensors[int(regions.tensor[row])].name
+        refuse_index(f"{name} has {stored.item_bytes[row]} bytes at offset {stored.item_offset[row]}", where)
+    shapes = pad_rows([facts.shape for facts in tensors], 1, least_width=regions.num_dims)
+    ends = regions.offsets + regions.sizes
+    outside = (
+        (regions.offsets < 0) | (regions.sizes < 0) | (ends > shapes[regions.tensor, : regions.num_dims])
+    )
+    for row in np.flatnonzero(outside.any(axis=1))[:1].tolist():
+        facts = tensors[int(regions.tensor[row])]
+        offsets, sizes = regions.region(row, len(facts.shape))
+        refuse_index(
+            f"A region of {facts.name} at {list(offsets)} of {list(sizes)} is outside its shape"
+            f" {list(facts.shape)}",
+            where,
+        )
+
+
+def refuse_index(what: str, where: str) -> NoReturn:
+    """Raise `DataDamaged` for an index that cannot be right."""
+    raise DataDamaged(what, where=where, fix="Load an older checkpoint, or save this one again.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,9 +224,9 @@ def _list_checksums(
     """The regions of a tensor with their checksums; None if it has none, or those of packed items."""
     rows = reader.rows(tensor)
     stored = checkpoint.index.stored
-    if checkpoint.summed is None or stored.packed[rows].any():
+    if checkpoint.index.sums is None or stored.packed[rows].any():
         return None
-    columns = (stored.regions.offsets, stored.regions.sizes, checkpoint.summed.sums)
+    columns = (stored.regions.offsets, stored.regions.sizes, checkpoint.index.sums)
     return {tuple(column[row].tobytes() for column in columns) for row in rows.tolist()}
 
 

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from isal import isal_zlib
 
-from penstock.checkpoint.formats.manifest import RunningChecksum, start_checksum
+from penstock.checkpoint.formats.manifest import start_checksum
 from penstock.errors import StorageError
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, round_up
@@ -26,6 +27,10 @@ from penstock.transfer.buffers import WarmMemory
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
+
+
+Check = Callable[[Iterator[memoryview]], str | None]
+"""Takes all bytes of a segment in order; returns what is wrong with them, or None if they are right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -52,75 +57,28 @@ _STEP_BYTES: Final = 1 << 20
 """Bytes are checked in steps that stay in the processor's cache."""
 
 
-class Check(Protocol):
-    """What the bytes of one segment must satisfy; fed in order by one thread."""
-
-    def update(self, content: memoryview) -> None:
-        """Take the next bytes."""
-
-    def complaint(self) -> str | None:
-        """What is wrong with the bytes, once all were passed; None if they are right."""
+def check_sum(expected: bytes, content: Iterator[memoryview]) -> str | None:
+    """Check bytes whose XXH3-128 is known."""
+    total = start_checksum()
+    for part in content:
+        total.update(part)
+    return None if total.digest() == expected else "its checksum differs"
 
 
-class SumCheck:
-    """Bytes whose XXH3-128 is known."""
-
-    def __init__(self, expected: bytes) -> None:
-        self._expected = expected
-        self._sum: RunningChecksum = start_checksum()
-
-    def update(self, content: memoryview) -> None:
-        """Add to the sum."""
-        self._sum.update(content)
-
-    def complaint(self) -> str | None:
-        """Compare."""
-        return None if self._sum.digest() == self._expected else "its checksum differs"
+def check_crc(expected: int, content: Iterator[memoryview]) -> str | None:
+    """Check bytes whose CRC-32 is known. Archives of torch have it, and torch never checks it."""
+    total = 0
+    for part in content:
+        total = isal_zlib.crc32(part, total)
+    return None if total == expected else "its CRC-32 differs"
 
 
-class CrcCheck:
-    """Bytes whose CRC-32 is known. Archives of torch have it, and torch never checks it."""
-
-    def __init__(self, expected: int) -> None:
-        self._expected = expected
-        self._sum = 0
-
-    def update(self, content: memoryview) -> None:
-        """Add to the sum."""
-        self._sum = isal_zlib.crc32(content, self._sum)
-
-    def complaint(self) -> str | None:
-        """Compare."""
-        return None if self._sum == self._expected else "its CRC-32 differs"
-
-
-class ZeroCheck:
-    """Bytes between items, which are zeros."""
-
-    def __init__(self) -> None:
-        self._is_clean = True
-
-    def update(self, content: memoryview) -> None:
-        """Look for other bytes than zeros."""
-        self._is_clean &= not np.frombuffer(content, dtype=np.uint8).any()
-
-    def complaint(self) -> str | None:
-        """Whether there were any."""
-        return None if self._is_clean else "something was written between items"
-
-
-class KnownDamage:
-    """Bytes that are known to be wrong before they are read."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def update(self, _: memoryview) -> None:
-        """Ignore them."""
-
-    def complaint(self) -> str:
-        """What was wrong before."""
-        return self._what
+def check_zeros(content: Iterator[memoryview]) -> str | None:
+    """Check bytes between items, which are zeros."""
+    is_clean = True
+    for part in content:
+        is_clean &= not np.frombuffer(part, dtype=np.uint8).any()
+    return None if is_clean else "something was written between items"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +88,7 @@ class Segment:
     begin: int
     end: int
     item: str
-    make_check: Callable[[], Check]
+    check: Check
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +103,17 @@ class Stretch:
 
 def cut_into_stretches(file: str, segments: Iterable[Segment]) -> Iterator[Stretch]:
     """Cut segments into runs of about `STRETCH_BYTES`, for several threads."""
-    run: list[Segment] = []
+    runs: list[list[Segment]] = []
     for segment in segments:
-        run.append(segment)
-        if segment.end - run[0].begin >= STRETCH_BYTES:
-            yield _stretch(file, run)
-            run = []
-    if run:
-        yield _stretch(file, run)
+        if not runs or segment.begin - runs[-1][0].begin >= STRETCH_BYTES:
+            runs.append([])
+        runs[-1].append(segment)
+    for run in runs:
+        yield Stretch(file, run[0].begin, run[-1].end - run[0].begin, partial(_same, run))
 
 
-def _stretch(file: str, run: list[Segment]) -> Stretch:
-    return Stretch(file, run[0].begin, run[-1].end - run[0].begin, lambda _: run)
+def _same(run: Sequence[Segment], _: Source) -> Sequence[Segment]:
+    return run
 
 
 def scan(
@@ -181,7 +138,12 @@ def scan(
     def check(stretch: Stretch) -> list[Damage]:
         buffer = free.get()
         try:
-            return _check_stretch(storage, key_of(stretch.file), stretch, buffer, progress)
+            with closing(storage.open(key_of(stretch.file))) as source:
+                return list(_check_segments(source, stretch, buffer, progress))
+        except StorageError as error:
+            logger.info("%s: %s", key_of(stretch.file), error)
+            end, what = stretch.begin + stretch.size_bytes, f"cannot be read: {error}"
+            return [Damage(file=stretch.file, begin=stretch.begin, end=end, item="", what=what)]
         finally:
             free.put(buffer)
 
@@ -189,63 +151,33 @@ def scan(
         return sorted(damage for damages in threads.map(check, work) for damage in damages)
 
 
-def _check_stretch(
-    storage: Storage, key: str, stretch: Stretch, buffer: memoryview, progress: Progress
-) -> list[Damage]:
-    try:
-        with closing(storage.open(key)) as source:
-            segments = stretch.segments(source)
-            return _check_segments(source, stretch.file, segments, buffer, progress)
-    except StorageError as error:
-        logger.info("%s: %s", key, error)
-        end = stretch.begin + stretch.size_bytes
-        return [Damage(file=stretch.file, begin=stretch.begin, end=end, item="", what=_unreadable(error))]
-
-
 def _check_segments(
-    source: Source, file: str, segments: Sequence[Segment], buffer: memoryview, progress: Progress
-) -> list[Damage]:
-    damage: list[Damage] = []
-    block = _BlockReader(source, buffer)
-    for segment in segments:
-        what = "the file ends before it" if segment.end > source.size_bytes else _run(segment, block)
+    source: Source, stretch: Stretch, buffer: memoryview, progress: Progress
+) -> Iterator[Damage]:
+    begin = end = 0
+
+    def content(segment: Segment) -> Iterator[memoryview]:
+        """The bytes of a segment. One aligned block stays in memory, so that each byte is read once."""
+        nonlocal begin, end
+        at = segment.begin
+        while at < segment.end:
+            if not begin <= at < end:
+                begin = at - at % PAGE_BYTES
+                end = min(begin + len(buffer), source.size_bytes)
+                source.read_into(begin, buffer[: end - begin])
+            stop = min(at + _STEP_BYTES, segment.end, end)
+            yield buffer[at - begin : stop - begin]
+            at = stop
+
+    for segment in stretch.segments(source):
+        try:
+            is_inside = segment.end <= source.size_bytes
+            what = segment.check(content(segment)) if is_inside else "the file ends before it"
+        except StorageError as error:
+            begin = end = 0
+            what = f"cannot be read: {error}"
         if what is not None:
-            damage.append(
-                Damage(file=file, begin=segment.begin, end=segment.end, item=segment.item, what=what)
+            yield Damage(
+                file=stretch.file, begin=segment.begin, end=segment.end, item=segment.item, what=what
             )
         progress.advance(segment.end - segment.begin)
-    return damage
-
-
-def _run(segment: Segment, block: _BlockReader) -> str | None:
-    check, at = segment.make_check(), segment.begin
-    try:
-        while at < segment.end:
-            content = block.at(at, min(segment.end - at, _STEP_BYTES))
-            check.update(content)
-            at += len(content)
-    except StorageError as error:
-        return _unreadable(error)
-    return check.complaint()
-
-
-def _unreadable(error: StorageError) -> str:
-    return f"cannot be read: {error}"
-
-
-class _BlockReader:
-    """Keeps one aligned block of a file in memory, so that each byte is read once."""
-
-    def __init__(self, source: Source, buffer: memoryview) -> None:
-        self._source = source
-        self._buffer = buffer
-        self._begin = self._end = 0
-
-    def at(self, offset: int, most_bytes: int) -> memoryview:
-        """At least one and at most `most_bytes` bytes from `offset` on."""
-        if not self._begin <= offset < self._end:
-            self._begin = offset - offset % PAGE_BYTES
-            self._end = min(self._begin + len(self._buffer), self._source.size_bytes)
-            self._source.read_into(self._begin, self._buffer[: self._end - self._begin])
-        start = offset - self._begin
-        return self._buffer[start : min(start + most_bytes, self._end - self._begin)]

@@ -19,7 +19,6 @@ from penstock.checkpoint.formats.checkpoint_source import (
     checkpoint_uri,
     open_checkpoint,
     open_folder,
-    require_dcp,
 )
 from penstock.checkpoint.formats.dcp_item import ALIGNED_BYTES, HEAD_BYTES, PAYLOAD_ALIGNMENT
 from penstock.checkpoint.state.regions import UNKNOWN, StoredObject, element_sizes
@@ -229,9 +228,8 @@ def _explain_reading(source: CheckpointSource, rows: list[int]) -> str:
     if any(stored.packed[row] for row in rows):
         if source.archive is not None:
             return "strided: read whole"
-        metadata = require_dcp(source)
-        descriptors = sorted({name for row in rows for name in metadata.descriptors(row)})
-        return f"{', '.join(descriptors)}: read whole"
+        transforms = sorted({name for row in rows for name in source.index.transforms_of(row)})
+        return f"{', '.join(transforms)}: read whole"
     # Small payloads are not aligned on purpose; an item is a little larger than its payload.
     large = [row for row in rows if stored.item_bytes[row] >= ALIGNED_BYTES + HEAD_BYTES]
     known = [int(stored.payload_offset[row]) for row in large if stored.payload_offset[row] != UNKNOWN]

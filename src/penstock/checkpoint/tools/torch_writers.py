@@ -19,11 +19,15 @@ from isal import isal_zlib
 
 from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
-from penstock.checkpoint.engine import WrittenFile
 from penstock.checkpoint.formats import dcp_item
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
-from penstock.checkpoint.formats.manifest import build_manifest, checksum_of, manifest_bytes, start_checksum
-from penstock.checkpoint.formats.metadata_writing import metadata_bytes
+from penstock.checkpoint.formats.dcp_metadata import metadata_bytes
+from penstock.checkpoint.formats.manifest import (
+    WrittenFile,
+    build_manifest,
+    checksum_of,
+    manifest_bytes,
+    start_checksum,
+)
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
     CheckpointIndex,
@@ -119,9 +123,9 @@ class _DcpWriter:
         """An object's archive, taken over unparsed if it was one."""
         checkpoint = self._checkpoint
         if checkpoint.archive is not None:
-            return dcp_item.object_bytes(checkpoint.value(part), descriptors=self._descriptors)
-        item, packed = bytes(checkpoint.read_object_item(part)), checkpoint.descriptors(part)
-        plain = dcp_item.undo_transforms(item, packed, f"{checkpoint.uri}, {part.name}") if packed else item
+            return dcp_item.apply_transforms(dcp_item.object_bytes(checkpoint.value(part)), self._descriptors)
+        item = checkpoint.read_object_item(part)
+        plain = dcp_item.undo_transforms(item, part.transforms, f"{checkpoint.uri}, {part.name}")
         return dcp_item.apply_transforms(plain, self._descriptors)
 
     def _write_whole(self, appender: tensor_slabs.SinkAppender, item: bytes) -> None:
@@ -161,11 +165,11 @@ class _DcpWriter:
 
     def seal(self, file: WrittenFile) -> Seal:
         """Metadata and manifest of what was written."""
-        metadata = self._metadata(file)
-        content = metadata_bytes(metadata)
+        index = self._index(file)
+        content = metadata_bytes(index)
         source = self._checkpoint.manifest
         manifest = build_manifest(
-            metadata.index,
+            index,
             [file],
             content,
             step=source.step if source else None,
@@ -173,7 +177,7 @@ class _DcpWriter:
         )
         return Seal(manifest=manifest_bytes(manifest), metadata=content, sizes={file.name: file.size_bytes})
 
-    def _metadata(self, file: WrittenFile) -> DcpMetadata:
+    def _index(self, file: WrittenFile) -> CheckpointIndex:
         checkpoint, num_objects = self._checkpoint, len(self._objects)
         old, num_rows = checkpoint.index.stored, len(self._rows)
         regions = old.regions.take(self._rows)
@@ -188,24 +192,26 @@ class _DcpWriter:
         )
         columns = zip(self._objects, file.item_offset.tolist(), file.item_bytes.tolist(), strict=False)
         objects = tuple(
-            StoredObject(part.name, 0, offset, num_bytes, is_packed) for part, offset, num_bytes in columns
+            StoredObject(part.name, 0, offset, num_bytes, self._descriptors)
+            for part, offset, num_bytes in columns
         )
         files = (file.name,) if len(file.item_offset) else ()
         names = [*(facts.name for facts in self._tensors), *(part.name for part in objects)]
-        return DcpMetadata(
-            index=CheckpointIndex(self._tensors, stored, objects, files),
+        return CheckpointIndex(
+            self._tensors,
+            stored,
+            objects,
+            files,
             paths=_paths(checkpoint, names),
-            transforms=((), self._descriptors) if is_packed else ((),),
-            row_transform=np.ones(num_rows, dtype=np.int64) if is_packed else None,
-            object_transforms={part.name: self._descriptors for part in objects} if is_packed else {},
+            transforms=[self._descriptors] * num_rows if is_packed else (),
         )
 
 
 def _paths(checkpoint: CheckpointSource, names: Sequence[str]) -> Mapping[str, tuple[str | int, ...]]:
     """The path of each name, in the order of the state: stock readers build whole states from them."""
-    order = {name: position for position, name in enumerate(checkpoint.paths)}
+    order = {name: position for position, name in enumerate(checkpoint.index.paths)}
     ordered = sorted(names, key=lambda name: order.get(name, len(order)))
-    return {name: checkpoint.paths.get(name, (name,)) for name in ordered}
+    return {name: checkpoint.index.paths.get(name, (name,)) for name in ordered}
 
 
 _ALIGNMENT = 64

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,7 @@ from penstock.checkpoint.api import DEFAULT_TIMEOUT_S
 from penstock.checkpoint.commit.catalog import AnyPath, can_be_named
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
 from penstock.checkpoint.formats.dcp_item import object_bytes
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
-from penstock.checkpoint.formats.metadata_writing import metadata_bytes
+from penstock.checkpoint.formats.dcp_metadata import torch_metadata
 from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, execute_plan
 from penstock.checkpoint.loading.placement import Target, item_contents, item_targets, unpack
@@ -108,10 +106,10 @@ class Reader(StorageReader):
         checkpoint = self._opened = open_checkpoint(self.checkpoint_id)
         if _own_rank() == 0:
             checkpoint.tell_if_unchecked()
-        described = checkpoint.metadata or DcpMetadata(index=checkpoint.index, paths=checkpoint.paths)
-        # These are our own bytes, made of columns that were checked: no pickle of the checkpoint is loaded.
-        metadata: Metadata = pickle.loads(metadata_bytes(described))  # noqa: S301
-        metadata.storage_meta = replace(metadata.storage_meta or StorageMeta(), load_id=self.load_id)
+        # torch's records are made of columns that were checked: no pickle of the checkpoint is loaded.
+        metadata = torch_metadata(checkpoint.index)
+        save_id = checkpoint.manifest.save_id if checkpoint.manifest else None
+        metadata.storage_meta = StorageMeta(save_id=save_id, load_id=self.load_id)
         return metadata
 
     def set_up_storage_reader(
@@ -211,9 +209,7 @@ class Reader(StorageReader):
             if item.type is LoadItemType.BYTE_IO:
                 name = item.storage_index.fqn
                 number = requests.objects[name]
-                if checkpoint.archive is None and not checkpoint.descriptors(
-                    checkpoint.index.objects[number]
-                ):
+                if checkpoint.archive is None and not checkpoint.index.objects[number].transforms:
                     packed = io.BytesIO(contents[item_index.first_object + number])
                 else:
                     packed = io.BytesIO(object_bytes(values[name]))

@@ -31,11 +31,10 @@ from torch.futures import Future
 from penstock.checkpoint.commit.catalog import AnyPath, can_be_named, open_catalog, open_parent
 from penstock.checkpoint.commit.protocol import Draft, Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
-from penstock.checkpoint.engine import WrittenFile, WrittenShare
+from penstock.checkpoint.engine import WrittenShare
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
-from penstock.checkpoint.formats.dcp_metadata import VERSION
-from penstock.checkpoint.formats.manifest import build_manifest, manifest_bytes
-from penstock.checkpoint.formats.metadata_rows import read_metadata
+from penstock.checkpoint.formats.dcp_metadata import VERSION, read_metadata
+from penstock.checkpoint.formats.manifest import WrittenFile, build_manifest, manifest_bytes
 from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, plan_files
 from penstock.checkpoint.saver import WAITING_BUFFER_BYTES
 from penstock.checkpoint.saving.file_layout import (
@@ -128,9 +127,7 @@ class RankItems:
         ]
 
 
-def build_seal(
-    metadata: Metadata, results: Sequence[Sequence[WriteResult]], meta: StorageMeta, *, save_id: str
-) -> Seal:
+def build_seal(metadata: Metadata, results: Sequence[Sequence[WriteResult]], meta: StorageMeta) -> Seal:
     """The planner's metadata as torch pickles it, and our manifest, from what all ranks report."""
     all_results = [result for rank_results in results for result in rank_results]
     shares = [result.storage_data for result in all_results if isinstance(result.storage_data, WrittenShare)]
@@ -148,10 +145,10 @@ def build_seal(
     content = pickle.dumps(metadata)
     files = [file for share in shares for file in share.files]
     manifest = build_manifest(
-        read_metadata(content, "this save's metadata").index,
+        read_metadata(content, "this save's metadata"),
         files,
         content,
-        save_id=save_id,
+        save_id=meta.save_id or "",
         world_size=len(results),
     )
     sizes = {file.name: file.size_bytes for file in files}
@@ -325,7 +322,7 @@ class Writer(BlockingAsyncStager, StorageWriter):
         assert self._transaction is not None, "torch calls prepare_global_plan first"
         meta = self.storage_meta()
         transaction, self._transaction = self._transaction, None
-        transaction.commit(lambda: build_seal(metadata, results, meta, save_id=transaction.draft.save_id))
+        transaction.commit(lambda: build_seal(metadata, results, meta))
 
     def storage_meta(self) -> StorageMeta:
         """The storage metadata for torch's planners and `.metadata`."""

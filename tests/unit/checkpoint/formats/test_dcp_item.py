@@ -117,7 +117,7 @@ def test_compressed_items_are_exchanged_with_torch_both_ways() -> None:
     stream.write(item)
     stream.flush(1)  # type: ignore[call-arg]  # zstandard's own: ends the frame and leaves `theirs` open
     packed = theirs.getvalue()
-    assert bytes(tensor_bytes(packed, "float32", (1000,), descriptors=[ZSTD], where="here")) == bytes_of(
+    assert bytes(tensor_bytes(packed, "float32", (1000,), transforms=[ZSTD], where="here")) == bytes_of(
         torch.ones(1000)
     )
     assert ZStandard().transform_from(io.BytesIO(apply_transforms(item, [ZSTD]))).read() == item
@@ -135,8 +135,8 @@ def test_unknown_transforms_and_damaged_frames_are_errors() -> None:
 
 def test_objects_come_back_and_classes_need_trust() -> None:
     value = {"lr": 0.5, "steps": [1, 2], "rng": torch.arange(3)}
-    item = object_bytes(value, descriptors=[ZSTD])
-    read = load_object(item, "x", descriptors=[ZSTD], trust=False, where="here")
+    item = apply_transforms(object_bytes(value), [ZSTD])
+    read = load_object(item, "x", transforms=[ZSTD], trust=False, where="here")
     assert (read["lr"], read["steps"], read["rng"].tolist()) == (0.5, [1, 2], [0, 1, 2])
     from fractions import Fraction
 

@@ -1,5 +1,6 @@
 """The manifest round-trips, detects every flipped bit, and must agree with the metadata."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.engine import WrittenFile
 from penstock.checkpoint.formats.manifest import (
     SUM_BYTES,
     Manifest,
     ManifestFile,
+    WrittenFile,
     build_manifest,
     checksum_of,
     join_manifest,
@@ -150,8 +151,8 @@ def resummed(text: bytes) -> bytes:
 
 
 def test_a_newer_version_is_unavailable_not_damaged() -> None:
-    newer = resummed(manifest_bytes(some_manifest()).replace(b'"version":1', b'"version":2'))
-    with pytest.raises(Unavailable, match="has version 2, this Penstock reads 1"):
+    newer = resummed(manifest_bytes(some_manifest()).replace(b'"version":2', b'"version":3'))
+    with pytest.raises(Unavailable, match="has version 3, this Penstock reads versions up to 2"):
         read_manifest(newer, "here")
 
 
@@ -183,9 +184,10 @@ def test_impossible_items_are_refused(change: dict[str, Any], complaint: str) ->
 
 def test_joining_adds_payload_positions_and_checksums_to_the_index() -> None:
     joined = join_manifest(some_contents(), some_manifest(), "here")
-    assert joined.index.stored.payload_offset.tolist() == [600, 200, 9100]
+    assert joined.stored.payload_offset.tolist() == [600, 200, 9100]
+    assert joined.sums is not None
     assert [bytes(row) for row in joined.sums] == [checksum_of(b"w0"), checksum_of(b"w1"), checksum_of(b"b")]
-    assert joined.object_sums == (checksum_of(b"lr"),)
+    assert joined.objects[0].sum == checksum_of(b"lr")
 
 
 def test_metadata_and_manifest_of_different_checkpoints_do_not_join() -> None:
@@ -216,3 +218,63 @@ def test_files_without_items_are_left_out() -> None:
         sums=b"",
     )
     assert len(build_manifest(some_contents(), (*some_files(), empty), METADATA).files) == 2
+
+
+def test_the_index_in_a_manifest_is_the_one_in_the_metadata() -> None:
+    index = replace(some_contents(), paths={"b": ("m", "b"), "w": ("m", 0), "lr": ("lr",), "gone": ("gone",)})
+    made = build_manifest(index, some_files(), METADATA)
+    read = read_manifest(manifest_bytes(made), "here").index
+    joined = join_manifest(index, made, "here")
+    assert read is not None
+    assert (read.tensors, read.objects, read.files) == (joined.tensors, joined.objects, joined.files)
+    assert list(read.paths.items()) == [("b", ("m", "b")), ("w", ("m", 0)), ("lr", ("lr",))]
+    for column in ("file", "item_offset", "item_bytes", "payload_offset", "packed"):
+        assert np.array_equal(getattr(read.stored, column), getattr(joined.stored, column))
+    for column in ("tensor", "offsets", "sizes"):
+        assert np.array_equal(getattr(read.stored.regions, column), getattr(joined.stored.regions, column))
+    assert np.array_equal(np.asarray(read.sums), np.asarray(joined.sums))
+
+
+def test_transformed_items_have_no_payload_in_the_index() -> None:
+    index = some_contents()
+    packed = replace(index.stored, packed=np.ones(3, dtype=np.bool_))
+    objects = tuple(replace(held, transforms=("stream.zstd/1",)) for held in index.objects)
+    index = replace(index, stored=packed, objects=objects, transforms=[("stream.zstd/1",)] * 3)
+    read = read_manifest(manifest_bytes(build_manifest(index, some_files(), METADATA)), "here").index
+    assert read is not None
+    assert read.stored.payload_offset.tolist() == [UNKNOWN] * 3
+    assert [read.transforms_of(row) for row in range(3)] == [("stream.zstd/1",)] * 3
+    mixed = replace(index, transforms=[(), ("a/1",), ()])
+    assert build_manifest(mixed, some_files(), METADATA).index is None
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ((b'"extent":[2,2]', b'"extent":[3,3]'), r"A region of w at \[0, 0\] of \[3, 3\] is outside"),
+        ((b'"extent":[2,2]', b'"extent":[2]'), "differ in length"),
+        ((b'"begin":[0,0]', b'"begin":[-1,0]'), "outside its shape"),
+        ((b'"dtype":["float32"', b'"dtype":["posix.system"'), "is not an element type"),
+        ((b'"shape":[[4,2]', b'"shape":[[4,2,1]'), "differ in length"),
+        ((b'"names":["w","b"', b'"names":["w","w"'), "differ in length"),
+        ((b'"order":[]', b'"order":[9]'), "zip"),
+        ((b'"dtype":["float32","int8"]', b'"dtype":["float32"]'), "differ in length"),
+    ],
+)
+def test_a_forged_index_is_refused(change: tuple[bytes, bytes], complaint: str) -> None:
+    whole = manifest_bytes(some_manifest())
+    assert whole.count(change[0]) == 1
+    with pytest.raises(DataDamaged, match=complaint):
+        read_manifest(resummed(whole.replace(*change)), "here")
+
+
+def test_a_manifest_of_version_1_has_no_index_and_is_read() -> None:
+    whole = json.loads(manifest_bytes(some_manifest()))
+    del whole["index"]
+    for file in whole["files"]:
+        del file["items"]["begin"], file["items"]["extent"]
+    whole["version"] = 1
+    text = json.dumps(whole, separators=(",", ":")).encode() + b"\n"
+    read = read_manifest(resummed(text), "here")
+    assert read.index is None
+    assert join_manifest(some_contents(), read, "here").stored.payload_offset.tolist() == [600, 200, 9100]

@@ -54,7 +54,7 @@ def test_a_training_state_is_a_list_of_ranges_and_values() -> None:
     archive = opened(content)
     assert (archive.values["step"], archive.values["when"]) == (17, (1.5, None))
     assert archive.values["optim.param_groups.0.lr"] == 0.25
-    assert archive.paths["model.0.weight"] == ("model", "0.weight")
+    assert archive.index.paths["model.0.weight"] == ("model", "0.weight")
     shapes = {facts.name: (facts.dtype, facts.shape) for facts in archive.index.tensors}
     assert shapes["model.0.weight"] == ("float32", (4, 3))
 

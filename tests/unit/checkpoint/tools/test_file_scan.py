@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.checkpoint.tools.file_scan import (
-    CrcCheck,
-    KnownDamage,
     Segment,
     Stretch,
-    SumCheck,
-    ZeroCheck,
+    check_crc,
+    check_sum,
+    check_zeros,
     cut_into_stretches,
     scan,
 )
@@ -51,7 +50,7 @@ def segments_of(content: bytes, cuts: list[int]) -> list[Segment]:
     found = []
     for number, (begin, end) in enumerate(pairwise(edges)):
         part = content[begin:end]
-        check = partial(SumCheck, checksum_of(part)) if number % 2 else partial(CrcCheck, zlib.crc32(part))
+        check = partial(check_sum, checksum_of(part)) if number % 2 else partial(check_crc, zlib.crc32(part))
         found.append(Segment(begin, end, str(number), check))
     return found
 
@@ -72,7 +71,7 @@ def test_a_flipped_byte_is_damage_of_its_segment_alone(content: bytes, cuts: lis
 
 
 def test_gaps_must_be_zeros_and_known_damage_stays_damage() -> None:
-    segments = [Segment(0, 10, "", ZeroCheck), Segment(10, 20, "x", partial(KnownDamage, "no archive"))]
+    segments = [Segment(0, 10, "", check_zeros), Segment(10, 20, "x", lambda _: "no archive")]
     work = list(cut_into_stretches("f", segments))
     assert [damage.what for damage in scan(held(f=bytes(20)), key_of, work, Silent())] == ["no archive"]
     found = scan(held(f=bytes(9) + b"!" + bytes(10)), key_of, work, Silent())
@@ -80,14 +79,14 @@ def test_gaps_must_be_zeros_and_known_damage_stays_damage() -> None:
 
 
 def test_bytes_past_the_end_of_a_file_are_damage() -> None:
-    work = list(cut_into_stretches("f", [Segment(0, 5, "a", ZeroCheck), Segment(5, 50, "b", ZeroCheck)]))
+    work = list(cut_into_stretches("f", [Segment(0, 5, "a", check_zeros), Segment(5, 50, "b", check_zeros)]))
     (damage,) = scan(held(f=bytes(20)), key_of, work, Silent())
     assert (damage.item, damage.what) == ("b", "the file ends before it")
 
 
 def test_a_failed_read_is_damage_of_its_segment_and_the_scan_continues() -> None:
     pages = bytes(64 << 10)
-    segments = [Segment(begin, begin + 4096, str(begin), ZeroCheck) for begin in (0, 40960)]
+    segments = [Segment(begin, begin + 4096, str(begin), check_zeros) for begin in (0, 40960)]
     work = [alone(one) for one in segments]
     storage = FailAtCall(held(f=pages), "read_into", 1)
     (damage,) = scan(storage, key_of, work, Silent(), streams=1)
@@ -96,7 +95,7 @@ def test_a_failed_read_is_damage_of_its_segment_and_the_scan_continues() -> None
 
 
 def test_a_file_that_cannot_be_opened_is_damage_of_each_stretch() -> None:
-    work = list(cut_into_stretches("gone", [Segment(0, 5, "a", ZeroCheck)]))
+    work = list(cut_into_stretches("gone", [Segment(0, 5, "a", check_zeros)]))
     (damage,) = scan(held(), key_of, work, Silent())
     assert (damage.file, damage.begin, damage.end) == ("gone", 0, 5)
 
@@ -107,7 +106,7 @@ def test_nothing_to_check_is_no_damage() -> None:
 
 def test_stretches_are_runs_that_threads_can_share() -> None:
     size = 40 << 20
-    segments = [Segment(number * size, (number + 1) * size, "", ZeroCheck) for number in range(5)]
+    segments = [Segment(number * size, (number + 1) * size, "", check_zeros) for number in range(5)]
     found = list(cut_into_stretches("f", segments))
     assert [(stretch.begin // size, stretch.size_bytes // size) for stretch in found] == [
         (0, 2),

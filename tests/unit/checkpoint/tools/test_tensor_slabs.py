@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.formats.dcp_item import envelope, item_start
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata
-from penstock.checkpoint.formats.metadata_writing import metadata_bytes
+from penstock.checkpoint.formats.dcp_metadata import metadata_bytes
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Regions, StoredRegions, TensorFacts
 from penstock.checkpoint.tools.convert import build_header, plan_shards
 from penstock.checkpoint.tools.tensor_slabs import Slab, SlabReader, cut_into_slabs, slab_bytes
@@ -78,7 +77,7 @@ def write_boxes(folder: Path, whole: np.ndarray[tuple[int, ...], np.dtype[np.int
     contents = CheckpointIndex((TensorFacts("x", "int16", whole.shape, 2),), stored, (), ("__0_0.distcp",))
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(content)
-    (folder / ".metadata").write_bytes(metadata_bytes(DcpMetadata(index=contents)))
+    (folder / ".metadata").write_bytes(metadata_bytes(contents))
 
 
 @given(cut=cut_tensors(), most_bytes=st.integers(2, 300))

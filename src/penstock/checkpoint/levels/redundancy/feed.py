@@ -28,7 +28,7 @@ from penstock.storage.protocol import (
 )
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.engine import WrittenFile
+    from penstock.checkpoint.formats.manifest import WrittenFile
     from penstock.checkpoint.levels.redundancy.redundancy_record import Order
     from penstock.storage import ObjectInfo
 

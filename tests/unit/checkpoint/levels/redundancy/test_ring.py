@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.rank_threads import ThreadComm, on_ranks
 
-from penstock.checkpoint.engine import RankSaveStats, WrittenFile, WrittenShare
-from penstock.checkpoint.formats.manifest import checksum_of
+from penstock.checkpoint.engine import RankSaveStats, WrittenShare
+from penstock.checkpoint.formats.manifest import WrittenFile, checksum_of
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Xor
 from penstock.checkpoint.levels.redundancy.gf256 import multiply
 from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout, build_layout
