@@ -131,9 +131,9 @@ class Sides:
 
     def ours(self) -> Mapping[str, float]:
         """The pipe: every byte made on the way out and verified on the way back."""
-        arguments = ([self._storage], self._planned, self._content, self._settings)
-        written = write_objects(*arguments, memory=self._memory)
-        read = read_objects(*arguments, memory=self._memory)
+        storages, planned, settings = [self._storage], self._planned, self._settings
+        written = write_objects(storages, planned, self._content, settings, memory=self._memory)
+        read = read_objects(storages, planned, self._content.verify, settings, memory=self._memory)
         assert read.ledger.verified_bytes == NUM_FILES * FILE_BYTES
         return dict(zip(self._names, (_speed(written), _speed(read)), strict=True))
 

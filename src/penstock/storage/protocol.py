@@ -167,6 +167,9 @@ class Counters:
     def __add__(self, other: Self) -> Self:
         return type(self)(**{name: count + getattr(other, name) for name, count in self._counts().items()})
 
+    def __sub__(self, other: Self) -> Self:
+        return type(self)(**{name: count - getattr(other, name) for name, count in self._counts().items()})
+
     def record(self) -> dict[str, int | dict[str, int]]:
         """All counts as plain data, for the record of a run."""
         counts = self._counts().items()

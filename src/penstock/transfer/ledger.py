@@ -1,4 +1,4 @@
-"""What the ranks measured of a pipeline phase: timestamps and byte counts of one rank, figures of all.
+"""The ledger of a phase: timestamps and bytes of one rank, and the figures of all ranks.
 
 Timestamps go to columns that are allocated beforehand, so timing costs no memory while bytes flow.
 Invariants: each cell is written once; a ledger that does not add up is an error, never a slower rate; the
@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -21,169 +22,17 @@ from penstock.storage.protocol import Counters, Storage
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.transfer.pipeline import PlannedObject
-
-    Column = NDArray[np.int64]
     from penstock.cluster.comm import Comm
 
-
+_GIB = 2**30
 _NS_PER_S = 1e9
-
-
-def union_ns(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
-    """How long at least one of the spans was in progress; spans of length 0 or less do not count."""
-    lasting = ends > begins
-    order = np.argsort(begins[lasting], kind="stable")
-    starts, stops = begins[lasting][order], ends[lasting][order]
-    if not starts.size:
-        return 0
-    # A span adds the part that lies beyond everything that began before it.
-    covered_until = np.maximum.accumulate(stops)
-    before = np.concatenate([starts[:1], covered_until[:-1]])
-    return int(np.maximum(stops - np.maximum(starts, before), 0).sum())
-
-
-@dataclass(slots=True)
-class StreamFacts:
-    """What a stream counts besides its timestamps; each field is written by one thread."""
-
-    num_objects: int = 0
-    durable_bytes: int = 0
-    storage_stall_ns: int = 0
-    content_stall_ns: int = 0
-
-
-class CounterDeltas:
-    """What the storages of a phase count from its beginning, when this is made, to its end."""
-
-    def __init__(self, storages: Sequence[Storage], num_streams: int) -> None:
-        self._counters = [storages[stream % len(storages)].counters for stream in range(num_streams)]
-        self._before = [counters.snapshot() for counters in self._counters]
-
-    def by_stream(self) -> list[Counters]:
-        """The counts of each stream's storage; zeros where an earlier stream shares it."""
-        counted: set[int] = set()
-        deltas: list[Counters] = []
-        for counters, before in zip(self._counters, self._before, strict=True):
-            now = before if id(counters) in counted else counters.snapshot()
-            counted.add(id(counters))
-            deltas.append(_difference(now, before))
-        return deltas
-
-
-def _difference(now: Counters, before: Counters) -> Counters:
-    return Counters(
-        requests=now.requests - before.requests,
-        retries=now.retries - before.retries,
-        errors=now.errors - before.errors,
-        written_bytes=now.written_bytes - before.written_bytes,
-        read_bytes=now.read_bytes - before.read_bytes,
-        copied_bytes=now.copied_bytes - before.copied_bytes,
-        requests_by_endpoint=now.requests_by_endpoint - before.requests_by_endpoint,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseFacts:
-    """What `measure` cannot derive from timestamps."""
-
-    direction: Direction
-    rank: int
-    origin_ns: int
-    entered_ns: int
-    planned_bytes: int
-
-
-def measure(
-    phase: PhaseFacts,
-    stamps: Timestamps,
-    streams: Sequence[StreamFacts],
-    counter_deltas: CounterDeltas,
-    *,
-    wrong_bytes: tuple[WrongByte, ...] = (),
-) -> Measurement:
-    """The measurement of a successful phase."""
-    counters = counter_deltas.by_stream()
-    begins = np.concatenate([stamps.submitted, stamps.opening[:, 0], stamps.ending[:, 0]])
-    ends = np.concatenate([stamps.acknowledged, stamps.opening[:, 1], stamps.ending[:, 1]])
-    first_submit_ns = _earliest(stamps.submitted, stamps.ending[:, 0], default=phase.entered_ns)
-    calls = stamps.returned - stamps.submitted
-    objects = (stamps.opening[:, 1] - stamps.opening[:, 0]) + (stamps.ending[:, 1] - stamps.ending[:, 0])
-    return Measurement(
-        direction=phase.direction,
-        rank=phase.rank,
-        ledger=_ledger(phase, stamps, streams),
-        origin_ns=phase.origin_ns,
-        entered_ns=phase.entered_ns,
-        first_submit_ns=first_submit_ns,
-        last_submit_ns=_latest(stamps.returned, default=first_submit_ns),
-        end_ns=_latest(ends, stamps.content_end, default=first_submit_ns),
-        # Opening the first objects is set-up, because it comes before the first byte.
-        storage_busy_s=union_ns(np.maximum(begins, first_submit_ns), ends) / _NS_PER_S,
-        call_time_sum_s=int(calls.sum() + objects.sum()) / _NS_PER_S,
-        content_busy_s=union_ns(stamps.content_begin, stamps.content_end) / _NS_PER_S,
-        content_stall_s=sum(facts.content_stall_ns for facts in streams) / _NS_PER_S,
-        storage_stall_s=sum(facts.storage_stall_ns for facts in streams) / _NS_PER_S,
-        latencies_ns=stamps.acknowledged - stamps.submitted,
-        streams=tuple(
-            _record(phase, stamps, number, facts, counters[number]) for number, facts in enumerate(streams)
-        ),
-        counters=sum(counters[1:], counters[0]),
-        wrong_bytes=wrong_bytes,
-    )
-
-
-def _ledger(phase: PhaseFacts, stamps: Timestamps, streams: Sequence[StreamFacts]) -> Ledger:
-    content_bytes = _bytes_at(stamps, stamps.content_end)
-    moved_bytes = _bytes_at(stamps, stamps.acknowledged)
-    if phase.direction == "read":
-        right_bytes = content_bytes - int(stamps.size_bytes[stamps.is_wrong].sum())
-        return Ledger(planned_bytes=phase.planned_bytes, read_bytes=moved_bytes, verified_bytes=right_bytes)
-    return Ledger(
-        planned_bytes=phase.planned_bytes,
-        generated_bytes=content_bytes,
-        submitted_bytes=_bytes_at(stamps, stamps.returned),
-        acknowledged_bytes=moved_bytes,
-        durable_bytes=sum(facts.durable_bytes for facts in streams),
-    )
-
-
-def _record(
-    phase: PhaseFacts, stamps: Timestamps, number: int, facts: StreamFacts, counted: Counters
-) -> StreamRecord:
-    own = (stamps.stream == number) & (stamps.acknowledged != 0)
-    objects = stamps.object_stream == number
-    begins = np.concatenate([stamps.submitted[own], stamps.ending[objects, 0]])
-    ends = np.concatenate([stamps.acknowledged[own], stamps.ending[objects, 1]])
-    return StreamRecord(
-        rank=phase.rank,
-        stream=number,
-        objects=facts.num_objects,
-        chunks=int(own.sum()),
-        moved_bytes=int(stamps.size_bytes[own].sum()),
-        busy_s=union_ns(begins, ends) / _NS_PER_S,
-        stall_s=facts.storage_stall_ns / _NS_PER_S,
-        requests=counted.requests,
-        retries=counted.retries,
-        errors=counted.errors,
-    )
-
-
-def _bytes_at(stamps: Timestamps, station: Column) -> int:
-    """Bytes of all chunks that reached a station."""
-    return int(stamps.size_bytes[station != 0].sum())
-
-
-def _earliest(*columns: Column, default: int) -> int:
-    happened = np.concatenate([column[column != 0] for column in columns])
-    return int(happened.min()) if happened.size else default
-
-
-def _latest(*columns: Column, default: int) -> int:
-    return max((int(column.max()) for column in columns if column.size), default=default) or default
-
+_DRAIN_SHARE = 0.5
+"""A phase that waits at the end for more than this share of its duration is bound by durability."""
 
 Direction = Literal["write", "read"]
+Bottleneck = Literal["storage", "generator", "verifier", "durability"]
+
+now_ns = time.monotonic_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +50,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class WrongByte:
-    """Where the first wrong byte of one chunk was read; the rest of the object is still read and verified."""
+    """The place of the first wrong byte of a chunk; the rest of the object is still read and verified."""
 
     key: str
     offset: int
@@ -209,10 +58,10 @@ class WrongByte:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRecord:
-    """What one writer or reader of one rank did.
+    """The work of one writer or reader of one rank.
 
-    `requests`, `retries` and `errors` are those of the stream's own storage; where streams share one, they
-    are all with stream 0. `stall_s` is how long the stream waited for content or free buffers.
+    `requests`, `retries` and `errors` are counted by the stream's own storage; where streams share one, they
+    are all counted at stream 0. `stall_s` is how long the stream waited for content or free buffers.
     """
 
     rank: int
@@ -234,8 +83,8 @@ class Measurement:
     All `*_ns` are CLOCK_MONOTONIC; ranks share the moment `origin_ns`.
 
     Content is generated (writing) or verified (reading) while the storage works: `content_busy_s` is the
-    union of these times, `content_stall_s` what its threads waited for buffers, `storage_stall_s` what the
-    streams waited for content, or for free buffers to read into. `latencies_ns` has one entry per chunk.
+    union of these times, `content_stall_s` the time its threads waited for buffers, `storage_stall_s` the
+    time streams waited for content, or for free buffers to read into. `latencies_ns` has one entry per chunk.
     """
 
     direction: Direction
@@ -256,128 +105,174 @@ class Measurement:
     counters: Counters
     wrong_bytes: tuple[WrongByte, ...] = ()
 
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that the storage acknowledged or returned."""
+        return self.ledger.read_bytes if self.direction == "read" else self.ledger.acknowledged_bytes
 
-def require_durable(ledger: Ledger, *, uri: str) -> None:
-    """Raise unless every planned byte was generated, submitted, acknowledged and made durable."""
-    stations = {
-        "generated": ledger.generated_bytes,
-        "submitted": ledger.submitted_bytes,
-        "acknowledged": ledger.acknowledged_bytes,
-        "durable": ledger.durable_bytes,
-    }
-    _require(ledger.planned_bytes, stations, uri)
+    @property
+    def duration_ns(self) -> int:
+        """The time from the first byte to the last durable or verified one, at least 1."""
+        return max(self.end_ns - self.first_submit_ns, 1)
+
+    def require_complete(self, uri: str) -> None:
+        """Raise unless every planned byte reached every station of the phase."""
+        passed = (
+            ("read",) if self.direction == "read" else ("generated", "submitted", "acknowledged", "durable")
+        )
+        stations = {name: getattr(self.ledger, f"{name}_bytes") for name in passed}
+        for name, size_bytes in stations.items():
+            if size_bytes != self.ledger.planned_bytes:
+                account = ", ".join(f"{each} {reached}" for each, reached in stations.items())
+                raise ShortTransfer(
+                    f"The ledger does not add up: planned {self.ledger.planned_bytes} bytes, {account}",
+                    uri=uri,
+                    expected_bytes=self.ledger.planned_bytes,
+                    actual_bytes=size_bytes,
+                    fix=f"Bytes were lost before they were {name}; no result of this phase is valid.",
+                )
+
+    def find_bottleneck(self) -> Bottleneck:
+        """Name what the phase waited for most.
+
+        If content waits for buffers, storage is the bottleneck; if storage waits for content (or, reading,
+        for buffers that are still being verified), content is.
+        """
+        if self.direction == "write" and self.end_ns - self.last_submit_ns > _DRAIN_SHARE * self.duration_ns:
+            return "durability"
+        if self.storage_stall_s <= self.content_stall_s:
+            return "storage"
+        return "generator" if self.direction == "write" else "verifier"
 
 
-def require_read(ledger: Ledger, *, uri: str) -> None:
-    """Raise unless every planned byte was read."""
-    _require(ledger.planned_bytes, {"read": ledger.read_bytes}, uri)
-
-
-def _require(planned_bytes: int, stations: dict[str, int], uri: str) -> None:
-    account = ", ".join(f"{name} {size_bytes}" for name, size_bytes in stations.items())
-    for name, size_bytes in stations.items():
-        if size_bytes != planned_bytes:
-            raise ShortTransfer(
-                f"The ledger does not add up: planned {planned_bytes} bytes, {account}",
-                uri=uri,
-                expected_bytes=planned_bytes,
-                actual_bytes=size_bytes,
-                fix=f"Bytes were lost before they were {name}; no result of this phase is valid.",
-            )
-
-
-now_ns = time.monotonic_ns
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Timestamps:
-    """Nanoseconds of CLOCK_MONOTONIC, one row per chunk; 0 where something did not happen.
+    """When each chunk of a phase passed each station on this rank, and what each stream counted.
 
-    Content is generated or verified from `content_begin` to `content_end`; the storage has a chunk from
-    `submitted` to `acknowledged`; the call that submitted it returned at `returned`. `stream` is the number
-    of the stream. `opening` and `ending` are the spans of the calls for whole objects, (objects, 2), made by
-    `object_stream`. `is_wrong` marks chunks with wrong bytes.
+    Nanoseconds of CLOCK_MONOTONIC, one row per chunk; 0 where something did not happen. Content is generated
+    or verified from `content_begin` to `content_end`; the storage has a chunk from `submitted` to
+    `acknowledged`; the call that submitted it returned at `returned`. `opening` and `ending` are the spans of
+    the calls for whole objects, (objects, 2), made by `object_stream`. `is_wrong` marks chunks with wrong
+    bytes. Objects of `sizes` bytes have consecutive chunk numbers; an empty object has none.
     """
 
-    content_begin: Column
-    content_end: Column
-    submitted: Column
-    returned: Column
-    acknowledged: Column
-    size_bytes: Column
-    stream: Column
-    opening: Column
-    ending: Column
-    object_stream: Column
-    is_wrong: NDArray[np.bool_]
+    def __init__(self, sizes: Sequence[int], chunk_bytes: int, num_streams: int, entered_ns: int) -> None:
+        self.entered_ns = entered_ns
+        self.planned_bytes = sum(sizes)
+        self._first_chunk = [0, *accumulate(-(-size // chunk_bytes) for size in sizes)]
+        columns = np.zeros((7, self._first_chunk[-1]), dtype=np.int64)
+        self.content_begin, self.content_end, self.submitted, self.returned, self.acknowledged = columns[:5]
+        self.size_bytes, self.stream = columns[5:]
+        self.is_wrong = np.zeros(self._first_chunk[-1], dtype=np.bool_)
+        self.opening, self.ending = np.zeros((2, len(sizes), 2), dtype=np.int64)
+        self.object_stream = np.zeros(len(sizes), dtype=np.int64)
+        # Each cell of these is written by one thread.
+        counts = np.zeros((4, num_streams), dtype=np.int64)
+        self.num_objects, self.durable_bytes, self.storage_stall_ns, self.content_stall_ns = counts
+        self._counters: list[tuple[Counters, Counters]] = []
 
-    @classmethod
-    def for_chunks(cls, num_chunks: int, num_objects: int) -> Self:
-        """Empty columns."""
-        chunks = np.zeros((7, num_chunks), dtype=np.int64)
-        spans = np.zeros((2, num_objects, 2), dtype=np.int64)
-        return cls(
-            content_begin=chunks[0],
-            content_end=chunks[1],
-            submitted=chunks[2],
-            returned=chunks[3],
-            acknowledged=chunks[4],
-            size_bytes=chunks[5],
-            stream=chunks[6],
-            opening=spans[0],
-            ending=spans[1],
-            object_stream=np.zeros(num_objects, dtype=np.int64),
-            is_wrong=np.zeros(num_chunks, dtype=np.bool_),
+    def begin_counting(self, storages: Sequence[Storage]) -> None:
+        """Attribute what `storages` count from now on to this phase; stream i uses `storages[i % n]`."""
+        counters = [storages[stream % len(storages)].counters for stream in range(len(self.num_objects))]
+        self._counters = [(each, each.snapshot()) for each in counters]
+
+    def chunks(self, number: int) -> range:
+        """The chunk numbers of an object."""
+        return range(self._first_chunk[number], self._first_chunk[number + 1])
+
+    def measure(
+        self,
+        direction: Direction,
+        *,
+        rank: int = 0,
+        origin_ns: int | None = None,
+        wrong_bytes: tuple[WrongByte, ...] = (),
+    ) -> Measurement:
+        """Return the measurement of a phase that succeeded."""
+        counted: list[Counters] = []
+        for number, (counters, before) in enumerate(self._counters):
+            is_shared = any(counters is other for other, _ in self._counters[:number])
+            counted.append((before if is_shared else counters.snapshot()) - before)
+        begins = np.concatenate([self.submitted, self.opening[:, 0], self.ending[:, 0]])
+        ends = np.concatenate([self.acknowledged, self.opening[:, 1], self.ending[:, 1]])
+        first = np.concatenate([self.submitted, self.ending[:, 0]])
+        first_submit_ns = int(first[first != 0].min(initial=2**63 - 1)) if first.any() else self.entered_ns
+        calls = int((self.returned - self.submitted).sum())
+        calls += int((np.diff(self.opening) + np.diff(self.ending)).sum())
+        return Measurement(
+            direction=direction,
+            rank=rank,
+            ledger=self._ledger(direction),
+            origin_ns=self.entered_ns if origin_ns is None else origin_ns,
+            entered_ns=self.entered_ns,
+            first_submit_ns=first_submit_ns,
+            last_submit_ns=int(self.returned.max(initial=0)) or first_submit_ns,
+            end_ns=int(np.concatenate([ends, self.content_end]).max(initial=0)) or first_submit_ns,
+            # Opening the first objects is set-up, because it comes before the first byte.
+            storage_busy_s=union_ns(np.maximum(begins, first_submit_ns), ends) / _NS_PER_S,
+            call_time_sum_s=calls / _NS_PER_S,
+            content_busy_s=union_ns(self.content_begin, self.content_end) / _NS_PER_S,
+            content_stall_s=float(self.content_stall_ns.sum()) / _NS_PER_S,
+            storage_stall_s=float(self.storage_stall_ns.sum()) / _NS_PER_S,
+            latencies_ns=self.acknowledged - self.submitted,
+            streams=tuple(self._stream_record(rank, stream, each) for stream, each in enumerate(counted)),
+            counters=sum(counted[1:], counted[0]),
+            wrong_bytes=wrong_bytes,
+        )
+
+    def _ledger(self, direction: Direction) -> Ledger:
+        def reached(station: NDArray[np.int64]) -> int:
+            return int(self.size_bytes[station != 0].sum())
+
+        if direction == "read":
+            return Ledger(
+                planned_bytes=self.planned_bytes,
+                read_bytes=reached(self.acknowledged),
+                verified_bytes=reached(self.content_end) - int(self.size_bytes[self.is_wrong].sum()),
+            )
+        return Ledger(
+            planned_bytes=self.planned_bytes,
+            generated_bytes=reached(self.content_end),
+            submitted_bytes=reached(self.returned),
+            acknowledged_bytes=reached(self.acknowledged),
+            durable_bytes=int(self.durable_bytes.sum()),
+        )
+
+    def _stream_record(self, rank: int, stream: int, counted: Counters) -> StreamRecord:
+        own = (self.stream == stream) & (self.acknowledged != 0)
+        objects = self.object_stream == stream
+        begins = np.concatenate([self.submitted[own], self.ending[objects, 0]])
+        ends = np.concatenate([self.acknowledged[own], self.ending[objects, 1]])
+        return StreamRecord(
+            rank=rank,
+            stream=stream,
+            objects=int(self.num_objects[stream]),
+            chunks=int(own.sum()),
+            moved_bytes=int(self.size_bytes[own].sum()),
+            busy_s=union_ns(begins, ends) / _NS_PER_S,
+            stall_s=float(self.storage_stall_ns[stream]) / _NS_PER_S,
+            requests=counted.requests,
+            retries=counted.retries,
+            errors=counted.errors,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectJob:
-    """One planned object in the pipeline; its chunks are numbered from `first_chunk`."""
-
-    number: int
-    planned: PlannedObject
-    first_chunk: int
-    num_chunks: int
-
-
-def number_chunks(planned: Sequence[PlannedObject], chunk_bytes: int) -> tuple[ObjectJob, ...]:
-    """Every object with its range of chunk numbers; an empty object has none."""
-    jobs: list[ObjectJob] = []
-    first = 0
-    for number, planned_object in enumerate(planned):
-        num_chunks = -(-planned_object.size_bytes // chunk_bytes)
-        jobs.append(ObjectJob(number, planned_object, first, num_chunks))
-        first += num_chunks
-    return tuple(jobs)
+def union_ns(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
+    """How long at least one of the spans was in progress; spans of length 0 or less do not count."""
+    lasting = ends > begins
+    order = np.argsort(begins[lasting], kind="stable")
+    starts, stops = begins[lasting][order], ends[lasting][order]
+    if not starts.size:
+        return 0
+    # A span adds the part that lies beyond everything that began before it.
+    covered_until = np.maximum.accumulate(stops)
+    before = np.concatenate([starts[:1], covered_until[:-1]])
+    return int(np.maximum(stops - np.maximum(starts, before), 0).sum())
 
 
-def total_chunks(jobs: Sequence[ObjectJob]) -> int:
-    """The number of chunks of all objects."""
-    return jobs[-1].first_chunk + jobs[-1].num_chunks if jobs else 0
-
-
-Bottleneck = Literal["storage", "generator", "verifier", "durability"]
-
-_DRAIN_SHARE = 0.5
-"""A phase that waits at the end for more than this share of its duration is bound by durability."""
-
-
-def find_bottleneck(measurement: Measurement) -> Bottleneck:
-    """What the phase waited for most.
-
-    If content waits for buffers, storage is the bottleneck; if storage waits for content (or, reading, for
-    buffers that are still being verified), content is.
-    """
-    duration_ns = max(measurement.end_ns - measurement.first_submit_ns, 1)
-    if measurement.direction == "write":
-        if (measurement.end_ns - measurement.last_submit_ns) / duration_ns > _DRAIN_SHARE:
-            return "durability"
-        return "generator" if measurement.storage_stall_s > measurement.content_stall_s else "storage"
-    return "verifier" if measurement.storage_stall_s > measurement.content_stall_s else "storage"
-
-
-_GIB = 2**30
+def common_origin_ns(comm: Comm, awaiting: str) -> int:
+    """Return a moment that all ranks share, on this rank's own clock, because clocks of hosts differ."""
+    comm.barrier(awaiting=awaiting)
+    return now_ns()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,7 +283,7 @@ class PipelineFigures:
 
     `duration_s` runs from the earliest first submit to the latest durable end. `content` is what was
     generated or verified. Stalls and `call_time_sum_s` are sums over all streams, for diagnosis only. Rates
-    of what did not happen (as verification that was switched off) are None.
+    of work that was not done (verification that was switched off) are None.
     """
 
     direction: Direction
@@ -430,84 +325,58 @@ class PipelineFigures:
         return plain
 
 
-def common_origin_ns(comm: Comm, awaiting: str) -> int:
-    """A moment that all ranks share, on each rank's own clock, because clocks of hosts differ."""
-    comm.barrier(awaiting=awaiting)
-    return now_ns()
-
-
 def combine_ranks(measurements: Sequence[Measurement]) -> PipelineFigures:
-    """The figures of one phase from the measurements of all ranks, in rank order."""
-    begins = [measurement.first_submit_ns - measurement.origin_ns for measurement in measurements]
-    ends = [measurement.end_ns - measurement.origin_ns for measurement in measurements]
+    """Return the figures of one phase from the measurements of all ranks, in rank order."""
+    begins = [each.first_submit_ns - each.origin_ns for each in measurements]
+    ends = [each.end_ns - each.origin_ns for each in measurements]
     own_s = [max(end - begin, 1) / _NS_PER_S for begin, end in zip(begins, ends, strict=True)]
-    moved = [moved_bytes(measurement) for measurement in measurements]
+    moved = [each.moved_bytes for each in measurements]
     rates = [size / _GIB / took_s for size, took_s in zip(moved, own_s, strict=True)]
     duration_s = max(max(ends) - min(begins), 1) / _NS_PER_S
     slowest = measurements[int(np.argmax(own_s))]
-    content_rate = _rate(measurements, [measurement.content_busy_s for measurement in measurements])
-    storage_rate = _rate(measurements, [measurement.storage_busy_s for measurement in measurements])
-    latencies_ms = np.concatenate([measurement.latencies_ns for measurement in measurements]) / 1e6
+    slowest_busy_s = max(slowest.storage_busy_s, slowest.content_busy_s)
+
+    def busy_rate(busy_s: Sequence[float]) -> float | None:
+        # GiB/s of all ranks together while busy; of moved bytes, so that the two rates can be compared.
+        busy = [size / _GIB / took_s for size, took_s in zip(moved, busy_s, strict=True) if took_s > 0]
+        return sum(busy) if busy else None
+
+    content_rate = busy_rate([each.content_busy_s for each in measurements])
+    storage_rate = busy_rate([each.storage_busy_s for each in measurements])
+    latencies_ms = np.concatenate([each.latencies_ns for each in measurements]) / 1e6
     p50, p99, most = (
         np.percentile(latencies_ms, (50, 99, 100)).tolist() if latencies_ms.size else (0.0, 0.0, 0.0)
     )
-    first, *others = [measurement.counters for measurement in measurements]
+    first, *others = [each.counters for each in measurements]
     return PipelineFigures(
         direction=slowest.direction,
         ranks=len(measurements),
         moved_bytes=sum(moved),
-        verified_bytes=sum(measurement.ledger.verified_bytes for measurement in measurements),
-        wrong_bytes=sum(len(measurement.wrong_bytes) for measurement in measurements),
+        verified_bytes=sum(each.ledger.verified_bytes for each in measurements),
+        wrong_bytes=sum(len(each.wrong_bytes) for each in measurements),
         duration_s=duration_s,
         gib_per_s=sum(moved) / _GIB / duration_s,
         mean_gib_per_s=float(np.mean(rates)),
         min_gib_per_s=min(rates),
         max_duration_s=max(own_s),
-        setup_s=max(measurement.first_submit_ns - measurement.entered_ns for measurement in measurements)
-        / _NS_PER_S,
-        pipeline_s=max(
-            measurement.last_submit_ns - measurement.first_submit_ns for measurement in measurements
-        )
-        / _NS_PER_S,
-        drain_s=max(measurement.end_ns - measurement.last_submit_ns for measurement in measurements)
-        / _NS_PER_S,
-        storage_busy_s=max(measurement.storage_busy_s for measurement in measurements),
-        content_busy_s=max(measurement.content_busy_s for measurement in measurements),
-        call_time_sum_s=sum(measurement.call_time_sum_s for measurement in measurements),
-        content_stall_s=sum(measurement.content_stall_s for measurement in measurements),
-        storage_stall_s=sum(measurement.storage_stall_s for measurement in measurements),
+        setup_s=max(each.first_submit_ns - each.entered_ns for each in measurements) / _NS_PER_S,
+        pipeline_s=max(each.last_submit_ns - each.first_submit_ns for each in measurements) / _NS_PER_S,
+        drain_s=max(each.end_ns - each.last_submit_ns for each in measurements) / _NS_PER_S,
+        storage_busy_s=max(each.storage_busy_s for each in measurements),
+        content_busy_s=max(each.content_busy_s for each in measurements),
+        call_time_sum_s=sum(each.call_time_sum_s for each in measurements),
+        content_stall_s=sum(each.content_stall_s for each in measurements),
+        storage_stall_s=sum(each.storage_stall_s for each in measurements),
         content_gib_per_s=content_rate,
         storage_gib_per_s=storage_rate,
         content_to_storage=content_rate / storage_rate if content_rate and storage_rate else None,
-        overhead_percent=_overhead_percent(slowest),
+        # The share of the slowest rank's time in which neither the storage nor the content was busy.
+        overhead_percent=max(0.0, (1 - slowest_busy_s * _NS_PER_S / slowest.duration_ns) * 100),
         p50_ms=p50,
         p99_ms=p99,
         max_ms=most,
-        bottleneck=find_bottleneck(slowest),
+        bottleneck=slowest.find_bottleneck(),
         slowest_rank=slowest.rank,
-        streams=tuple(stream for measurement in measurements for stream in measurement.streams),
+        streams=tuple(stream for each in measurements for stream in each.streams),
         counters=sum(others, first),
     )
-
-
-def moved_bytes(measurement: Measurement) -> int:
-    """The bytes that the storage acknowledged or returned."""
-    ledger = measurement.ledger
-    return ledger.read_bytes if measurement.direction == "read" else ledger.acknowledged_bytes
-
-
-def _rate(measurements: Sequence[Measurement], busy_s: Sequence[float]) -> float | None:
-    """GiB/s of all ranks together while busy; of moved bytes, so that the rates can be compared."""
-    rates = [
-        moved_bytes(measurement) / _GIB / took_s
-        for measurement, took_s in zip(measurements, busy_s, strict=True)
-        if took_s > 0
-    ]
-    return sum(rates) if rates else None
-
-
-def _overhead_percent(measurement: Measurement) -> float:
-    """The share of a rank's time in which neither the storage nor the content was busy."""
-    duration_s = max(measurement.end_ns - measurement.first_submit_ns, 1) / _NS_PER_S
-    busy_s = max(measurement.storage_busy_s, measurement.content_busy_s)
-    return max(0.0, (duration_s - busy_s) / duration_s * 100)

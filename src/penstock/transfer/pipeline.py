@@ -1,42 +1,40 @@
 """The write pipeline: producer -> buffers -> storage, several objects at once, with timestamps.
 
 Each stream has one thread that fills buffers and one that submits them, so content is produced while the
-storage works. Invariant: an object is durable with exactly its planned bytes, or the phase raises an error
-and the object is aborted.
+storage works. Buffers go FREE -> FILLING -> READY -> IN_FLIGHT -> FREE, and in no other order.
+Invariants: an object is durable with exactly its planned bytes, or the phase raises an error and the object
+is aborted; a buffer is filled again only after the storage has released it, so no byte changes between being
+produced and being written.
 """
+
+from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from queue import SimpleQueue
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import Literal, Protocol, Self
 
-from penstock.errors import ShortTransfer, UsageError
+from penstock.errors import PenstockError, ShortTransfer, StorageTimeout, UsageError, WaitTimeout
 from penstock.progress import Progress, Silent
-from penstock.storage.capabilities import offers
-from penstock.storage.protocol import Sink, Storage
-from penstock.transfer import ledger
-from penstock.transfer.buffers import (
-    MIN_BUFFERS_PER_STREAM,
-    Buffer,
-    Ownership,
-    PipelineBuffers,
-    PipelineStopped,
-    WarmMemory,
-    WorkerGroup,
-)
+from penstock.storage.aligned import PAGE_BYTES, round_up
+from penstock.storage.capabilities import no_thread
+from penstock.storage.protocol import Release, Sink, Storage
+from penstock.transfer.buffers import WarmMemory
+from penstock.transfer.ledger import Measurement, Timestamps, now_ns
 
 VerifyMode = Literal["full", "sample", "off"]
-FillOrder = Literal["chunk by chunk", "all first"]
-"""Whether each chunk is settled and passed on before the next is filled, or only when all are filled.
 
-"all first" needs buffers for everything, and releases the producer's source as early as possible.
-"""
+MIN_BUFFERS_PER_STREAM = 2
+"""One buffer with the storage and one being filled: with fewer, one side always waits for the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +56,7 @@ class Producer(Protocol):
         """
 
 
-@runtime_checkable
-class SupportsSettling(Protocol):
+class DeferringProducer:
     """A `Producer` that defers some work until its source is released and the caller waits no longer."""
 
     def catch_up(self) -> None:
@@ -67,16 +64,6 @@ class SupportsSettling(Protocol):
 
     def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         """Finish what `fill` left. Called once for each range, in its order, by the same thread."""
-
-
-class Verifier(Protocol):
-    """Knows which bytes planned objects should have."""
-
-    def verify(self, planned: PlannedObject, offset: int, buffer: memoryview) -> int | None:
-        """The index in `buffer`, read at `offset`, of the first wrong byte; None if all are right.
-
-        Called from several threads at once, in no order, at most once for each range.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,149 +95,181 @@ class PipelineSettings:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamContext:
-    """What all streams of a phase share; `next_job` gives each job to one of them."""
+class PipelineStopped(PenstockError):
+    """Another thread failed or the user interrupted: this thread stops, but is not the cause."""
 
-    next_job: Callable[[], ledger.ObjectJob | None]
-    producer: Producer
-    buffers: PipelineBuffers
-    stamps: ledger.Timestamps
-    chunk_bytes: int
-    order: FillOrder
+    def __init__(self) -> None:
+        super().__init__("Stopped because the pipeline stopped")
 
 
-class StreamWorker:
-    """One stream: its two threads' work, and its own counts for the measurement."""
+class Ownership(Enum):
+    """Who may access a buffer: no one, its producer, the next stage, the storage."""
 
-    def __init__(self, stream: int, shared: StreamContext) -> None:
-        self._stream = stream
-        self._shared = shared
-        # Jobs, each followed by its chunks; None when there are no more, or the phase stopped.
-        self._ready: SimpleQueue[ledger.ObjectJob | Buffer | None] = SimpleQueue()
-        self._unsettled: deque[tuple[ledger.ObjectJob, Buffer | None]] = deque()
+    FREE = "free"
+    FILLING = "filling"
+    READY = "ready"
+    IN_FLIGHT = "in flight"
+
+
+class Buffer:
+    """One buffer, and which chunk of which object it holds. Only its current owner may access it."""
+
+    __slots__ = ("chunk", "number", "offset", "ownership", "release", "size_bytes", "stream", "whole")
+
+    def __init__(self, whole: memoryview) -> None:
+        self.whole = whole
+        self.ownership = Ownership.FREE
+        self.release: Release | None = None
+        self.stream = 0
+        self.number = 0
+        """Of the object."""
+        self.chunk = 0
+        self.offset = 0
+        self.size_bytes = 0
+
+    @property
+    def filled(self) -> memoryview:
+        """The part that holds the chunk: everything, except for an object's last chunk."""
+        return self.whole if self.size_bytes == len(self.whole) else self.whole[: self.size_bytes]
+
+    def hand_on(self, come_from: Ownership, go_to: Ownership) -> None:
+        """Pass the buffer from its owner to the next."""
+        if self.ownership is not come_from:
+            raise PenstockError(
+                f"A buffer that is {self.ownership.value} was treated as {come_from.value}",
+                fix="A storage must release each buffer exactly once; this one does not.",
+            )
+        self.ownership = go_to
+
+
+class PipelineBuffers:
+    """All buffers of one phase, shared by its streams.
+
+    A stream may take any free buffer as long as every other stream can still get `MIN_BUFFERS_PER_STREAM`, so
+    a storage that keeps the buffers of one stream for long cannot starve the others.
+    """
+
+    def __init__(self, memory: WarmMemory, settings: PipelineSettings) -> None:
+        size_bytes = settings.chunk_bytes
+        starts = range(0, settings.buffer_memory_bytes - size_bytes + 1, round_up(size_bytes, PAGE_BYTES))
+        self.all = tuple(Buffer(memory.view[start : start + size_bytes]) for start in starts)
+        self._free = list(reversed(self.all))
+        self._held = [0] * settings.streams
+        self._changed = threading.Condition()
+        self._silence_s = settings.silence_s
         self._is_stopped = False
-        self.filled: Future[None] = Future()
-        """Done when this stream no longer needs the producer's source; failed if it stopped before."""
-        self.filled_ns = 0
-        self.facts = ledger.StreamFacts()
+        self._last_return_s: float | None = None
 
-    def stop(self) -> None:
-        """Wake the submitting thread, which then stops."""
-        self._is_stopped = True
-        self._ready.put(None)
-
-    def fill(self) -> None:
-        """Fill buffers, object by object, until no job is left."""
-        with ExitStack() as undo:
-            undo.callback(self.filled.set_exception, PipelineStopped())
-            self._fill_all()
-            undo.pop_all()
-        self.filled_ns = ledger.now_ns()
-        self.filled.set_result(None)
-        self._settle_all()
-        self._ready.put(None)
-
-    def write(self, storage: Storage, progress: Progress) -> None:
-        """Submit filled buffers, object by object, each durable before the next begins."""
-        while isinstance(job := self._next_ready(), ledger.ObjectJob):
-            self._write_object(job, storage, progress)
-
-    def _fill_all(self) -> None:
-        producer = self._shared.producer
-        while (job := self._shared.next_job()) is not None:
-            self._add_filled(job, None)
-            for number in range(job.num_chunks):
-                self._add_filled(job, self._fill_chunk(job, number))
-        # What is left to settle already has its buffers, so other streams may use the free ones.
-        self._shared.buffers.retire(self._stream)
-        if offers(producer, SupportsSettling):
-            producer.catch_up()
-
-    def _add_filled(self, job: ledger.ObjectJob, buffer: Buffer | None) -> None:
-        self._unsettled.append((job, buffer))
-        if self._shared.order == "chunk by chunk":
-            self._settle_all()
-
-    def _settle_all(self) -> None:
-        """Pass on what is filled, each object before its chunks."""
-        producer = self._shared.producer
-        while self._unsettled:
+    def take(self, stream: int, awaiting: str) -> Buffer:
+        """Wait for a free buffer and make it FILLING. `awaiting` names in errors what holds the others."""
+        with self._changed:
+            while not self._may_take(stream):
+                self._wait(awaiting)
             if self._is_stopped:
                 raise PipelineStopped
-            job, buffer = self._unsettled.popleft()
-            if buffer is None:
-                self._ready.put(job)
-                continue
-            if offers(producer, SupportsSettling):
-                producer.settle(job.planned, buffer.offset, buffer.filled)
-            buffer.hand_on(Ownership.FILLING, Ownership.READY)
-            self._ready.put(buffer)
-            # The storage comes first. Where fillers have all cores, its thread would else get one at the next
-            # tick of the kernel's clock, up to 4 ms later.
-            os.sched_yield()
+            buffer = self._free.pop()
+            self._held[stream] += 1
+            buffer.stream = stream
+            buffer.hand_on(Ownership.FREE, Ownership.FILLING)
+            return buffer
 
-    def _fill_chunk(self, job: ledger.ObjectJob, number: int) -> Buffer:
-        shared, stamps, chunk = self._shared, self._shared.stamps, job.first_chunk + number
-        awaited_ns = ledger.now_ns()
-        buffer = shared.buffers.take(self._stream, job.planned.key)
-        begin_ns = ledger.now_ns()
-        self.facts.content_stall_ns += begin_ns - awaited_ns
-        buffer.job, buffer.chunk, buffer.offset = job.number, chunk, number * shared.chunk_bytes
-        buffer.size_bytes = min(shared.chunk_bytes, job.planned.size_bytes - buffer.offset)
-        shared.producer.fill(job.planned, buffer.offset, buffer.filled)
-        stamps.stream[chunk] = self._stream
-        stamps.size_bytes[chunk] = buffer.size_bytes
-        stamps.content_begin[chunk] = begin_ns
-        stamps.content_end[chunk] = ledger.now_ns()
-        return buffer
+    def give_back(self, buffer: Buffer, come_from: Ownership) -> None:
+        """Make `buffer` free again; called once, from any thread."""
+        with self._changed:
+            buffer.hand_on(come_from, Ownership.FREE)
+            self._held[buffer.stream] -= 1
+            self._free.append(buffer)
+            self._last_return_s = time.monotonic()
+            self._changed.notify_all()
 
-    def _next_ready(self) -> ledger.ObjectJob | Buffer | None:
-        awaited_ns = ledger.now_ns()
-        ready = self._ready.get()
+    def expect_returns(self) -> None:
+        """Expect buffers to return from now on: if none does for `silence_s`, the storage is dead."""
+        with self._changed:
+            self._last_return_s = time.monotonic()
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Make all present and future `take` calls raise `PipelineStopped`."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def retire(self, stream: int) -> None:
+        """Free what is reserved for a stream that takes no more buffers."""
+        with self._changed:
+            self._held[stream] += len(self.all)
+            self._changed.notify_all()
+
+    def _may_take(self, stream: int) -> bool:
         if self._is_stopped:
-            raise PipelineStopped
-        if self.facts.num_objects:
-            # Waiting before a stream's first object is set-up, not a stall.
-            self.facts.storage_stall_ns += ledger.now_ns() - awaited_ns
-        return ready
+            return True
+        reserved = sum(
+            max(0, MIN_BUFFERS_PER_STREAM - held) for other, held in enumerate(self._held) if other != stream
+        )
+        least = 0 if self._held[stream] < MIN_BUFFERS_PER_STREAM else reserved
+        return len(self._free) > least
 
-    def _write_object(self, job: ledger.ObjectJob, storage: Storage, progress: Progress) -> None:
-        stamps, planned = self._shared.stamps, job.planned
-        stamps.object_stream[job.number] = self._stream
-        stamps.opening[job.number, 0] = ledger.now_ns()
+    def _wait(self, awaiting: str) -> None:
+        if self._last_return_s is None:
+            self._changed.wait()
+            return
+        left_s = self._last_return_s + self._silence_s - time.monotonic()
+        if left_s <= 0:
+            raise StorageTimeout(
+                f"{awaiting} held all {len(self.all)} buffers for {self._silence_s:g} s and released none",
+                fix="Check the server's load; use fewer parts in flight, or more buffer memory.",
+            )
+        self._changed.wait(left_s)
+
+
+class WorkerGroup:
+    """Up to `num_threads` threads; when one fails it calls `stop`, which must make the others end soon."""
+
+    def __init__(self, num_threads: int, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-pipe")
+        self._started: list[Future[None]] = []
+        self._is_closed = False
+
+    def start(self, work: Callable[..., None], *arguments: object) -> Future[None]:
+        """Run `work` in a thread; `Unavailable` where this process may have no more."""
+        if self._is_closed:
+            stopped: Future[None] = Future()
+            stopped.set_exception(PipelineStopped())
+            return stopped
+        try:
+            future = self._threads.submit(self._run, work, *arguments)
+        except RuntimeError as error:
+            raise no_thread(error) from error
+        self._started.append(future)
+        return future
+
+    def wait(self, futures: Sequence[Future[None]], awaited: str, timeout_s: float | None = None) -> None:
+        """Return when `futures` are done; raises the failure of any thread of the group."""
+        if wait_for(futures, timeout=timeout_s).not_done:
+            raise WaitTimeout(awaited, timeout_s or 0.0)
+        if any(future.done() and future.exception() for future in self._started):
+            # It may have stopped because of another thread, whose future is not done yet.
+            wait_for(self._started)
+            failures = [error for future in self._started if (error := future.exception())]
+            causes = [error for error in failures if not isinstance(error, PipelineStopped)]
+            raise (causes or failures)[0]
+
+    def close(self) -> None:
+        """Stop all threads and wait for them, even if stopping fails: they use memory of the next save."""
+        try:
+            self._stop()
+        finally:
+            self._is_closed = True
+            self._threads.shutdown(wait=True)
+            # `stop` belongs to the object that owns this group: keeping it would make a reference cycle.
+            self._stop = lambda: None
+
+    def _run(self, work: Callable[..., None], *arguments: object) -> None:
         with ExitStack() as undo:
-            sink = storage.create(planned.key, planned.size_bytes)
-            undo.callback(sink.abort)
-            stamps.opening[job.number, 1] = ledger.now_ns()
-            self.facts.num_objects += 1
-            for _ in range(job.num_chunks):
-                progress.advance(self._submit_next(sink))
-            stamps.ending[job.number, 0] = ledger.now_ns()
-            info = sink.finish()
-            stamps.ending[job.number, 1] = ledger.now_ns()
-            if info.size_bytes != planned.size_bytes:
-                raise ShortTransfer(
-                    f"{planned.size_bytes} bytes were submitted, but the storage stored {info.size_bytes}",
-                    uri=f"{storage.uri.rstrip('/')}/{planned.key}",
-                    expected_bytes=planned.size_bytes,
-                    actual_bytes=info.size_bytes,
-                    fix="The storage lost part of this object; none of it counts as written.",
-                )
+            undo.callback(self._stop)
+            work(*arguments)
             undo.pop_all()
-        self.facts.durable_bytes += info.size_bytes
-
-    def _submit_next(self, sink: Sink) -> int:
-        buffer = self._next_ready()
-        if not isinstance(buffer, Buffer):
-            raise PipelineStopped
-        # Read before submitting: after that, the buffer may already have its next owner.
-        chunk, size_bytes, stamps = buffer.chunk, buffer.size_bytes, self._shared.stamps
-        buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
-        stamps.submitted[chunk] = ledger.now_ns()
-        sink.submit(buffer.filled, buffer.release)
-        stamps.returned[chunk] = ledger.now_ns()
-        return size_bytes
 
 
 def write_objects(
@@ -263,25 +282,40 @@ def write_objects(
     rank: int = 0,
     origin_ns: int | None = None,
     progress: Progress | None = None,
-) -> ledger.Measurement:
+) -> Measurement:
     """Write all of `planned` durably; the first failure of any thread is raised, and partial objects removed.
 
     Stream i writes to `storages[i % len(storages)]`: to count requests and retries per stream, give each its
     own. `memory`, of at least `buffer_memory_bytes`, may come from earlier phases. `origin_ns` is a moment
     that all ranks share, by default the beginning of this call.
     """
-    entered_ns = ledger.now_ns()
+    entered_ns = now_ns()
     memory = memory or WarmMemory(settings.buffer_memory_bytes)
     memory.touch(settings.buffer_memory_bytes)
     with WritePipeline(planned, producer, settings, memory=memory, entered_ns=entered_ns) as pipe:
         return pipe.write_to(storages, rank=rank, origin_ns=origin_ns, progress=progress)
 
 
+class _Stream:
+    """One stream: what its filling thread hands to its writing thread."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        # Objects by number, each followed by its buffers; None when there are no more, or the phase stopped.
+        self.ready: SimpleQueue[int | Buffer | None] = SimpleQueue()
+        self.unsettled: deque[int | Buffer] = deque()
+        self.filled: Future[None] = Future()
+        """Done when this stream no longer needs the producer's source; failed if it stopped before."""
+        self.filled_ns = 0
+
+
 class WritePipeline:
     """One phase of writing. Buffers are filled and written once `write_to` is called.
 
-    They are filled before that if `start_filling` is called. Use it as a context manager: leaving it early
-    stops the threads and aborts unfinished objects.
+    They are filled before that if `start_filling` is called. With `fills_first`, nothing
+    is settled or written before everything is filled: this needs buffers for everything, and releases the
+    producer's source as early as possible. Use it as a context manager: leaving it early stops
+    the threads and aborts unfinished objects.
     """
 
     def __init__(
@@ -292,28 +326,25 @@ class WritePipeline:
         *,
         memory: WarmMemory,
         entered_ns: int | None = None,
-        order: FillOrder = "chunk by chunk",
+        fills_first: bool = False,
     ) -> None:
-        self._entered_ns = ledger.now_ns() if entered_ns is None else entered_ns
-        self._streams = settings.streams
-        self._jobs = ledger.number_chunks(planned, settings.chunk_bytes)
-        self._planned_bytes = sum(item.size_bytes for item in planned)
+        self._planned = planned
+        self._producer = producer
+        self._deferring = producer if isinstance(producer, DeferringProducer) else DeferringProducer()
+        self._fills_first = fills_first
+        self._chunk_bytes = settings.chunk_bytes
         self._buffers = PipelineBuffers(memory, settings)
-        self._stamps = ledger.Timestamps.for_chunks(ledger.total_chunks(self._jobs), len(self._jobs))
+        sizes = [item.size_bytes for item in planned]
+        entered_ns = now_ns() if entered_ns is None else entered_ns
+        self._stamps = Timestamps(sizes, settings.chunk_bytes, settings.streams, entered_ns)
         for buffer in self._buffers.all:
             buffer.release = partial(self._acknowledge, buffer)
-        shared = StreamContext(
-            next_job=_deal_out(self._jobs),
-            producer=producer,
-            buffers=self._buffers,
-            stamps=self._stamps,
-            chunk_bytes=settings.chunk_bytes,
-            order=order,
-        )
-        self._stream_workers = tuple(StreamWorker(number, shared) for number in range(settings.streams))
+        self._unclaimed = iter(range(len(planned)))
+        self._lock = threading.Lock()
+        self._streams = tuple(_Stream(number) for number in range(settings.streams))
         self._workers = WorkerGroup(2 * settings.streams, self.stop)
         self._fillers: list[Future[None]] = []
-        self._starting = threading.Lock()
+        self._is_stopped = False
 
     def __enter__(self) -> Self:
         return self
@@ -327,27 +358,28 @@ class WritePipeline:
 
     def stop(self) -> None:
         """Stop all threads; may be called at any time, from any thread."""
+        self._is_stopped = True
         self._buffers.stop()
-        for stream in self._stream_workers:
-            stream.stop()
+        for stream in self._streams:
+            stream.ready.put(None)
         # What has not begun ends at once, and with it whoever waits for it.
         self.start_filling()
 
     def start_filling(self) -> None:
         """Begin to fill buffers, unless that has begun; any thread may call."""
-        with self._starting:
+        with self._lock:
             if not self._fillers:
-                self._fillers = [self._workers.start(stream.fill) for stream in self._stream_workers]
+                self._fillers = [self._workers.start(self._fill, stream) for stream in self._streams]
 
     def wait_filled(self, timeout_s: float | None = None) -> None:
         """Return when the producer is no longer needed; raises what a thread raised."""
-        filled = [stream.filled for stream in self._stream_workers]
+        filled = [stream.filled for stream in self._streams]
         self._workers.wait(filled, "all bytes to be copied into buffers", timeout_s)
 
     @property
     def filled_ns(self) -> int:
         """When the producer's source was last needed; 0 before the first stream has finished filling."""
-        return max(stream.filled_ns for stream in self._stream_workers)
+        return max(stream.filled_ns for stream in self._streams)
 
     def write_to(
         self,
@@ -357,18 +389,18 @@ class WritePipeline:
         origin_ns: int | None = None,
         progress: Progress | None = None,
         on_settled: Callable[[], None] | None = None,
-    ) -> ledger.Measurement:
+    ) -> Measurement:
         """Write the buffers to storage until everything is durable, and return the measurement.
 
         `on_settled` is called when all bytes are made, while the last of them are still being written.
         """
         progress = progress or Silent()
-        progress.begin("writing", self._planned_bytes)
-        counter_deltas = ledger.CounterDeltas(storages, self._streams)
+        progress.begin("writing", self._stamps.planned_bytes)
+        self._stamps.begin_counting(storages)
         self._buffers.expect_returns()
         writers = [
-            self._workers.start(stream.write, storages[number % len(storages)], progress)
-            for number, stream in enumerate(self._stream_workers)
+            self._workers.start(self._write, stream, storages[stream.number % len(storages)], progress)
+            for stream in self._streams
         ]
         # After the writers, which open their files and then wait: filling keeps all cores busy.
         self.start_filling()
@@ -376,31 +408,118 @@ class WritePipeline:
             self._workers.wait(self._fillers, "all bytes to be copied into buffers")
             on_settled()
         self._workers.wait([*self._fillers, *writers], "all bytes to be durable")
-        phase = ledger.PhaseFacts(
-            direction="write",
-            rank=rank,
-            origin_ns=self._entered_ns if origin_ns is None else origin_ns,
-            entered_ns=self._entered_ns,
-            planned_bytes=self._planned_bytes,
-        )
-        measured = ledger.measure(
-            phase, self._stamps, [stream.facts for stream in self._stream_workers], counter_deltas
-        )
-        ledger.require_durable(measured.ledger, uri=storages[0].uri)
+        measured = self._stamps.measure("write", rank=rank, origin_ns=origin_ns)
+        measured.require_complete(storages[0].uri)
         return measured
 
+    def _fill(self, stream: _Stream) -> None:
+        """Fill buffers, object by object, until no object is left."""
+        with ExitStack() as undo:
+            undo.callback(stream.filled.set_exception, PipelineStopped())
+            while (number := self._claim_object()) is not None:
+                stream.unsettled.append(number)
+                for chunk in self._stamps.chunks(number):
+                    if not self._fills_first:
+                        self._settle(stream)
+                    stream.unsettled.append(self._fill_chunk(stream.number, number, chunk))
+                if not self._fills_first:
+                    self._settle(stream)
+            # What is left to settle already has its buffers, so other streams may use the free ones.
+            self._buffers.retire(stream.number)
+            self._deferring.catch_up()
+            undo.pop_all()
+        stream.filled_ns = now_ns()
+        stream.filled.set_result(None)
+        self._settle(stream)
+        stream.ready.put(None)
+
+    def _claim_object(self) -> int | None:
+        with self._lock:
+            return next(self._unclaimed, None)
+
+    def _fill_chunk(self, stream: int, number: int, chunk: int) -> Buffer:
+        planned, stamps = self._planned[number], self._stamps
+        awaited_ns = now_ns()
+        buffer = self._buffers.take(stream, planned.key)
+        begin_ns = now_ns()
+        stamps.content_stall_ns[stream] += begin_ns - awaited_ns
+        buffer.number, buffer.chunk = number, chunk
+        buffer.offset = (chunk - stamps.chunks(number).start) * self._chunk_bytes
+        buffer.size_bytes = min(self._chunk_bytes, planned.size_bytes - buffer.offset)
+        self._producer.fill(planned, buffer.offset, buffer.filled)
+        stamps.stream[chunk] = stream
+        stamps.size_bytes[chunk] = buffer.size_bytes
+        stamps.content_begin[chunk] = begin_ns
+        stamps.content_end[chunk] = now_ns()
+        return buffer
+
+    def _settle(self, stream: _Stream) -> None:
+        """Pass on what is filled, each object before its chunks."""
+        while stream.unsettled:
+            if self._is_stopped:
+                raise PipelineStopped
+            entry = stream.unsettled.popleft()
+            if isinstance(entry, Buffer):
+                self._deferring.settle(self._planned[entry.number], entry.offset, entry.filled)
+                entry.hand_on(Ownership.FILLING, Ownership.READY)
+            stream.ready.put(entry)
+            # The storage comes first. Where fillers have all cores, its thread would otherwise get one at
+            # the next tick of the kernel's clock, up to 4 ms later.
+            os.sched_yield()
+
+    def _write(self, stream: _Stream, storage: Storage, progress: Progress) -> None:
+        """Submit filled buffers, object by object, each durable before the next begins."""
+        while isinstance(number := self._next_ready(stream), int):
+            self._write_object(stream, number, storage, progress)
+
+    def _next_ready(self, stream: _Stream) -> int | Buffer | None:
+        awaited_ns = now_ns()
+        ready = stream.ready.get()
+        if self._is_stopped:
+            raise PipelineStopped
+        if self._stamps.num_objects[stream.number]:
+            # Waiting before a stream's first object is set-up, not a stall.
+            self._stamps.storage_stall_ns[stream.number] += now_ns() - awaited_ns
+        return ready
+
+    def _write_object(self, stream: _Stream, number: int, storage: Storage, progress: Progress) -> None:
+        stamps, planned = self._stamps, self._planned[number]
+        stamps.object_stream[number] = stream.number
+        stamps.opening[number, 0] = now_ns()
+        with ExitStack() as undo:
+            sink = storage.create(planned.key, planned.size_bytes)
+            undo.callback(sink.abort)
+            stamps.opening[number, 1] = now_ns()
+            stamps.num_objects[stream.number] += 1
+            for _ in stamps.chunks(number):
+                progress.advance(self._submit_next(stream, sink))
+            stamps.ending[number, 0] = now_ns()
+            info = sink.finish()
+            stamps.ending[number, 1] = now_ns()
+            if info.size_bytes != planned.size_bytes:
+                raise ShortTransfer(
+                    f"{planned.size_bytes} bytes were submitted, but the storage stored {info.size_bytes}",
+                    uri=f"{storage.uri.rstrip('/')}/{planned.key}",
+                    expected_bytes=planned.size_bytes,
+                    actual_bytes=info.size_bytes,
+                    fix="The storage lost part of this object; none of it counts as written.",
+                )
+            undo.pop_all()
+        stamps.durable_bytes[stream.number] += info.size_bytes
+
+    def _submit_next(self, stream: _Stream, sink: Sink) -> int:
+        buffer = self._next_ready(stream)
+        if not isinstance(buffer, Buffer):
+            raise PipelineStopped
+        # Read before submitting: after that, the buffer may already have its next owner.
+        chunk, size_bytes = buffer.chunk, buffer.size_bytes
+        buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
+        self._stamps.submitted[chunk] = now_ns()
+        sink.submit(buffer.filled, buffer.release)
+        self._stamps.returned[chunk] = now_ns()
+        return size_bytes
+
     def _acknowledge(self, buffer: Buffer) -> None:
-        """The storage has released `buffer`; called from any of its threads."""
-        self._stamps.acknowledged[buffer.chunk] = ledger.now_ns()
+        """Note that the storage has released `buffer`; called from any of its threads."""
+        self._stamps.acknowledged[buffer.chunk] = now_ns()
         self._buffers.give_back(buffer, Ownership.IN_FLIGHT)
-
-
-def _deal_out(jobs: Sequence[ledger.ObjectJob]) -> Callable[[], ledger.ObjectJob | None]:
-    """A thread-safe function that returns one job after another, and None when there are no more."""
-    remaining, picking = iter(jobs), threading.Lock()
-
-    def next_job() -> ledger.ObjectJob | None:
-        with picking:
-            return next(remaining, None)
-
-    return next_job

@@ -23,13 +23,13 @@ from penstock.checkpoint.api import load, save
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint, open_folder
 from penstock.checkpoint.loading.loader import CheckpointLoader
-from penstock.checkpoint.loading.reader import ReadSettings
 from penstock.checkpoint.state.process_group import borrowed_group
 from penstock.checkpoint.torch_dcp.planners import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, UsageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import write_object
+from penstock.transfer.reader import ReadSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

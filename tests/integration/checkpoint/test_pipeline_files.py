@@ -49,7 +49,7 @@ def test_bytes_are_complete_despite_short_reads_and_writes(
     written = write_objects([storage], PLANNED, Keyed(), SETTINGS)
     assert written.ledger.durable_bytes == 12 * CHUNK + 4097
     assert written.counters.requests > written.latencies_ns.size
-    seen = read_objects([storage], PLANNED, Keyed(), SETTINGS)
+    seen = read_objects([storage], PLANNED, Keyed().verify, SETTINGS)
     assert seen.ledger.verified_bytes == 12 * CHUNK + 4097
 
 
@@ -57,7 +57,7 @@ def test_aligned_chunks_reach_the_device_without_a_copy(tmp_path: Path) -> None:
     storage = _storage(tmp_path, ACCESSES["direct"])
     planned = [PlannedObject("whole.distcp", 8 * CHUNK)]
     write_objects([storage], planned, Keyed(), SETTINGS)
-    read_objects([storage], planned, Keyed(), SETTINGS)
+    read_objects([storage], planned, Keyed().verify, SETTINGS)
     assert storage.counters.copied_bytes.total() == 0
 
 
@@ -87,5 +87,5 @@ def test_a_flipped_byte_on_disk_is_located(tmp_path: Path) -> None:
         byte = file.read(1)
         file.seek(3 * CHUNK + 1)
         file.write(bytes([byte[0] ^ 0x80]))
-    seen = read_objects([storage], PLANNED, Keyed(), SETTINGS)
+    seen = read_objects([storage], PLANNED, Keyed().verify, SETTINGS)
     assert [(each.key, each.offset) for each in seen.wrong_bytes] == [("step/b.distcp", 3 * CHUNK + 1)]

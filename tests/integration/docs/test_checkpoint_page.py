@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.support.child_processes import run_children
 
-from penstock.checkpoint.loading.reader import GAP_BYTES, ReadSettings
 from penstock.checkpoint.plan.load_plan import LoadOptions
 from penstock.checkpoint.plan.save_plan import SaveOptions
+from penstock.transfer.reader import GAP_BYTES, ReadSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "checkpoint.md").read_text(encoding="utf-8")
 WORDS = " ".join(PAGE.split())

@@ -7,15 +7,14 @@ import pytest
 
 from penstock.errors import PenstockError, StorageTimeout, Unavailable, UsageError
 from penstock.storage.aligned import PAGE_BYTES, address_of
-from penstock.transfer.buffers import (
-    HUGE_PAGE_BYTES,
+from penstock.transfer.buffers import HUGE_PAGE_BYTES, WarmMemory
+from penstock.transfer.pipeline import (
     Ownership,
     PipelineBuffers,
+    PipelineSettings,
     PipelineStopped,
-    WarmMemory,
     WorkerGroup,
 )
-from penstock.transfer.pipeline import PipelineSettings
 
 
 def _buffers(streams: int = 1, num_buffers: int = 4, silence_s: float = 300.0) -> PipelineBuffers:

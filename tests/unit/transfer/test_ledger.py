@@ -18,9 +18,6 @@ from penstock.transfer.ledger import (
     StreamRecord,
     combine_ranks,
     common_origin_ns,
-    find_bottleneck,
-    require_durable,
-    require_read,
     union_ns,
 )
 
@@ -150,7 +147,7 @@ def test_a_phase_without_chunks_has_figures_too() -> None:
     ],
 )
 def test_the_bottleneck_is_named(changes: dict[str, Any], named: str) -> None:
-    assert find_bottleneck(_measurement(**changes)) == named
+    assert _measurement(**changes).find_bottleneck() == named
 
 
 @pytest.mark.parametrize(
@@ -159,16 +156,17 @@ def test_the_bottleneck_is_named(changes: dict[str, Any], named: str) -> None:
 def test_a_ledger_with_missing_bytes_raises_and_lists_all_stations(station: str) -> None:
     ledger = replace(_measurement().ledger, **{station: GIB - 1})
     with pytest.raises(ShortTransfer, match=f"planned {GIB} bytes") as caught:
-        require_durable(ledger, uri="file:///pfs")
+        _measurement(ledger=ledger).require_complete("file:///pfs")
     assert station.removesuffix("_bytes") in str(caught.value)
     assert caught.value.actual_bytes == GIB - 1
 
 
 def test_a_ledger_that_adds_up_passes() -> None:
-    require_durable(_measurement().ledger, uri="file:///pfs")
-    require_read(Ledger(planned_bytes=5, read_bytes=5), uri="file:///pfs")
+    _measurement().require_complete("file:///pfs")
+    read = _measurement(direction="read", ledger=Ledger(planned_bytes=5, read_bytes=5))
+    read.require_complete("file:///pfs")
     with pytest.raises(ShortTransfer, match="read 4"):
-        require_read(Ledger(planned_bytes=5, read_bytes=4), uri="file:///pfs")
+        replace(read, ledger=Ledger(planned_bytes=5, read_bytes=4)).require_complete("file:///pfs")
 
 
 def test_all_ranks_share_an_origin() -> None:

@@ -39,7 +39,13 @@ from penstock.storage.protocol import (
 from penstock.testing.faults import FailAtCall, Late, Slow
 from penstock.transfer.buffers import WarmMemory
 from penstock.transfer.ledger import WrongByte, combine_ranks
-from penstock.transfer.pipeline import PipelineSettings, PlannedObject, WritePipeline, write_objects
+from penstock.transfer.pipeline import (
+    DeferringProducer,
+    PipelineSettings,
+    PlannedObject,
+    WritePipeline,
+    write_objects,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +97,7 @@ def test_all_planned_objects_are_stored_and_verified(
     written = write_objects([storage], planned, Keyed(), some)
     _assert_stored(storage, planned)
     assert written.ledger.durable_bytes == written.ledger.generated_bytes == sum(sizes)
-    seen = read_objects([storage], planned, Keyed(), some)
+    seen = read_objects([storage], planned, Keyed().verify, some)
     assert seen.ledger.verified_bytes == seen.ledger.read_bytes == sum(sizes)
     assert sum(stream.moved_bytes for stream in seen.streams) == sum(sizes)
     assert sum(stream.objects for stream in written.streams) == len(sizes)
@@ -168,7 +174,7 @@ def test_each_reader_keeps_its_own_statistics() -> None:
                 met.done = True
                 both.wait(60)
 
-    seen = read_objects([storage], planned, Keyed(), SMALL, progress=Together())
+    seen = read_objects([storage], planned, Keyed().verify, SMALL, progress=Together())
     assert [stream.stream for stream in seen.streams] == [0, 1]
     assert all(stream.chunks >= 1 for stream in seen.streams)
     assert sum(stream.chunks for stream in seen.streams) == 16
@@ -359,7 +365,7 @@ def test_where_no_more_threads_can_be_started_those_that_were_end_with_an_error_
     assert not any(thread.is_alive() for thread in started)
 
 
-class Settling(Keyed):
+class Settling(DeferringProducer, Keyed):
     """Makes zeros first, and what is wanted only when it is told that nobody waits."""
 
     def __init__(self) -> None:
@@ -375,13 +381,13 @@ class Settling(Keyed):
     def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         assert self.may_settle.wait(60)
         self.settled.append((planned.key, offset))
-        super().fill(planned, offset, buffer)
+        Keyed.fill(self, planned, offset, buffer)
 
 
 def test_filled_all_first_the_source_is_free_before_anything_is_settled() -> None:
     planned, storage, producer = _objects(2 * CHUNK, CHUNK, 0), MemoryStorage(), Settling()
     memory = WarmMemory(SMALL.buffer_memory_bytes)
-    with WritePipeline(planned, producer, SMALL, memory=memory, order="all first") as pipe:
+    with WritePipeline(planned, producer, SMALL, memory=memory, fills_first=True) as pipe:
         pipe.start_filling()
         pipe.wait_filled(60)
         assert pipe.filled_ns > 0
@@ -407,7 +413,7 @@ def test_an_error_while_settling_is_raised_by_the_phase() -> None:
     storage = MemoryStorage()
     memory = WarmMemory(SMALL.buffer_memory_bytes)
     with (
-        WritePipeline(_objects(CHUNK), Broken(), SMALL, memory=memory, order="all first") as pipe,
+        WritePipeline(_objects(CHUNK), Broken(), SMALL, memory=memory, fills_first=True) as pipe,
         pytest.raises(KeyError, match="rank0/part0"),
     ):
         pipe.write_to([storage])
@@ -429,7 +435,7 @@ def _flip(storage: MemoryStorage, key: str, offset: int) -> None:
 def test_a_wrong_byte_is_named_and_its_chunk_is_not_verified() -> None:
     storage, planned = _written(4 * CHUNK, 4 * CHUNK)
     _flip(storage, planned[1].key, 2 * CHUNK + 17)
-    seen = read_objects([storage], planned, Keyed(), SMALL)
+    seen = read_objects([storage], planned, Keyed().verify, SMALL)
     assert seen.wrong_bytes == (WrongByte("rank0/part1", 2 * CHUNK + 17),)
     assert seen.ledger.read_bytes == 8 * CHUNK
     assert seen.ledger.verified_bytes == 7 * CHUNK
@@ -441,7 +447,7 @@ def test_a_sample_verifies_some_chunks_and_always_the_last() -> None:
     sampling = PipelineSettings(
         streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=2 * CHUNK, verify="sample", sample_every=4
     )
-    seen = read_objects([storage], planned, Keyed(), sampling)
+    seen = read_objects([storage], planned, Keyed().verify, sampling)
     assert seen.ledger.verified_bytes == 3 * CHUNK + 5
 
 
@@ -456,21 +462,21 @@ def test_reading_an_object_of_another_size_fails_by_name() -> None:
     storage, planned = _written(3 * CHUNK)
     write_object(storage, planned[0].key, [bytes(CHUNK)])
     with pytest.raises(ShortTransfer, match="rank0/part0"):
-        read_objects([storage], planned, Keyed(), SMALL)
+        read_objects([storage], planned, Keyed().verify, SMALL)
 
 
 def test_reading_a_missing_object_fails_by_name() -> None:
     with pytest.raises(ObjectNotFound, match="rank0/part0"):
-        read_objects([MemoryStorage()], _objects(CHUNK), Keyed(), SMALL)
+        read_objects([MemoryStorage()], _objects(CHUNK), Keyed().verify, SMALL)
 
 
 def test_an_empty_object_must_exist_and_be_empty() -> None:
     with pytest.raises(ObjectNotFound, match="rank0/part0"):
-        read_objects([MemoryStorage()], _objects(0), Keyed(), SMALL)
+        read_objects([MemoryStorage()], _objects(0), Keyed().verify, SMALL)
     storage, planned = _written(0)
     write_object(storage, planned[0].key, [b"x"])
     with pytest.raises(ShortTransfer, match="rank0/part0"):
-        read_objects([storage], planned, Keyed(), SMALL)
+        read_objects([storage], planned, Keyed().verify, SMALL)
 
 
 def test_a_verifier_that_raises_fails_the_phase() -> None:
@@ -480,7 +486,7 @@ def test_a_verifier_that_raises_fails_the_phase() -> None:
 
     storage, planned = _written(30 * CHUNK)
     with pytest.raises(KeyError, match="rank0/part0"):
-        read_objects([storage], planned, Broken(), SMALL)
+        read_objects([storage], planned, Broken().verify, SMALL)
 
 
 def test_progress_adds_up_to_what_was_moved() -> None:
@@ -499,7 +505,7 @@ def test_progress_adds_up_to_what_was_moved() -> None:
 
     storage, planned, progress = MemoryStorage(), _objects(2 * CHUNK + 1, 5), Added()
     write_objects([Slow(storage, 0.0)], planned, Keyed(), SMALL, progress=progress)
-    read_objects([storage], planned, Keyed(), SMALL, progress=progress)
+    read_objects([storage], planned, Keyed().verify, SMALL, progress=progress)
     assert progress.phases == [("writing", 2 * CHUNK + 6), ("reading", 2 * CHUNK + 6)]
     assert progress.moved == 2 * (2 * CHUNK + 6)
 

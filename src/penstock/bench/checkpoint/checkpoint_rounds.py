@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from penstock.bench.checkpoint import checkpoint_result, read_pipeline
@@ -25,9 +26,9 @@ from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.results.throughput_file import MovedBytes, RoundThroughput
 from penstock.storage import Storage
-from penstock.transfer.buffers import MIN_BUFFERS_PER_STREAM, WarmMemory
+from penstock.transfer.buffers import WarmMemory
 from penstock.transfer.ledger import Measurement, combine_ranks, common_origin_ns
-from penstock.transfer.pipeline import PipelineSettings, PlannedObject, write_objects
+from penstock.transfer.pipeline import MIN_BUFFERS_PER_STREAM, PipelineSettings, PlannedObject, write_objects
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,6 @@ class RoundRunner:
         self, checkpoint: CheckpointRound, planned: Sequence[PlannedObject], content: StateContent
     ) -> list[Measurement | None]:
         """The timed part; None of a rank without files."""
-        move = write_objects if checkpoint.direction == "write" else read_pipeline.read_objects
         with ExitStack() as undo:
             if checkpoint.direction == "write":
                 undo.callback(remove_objects, self.storages[0], planned)
@@ -190,10 +190,12 @@ class RoundRunner:
             def work() -> Measurement | None:
                 if not planned:
                     return None
+                move = (
+                    partial(write_objects, self.storages, planned, content)
+                    if checkpoint.direction == "write"
+                    else partial(read_pipeline.read_objects, self.storages, planned, content.verify)
+                )
                 return move(
-                    self.storages,
-                    planned,
-                    content,
                     self.pipe,
                     memory=self.memory,
                     rank=self.comm.rank,

@@ -1,68 +1,59 @@
 """The read pipeline: storage -> buffers -> verifier, several requests at once, with timestamps.
 
 Streams share the chunks of all objects; as many threads verify what was read while the next chunks are read.
-Only the benchmark uses it: loading has its own reader. Invariant: a phase that returns has read every planned
-byte, and its measurement lists the wrong ones.
+Only the benchmark uses it: a load verifies in the threads that read (`transfer.reader`). Invariant: a phase
+that returns has read every planned byte, and its measurement lists the wrong ones.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Self
 
 from penstock.errors import ShortTransfer
 from penstock.progress import Progress, Silent
 from penstock.storage.protocol import Source, Storage
-from penstock.transfer import buffers, ledger
+from penstock.transfer.buffers import WarmMemory
+from penstock.transfer.ledger import Measurement, Timestamps, WrongByte, now_ns
+from penstock.transfer.pipeline import Buffer, Ownership, PipelineBuffers, PipelineStopped, WorkerGroup
+from penstock.transfer.reader import OpenFiles
 
 if TYPE_CHECKING:
-    from penstock.transfer.pipeline import PipelineSettings, PlannedObject, Verifier
+    from penstock.transfer.pipeline import PipelineSettings, PlannedObject
 
 MOST_WRONG_BYTES: Final = 1000
-"""Places of wrong bytes that a measurement lists at most."""
+"""A measurement lists at most this many places of wrong bytes."""
+
+Verify = Callable[["PlannedObject", int, memoryview], int | None]
+"""Return the index in the buffer, read at this offset of the object, of its first wrong byte; None if all are
+right. Called from several threads at once, in no order, at most once for each range."""
 
 
 def read_objects(
     storages: Sequence[Storage],
     planned: Sequence[PlannedObject],
-    verifier: Verifier | None,
+    verify: Verify | None,
     settings: PipelineSettings,
     *,
-    memory: buffers.WarmMemory | None = None,
+    memory: WarmMemory | None = None,
     rank: int = 0,
     origin_ns: int | None = None,
     progress: Progress | None = None,
-) -> ledger.Measurement:
-    """Read all of `planned`, and verify as much as the settings say if there is a `verifier`.
+) -> Measurement:
+    """Read all of `planned`, and verify as much as the settings ask for, with `verify`.
 
     The arguments are those of `write_objects`. Wrong bytes raise no error: the measurement lists them, and no
     byte of their chunk counts as verified.
     """
-    entered_ns = ledger.now_ns()
-    memory = memory or buffers.WarmMemory(settings.buffer_memory_bytes)
+    entered_ns = now_ns()
+    memory = memory or WarmMemory(settings.buffer_memory_bytes)
     memory.touch(settings.buffer_memory_bytes)
-    phase = ledger.PhaseFacts(
-        direction="read",
-        rank=rank,
-        origin_ns=entered_ns if origin_ns is None else origin_ns,
-        entered_ns=entered_ns,
-        planned_bytes=sum(planned_object.size_bytes for planned_object in planned),
-    )
-    with ReadPipeline(planned, verifier, settings, memory=memory) as pipe:
-        return pipe.read_from(storages, phase, progress or Silent())
-
-
-@dataclass(slots=True)
-class _OpenObject:
-    """One object while it is read: opened by the first thread that needs it, closed by the last."""
-
-    job: ledger.ObjectJob
-    chunks_left: int
-    source: Source | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    pipe = ReadPipeline(storages, planned, verify, settings, memory=memory, entered_ns=entered_ns)
+    with pipe:
+        return pipe.read(rank, origin_ns, progress or Silent())
 
 
 class ReadPipeline:
@@ -70,33 +61,41 @@ class ReadPipeline:
 
     def __init__(
         self,
+        storages: Sequence[Storage],
         planned: Sequence[PlannedObject],
-        verifier: Verifier | None,
+        verify: Verify | None,
         settings: PipelineSettings,
         *,
-        memory: buffers.WarmMemory,
+        memory: WarmMemory,
+        entered_ns: int,
     ) -> None:
+        self._storages = storages
+        self._planned = planned
+        self._verify = verify
         self._settings = settings
-        self._verifier = verifier
-        self._jobs = ledger.number_chunks(planned, settings.chunk_bytes)
-        self._open_objects = tuple(_OpenObject(job, job.num_chunks) for job in self._jobs)
-        self._chunks = self._all_chunks()
+        self._buffers = PipelineBuffers(memory, settings)
+        sizes = [item.size_bytes for item in planned]
+        self._stamps = Timestamps(sizes, settings.chunk_bytes, settings.streams, entered_ns)
+        # An object without bytes is opened, too: it might be missing, or no longer empty.
+        self._chunks = [
+            (number, chunk)
+            for number in range(len(planned))
+            for chunk in self._stamps.chunks(number) or (None,)
+        ]
+        self._unread = iter(self._chunks)
         self._picking = threading.Lock()
-        self._buffers = buffers.PipelineBuffers(memory, settings)
-        self._stamps = ledger.Timestamps.for_chunks(ledger.total_chunks(self._jobs), len(self._jobs))
-        self._facts = [ledger.StreamFacts() for _ in range(settings.streams)]
-        self._unverified: SimpleQueue[buffers.Buffer | None] = SimpleQueue()
+        self._files = OpenFiles(number for number, _ in self._chunks)
+        self._unverified: SimpleQueue[Buffer | None] = SimpleQueue()
         self._is_stopped = False
-        self._wrong: list[ledger.WrongByte] = []
-        self._workers = buffers.WorkerGroup(2 * settings.streams, self.stop)
+        self._wrong: list[WrongByte] = []
+        self._workers = WorkerGroup(2 * settings.streams, self.stop)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._workers.close()
-        for open_object in self._open_objects:
-            self._close(open_object)
+        self._files.close()
 
     def stop(self) -> None:
         """Stop all threads; may be called at any time, from any thread."""
@@ -105,132 +104,100 @@ class ReadPipeline:
         for _ in range(self._settings.streams):
             self._unverified.put(None)
 
-    def read_from(
-        self, storages: Sequence[Storage], phase: ledger.PhaseFacts, progress: Progress
-    ) -> ledger.Measurement:
+    def read(self, rank: int, origin_ns: int | None, progress: Progress) -> Measurement:
         """Read and verify everything, and return the measurement."""
-        progress.begin("reading", phase.planned_bytes)
+        progress.begin("reading", self._stamps.planned_bytes)
         streams = range(self._settings.streams)
-        counter_deltas = ledger.CounterDeltas(storages, len(streams))
+        self._stamps.begin_counting(self._storages)
         self._buffers.expect_returns()
-        verifiers = [self._workers.start(self._verify, stream) for stream in streams]
-        readers = [
-            self._workers.start(self._read, stream, storages[stream % len(storages)], progress)
-            for stream in streams
-        ]
+        verifiers = [self._workers.start(self._verify_chunks, stream) for stream in streams]
+        readers = [self._workers.start(self._read_chunks, stream, progress) for stream in streams]
         self._workers.wait(readers, "all bytes to be read")
         for _ in verifiers:
             self._unverified.put(None)
         self._workers.wait(verifiers, "all bytes to be verified")
         wrong = tuple(sorted(self._wrong, key=lambda place: (place.key, place.offset)))
-        measured = ledger.measure(phase, self._stamps, self._facts, counter_deltas, wrong_bytes=wrong)
-        ledger.require_read(measured.ledger, uri=storages[0].uri)
+        measured = self._stamps.measure("read", rank=rank, origin_ns=origin_ns, wrong_bytes=wrong)
+        measured.require_complete(self._storages[0].uri)
         return measured
 
-    def _all_chunks(self) -> Iterator[tuple[_OpenObject, int]]:
-        for open_object in self._open_objects:
-            for number in range(open_object.job.num_chunks):
-                yield open_object, number
+    def _open(self, stream: int, number: int) -> Source:
+        """Open an object for the first stream that needs it."""
+        planned, stamps = self._planned[number], self._stamps
+        storage = self._storages[stream % len(self._storages)]
+        stamps.opening[number, 0] = now_ns()
+        source = storage.open(planned.key)
+        stamps.opening[number, 1] = now_ns()
+        stamps.num_objects[stream] += 1
+        stamps.object_stream[number] = stream
+        if source.size_bytes != planned.size_bytes:
+            source.close()
+            raise ShortTransfer(
+                f"The object has {source.size_bytes} bytes, but {planned.size_bytes} bytes were written",
+                uri=f"{storage.uri.rstrip('/')}/{planned.key}",
+                expected_bytes=planned.size_bytes,
+                actual_bytes=source.size_bytes,
+                fix="It was replaced or truncated since then; write it again.",
+            )
+        return source
 
-    def _next_chunk(self) -> tuple[_OpenObject, int] | None:
-        with self._picking:
-            return next(self._chunks, None)
-
-    def _read(self, stream: int, storage: Storage, progress: Progress) -> None:
-        if stream == 0:
-            self._check_empty_objects(storage)
-        while (picked := self._next_chunk()) is not None:
-            open_object, number = picked
-            awaited_ns = ledger.now_ns()
-            buffer = self._buffers.take(stream, "verification")
-            self._facts[stream].storage_stall_ns += ledger.now_ns() - awaited_ns
-            self._read_chunk(stream, storage, open_object, number, buffer)
-            progress.advance(buffer.size_bytes)
-            if self._is_to_verify(open_object.job, number):
-                buffer.hand_on(buffers.Ownership.FILLING, buffers.Ownership.READY)
-                self._unverified.put(buffer)
+    def _read_chunks(self, stream: int, progress: Progress) -> None:
+        while not self._is_stopped:
+            with self._picking:
+                number, chunk = next(self._unread, (None, None))
+            if number is None:
+                return
+            if chunk is None:
+                self._files.open(number, partial(self._open, stream))
             else:
-                self._buffers.give_back(buffer, buffers.Ownership.FILLING)
+                awaited_ns = now_ns()
+                buffer = self._buffers.take(stream, "verification")
+                self._stamps.storage_stall_ns[stream] += now_ns() - awaited_ns
+                self._read_chunk(stream, number, chunk, buffer)
+                progress.advance(buffer.size_bytes)
+                if self._is_to_verify(number, chunk):
+                    buffer.hand_on(Ownership.FILLING, Ownership.READY)
+                    self._unverified.put(buffer)
+                else:
+                    self._buffers.give_back(buffer, Ownership.FILLING)
+            self._files.done(number)
 
-    def _check_empty_objects(self, storage: Storage) -> None:
-        """Open the objects without chunks, which might be missing or no longer empty."""
-        for open_object in self._open_objects:
-            if not open_object.job.num_chunks:
-                self._source(0, storage, open_object)
-                self._close(open_object)
-
-    def _read_chunk(
-        self, stream: int, storage: Storage, open_object: _OpenObject, number: int, buffer: buffers.Buffer
-    ) -> None:
-        stamps, planned, chunk_bytes = self._stamps, open_object.job.planned, self._settings.chunk_bytes
-        chunk = open_object.job.first_chunk + number
-        buffer.job, buffer.chunk, buffer.offset = open_object.job.number, chunk, number * chunk_bytes
-        buffer.size_bytes = min(chunk_bytes, planned.size_bytes - buffer.offset)
-        source = self._source(stream, storage, open_object)
+    def _read_chunk(self, stream: int, number: int, chunk: int, buffer: Buffer) -> None:
+        stamps, chunk_bytes = self._stamps, self._settings.chunk_bytes
+        buffer.number, buffer.chunk = number, chunk
+        buffer.offset = (chunk - stamps.chunks(number).start) * chunk_bytes
+        buffer.size_bytes = min(chunk_bytes, self._planned[number].size_bytes - buffer.offset)
+        source = self._files.open(number, partial(self._open, stream))
         stamps.stream[chunk] = stream
         stamps.size_bytes[chunk] = buffer.size_bytes
-        stamps.submitted[chunk] = ledger.now_ns()
+        stamps.submitted[chunk] = now_ns()
         source.read_into(buffer.offset, buffer.filled)
-        stamps.returned[chunk] = stamps.acknowledged[chunk] = ledger.now_ns()
-        with open_object.lock:
-            open_object.chunks_left -= 1
-            is_last = open_object.chunks_left == 0
-        if is_last:
-            self._close(open_object)
+        stamps.returned[chunk] = stamps.acknowledged[chunk] = now_ns()
 
-    def _source(self, stream: int, storage: Storage, open_object: _OpenObject) -> Source:
-        planned, span = open_object.job.planned, self._stamps.opening[open_object.job.number]
-        with open_object.lock:
-            if open_object.source is None:
-                span[0] = ledger.now_ns()
-                open_object.source = storage.open(planned.key)
-                span[1] = ledger.now_ns()
-                self._facts[stream].num_objects += 1
-                self._stamps.object_stream[open_object.job.number] = stream
-                _check_size(open_object.source, planned, storage.uri)
-            return open_object.source
-
-    def _is_to_verify(self, job: ledger.ObjectJob, number: int) -> bool:
-        if self._verifier is None or self._settings.verify == "off":
+    def _is_to_verify(self, number: int, chunk: int) -> bool:
+        if self._verify is None or self._settings.verify == "off":
             return False
-        is_sampled = number % self._settings.sample_every == 0 or number == job.num_chunks - 1
+        chunks = self._stamps.chunks(number)
+        is_sampled = (chunk - chunks.start) % self._settings.sample_every == 0 or chunk == chunks[-1]
         return self._settings.verify == "full" or is_sampled
 
-    def _verify(self, stream: int) -> None:
-        while (buffer := self._next_unverified(stream)) is not None:
-            assert self._verifier is not None
-            planned, chunk = self._jobs[buffer.job].planned, buffer.chunk
-            begin_ns = ledger.now_ns()
-            wrong = self._verifier.verify(planned, buffer.offset, buffer.filled)
-            self._stamps.content_begin[chunk] = begin_ns
-            self._stamps.content_end[chunk] = ledger.now_ns()
+    def _verify_chunks(self, stream: int) -> None:
+        stamps = self._stamps
+        while True:
+            awaited_ns = now_ns()
+            buffer = self._unverified.get()
+            if self._is_stopped:
+                raise PipelineStopped
+            stamps.content_stall_ns[stream] += now_ns() - awaited_ns
+            if buffer is None:
+                return
+            assert self._verify is not None
+            planned, chunk = self._planned[buffer.number], buffer.chunk
+            stamps.content_begin[chunk] = now_ns()
+            wrong = self._verify(planned, buffer.offset, buffer.filled)
+            stamps.content_end[chunk] = now_ns()
             if wrong is not None:
-                self._stamps.is_wrong[chunk] = True
+                stamps.is_wrong[chunk] = True
                 if len(self._wrong) < MOST_WRONG_BYTES:
-                    self._wrong.append(ledger.WrongByte(planned.key, buffer.offset + wrong))
-            self._buffers.give_back(buffer, buffers.Ownership.READY)
-
-    def _next_unverified(self, stream: int) -> buffers.Buffer | None:
-        awaited_ns = ledger.now_ns()
-        buffer = self._unverified.get()
-        if self._is_stopped:
-            raise buffers.PipelineStopped
-        self._facts[stream].content_stall_ns += ledger.now_ns() - awaited_ns
-        return buffer
-
-    def _close(self, open_object: _OpenObject) -> None:
-        with open_object.lock:
-            source, open_object.source = open_object.source, None
-        if source is not None:
-            source.close()
-
-
-def _check_size(source: Source, planned: PlannedObject, uri: str) -> None:
-    if source.size_bytes != planned.size_bytes:
-        raise ShortTransfer(
-            f"The object has {source.size_bytes} bytes, but {planned.size_bytes} bytes were written",
-            uri=f"{uri.rstrip('/')}/{planned.key}",
-            expected_bytes=planned.size_bytes,
-            actual_bytes=source.size_bytes,
-            fix="It was replaced or truncated since then; write it again.",
-        )
+                    self._wrong.append(WrongByte(planned.key, buffer.offset + wrong))
+            self._buffers.give_back(buffer, Ownership.READY)

@@ -268,15 +268,9 @@ def find_folder(storage: Storage, name: str) -> str:
         return name
 
 
-def open_folder(
-    storage: Storage, folder: str, uri: str, when_read: Callable[[], object] = lambda: None
-) -> CheckpointSource:
-    """Open the checkpoint whose files lie in a folder of a storage.
-
-    `when_read` is called once the small files that describe it are read, before they are parsed.
-    """
+def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
+    """Open the checkpoint whose files lie in a folder of a storage."""
     metadata, manifest = _read_description(storage, folder)
-    when_read()
     if metadata is None:
         return _open_safetensors_folder(storage, folder, uri)
     return _open_dcp(storage, folder, uri, metadata, manifest)
@@ -465,23 +459,16 @@ class DescribedStorage(WrappedStorage):
         return DescribedStorage(prefer_direct_access(self.inside, reads=reads), self._known)
 
 
-def open_together(
-    storage: Storage, folder: str, uri: str, comm: Comm, when_read: Callable[[], object] = lambda: None
-) -> CheckpointSource:
-    """Open the checkpoint in a folder. Collective. Rank 0 parses what describes it for all ranks.
-
-    `when_read` is called on each rank, when the description has been read.
-    """
+def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> CheckpointSource:
+    """Open the checkpoint in a folder. Collective. Rank 0 parses what describes it for all ranks."""
     if comm.size == 1:
-        return open_folder(storage, folder, uri, when_read)
+        return open_folder(storage, folder, uri)
 
     def open_for_all() -> dict[str, Any]:
-        opened = open_folder(storage, folder, uri, when_read)
+        opened = open_folder(storage, folder, uri)
         return {each.name: getattr(opened, each.name) for each in fields(opened) if each.name != "storage"}
 
     found = run_on_rank0(comm, open_for_all, awaiting="rank 0 to read what describes the checkpoint")
-    if comm.rank:
-        when_read()
     # Each rank has its own way to the files, which may lie in a cache of its node.
     return CheckpointSource(**{**found, "storage": storage, "folder": folder, "uri": uri})
 

@@ -21,11 +21,10 @@ import numpy as np
 
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
 from penstock.checkpoint.formats.manifest import checksum_of
-from penstock.checkpoint.loading import placement, reader
+from penstock.checkpoint.loading import placement
 from penstock.checkpoint.loading.host_links import HostLinks
 from penstock.checkpoint.loading.host_sharing import HostSharing, settings_for_sharing
 from penstock.checkpoint.loading.load_requests import ByteItemIndex
-from penstock.checkpoint.loading.transport import GlooTransport, Incoming, Outbox, run_rounds
 from penstock.checkpoint.plan.load_plan import LoadPlan, payload_starts
 from penstock.checkpoint.plan.region_arithmetic import distinct, find_overlaps
 from penstock.checkpoint.state.process_group import RankGroup
@@ -36,9 +35,10 @@ from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES
 from penstock.storage.capabilities import find_local_paths, no_thread, submit_or_run
-from penstock.storage.files.files_in_memory import ReadAhead
 from penstock.storage.protocol import Source
+from penstock.transfer import reader
 from penstock.transfer.buffers import pin_memory
+from penstock.transfer.exchange import Incoming, Outbox, run_rounds
 
 Result = TypeVar("Result")
 Beaten = TypeVar("Beaten")
@@ -220,8 +220,6 @@ class LoadContext:
     progress: Progress
     storage: Storage
     """The checkpoint's, or faster access to the same files."""
-    ahead: ReadAhead | None = None
-    """What began to be read before there was a plan."""
     links: HostLinks | None = None
     """To the ranks of this host whose reads the plan has as seen ones; None if it has none."""
 
@@ -232,9 +230,7 @@ class LoadContext:
 
     def open_file(self, number: int) -> Source:
         """One of the checkpoint's files."""
-        key = self.key(number)
-        begun = None if self.ahead is None else self.ahead.open(key)
-        return self.storage.open(key) if begun is None else begun
+        return self.storage.open(self.key(number))
 
     def key(self, number: int) -> str:
         """The key of one of the checkpoint's files."""
@@ -300,11 +296,10 @@ def _move(
         spans = _plan_spans(plan, context.item_index.stored.file, begin, end, items)
         settings, blocks = _plan_blocks(spans[: plan.num_own], context)
         sharing = _open_sharing(plan, spans, destinations, context, is_for_cuda=is_for_cuda)
-        files = reader.OpenFiles(blocks, context.open_file)
         block_reader = reader.BlockReader(
             blocks,
             spans,
-            files=files,
+            open_file=context.open_file,
             sink=destinations,
             items=items,
             progress=context.progress,
@@ -326,7 +321,7 @@ def _move(
             reading = block_reader.start(context.buffers, readers, pin, streams=settings.streams)
             futures = [*exchange, *reading, *(sharing.start(listeners) if sharing is not None else [])]
             _wait(futures, stops, cancel_token)
-    files.close()
+    block_reader.close()
     for future in futures:
         future.result()
     received_bytes = sum(message.size_bytes for message in incoming)
@@ -354,8 +349,6 @@ def _plan_blocks(
         alignment_bytes=PAGE_BYTES,
         tapered_for=settings.streams if is_local else 0,
     )
-    if context.ahead is not None:
-        context.ahead.stop()
     return settings, blocks
 
 
@@ -368,7 +361,7 @@ def _exchanging(
     if group.torch_group is None or not (outbox.messages or incoming):
         yield []
         return
-    run = partial(run_rounds, GlooTransport(group.torch_group), outbox, incoming, group.comm.timeout_s)
+    run = partial(run_rounds, group.comm.transfer(), outbox, incoming, group.comm.timeout_s)
     with ThreadPoolExecutor(1, thread_name_prefix="penstock-exchange") as threads, ExitStack() as undo:
         undo.callback(outbox.give_up)
         try:
@@ -555,5 +548,4 @@ def _verify(loaded: _LoadedItem, context: LoadContext) -> None:
     with closing(context.open_file(loaded.file)) as source:
         source.read_into(item.begin, memoryview(prefix))
         source.read_into(end, memoryview(suffix))
-    if checksum_of(prefix, loaded.payload.data, suffix) != item.expected:
-        raise reader.damaged(item)
+    item.require(checksum_of(prefix, loaded.payload.data, suffix))

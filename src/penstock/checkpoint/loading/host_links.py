@@ -19,12 +19,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from penstock.checkpoint.loading.reader import ReadSettings
 from penstock.cluster.comm import Comm
 from penstock.errors import Unavailable
 from penstock.storage.aligned import PAGE_BYTES, address_of, round_up
 from penstock.storage.files.system_calls import raise_on_failure
 from penstock.transfer.buffers import HUGE_PAGE_BYTES
+from penstock.transfer.reader import ReadSettings
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.checkpoint.loading.host_links import HostLinks, count_streams
-from penstock.checkpoint.loading.reader import Block, Part, ReadSettings, Span, SpanSink
 from penstock.checkpoint.plan.load_plan import LoadPlan
 from penstock.checkpoint.state.regions import Ints
 from penstock.errors import RankError, WaitTimeout
 from penstock.storage.aligned import address_of, copy_bytes
 from penstock.storage.capabilities import no_thread
+from penstock.transfer.reader import Block, BlockViewers, Part, ReadSettings, Span, SpanSink
 
 _MESSAGE = struct.Struct("<iqqqq")
 _SHOWN, _RETURNED, _GAVE_UP = range(3)
@@ -56,7 +56,7 @@ class _SeenSpans:
             yield Part(span, max(low, begin), min(high, end))
 
 
-class HostSharing:
+class HostSharing(BlockViewers):
     """What this rank shows to others of its host and sees of theirs, during one load."""
 
     def __init__(

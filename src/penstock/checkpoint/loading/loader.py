@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,10 +40,8 @@ from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, LoadTotals, execute_plan
 from penstock.checkpoint.loading.host_links import HostLinks, connect_host
 from penstock.checkpoint.loading.placement import Target, find_tied, item_targets, unpack, untie
-from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings, settings_for_cached
 from penstock.checkpoint.loading.stateful_parts import LoadedParts, loading_into
 from penstock.checkpoint.plan import load_plan, region_arithmetic
-from penstock.checkpoint.plan.save_plan import SaveOptions, file_name
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import Ints, Regions, element_sizes
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
@@ -52,10 +50,10 @@ from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
-from penstock.storage.files.files_in_memory import MappedStorage, ReadAhead
+from penstock.storage.files.files_in_memory import MappedStorage
 from penstock.storage.process_id import name_host
-from penstock.storage.protocol import exists
 from penstock.storage.residency import are_resident
+from penstock.transfer.reader import ReadBuffers, ReadSettings
 
 logger = logging.getLogger(__name__)
 
@@ -100,24 +98,9 @@ class CheckpointLoader:
         progress: Progress | None = None,
     ) -> LoadReport:
         """Fill `state` from a committed checkpoint. Collective."""
-        ahead = self._expect(stored, group.comm, choice)
-        with closing(ahead):
-            opened = open_together(
-                stored.storage, stored.committed.folder, stored.uri, group.comm, ahead.begin
-            )
-            readable = stored.readable
-            return self.load_from(state, opened, group, choice, progress, readable=readable, ahead=ahead)
-
-    def _expect(self, stored: CheckpointRef, comm: Comm, choice: LoadChoice) -> ReadAhead:
-        """What this rank wrote: as many ranks as before, who load everything, mostly want that."""
-
-        def is_likely() -> bool:
-            last, none = (stored.key(file_name(rank, 0)) for rank in (comm.size - 1, comm.size))
-            is_all = choice.only is None and choice.exclude is None
-            return is_all and exists(stored.storage, last) and not exists(stored.storage, none)
-
-        keys = [stored.key(file_name(comm.rank, number)) for number in range(SaveOptions().writers)]
-        return ReadAhead(stored.storage, keys, self._buffers.ahead, is_likely)
+        folder, uri = stored.committed.folder, stored.uri
+        opened = open_together(stored.storage, folder, uri, group.comm)
+        return self.load_from(state, opened, group, choice, progress, readable=stored.readable)
 
     @paused_garbage_collection()
     def load_from(
@@ -129,7 +112,6 @@ class CheckpointLoader:
         progress: Progress | None = None,
         *,
         readable: Sequence[str] | None = None,
-        ahead: ReadAhead | None = None,
     ) -> LoadReport:
         """Fill `state` from a checkpoint that all ranks have opened. Collective.
 
@@ -155,9 +137,7 @@ class CheckpointLoader:
                 parts.warn_of_other_ranks(num_saved, group.comm.size)
                 if num_saved != group.comm.size and source.lacking:
                     parts.warn_of_all_entries(num_saved, set().union(*source.lacking.values()))
-            return self._load(
-                parts, opened, group, choice, progress=progress or Silent(), readable=readable, ahead=ahead
-            )
+            return self._load(parts, opened, group, choice, progress=progress or Silent(), readable=readable)
 
     def close(self) -> None:
         """Free the buffers. May be called twice."""
@@ -172,7 +152,6 @@ class CheckpointLoader:
         *,
         progress: Progress,
         readable: Sequence[str] | None,
-        ahead: ReadAhead | None,
     ) -> LoadReport:
         start_s, comm = time.perf_counter(), group.comm
         checkpoint = replace(opened, index=load_requests.locate_payloads(opened, comm))
@@ -189,14 +168,11 @@ class CheckpointLoader:
             checkpoint=checkpoint,
             item_index=item_index,
             group=group,
-            buffers=ReadBuffers(settings_for_cached(self._buffers.settings, num_near))
-            if is_cached
-            else self._buffers,
+            buffers=ReadBuffers(self._buffers.settings.for_cached(num_near)) if is_cached else self._buffers,
             progress=progress,
             storage=MappedStorage(checkpoint.storage)
             if is_cached
             else _storage_past_cache(checkpoint, item_index, plan),
-            ahead=ahead,
             links=links,
         )
         with ExitStack() as closing_links:

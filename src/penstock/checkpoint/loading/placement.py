@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
 from penstock.checkpoint.formats.dcp_item import load_object
 from penstock.checkpoint.loading.load_requests import ByteItemIndex, LoadRequests, Unpacking
-from penstock.checkpoint.loading.reader import Part
-from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
 from penstock.checkpoint.state.regions import (
     ByteArray,
@@ -34,6 +32,8 @@ from penstock.checkpoint.state.regions import (
 from penstock.checkpoint.state.tensors import contiguous_bytes, flatten_bytes, narrow_region
 from penstock.errors import UsageError
 from penstock.storage.aligned import FEW_BYTES, copy_bytes
+from penstock.transfer.exchange import Incoming, Outbox, Outgoing
+from penstock.transfer.reader import Part, SpanSink
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -300,7 +300,7 @@ class _Share:
     """A tensor's bytes on a device, to which each part is copied as it arrives, without a host buffer."""
 
 
-class Destinations:
+class Destinations(SpanSink):
     """The `SpanSink` of a load plan: `begins` says where each read's payload begins in its file."""
 
     def __init__(

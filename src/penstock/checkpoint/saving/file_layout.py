@@ -24,6 +24,7 @@ from penstock.checkpoint.state.regions import Ints, TensorFacts
 from penstock.checkpoint.state.tensors import contiguous_bytes
 from penstock.storage.aligned import FEW_BYTES
 from penstock.transfer.buffers import WarmMemory, pin_memory
+from penstock.transfer.pipeline import DeferringProducer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -420,7 +421,7 @@ class _ItemChecksums:
         self.cursor.number += 1
 
 
-class LayoutFiller:
+class LayoutFiller(DeferringProducer):
     """A `Producer` of laid out files: `payloads` has one for each item of each file, by file name.
 
     With payloads on devices, checksums cannot be computed while copying, as the bytes arrive later.

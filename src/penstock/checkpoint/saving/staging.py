@@ -25,9 +25,15 @@ from penstock.checkpoint.saving.file_layout import (
 from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.protocol import Sink, Storage, WrappedStorage
-from penstock.transfer.buffers import MIN_BUFFERS_PER_STREAM, PipelineStopped, StagingMemory, WarmMemory
+from penstock.transfer.buffers import StagingMemory, WarmMemory
 from penstock.transfer.ledger import Measurement, now_ns
-from penstock.transfer.pipeline import PipelineSettings, PlannedObject, WritePipeline
+from penstock.transfer.pipeline import (
+    MIN_BUFFERS_PER_STREAM,
+    PipelineSettings,
+    PipelineStopped,
+    PlannedObject,
+    WritePipeline,
+)
 
 MOST_CHUNK_BYTES = 16 << 20
 """Larger writes are no faster, and the last one of a file takes longer to wait for."""
@@ -146,7 +152,7 @@ class StagedFiles:
                     settings,
                     memory=borrowed,
                     entered_ns=self._start_ns,
-                    order="all first" if copies == "before all else" else "chunk by chunk",
+                    fills_first=copies == "before all else",
                 )
             )
             if copies != "with the writes":

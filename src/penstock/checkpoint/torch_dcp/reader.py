@@ -28,7 +28,6 @@ from penstock.checkpoint.formats.dcp_metadata import torch_metadata
 from penstock.checkpoint.loading import load_requests
 from penstock.checkpoint.loading.execute import LoadContext, execute_plan
 from penstock.checkpoint.loading.placement import Target, item_contents, item_targets, unpack
-from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
 from penstock.checkpoint.plan.load_plan import LoadPlan as SharedPlan
 from penstock.checkpoint.state.process_group import make_group_of
@@ -36,6 +35,7 @@ from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, el
 from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
 from penstock.progress import Silent
+from penstock.transfer.reader import ReadBuffers, ReadSettings
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

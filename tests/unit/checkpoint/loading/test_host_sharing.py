@@ -13,20 +13,20 @@ from tests.support.rank_threads import ThreadComm, on_ranks
 from penstock.checkpoint.loading import host_links
 from penstock.checkpoint.loading.host_links import HostLinks, Window, connect_host
 from penstock.checkpoint.loading.host_sharing import HostSharing, settings_for_sharing
-from penstock.checkpoint.loading.reader import (
-    BlockReader,
-    OpenFiles,
-    Part,
-    ReadBuffers,
-    ReadSettings,
-    Span,
-    plan_blocks,
-)
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
 from penstock.checkpoint.state.regions import Regions
 from penstock.errors import RankError, StorageError
 from penstock.progress import Silent
 from penstock.storage.aligned import address_of
+from penstock.transfer.reader import (
+    BlockReader,
+    Part,
+    ReadBuffers,
+    ReadSettings,
+    Span,
+    SpanSink,
+    plan_blocks,
+)
 
 PAGE = 4096
 SETTINGS = ReadSettings(streams=2, block_bytes=PAGE)
@@ -67,7 +67,7 @@ class File:
         pass
 
 
-class Memory:
+class Memory(SpanSink):
     """Where everything arrives."""
 
     def __init__(self, spans: list[Span]) -> None:
@@ -114,7 +114,7 @@ def load(links: HostLinks, rank: int, before: Callable[[int], None] = lambda _: 
     reader = BlockReader(
         blocks,
         spans,
-        files=OpenFiles(blocks, lambda _: source),
+        open_file=lambda _: source,
         sink=memory,
         items={},
         progress=Silent(),

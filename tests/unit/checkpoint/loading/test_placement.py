@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from penstock.checkpoint.loading.placement import Destinations, Target
-from penstock.checkpoint.loading.reader import Part
-from penstock.checkpoint.loading.transport import Outbox
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
 from penstock.checkpoint.state.regions import Regions, TensorFacts
+from penstock.transfer.exchange import Outbox
+from penstock.transfer.reader import Part
 
 PREFIX_BYTES = 704
 FACTS = TensorFacts("w", "float32", (8, 4), 4)

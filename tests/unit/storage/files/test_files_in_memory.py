@@ -5,27 +5,21 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from penstock.errors import ShortTransfer
 from penstock.storage import open_storage, residency
-from penstock.storage.aligned import aligned_buffer
 from penstock.storage.capabilities import (
     SupportsViews,
-    offers,
-    prefer_direct_access,
-    uses_page_cache,
 )
-from penstock.storage.files.files_in_memory import LEAST_STEP_BYTES, MappedSource, MappedStorage, ReadAhead
+from penstock.storage.files.files_in_memory import MappedSource, MappedStorage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import Storage, read_object, write_object
-from penstock.storage.residency import are_resident, evict_file
+from penstock.storage.residency import are_resident
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 CONTENT = bytes(range(256)) * 100
@@ -110,80 +104,3 @@ def test_of_a_large_file_the_kernel_looks_at_pieces_up_to_the_end(
     monkeypatch.setattr(residency, "count_by_cachestat", count)
     assert are_resident(files, ["huge"]) is expected
     assert sum(asked) == 64 << 20
-
-
-ROOM_BYTES = LEAST_STEP_BYTES + 4 * len(CONTENT) // 4096 * 4096
-LARGE = os.urandom(2 * LEAST_STEP_BYTES + 5)
-
-
-@pytest.fixture
-def cold_files(files: Storage, tmp_path: Path) -> Storage:
-    """Two files that are not in the page cache, on a file system with direct I/O."""
-    write_object(files, "small", [CONTENT])
-    write_object(files, "large", [LARGE])
-    for name in ("small", "large"):
-        evict_file(str(tmp_path / name))
-    if uses_page_cache(prefer_direct_access(files, reads="small")):
-        pytest.skip("no direct I/O here")
-    return files
-
-
-def _ahead(files: Storage, *keys: str, is_likely: Callable[[], bool] = lambda: True) -> ReadAhead:
-    return ReadAhead(files, keys, lambda: aligned_buffer(ROOM_BYTES), is_likely)
-
-
-def _read_all(ahead: ReadAhead) -> None:
-    ahead.begin()
-    if ahead._thread.ident is not None:
-        ahead._thread.join()
-
-
-def _view(ahead: ReadAhead, key: str, offset: int, size_bytes: int) -> bytes | None:
-    source = ahead.open(key)
-    found = source.view(offset, size_bytes) if offers(source, SupportsViews) else None
-    return None if found is None else bytes(found)
-
-
-def test_what_was_read_ahead_is_in_memory_and_the_rest_is_read_once(cold_files: Storage) -> None:
-    direct = prefer_direct_access(cold_files)
-    with closing(_ahead(cold_files, "small", "large")) as ahead:
-        _read_all(ahead)
-        for key, content in (("small", CONTENT), ("large", LARGE)):
-            assert _view(ahead, key, 4096, 8192) == content[4096:12288]
-        before = direct.counters.read_bytes
-        assert _view(ahead, "large", ROOM_BYTES - 4096, 8192) is None
-        source, whole = ahead.open("large"), aligned_buffer(len(LARGE))
-        assert source is not None
-        source.read_into(0, whole)
-        assert whole == LARGE
-        assert len(LARGE) - ROOM_BYTES <= direct.counters.read_bytes - before < len(LARGE) - LEAST_STEP_BYTES
-
-
-def test_a_file_that_was_replaced_since_it_was_read_ahead_is_opened_anew(
-    cold_files: Storage, tmp_path: Path
-) -> None:
-    with closing(_ahead(cold_files, "small")) as ahead:
-        _read_all(ahead)
-        assert ahead.open("small") is not None
-        (tmp_path / "large").replace(tmp_path / "small")
-        assert ahead.open("small") is None
-
-
-def test_nothing_is_read_ahead_that_is_unlikely_missing_or_cached(cold_files: Storage) -> None:
-    write_object(cold_files, "cached", [CONTENT])
-    for keys, is_likely in (("small",), False), (("missing", "small"), True), (("cached", "small"), True):
-        with closing(_ahead(cold_files, *keys, is_likely=partial(bool, is_likely))) as ahead:
-            _read_all(ahead)
-            assert all(ahead.open(key) is None for key in keys)
-
-
-def test_what_was_not_read_when_a_load_began_is_read_by_the_load(cold_files: Storage) -> None:
-    with closing(_ahead(cold_files, "small", "large")) as ahead:
-        ahead.stop()
-        _read_all(ahead)
-        for key, content in (("small", CONTENT), ("large", LARGE)):
-            assert _view(ahead, key, 4096, 8192) is None
-            source, whole = ahead.open(key), aligned_buffer(len(content))
-            assert source is not None
-            source.read_into(0, whole)
-            assert whole == content

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.loading.reader import GAP_BYTES, LAST_BLOCK_BYTES, Block, Span, plan_blocks
+from penstock.transfer.reader import GAP_BYTES, LAST_BLOCK_BYTES, Block, Span, plan_blocks
 
 PAGE = 4096
 

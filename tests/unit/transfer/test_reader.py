@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import cast
@@ -14,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.manifest import checksum_of
-from penstock.checkpoint.loading.reader import (
-    Block,
+from penstock.errors import DataDamaged, ObjectNotFound, StorageError
+from penstock.progress import Silent
+from penstock.storage.protocol import Source
+from penstock.transfer.reader import (
     BlockReader,
     ChecksummedItem,
     OpenFiles,
@@ -23,11 +24,9 @@ from penstock.checkpoint.loading.reader import (
     ReadBuffers,
     ReadSettings,
     Span,
+    SpanSink,
     plan_blocks,
 )
-from penstock.errors import DataDamaged, ObjectNotFound, StorageError
-from penstock.progress import Silent
-from penstock.storage.protocol import Source
 
 PAGE = 4096
 SETTINGS = ReadSettings(streams=3, block_bytes=PAGE)
@@ -54,7 +53,7 @@ class UnevenSource:
         self.is_open = False
 
 
-class Collected:
+class Collected(SpanSink):
     """A landing that remembers what came; `straight` spans are read to their place."""
 
     def __init__(self, spans: list[Span], straight: set[int]) -> None:
@@ -82,12 +81,10 @@ def read(
 ) -> Collected:
     blocks = plan_blocks(spans, block_bytes=SETTINGS.block_bytes, alignment_bytes=PAGE)
     landing = Collected(spans, straight)
-    opened: Callable[[int], Source] = lambda _: source  # noqa: E731 - typed
-    files = OpenFiles(blocks, opened)
     reading = BlockReader(
         blocks,
         spans,
-        files=files,
+        open_file=lambda _: source,
         sink=landing,
         items=items,
         progress=Silent(),
@@ -95,7 +92,7 @@ def read(
     )
     with ThreadPoolExecutor(SETTINGS.streams) as threads:
         futures = reading.start(ReadBuffers(SETTINGS), threads)
-    files.close()
+    reading.close()
     for future in futures:
         future.result()
     return landing
@@ -157,7 +154,6 @@ def test_warm_memory_is_kept_from_load_to_load() -> None:
 
 
 def test_a_file_that_is_slow_to_open_holds_up_only_who_wants_it() -> None:
-    blocks = [Block(file, 0, 1, (), continues=False) for file in (0, 0, 1)]
     is_asked, may_open = threading.Event(), threading.Event()
     closed: list[str] = []
 
@@ -169,11 +165,11 @@ def test_a_file_that_is_slow_to_open_holds_up_only_who_wants_it() -> None:
             "Source", SimpleNamespace(name=f"file {file}", close=lambda: closed.append(f"file {file}"))
         )
 
-    files = OpenFiles(blocks, open_file)
+    files = OpenFiles([0, 0, 1])
     with ThreadPoolExecutor(2) as threads:
-        slow = [threads.submit(files.open, 0) for _ in range(2)]
+        slow = [threads.submit(files.open, 0, open_file) for _ in range(2)]
         is_asked.wait(10)
-        files.open(1)
+        files.open(1, open_file)
         files.done(1)
         assert closed == ["file 1"]
         may_open.set()
@@ -186,8 +182,8 @@ def test_all_who_want_a_file_that_cannot_be_opened_learn_why() -> None:
     def refuse(_file: int) -> Source:
         raise ObjectNotFound("gone", uri="x", fix="y")
 
-    files = OpenFiles([Block(0, 0, 1, (), continues=False)], refuse)
+    files = OpenFiles([0])
     for _ in range(2):
         with pytest.raises(ObjectNotFound, match="gone"):
-            files.open(0)
+            files.open(0, refuse)
     files.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from typing import TYPE_CHECKING
 
@@ -10,60 +9,14 @@ import numpy as np
 import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 
-from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing, run_rounds
 from penstock.errors import WaitTimeout
+from penstock.transfer.exchange import Incoming, Outbox, Outgoing, run_rounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
 SIZE = 8
 NUM_ROUNDS = 3
-
-
-class Post:
-    """Letter boxes between threads; a send is over when its letter was taken, as with gloo."""
-
-    def __init__(self) -> None:
-        self._boxes: dict[tuple[int, int, int], queue.Queue[tuple[bytes, threading.Event]]] = {}
-        self._lock = threading.Lock()
-
-    def region(self, sender: int, receiver: int, number: int) -> queue.Queue[tuple[bytes, threading.Event]]:
-        with self._lock:
-            return self._boxes.setdefault((sender, receiver, number), queue.Queue())
-
-
-class _Done:
-    def __init__(self, wait: Callable[[float], None]) -> None:
-        self.wait = wait
-
-
-class ThreadLines:
-    def __init__(self, post: Post, rank: int) -> None:
-        self._post = post
-        self._rank = rank
-
-    def send(self, peer: int, number: int, memory: NDArray[np.uint8]) -> _Done:
-        taken = threading.Event()
-        self._post.region(self._rank, peer, number).put((memory.tobytes(), taken))
-
-        def wait(timeout_s: float) -> None:
-            if not taken.wait(timeout_s):
-                raise WaitTimeout("a receiver", timeout_s)
-
-        return _Done(wait)
-
-    def receive(self, peer: int, number: int, memory: NDArray[np.uint8]) -> _Done:
-        def wait(timeout_s: float) -> None:
-            try:
-                content, taken = self._post.region(peer, self._rank, number).get(timeout=timeout_s)
-            except queue.Empty:
-                raise WaitTimeout("a sender", timeout_s) from None
-            memory[:] = np.frombuffer(content, dtype=np.uint8)
-            taken.set()
-
-        return _Done(wait)
 
 
 def others(comm: ThreadComm) -> list[int]:
@@ -78,7 +31,6 @@ def outgoing(comm: ThreadComm) -> list[Outgoing]:
 
 def exchange(size: int, *, failing: int | None = None) -> list[dict[tuple[int, int], list[int]]]:
     """What each rank got, by sender and number; the failing rank fills only its first message."""
-    post = Post()
 
     def program(comm: ThreadComm) -> dict[tuple[int, int], list[int]]:
         got: dict[tuple[int, int], list[int]] = {}
@@ -108,7 +60,7 @@ def exchange(size: int, *, failing: int | None = None) -> list[dict[tuple[int, i
 
         filling = threading.Thread(target=fill)
         filling.start()
-        run_rounds(ThreadLines(post, comm.rank), outbox, incoming, 60)
+        run_rounds(comm.transfer(), outbox, incoming, 60)
         filling.join()
         return got | {key: memory.tolist() for key, memory in straight.items()}
 

@@ -1,44 +1,33 @@
-"""Messages between ranks during a load: known sizes between known pairs, round by round.
+"""Messages between ranks while they read: known sizes between known pairs, round by round.
 
 Both ends know every message from the plan, so no sizes are negotiated. Invariant: a rank finishes a round
 before it begins the next, and what it reads for one round waits for no later one, so ranks cannot deadlock. A
 rank that fails still sends.
 """
 
+from __future__ import annotations
+
 import threading
-import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from penstock.checkpoint.state.regions import ByteArray
-from penstock.errors import RankError, WaitTimeout
+from penstock.cluster.comm import PointToPoint
+from penstock.errors import WaitTimeout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    ByteArray = NDArray[np.uint8]
 
 UNSENT_BYTES = 256 << 20
 """Reading pauses while more than this waits to be sent."""
 
-_AWAITED = "parts of the checkpoint that other ranks read"
-
-
-class Pending(Protocol):
-    """A message in flight."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when its memory may be used again; `RankError` if the connection breaks or time is up."""
-
-
-class Transport(Protocol):
-    """Point-to-point messages between ranks: bytes, matched by peer and number."""
-
-    def send(self, peer: int, number: int, memory: ByteArray) -> Pending:
-        """Begin to send; `memory` must not change until the wait is over."""
-
-    def receive(self, peer: int, number: int, memory: ByteArray) -> Pending:
-        """Begin to receive exactly as many bytes as `memory` has."""
+FIRST_TAG = 1 << 20
+"""Our tags begin here, above those that programs choose for their own messages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +73,7 @@ class Outbox:
             self._lock.wait_for(lambda: self._has_failed or self._buffered_bytes <= UNSENT_BYTES)
 
     def buffer(self, message: Outgoing) -> ByteArray:
-        """A buffer for the transfers of `message`."""
+        """Return a buffer for the transfers of `message`."""
         with self._lock:
             if message.memory is None:
                 message.memory = np.empty(message.size_bytes, dtype=np.uint8)
@@ -100,13 +89,13 @@ class Outbox:
             self._buffered_bytes += message.size_bytes if counts else 0
 
     def filled(self, message: Outgoing) -> None:
-        """One more transfer of `message` is in its memory."""
+        """Note that one more transfer of `message` is in its memory."""
         with self._lock:
             message.num_missing -= 1
             self._lock.notify_all()
 
     def wait_filled(self, message: Outgoing) -> ByteArray:
-        """The memory of `message` when it may be sent: filled, or with any content after a failure."""
+        """Return the memory of `message` when it may be sent: filled, or with any content after a failure."""
         with self._lock:
             if not self._lock.wait_for(
                 lambda: self._has_failed or message.num_missing == 0, timeout=self._timeout_s
@@ -130,87 +119,40 @@ class Outbox:
             self._lock.notify_all()
 
 
-def run_rounds(transport: Transport, outbox: Outbox, incoming: Sequence[Incoming], timeout_s: float) -> None:
-    """Send and receive everything, in a separate thread beside the reading ones.
+def run_rounds(line: PointToPoint, outbox: Outbox, incoming: Sequence[Incoming], timeout_s: float) -> None:
+    """Send and receive everything, in a separate thread next to the reading ones.
 
     Raises `RankError` and its subclasses if the connection breaks or nothing arrives for `timeout_s`.
     """
-    out: dict[int, list[Outgoing]] = {}
-    into: dict[int, list[Incoming]] = {}
+    out: dict[int, list[Outgoing]] = defaultdict(list)
+    into: dict[int, list[Incoming]] = defaultdict(list)
     for message in outbox.messages:
-        out.setdefault(message.in_round, []).append(message)
+        out[message.in_round].append(message)
     for awaited in incoming:
-        into.setdefault(awaited.in_round, []).append(awaited)
+        into[awaited.in_round].append(awaited)
     for number in sorted(out.keys() | into.keys()):
         # All receives are posted before the first send is waited for: even if ranks send around a ring, each
         # send finds its receive, and messages need no memory beyond that of their round.
-        receiving = [
-            (awaited, *_begin_receive(transport, awaited))
-            for awaited in sorted(into.get(number, ()), key=lambda message: message.number)
-        ]
+        receiving = []
+        for awaited in sorted(into[number], key=lambda message: message.number):
+            memory = (
+                np.empty(awaited.size_bytes, dtype=np.uint8) if awaited.memory is None else awaited.memory
+            )
+            receiving.append((awaited, memory, line.receive(awaited.peer, memory.data, tag=_tag(awaited))))
         sending = []
-        for message in out.get(number, ()):
+        for message in out[number]:
             memory = outbox.wait_filled(message)
-            sending.append((message, transport.send(message.peer, message.number, memory)))
+            sending.append((message, line.send(message.peer, memory.data, tag=_tag(message))))
         for awaited, memory, pending in receiving:
-            pending.wait(timeout_s)
+            awaiting = f"parts of the checkpoint that rank {awaited.peer} reads"
+            pending.wait(awaiting=awaiting, timeout_s=timeout_s)
             if awaited.memory is None:
                 awaited.place(memory)
         for message, pending in sending:
-            pending.wait(timeout_s)
+            awaiting = f"rank {message.peer} to take its part of the checkpoint"
+            pending.wait(awaiting=awaiting, timeout_s=timeout_s)
             outbox.sent(message)
 
 
-def _begin_receive(transport: Transport, awaited: Incoming) -> tuple[ByteArray, Pending]:
-    memory = awaited.memory
-    if memory is None:
-        memory = np.empty(awaited.size_bytes, dtype=np.uint8)
-    return memory, transport.receive(awaited.peer, awaited.number, memory)
-
-
-FIRST_TAG = 1 << 20
-"""Our tags begin here, above those that programs choose for their own messages."""
-
-
-@dataclass(slots=True, eq=False)
-class _GlooPending:
-    _work: Any
-    _peer: int
-
-    def wait(self, timeout_s: float) -> None:
-        started_s = time.monotonic()
-        try:
-            self._work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            if time.monotonic() - started_s >= timeout_s:
-                raise WaitTimeout(f"{_AWAITED}: rank {self._peer}", timeout_s) from error
-            raise _broken(self._peer, error) from error
-
-
-class GlooTransport:
-    """Messages over gloo in a trainer's process group or our own; peers are ranks of the group."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def send(self, peer: int, number: int, memory: ByteArray) -> _GlooPending:
-        """Begin to send."""
-        return self._begin(self._group.send, peer, number, memory)
-
-    def receive(self, peer: int, number: int, memory: ByteArray) -> _GlooPending:
-        """Begin to receive."""
-        return self._begin(self._group.recv, peer, number, memory)
-
-    def _begin(self, move: Any, peer: int, number: int, memory: ByteArray) -> _GlooPending:
-        try:
-            work = move([torch.from_numpy(memory)], peer, FIRST_TAG + number)
-        except RuntimeError as error:
-            raise _broken(peer, error) from error
-        return _GlooPending(work, peer)
-
-
-def _broken(peer: int, error: RuntimeError) -> RankError:
-    return RankError(
-        f"The connection to rank {peer} broke while loading: {error}",
-        fix="Look for a rank that died, or a network that drops connections.",
-    )
+def _tag(message: Outgoing | Incoming) -> int:
+    return FIRST_TAG + message.number
