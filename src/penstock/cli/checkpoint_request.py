@@ -30,7 +30,7 @@ from penstock.environment import process_environment, untraced
 from penstock.storage import open_storage
 from penstock.storage.uri import has_option
 from penstock.submission.authoring import preflight
-from penstock.submission.authoring.data_location import locate_checkpoints
+from penstock.submission.authoring.preflight import locate_checkpoints
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
@@ -173,7 +173,9 @@ def _require_allowed(
         *parse_changes(options.model.settings),
         *(key for key, value in by_option.items() if value is not None),
     ]
-    asked = preflight.CheckpointPreflight(
+    breaches = preflight.checkpoint_breaches(
+        load_edition("v3.0"),
+        division,
         model=request.model.name,
         accelerator=options.accelerator,
         num_processes=layout.num_processes,
@@ -185,7 +187,6 @@ def _require_allowed(
         changed=changed,
         size_gib=layout.total_bytes / float(request.scale) / 2**30,
     )
-    breaches = preflight.checkpoint_breaches(load_edition("v3.0"), division, asked)
     preflight.require_none(breaches, f"--{division.value}")
 
 

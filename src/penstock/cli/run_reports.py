@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_result import TrainingResult
     from penstock.results.io_reconciliation import IoReconciliation
     from penstock.results.phase_figures import EpochRate
-    from penstock.submission.authoring.write_result_dir import RunLogs
 
 MAX_DEVICES_NAMED = 4
 
@@ -53,12 +52,10 @@ def reconciliation_notes(reconciliations: Sequence[IoReconciliation]) -> list[st
     ]
 
 
-def capture_training_output(result: TrainingResult, remarks: Sequence[str]) -> RunLogs:
+def capture_training_output(result: TrainingResult, remarks: Sequence[str]) -> tuple[str, str]:
     """What the command prints of a training run, for the logs of its result directory."""
-    from penstock.submission.authoring.write_result_dir import RunLogs
-
     notes = (*remarks, *result.stages.remarks)
-    return RunLogs(stdout=render_text(view_training(result)), stderr="".join(f"{note}\n" for note in notes))
+    return render_text(view_training(result)), "".join(f"{note}\n" for note in notes)
 
 
 def view_training(result: TrainingResult) -> View:
@@ -103,12 +100,10 @@ def _epoch_row(rate: EpochRate) -> dict[str, str]:
     }
 
 
-def capture_checkpoint_output(result: CheckpointResult) -> RunLogs:
+def capture_checkpoint_output(result: CheckpointResult) -> tuple[str, str]:
     """What the command prints of a checkpoint run, for the logs of its result directory."""
-    from penstock.submission.authoring.write_result_dir import RunLogs
-
     notes = "".join(f"{sentence}\n" for sentence in checkpoint_warnings(result))
-    return RunLogs(stdout=render_text(view_checkpoints(result)), stderr=notes)
+    return render_text(view_checkpoints(result)), notes
 
 
 def checkpoint_warnings(result: CheckpointResult) -> list[str]:

@@ -14,7 +14,7 @@ from penstock.cli.options import command_line, flag, group, option, required
 from penstock.cli.parsers import FOLDER_URI, NAME
 from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
-from penstock.submission.authoring.data_location import DataLocation, locate_data
+from penstock.submission.authoring.preflight import DataLocation, locate_data
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.dlio_keys import canonical_path
 from penstock.workload.layered_settings import dotted
@@ -162,7 +162,7 @@ def open_session(submitted: SubmissionEntry, settings: Sequence[str], *, comm: C
 
     return ResultWriter(
         series=submitted.series,
-        image=capture_image(submitted.series.tree, comm=comm, clock=clock),
+        program=capture_image(submitted.series.tree, comm=comm, clock=clock),
         data_path=submitted.located.data_path,
         changed={**parse_changes(settings), **submitted.located.changes},
         command=command_line(),

@@ -189,15 +189,16 @@ def make_training_result(options: TrainingOptions, *, comm: Comm, terminal: Term
     assert series is not None
     # Data may be generated on any number of ranks.
     num_accelerators = comm.size if options.only != "datagen" else len(hosts)
-    asked = preflight.TrainingPreflight(
-        series=series,
+    edition = load_edition("v3.0")
+    breaches = preflight.training_breaches(
+        edition,
+        series,
         accelerator=requested.accelerator,
         num_accelerators=num_accelerators,
         num_hosts=len(hosts),
         data=options.data.uri,
     )
-    edition = load_edition("v3.0")
-    preflight.require_none(preflight.training_breaches(edition, asked), f"edition {edition.edition}")
+    preflight.require_none(breaches, f"edition {edition.edition}")
     required_size = _size_dataset(requested, hosts, num_accelerators=comm.size)
     sized = options.workload
     if options.only != "datagen":

@@ -92,11 +92,12 @@ UNKNOWN: Final = "unknown"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The code to capture: a package's folder, its version, and its commit if that is known."""
+    """A program: its package's folder, version and commit if known, and the digest of its captured image."""
 
     folder: Path
     version: str
     commit: str = UNKNOWN
+    digest: str = ""
 
 
 def capture(program: Program, root: Path, *, now: datetime) -> str:
@@ -157,7 +158,7 @@ def _require_sound(image: Path, digest: str) -> None:
         raise DataDamaged(
             f"This code image is damaged: it says {stated}, its files hash to {actual}",
             where=str(image),
-            fix=f"Remove the folder {image}; it is captured anew.",
+            fix=f"Remove the folder {image}; the next run captures it again.",
         )
 
 

@@ -28,7 +28,7 @@ from penstock.storage.capabilities import find_local_root, uses_page_cache
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.residency import evict_objects
 from penstock.storage.uri import find_local_paths_at, has_option, open_storage
-from penstock.submission.authoring.data_location import locate_checkpoints
+from penstock.submission.authoring.preflight import locate_checkpoints
 from penstock.testing.storage_contract import StorageContract
 from penstock.trace.capture.recorder import TraceRecorder
 from penstock.trace.capture.traced_storage import TracedStorage

@@ -7,8 +7,6 @@ shows where it differs from the machines.
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final
 
 import yaml
@@ -20,40 +18,31 @@ _GB: Final = 10**9
 _SIGNIFICANT_DIGITS: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Blank:
-    """A value that only the submitter knows: what to fill in, and what a rehearsal writes instead."""
-
-    hint: str
-    placeholder: str
-
-
-BLANKS: Final[Mapping[str, _Blank]] = MappingProxyType(
-    {
-        "friendly_description": _Blank("in a few words", '"a rehearsal"'),
-        "usable_capacity_tib": _Blank("TiB, 1 or more; fractions are welcome", "1"),
-        "availability": _Blank("available, preview or RDI", "available"),
-        "storage_location": _Blank("remote, local or remote_and_local", "local"),
-        "benchmark_API": _Blank("file or object: what the benchmark spoke", "file"),
-        "product_API": _Blank("file, object or block", "file"),
-        "client_footprint": _Blank("open_source, closed_source or n/a", "n/a"),
-        "client_installation": _Blank("in_box, installable or n/a", "n/a"),
-        "multi_host": _Blank("true or false", "false"),
-        "simultaneous_write": _Blank("true or false: several hosts at once", "true"),
-        "simultaneous_read": _Blank("true or false: several hosts at once", "true"),
-        "remap_time_in_seconds": _Blank("0, or how long a change of hosts takes", "0"),
-        "deployment": _Blank("onprem or cloud", "onprem"),
-        "traffic": _Blank("a list of: management, data, metadata, backend", "[data]"),
-        "speed": _Blank("Gb/s", "1"),
-        "vendor_name": _Blank("the drive's vendor", '"a rehearsal"'),
-        "media_type": _Blank("HDD, TLC, QLC or other", "other"),
-        "model_name": _Blank("as it is sold", '"a rehearsal"'),
-        "cpu_model": _Blank("as it is sold", '"a rehearsal"'),
-        "cpu_qty": _Blank("processors in a node", "1"),
-        "cpu_cores": _Blank("cores in a node", "1"),
-        "memory_capacity": _Blank("GiB", "1"),
-    }
-)
+BLANKS: Final[Mapping[str, tuple[str, str]]] = {
+    "friendly_description": ("in a few words", '"a rehearsal"'),
+    "usable_capacity_tib": ("TiB, 1 or more; fractions are welcome", "1"),
+    "availability": ("available, preview or RDI", "available"),
+    "storage_location": ("remote, local or remote_and_local", "local"),
+    "benchmark_API": ("file or object: what the benchmark spoke", "file"),
+    "product_API": ("file, object or block", "file"),
+    "client_footprint": ("open_source, closed_source or n/a", "n/a"),
+    "client_installation": ("in_box, installable or n/a", "n/a"),
+    "multi_host": ("true or false", "false"),
+    "simultaneous_write": ("true or false: several hosts at once", "true"),
+    "simultaneous_read": ("true or false: several hosts at once", "true"),
+    "remap_time_in_seconds": ("0, or how long a change of hosts takes", "0"),
+    "deployment": ("onprem or cloud", "onprem"),
+    "traffic": ("a list of: management, data, metadata, backend", "[data]"),
+    "speed": ("Gb/s", "1"),
+    "vendor_name": ("the drive's vendor", '"a rehearsal"'),
+    "media_type": ("HDD, TLC, QLC or other", "other"),
+    "model_name": ("as it is sold", '"a rehearsal"'),
+    "cpu_model": ("as it is sold", '"a rehearsal"'),
+    "cpu_qty": ("processors in a node", "1"),
+    "cpu_cores": ("cores in a node", "1"),
+    "memory_capacity": ("GiB", "1"),
+}
+"""By key of a value that only the submitter knows: a hint, and what a rehearsal writes instead."""
 _PLACEHOLDER: Final = "# placeholder: "
 _HEAD: Final = (
     "# The system under test. What is null is yours to fill in; nodes, switches, rack units and power\n"
@@ -230,21 +219,21 @@ def _overlay(written: Any, collected: Any) -> Any:
 
 
 def _add_hint(line: str) -> str:
-    blank = _find_blank(line)
-    return line if blank is None else f"{line.rstrip()}  # {blank.hint}\n"
+    hint, _ = _find_blank(line)
+    return f"{line.rstrip()}  # {hint}\n" if hint else line
 
 
 def _add_placeholder(line: str) -> str:
-    blank = _find_blank(line)
-    if blank is None or not blank.placeholder:
+    hint, placeholder = _find_blank(line)
+    if not placeholder:
         return line
-    return f"{line.rstrip().removesuffix('null')}{blank.placeholder}  {_PLACEHOLDER}{blank.hint}\n"
+    return f"{line.rstrip().removesuffix('null')}{placeholder}  {_PLACEHOLDER}{hint}\n"
 
 
-def _find_blank(line: str) -> _Blank | None:
-    """What is to be filled in on a line; None if nothing is."""
+def _find_blank(line: str) -> tuple[str, str]:
+    """The hint and the placeholder of a value that is null; empty if the line has none."""
     key, colon, value = line.strip().lstrip("- ").partition(": ")
-    return BLANKS.get(key, _Blank("fill in", "")) if colon and value.strip() == "null" else None
+    return BLANKS.get(key, ("fill in", "")) if colon and value.strip() == "null" else ("", "")
 
 
 def _round(value: float) -> float | int:

@@ -1,19 +1,74 @@
-"""Refuse a result that its edition or division would not accept, before anything of it is made.
+"""Locate a result's data, and refuse a result that its edition would not accept, before any of it is made.
 
-Pure, but for resolving links: a request in, breaches with the ids of their rules out. Invariant: every number
-is the edition's.
+Pure, but for resolving links: a request in, breaches with the ids of their rules out. Invariants: every
+number is the edition's; each key that a URI sets is among the changes, so that divisions' rules apply.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import UsageError
-from penstock.storage.uri import find_local_paths_at
+from penstock.storage.uri import find_local_paths_at, parse_uri
 from penstock.submission.authoring.result_dir import HIDDEN, Series
-from penstock.submission.edition import Edition, ModelLimits
+from penstock.submission.edition import Edition
+from penstock.workload.enums import StorageKind
 from penstock.workload.mlperf_divisions import Breach, SubmissionDivision
+from penstock.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataLocation:
+    """The workload with its location, the changed keys, and the path or URI for the metadata."""
+
+    workload: Workload
+    changes: Mapping[str, Any]
+    data_path: str
+
+
+def locate_data(workload: Workload, uri: str) -> DataLocation:
+    """Set the location of the data set to `uri`, under DLIO's keys: submissions have no URIs."""
+    changes: dict[str, Any]
+    paths = find_local_paths_at(uri)
+    if paths is not None:
+        folder, storage = paths.local_root, workload.storage
+        is_direct = not paths.uses_page_cache or workload.reader.odirect
+        changes, data_path = {"dataset.data_folder": folder}, folder
+        if is_direct:
+            changes["reader.odirect"] = True
+    else:
+        is_direct, location = workload.reader.odirect, parse_uri(uri)
+        bucket, _, folder = location.root.partition("/")
+        storage = replace(workload.storage, storage_type=StorageKind.S3, storage_root=bucket)
+        changes, data_path = (
+            {
+                "dataset.data_folder": folder,
+                "storage.storage_type": StorageKind.S3.value,
+                "storage.storage_root": bucket,
+            },
+            location.uri,
+        )
+    placed = replace(
+        workload,
+        dataset=replace(workload.dataset, data_folder=folder),
+        reader=replace(workload.reader, odirect=is_direct),
+        storage=storage,
+    )
+    return DataLocation(workload=placed, changes=changes, data_path=data_path)
+
+
+def locate_checkpoints(workload: Workload, uri: str) -> DataLocation:
+    """Set the destination of checkpoints to `uri`."""
+    paths = find_local_paths_at(uri)
+    data_path = parse_uri(uri).uri if paths is None else paths.local_root
+    checkpoint = replace(workload.checkpoint, checkpoint_folder=data_path)
+    return DataLocation(
+        workload=replace(workload, checkpoint=checkpoint),
+        changes={"checkpoint.checkpoint_folder": data_path},
+        data_path=data_path,
+    )
 
 
 def require_none(breaches: Iterable[Breach], where: str) -> None:
@@ -22,112 +77,75 @@ def require_none(breaches: Iterable[Breach], where: str) -> None:
         raise UsageError(found, where=where, fix="Change these: nothing was made yet.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPreflight:
-    """The request of a training result; `data` is the URI of the data set."""
-
-    series: Series
-    accelerator: str
-    num_accelerators: int
-    num_hosts: int
-    data: str
-
-
-def training_breaches(edition: Edition, request: TrainingPreflight) -> Iterator[Breach]:
-    """All breaches of the edition's rules for a training result."""
-    workloads, model = edition.min_utilization_percent, request.series.model
-    if model not in workloads:
-        yield Breach(rule="2.1.11", key=model, why=f"is not one of {', '.join(workloads)}")
-    if request.accelerator not in edition.accelerators:
-        why = f"is not one of {', '.join(edition.accelerators)}"
-        yield Breach(rule="2.1.11", key=request.accelerator or "no accelerator", why=why)
-    if request.num_accelerators % request.num_hosts:
-        key = f"{request.num_accelerators} accelerators"
-        yield Breach(rule="3.3.6", key=key, why=f"do not divide evenly among {request.num_hosts} hosts")
-    yield from _data_within_tree(request)
-
-
-def _data_within_tree(request: TrainingPreflight) -> Iterator[Breach]:
-    """The storage under test must not be in the tree; `.mlps/` does not belong to it."""
-    paths = find_local_paths_at(request.data)
-    if paths is None:
-        return
-    place, root = Path(paths.local_root).resolve(), request.series.tree.root.resolve()
-    if place.is_relative_to(root) and not place.is_relative_to(root / HIDDEN):
-        yield Breach(rule="3.4.1", key=f"--data {place}", why="must be outside of the submission's tree")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointPreflight:
-    """The request of a checkpointing run; `changed` are the keys that it sets, by dotted name."""
-
-    model: str
-    accelerator: str
-    num_processes: int
-    num_writes: int
-    num_reads: int
-    is_subset: bool
-    scale: Fraction
-    changed: Sequence[str]
-    size_gib: float
-
-
-def checkpoint_breaches(
-    edition: Edition, division: SubmissionDivision, request: CheckpointPreflight
+def training_breaches(
+    edition: Edition, series: Series, *, accelerator: str, num_accelerators: int, num_hosts: int, data: str
 ) -> Iterator[Breach]:
-    """All breaches of the division's rules for a checkpointing run."""
+    """All breaches of the edition's rules for a training result; `data` is the URI of the data set."""
+    workloads = edition.min_utilization_percent
+    if series.model not in workloads:
+        yield Breach(rule="2.1.11", key=series.model, why=f"is not one of {', '.join(workloads)}")
+    if accelerator not in edition.accelerators:
+        why = f"is not one of {', '.join(edition.accelerators)}"
+        yield Breach(rule="2.1.11", key=accelerator or "no accelerator", why=why)
+    if num_accelerators % num_hosts:
+        key = f"{num_accelerators} accelerators"
+        yield Breach(rule="3.3.6", key=key, why=f"do not divide evenly among {num_hosts} hosts")
+    # The storage under test must not be in the tree; `.mlps/` does not belong to it.
+    if paths := find_local_paths_at(data):
+        place, root = Path(paths.local_root).resolve(), series.tree.root.resolve()
+        if place.is_relative_to(root) and not place.is_relative_to(root / HIDDEN):
+            yield Breach(rule="3.4.1", key=f"--data {place}", why="must be outside of the submission's tree")
+
+
+def checkpoint_breaches(  # noqa: PLR0913 - the request of a checkpointing result
+    edition: Edition,
+    division: SubmissionDivision,
+    *,
+    model: str,
+    accelerator: str,
+    num_processes: int,
+    num_writes: int,
+    num_reads: int,
+    is_subset: bool,
+    scale: Fraction,
+    changed: Sequence[str],
+    size_gib: float,
+) -> Iterator[Breach]:
+    """All breaches of the rules on checkpointing; `changed` are the keys that are set, by dotted name."""
     rules = edition.require(edition.checkpoints)
-    model = rules.models.get(request.model)
-    if model is None:
-        why = f"is not one of {', '.join(rules.models)}"
-        yield Breach(rule="4.3.3", key=request.model, why=why)
+    limits = rules.models.get(model)
+    if limits is None:
+        yield Breach(rule="4.3.3", key=model, why=f"is not one of {', '.join(rules.models)}")
         return
-    if request.scale != 1:
+    if scale != 1:
         yield Breach(rule="4.3.4", key="--scale", why="must be 1: submitted checkpoints are full-size")
-    free = rules.parameters.allowed(division)
-    for key in request.changed:
-        if key not in free:
+    for key in changed:
+        if key not in rules.parameters.allowed(division):
             yield Breach(rule="4.6.3", key=key, why=f"must stay as it is in the {division.value} division")
-    yield from _check_memory(edition, request)
-    if division is SubmissionDivision.CLOSED:
-        yield from _check_closed(edition, model, request)
-    elif request.num_processes % model.open_unit:
+    memory, ranks = rules.accelerator_memory_gb, f"{num_processes} ranks"
+    if accelerator not in memory:
         yield Breach(
-            rule="4.6.4", key=f"{request.num_processes} ranks", why=f"are not a multiple of {model.open_unit}"
+            rule="4.3.4", key=accelerator or "no accelerator", why=f"is not one of {', '.join(memory)}"
         )
-
-
-def _check_memory(edition: Edition, request: CheckpointPreflight) -> Iterator[Breach]:
-    memory = edition.require(edition.checkpoints).accelerator_memory_gb
-    if request.accelerator not in memory:
+    elif memory[accelerator] * num_processes < size_gib:
         yield Breach(
             rule="4.3.4",
-            key=request.accelerator or "no accelerator",
-            why=f"is not one of {', '.join(memory)}",
+            key=f"{num_processes} x {memory[accelerator]:g} GB",
+            why=f"are less than a checkpoint of {size_gib:.1f} GiB",
         )
-    elif memory[request.accelerator] * request.num_processes < request.size_gib:
-        yield Breach(
-            rule="4.3.4",
-            key=f"{request.num_processes} x {memory[request.accelerator]:g} GB",
-            why=f"are less than a checkpoint of {request.size_gib:.1f} GiB",
-        )
-
-
-def _check_closed(edition: Edition, model: ModelLimits, request: CheckpointPreflight) -> Iterator[Breach]:
-    rules = edition.require(edition.checkpoints)
-    allowed = (0, rules.num_checkpoints)
-    for what, number in (("writes", request.num_writes), ("reads", request.num_reads)):
-        if number not in allowed:
+    if division is SubmissionDivision.OPEN:
+        if num_processes % limits.open_unit:
+            yield Breach(rule="4.6.4", key=ranks, why=f"are not a multiple of {limits.open_unit}")
+        return
+    for what, number in (("writes", num_writes), ("reads", num_reads)):
+        if number not in (0, rules.num_checkpoints):
             yield Breach(rule="4.7.1", key=f"{number} {what}", why=f"are not {rules.num_checkpoints} or 0")
-    if request.is_subset:
-        subset = rules.subset
-        if request.model not in subset.models or request.num_processes != subset.num_accelerators:
-            yield Breach(
-                rule="4.3.5",
-                key="--subset",
-                why=f"is for {', '.join(sorted(subset.models))} on {subset.num_accelerators} accelerators",
-            )
-    elif request.num_processes != model.closed_processes:
+    subset = rules.subset
+    if is_subset and (model not in subset.models or num_processes != subset.num_accelerators):
         yield Breach(
-            rule="4.6.1", key=f"{request.num_processes} ranks", why=f"are not {model.closed_processes}"
+            rule="4.3.5",
+            key="--subset",
+            why=f"is for {', '.join(sorted(subset.models))} on {subset.num_accelerators} accelerators",
         )
+    elif not is_subset and num_processes != limits.closed_processes:
+        yield Breach(rule="4.6.1", key=ranks, why=f"are not {limits.closed_processes}")

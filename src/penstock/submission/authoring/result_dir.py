@@ -1,19 +1,27 @@
-"""A result directory's way into the tree: reserved, written below `.mlps/under-way`, published in one step.
+"""A result directory on its way into the tree: reserved, written below `.mlps/under-way`, published.
 
-Invariant: a result directory that has its name in the tree is complete; a run that failed leaves a draft,
-whose `run.json` says so.
+    20260102_030405/               the draft, below `.mlps/under-way`
+    20260102_030405.attempt.json   who writes it; later how that ended, unless it was published
+
+Invariants: a result directory that has its name in the tree is complete; a run that failed leaves a draft; an
+attempt whose process is gone is never read as running.
 """
 
+import json
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, Self
 
+from penstock.errors import PenstockError, StorageError
+from penstock.results import provenance, run_folder, run_record
 from penstock.results.history import HistoryFile
+from penstock.results.published_files import write_json
+from penstock.results.run_record import RunOutcome
 from penstock.storage.files import durable, system_calls
 from penstock.submission.authoring.tree_owner import OwnedTree, require_plain_name
-from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, SubmissionPhase, log_names, metadata_name
+from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, SubmissionPhase
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 HIDDEN: Final = ".mlps"
@@ -52,7 +60,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultDirAddress:
-    """Where one result directory goes: a phase of a series, and the time its run started."""
+    """The place of one result directory: a phase of a series, and the time its run started, in UTC."""
 
     series: Series
     phase: SubmissionPhase
@@ -60,33 +68,19 @@ class ResultDirAddress:
 
     @property
     def stamp(self) -> str:
-        """The directory's name: when its run began, in UTC."""
+        """The directory's name."""
         return self.started_at.strftime(TIME_FORMAT)
-
-    @property
-    def relative(self) -> PurePosixPath:
-        """The directory, relative to the tree's root."""
-        return self.series.folder_of(self.phase) / self.stamp
 
     @property
     def folder(self) -> Path:
         """The published directory."""
-        return self.series.tree.root / self.relative
+        return self.series.tree.root / self.series.folder_of(self.phase) / self.stamp
 
     @property
     def draft(self) -> Path:
         """The directory while it is written."""
-        return self.series.tree.root / HIDDEN / UNDER_WAY / self.relative
-
-    @property
-    def metadata_file(self) -> str:
-        """The name of its metadata."""
-        return metadata_name(self.series.benchmark, self.stamp)
-
-    @property
-    def log_files(self) -> tuple[str, str]:
-        """The names of the files for standard output and standard error."""
-        return log_names(self.series.benchmark, self.phase)
+        root = self.series.tree.root
+        return root / HIDDEN / UNDER_WAY / self.folder.relative_to(root)
 
 
 def reserve_address(series: Series, phase: SubmissionPhase, *, now: datetime) -> ResultDirAddress:
@@ -95,20 +89,17 @@ def reserve_address(series: Series, phase: SubmissionPhase, *, now: datetime) ->
     Only the name is in whole seconds: a start that is rounded down would precede the end of the run before.
     """
     address = ResultDirAddress(series=series, phase=phase, started_at=now)
-    while address.folder.exists() or not _create_draft(address.draft):
+    while True:
+        if not address.folder.exists():
+            with system_calls.translate_os_errors("Creating a result directory's folder", str(address.draft)):
+                address.draft.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    address.draft.mkdir()
+                except FileExistsError:  # a run of the same second was first
+                    pass
+                else:
+                    return address
         address = replace(address, started_at=address.started_at + timedelta(seconds=1))
-    return address
-
-
-def _create_draft(draft: Path) -> bool:
-    """Whether this call created the folder; a run of the same second may have been first."""
-    with system_calls.translate_os_errors("Creating the folder of a result directory", str(draft)):
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.mkdir()
-        except FileExistsError:
-            return False
-    return True
 
 
 def publish(address: ResultDirAddress) -> Path:
@@ -118,7 +109,7 @@ def publish(address: ResultDirAddress) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         durable.sync_folder(address.draft)
         durable.rename_durably(address.draft, folder)
-        remove_empty_parents(address.draft.parent, until=address.series.tree.root / HIDDEN)
+        _remove_empty(address.draft.parent, until=address.series.tree.root / HIDDEN)
     HistoryFile(address.series.tree.root).publish(address.draft, folder)
     return folder
 
@@ -139,7 +130,7 @@ def list_drafts(series: Series) -> list[Path]:
     return sorted(path for path in below.glob(depth) if path.is_dir())
 
 
-def remove_empty_parents(folder: Path, *, until: Path) -> None:
+def _remove_empty(folder: Path, *, until: Path) -> None:
     """Remove empty folders from here up."""
     while folder != until:
         try:
@@ -147,3 +138,79 @@ def remove_empty_parents(folder: Path, *, until: Path) -> None:
         except OSError:  # not empty: it holds another draft
             return
         folder = folder.parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A draft whose run failed, was stopped, or is still running; never part of the result."""
+
+    folder: Path
+    outcome: str
+    why: str
+
+
+class RecordedAttempt:
+    """An attempt in progress: its file is there during the body, and stays if that fails, with the reason."""
+
+    def __init__(self, address: ResultDirAddress) -> None:
+        self._file = _attempt_file(address.draft)
+        self._hidden = address.series.tree.root / HIDDEN
+        self._process = asdict(provenance.identify_this_process())
+
+    def __enter__(self) -> Self:
+        self._write(RunOutcome.RUNNING, "")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            why = str(error) or "Stopped by its user, or because another rank failed."
+            self._write(RunOutcome.INTERRUPTED, why)
+        elif error is not None:
+            name = "" if isinstance(error, PenstockError) else f"{type(error).__name__}: "
+            self._write(RunOutcome.FAILED, f"{name}{error}")
+        else:
+            self._file.unlink()
+            _remove_empty(self._file.parent, until=self._hidden)
+
+    def _write(self, outcome: RunOutcome, why: str) -> None:
+        document = {"outcome": outcome.value, "why": why, "process": self._process}
+        write_json(self._file.parent, self._file.name, document)
+
+
+def read_attempt(draft: Path) -> Attempt:
+    """How an attempt ended, as far as can be told from this host."""
+    file = _attempt_file(draft)
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        outcome, why = RunOutcome(document["outcome"]), str(document["why"])
+        process = provenance.ProcessMark(**document["process"])
+    except FileNotFoundError:
+        return _read_run(draft)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return Attempt(folder=draft, outcome="unreadable", why=f"{file.name}: {error}")
+    if outcome is RunOutcome.RUNNING:
+        is_alive = provenance.is_alive(process)
+        if is_alive is None:  # only the heartbeats of a run can be seen from another host
+            return _read_run(draft)
+        why = f"By process {process.pid}."
+        if not is_alive:
+            outcome, why = (
+                RunOutcome.INTERRUPTED,
+                f"Process {process.pid} was killed, or its machine stopped.",
+            )
+    return Attempt(folder=draft, outcome=outcome.value, why=why)
+
+
+def _read_run(draft: Path) -> Attempt:
+    """By the record of its run alone."""
+    if not (draft / run_folder.RUN_FILE).exists():
+        return Attempt(folder=draft, outcome=RunOutcome.INTERRUPTED.value, why="It left no run.json.")
+    try:
+        record = run_record.read_record(draft)
+    except StorageError as error:
+        return Attempt(folder=draft, outcome="unreadable", why=str(error))
+    return Attempt(folder=draft, outcome=record.outcome.value, why=record.why)
+
+
+def _attempt_file(draft: Path) -> Path:
+    return draft.with_name(f"{draft.name}.attempt.json")

@@ -10,7 +10,7 @@ reason, so that it can be set aside; a folder that cannot be read is named, too.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -19,11 +19,24 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import UsageError, name_some
-from penstock.submission import parsed_file, system_description, tree_layout
-from penstock.submission.authoring.attempt import Attempt, read_attempt
-from penstock.submission.authoring.result_dir import HIDDEN, UNDER_WAY, Series, list_drafts
+from penstock.submission import parsed_file, system_description
+from penstock.submission.authoring.result_dir import (
+    HIDDEN,
+    UNDER_WAY,
+    Attempt,
+    Series,
+    list_drafts,
+    read_attempt,
+)
 from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.edition import Edition
+from penstock.submission.tree_layout import (
+    METADATA_SUFFIX,
+    RUNNABLE_BENCHMARKS,
+    Benchmark,
+    SubmissionPhase,
+    is_result_dir_name,
+)
 from penstock.workload.mlperf_divisions import SubmissionDivision
 
 
@@ -79,41 +92,27 @@ class SeriesState:
 def read_series_state(series: Series) -> SeriesState:
     """Read the series from its tree."""
     unreadable: list[str] = []
-    dirs = {phase: _read_published(series, phase, unreadable) for phase in _phases(series)}
+    dirs: dict[SubmissionPhase, list[PublishedDir]] = {phase: [] for phase in SubmissionPhase}
+    is_training = series.benchmark is Benchmark.TRAINING
+    for phase in SubmissionPhase if is_training else (SubmissionPhase.RUN,):
+        for folder in sorted((series.tree.root / series.folder_of(phase)).glob("*")):
+            if folder.is_dir() and is_result_dir_name(folder.name):
+                try:
+                    dirs[phase].append(_read(folder))
+                except (OSError, ValueError, LookupError, TypeError) as error:
+                    first = str(error).splitlines()[0]
+                    unreadable.append(f"{folder.relative_to(series.tree.root)}: {first}")
     return SeriesState(
-        datasizes=dirs.get(tree_layout.SubmissionPhase.DATASIZE, ()),
-        datagens=dirs.get(tree_layout.SubmissionPhase.DATAGEN, ()),
-        runs=dirs[tree_layout.SubmissionPhase.RUN],
+        datasizes=tuple(dirs[SubmissionPhase.DATASIZE]),
+        datagens=tuple(dirs[SubmissionPhase.DATAGEN]),
+        runs=tuple(dirs[SubmissionPhase.RUN]),
         attempts=tuple(map(read_attempt, list_drafts(series))),
         unreadable=tuple(unreadable),
     )
 
 
-def _phases(series: Series) -> tuple[tree_layout.SubmissionPhase, ...]:
-    return (
-        tuple(tree_layout.SubmissionPhase)
-        if series.benchmark is tree_layout.Benchmark.TRAINING
-        else (tree_layout.SubmissionPhase.RUN,)
-    )
-
-
-def _read_published(
-    series: Series, phase: tree_layout.SubmissionPhase, unreadable: list[str]
-) -> tuple[PublishedDir, ...]:
-    parent = series.tree.root / series.folder_of(phase)
-    published = []
-    for folder in sorted(parent.glob("*")):
-        if folder.is_dir() and tree_layout.is_result_dir_name(folder.name):
-            try:
-                published.append(_read(folder))
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                first = str(error).splitlines()[0]
-                unreadable.append(f"{folder.relative_to(series.tree.root)}: {first}")
-    return tuple(published)
-
-
 def _read(folder: Path) -> PublishedDir:
-    files = sorted(folder.glob(f"*{tree_layout.METADATA_SUFFIX}"))
+    files = sorted(folder.glob(f"*{METADATA_SUFFIX}"))
     if len(files) != 1:
         raise ValueError(f"it has {len(files)} files of metadata, not one")
     try:
@@ -121,7 +120,6 @@ def _read(folder: Path) -> PublishedDir:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    data_path = stated.args.get("data_dir") or stated.args.get("checkpoint_folder")
     return PublishedDir(
         folder=folder,
         started_at=stated.invocation_start_time,
@@ -129,7 +127,7 @@ def _read(folder: Path) -> PublishedDir:
         accelerator=stated.accelerator,
         num_processes=stated.num_processes,
         num_files=int(stated.parameters.get("dataset", {}).get("num_files_train", 0)),
-        data_path=str(data_path),
+        data_path=str(stated.args.get("data_dir") or stated.args.get("checkpoint_folder")),
         is_success=stated.exit_status == 0,
         num_writes=int(stated.args.get("num_checkpoints_write", 0)),
         num_reads=int(stated.args.get("num_checkpoints_read", 0)),
@@ -152,7 +150,7 @@ class RequestedResult:
 class RunSequence:
     """Run `phases` in this order, after the `excluded` runs, each with the reason, were set aside."""
 
-    phases: tuple[tree_layout.SubmissionPhase, ...]
+    phases: tuple[SubmissionPhase, ...]
     counted: tuple[PublishedDir, ...]
     excluded: tuple[tuple[PublishedDir, str], ...]
 
@@ -167,49 +165,69 @@ def plan_run_sequence(state: SeriesState, request: RequestedResult, *, now: date
 
     A size alone is no result yet: one of another request is excluded.
     """
-    resized = () if state.datagens or state.runs else _find_resized(state.datasizes, request)
+    resized: tuple[PublishedDir, ...] = ()
+    if not (state.datagens or state.runs):
+        resized = tuple(each for each in state.datasizes if any(_differences(each, request)))
     for run_dir in (*state.datasizes, *state.datagens, *state.runs):
-        if run_dir not in resized:
-            _require_same(run_dir, request)
-    kept = tuple(run_dir for run_dir in state.datasizes if run_dir not in resized)
-    phases = _missing_preparations(replace(state, datasizes=kept))
+        for what, present, requested in () if run_dir in resized else _differences(run_dir, request):
+            raise UsageError(
+                f"Another result is under way here: its {what}: {present}, requested: {requested}",
+                where=str(run_dir.folder),
+                fix="Request the same, name another --system, or move that result's folder away.",
+            )
     counted, excluded = select_runs(state.runs, request, now=now)
-    phases += [tree_layout.SubmissionPhase.RUN] * (request.num_runs - len(counted))
+    phases = [] if len(state.datasizes) > len(resized) else [SubmissionPhase.DATASIZE]
+    phases += [] if state.datagens else [SubmissionPhase.DATAGEN]
+    phases += [SubmissionPhase.RUN] * (request.num_runs - len(counted))
     excluded += tuple((run_dir, "nothing was generated or run for this size") for run_dir in resized)
     return RunSequence(phases=tuple(phases), counted=counted, excluded=excluded)
 
 
-def _find_resized(datasizes: Sequence[PublishedDir], request: RequestedResult) -> tuple[PublishedDir, ...]:
-    return tuple(run_dir for run_dir in datasizes if any(_differences(run_dir, request)))
+def _differences(run_dir: PublishedDir, request: RequestedResult) -> Iterator[tuple[str, object, object]]:
+    """The values that a result directory does not share with the request, with the requested ones.
 
-
-def _missing_preparations(state: SeriesState) -> list[tree_layout.SubmissionPhase]:
-    present = {
-        tree_layout.SubmissionPhase.DATASIZE: state.datasizes,
-        tree_layout.SubmissionPhase.DATAGEN: state.datagens,
+    A series holds one result: another accelerator, number or data set needs another series.
+    """
+    pairs: dict[str, tuple[object, object]] = {
+        "accelerator": (run_dir.accelerator, request.accelerator),
+        "accelerators": (run_dir.num_processes, request.num_processes),
+        "files": (run_dir.num_files, request.num_files),
+        "data": (run_dir.data_path, request.data_path),
     }
-    return [phase for phase, result_dirs in present.items() if not result_dirs]
+    is_datagen = run_dir.folder.parent.name == SubmissionPhase.DATAGEN  # on any number of ranks
+    for what, (present, requested) in pairs.items():
+        if present != requested and not (is_datagen and what.startswith("accelerator")):
+            yield what, present, requested
 
 
-SplitRuns = tuple[tuple[PublishedDir, ...], tuple[tuple[PublishedDir, str], ...]]
-"""The runs that count, and the others, each with the reason."""
-
-
-def select_runs(runs: Sequence[PublishedDir], request: RequestedResult, *, now: datetime) -> SplitRuns:
-    """The runs that count, and those that no longer do.
+def select_runs(
+    runs: Sequence[PublishedDir], request: RequestedResult, *, now: datetime
+) -> tuple[tuple[PublishedDir, ...], tuple[tuple[PublishedDir, str], ...]]:
+    """The runs that count, and the others, each with the reason.
 
     A complete sequence counts whenever it was made; an unfinished one only while the next run may follow.
     """
-    sequences = _find_sequences(runs, request)
-    complete = next((sequence for sequence in sequences if len(sequence) >= request.num_runs), None)
-    if complete is not None:
-        return _split_runs(runs, complete[: request.num_runs], "the result is complete without it")
-    last = sequences[-1] if sequences else []
-    if last and not may_follow(last, now, request):
-        return _split_runs(runs, [], f"no run followed by {now:%H:%M:%S}, within the time that one run takes")
-    return _split_runs(
-        runs, last, "the next run did not follow within the time that one run takes, or it failed"
+    sequences: list[list[PublishedDir]] = [[]]  # without a failure, a long pause or an overlap
+    for run_dir in sorted(runs, key=lambda run_dir: run_dir.started_at):
+        longer = [*sequences[-1], run_dir]
+        if not run_dir.is_success:
+            sequences.append([])
+        elif len(longer) == 1 or (
+            may_follow(sequences[-1], run_dir.started_at, request)
+            and may_follow(longer, run_dir.ended_at, request)
+        ):
+            sequences[-1] = longer
+        else:
+            sequences.append([run_dir])
+    counted, why = (
+        sequences[-1],
+        "the next run did not follow within the time that one run takes, or it failed",
     )
+    if complete := next((each for each in sequences if len(each) >= request.num_runs), None):
+        counted, why = complete[: request.num_runs], "the result is complete without it"
+    elif counted and not may_follow(counted, now, request):
+        counted, why = [], f"no run followed by {now:%H:%M:%S}, within the time that one run takes"
+    return tuple(counted), tuple((run_dir, why) for run_dir in runs if run_dir not in counted)
 
 
 def may_follow(runs: Sequence[PublishedDir], started_at: datetime, request: RequestedResult) -> bool:
@@ -221,55 +239,6 @@ def may_follow(runs: Sequence[PublishedDir], started_at: datetime, request: Requ
     pauses = [after.started_at - before.ended_at for before, after in pairwise(runs)]
     pauses.append(started_at - runs[-1].ended_at)
     return all(timedelta(0) <= pause < request.max_pause_runs * shortest for pause in pauses)
-
-
-def _find_sequences(runs: Sequence[PublishedDir], request: RequestedResult) -> list[list[PublishedDir]]:
-    """The runs as sequences without a failure, a long pause or an overlap; the last may be empty."""
-    sequences: list[list[PublishedDir]] = [[]]
-    for run_dir in sorted(runs, key=lambda run_dir: run_dir.started_at):
-        if not run_dir.is_success:
-            sequences.append([])
-        elif not sequences[-1] or _is_sequence([*sequences[-1], run_dir], request):
-            sequences[-1].append(run_dir)
-        else:
-            sequences.append([run_dir])
-    return sequences
-
-
-def _is_sequence(run_dirs: Sequence[PublishedDir], request: RequestedResult) -> bool:
-    *before, last = run_dirs
-    return may_follow(before, last.started_at, request) and may_follow(run_dirs, last.ended_at, request)
-
-
-def _split_runs(runs: Sequence[PublishedDir], counted: Sequence[PublishedDir], why: str) -> SplitRuns:
-    return tuple(counted), tuple((run_dir, why) for run_dir in runs if run_dir not in counted)
-
-
-def _require_same(run_dir: PublishedDir, request: RequestedResult) -> None:
-    """A series holds one result: another accelerator, number or data set needs another series."""
-    for what, present, requested in _differences(run_dir, request):
-        raise UsageError(
-            f"Another result is under way here: its {what}: {present}, requested: {requested}",
-            where=str(run_dir.folder),
-            fix="Request the same, name another --system, or move that result's folder away.",
-        )
-
-
-def _differences(run_dir: PublishedDir, request: RequestedResult) -> Iterator[tuple[str, object, object]]:
-    """What a result directory has otherwise than the request: the name, its value, the requested one."""
-    if run_dir.folder.parent.name == tree_layout.SubmissionPhase.DATAGEN:
-        pairs: list[tuple[str, object, object]] = [
-            ("files", run_dir.num_files, request.num_files),
-            ("data", run_dir.data_path, request.data_path),
-        ]
-    else:
-        pairs = [
-            ("accelerator", run_dir.accelerator, request.accelerator),
-            ("accelerators", run_dir.num_processes, request.num_processes),
-            ("files", run_dir.num_files, request.num_files),
-            ("data", run_dir.data_path, request.data_path),
-        ]
-    yield from (pair for pair in pairs if pair[1] != pair[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,65 +257,58 @@ class SeriesProgress:
 
 def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> tuple[SeriesProgress, ...]:
     """The progress of all series of the tree, in order."""
-    return tuple(_measure_progress(series, edition, now) for series in _list_series(tree))
-
-
-def _list_series(tree: OwnedTree) -> Iterator[Series]:
     keys = set()
     for top in (tree.root, tree.root / HIDDEN / UNDER_WAY):
         for division in SubmissionDivision:
             results = top / division.value / tree.organisation / "results"
-            for benchmark in tree_layout.RUNNABLE_BENCHMARKS:
+            for benchmark in RUNNABLE_BENCHMARKS:
                 for folder in results.glob(f"*/{benchmark.value}/*"):
                     if folder.is_dir():
                         keys.add((division, folder.parts[-3], benchmark, folder.name))
-    for division, system, benchmark, model in sorted(keys):
-        yield Series(tree=tree, division=division, system=system, benchmark=benchmark, model=model)
+    return tuple(
+        _measure_progress(
+            Series(tree=tree, division=division, system=system, benchmark=benchmark, model=model),
+            edition,
+            now,
+        )
+        for division, system, benchmark, model in sorted(keys)
+    )
 
 
 def _measure_progress(series: Series, edition: Edition, now: datetime) -> SeriesProgress:
     state = read_series_state(series)
-    last = state.runs[-1] if state.runs else None
-    counted: tuple[PublishedDir, ...] = state.runs
-    num_required = 1
-    if series.benchmark is tree_layout.Benchmark.TRAINING:
-        num_required = edition.num_runs
-        if last is not None:
-            counted, _ = select_runs(state.runs, _request_like(last, edition), now=now)
-    run_dir = last or next(iter(state.datasizes), None)
+    is_training = series.benchmark is Benchmark.TRAINING
+    counted, num_required = state.runs, edition.num_runs if is_training else 1
+    if is_training and counted:
+        last = counted[-1]
+        request = RequestedResult(
+            accelerator=last.accelerator,
+            num_processes=last.num_processes,
+            data_path=last.data_path,
+            num_files=last.num_files,
+            num_runs=num_required,
+            max_pause_runs=edition.require(edition.timed).max_pause_runs,
+        )
+        counted, _ = select_runs(state.runs, request, now=now)
+    missing: list[str] = []
+    if is_training:
+        missing += [] if state.datasizes else [SubmissionPhase.DATASIZE.value]
+        missing += [] if state.datagens else [SubmissionPhase.DATAGEN.value]
+    if num_missing := max(0, num_required - len(counted)):
+        missing.append(f"{num_missing} run{'s' * (num_missing > 1)}")
+    if not is_training and state.runs:
+        missing += [f"{num} {what}" for what, num in missing_checkpoints(state, edition).items() if num]
+    run_dir = next((each for each in (*reversed(state.runs), *state.datasizes)), None)
     return SeriesProgress(
         series=series,
         num_accelerators=run_dir.num_processes if run_dir else None,
         accelerator=run_dir.accelerator if run_dir else "",
         num_runs=len(counted),
         num_required=num_required,
-        missing=tuple(_list_missing(series, state, edition, num_missing=max(0, num_required - len(counted)))),
+        missing=(*missing, *missing_system_files(series)),
         attempts=state.attempts,
         unreadable=state.unreadable,
     )
-
-
-def _request_like(run_dir: PublishedDir, edition: Edition) -> RequestedResult:
-    return RequestedResult(
-        accelerator=run_dir.accelerator,
-        num_processes=run_dir.num_processes,
-        data_path=run_dir.data_path,
-        num_files=run_dir.num_files,
-        num_runs=edition.num_runs,
-        max_pause_runs=edition.require(edition.timed).max_pause_runs,
-    )
-
-
-def _list_missing(series: Series, state: SeriesState, edition: Edition, *, num_missing: int) -> Iterator[str]:
-    if series.benchmark is tree_layout.Benchmark.TRAINING:
-        yield from (phase.value for phase in _missing_preparations(state))
-    if num_missing:
-        yield f"{num_missing} run{'s' * (num_missing > 1)}"
-    if series.benchmark is tree_layout.Benchmark.CHECKPOINTING and state.runs:
-        for what, missing in missing_checkpoints(state, edition).items():
-            if missing:
-                yield f"{missing} {what}"
-    yield from missing_system_files(series)
 
 
 def missing_checkpoints(state: SeriesState, edition: Edition) -> dict[str, int]:

@@ -1,113 +1,308 @@
 """Finish a result directory: add the files that checkers require besides the figures, and publish it.
 
 A run has left its figures in the draft; this adds configuration, logs, provenance and metadata, gives the
-directory its name, and lists it in `submission.yaml`. Invariants: the metadata are written last; the manifest
-lists exactly the directories that are there, and says "unknown" for what they do not state.
+directory its name, and lists it in `submission.yaml`. Metadata state what was requested, on which machines,
+when, and how it ended; a value that is unknown is absent. Provenance names the rules, the program and the
+core configuration; a value that cannot be determined is "unknown", and none is absent. Invariants: metadata
+are written last; the manifest lists exactly the directories that are there.
 """
 
 import errno
+import hashlib
 import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from penstock.errors import StorageError
+from penstock.results import provenance, run_record
 from penstock.results.dlio_files import HydraFacts, write_configuration
-from penstock.results.provenance import redact
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.uri import find_local_paths_at
-from penstock.submission.authoring import run_metadata
-from penstock.submission.authoring.result_dir import Series, publish
+from penstock.submission.authoring.result_dir import ResultDirAddress, Series, publish
 from penstock.submission.code_image import POINTER, UNKNOWN, Program, pointer_text
 from penstock.submission.edition import Edition
 from penstock.submission.find_results import Submitter, find_result_dirs
 from penstock.submission.reports.result_report import plan_tree, report_all, write_files
-from penstock.submission.tree_layout import CONFIG_FOLDER, MANIFEST, METADATA_SUFFIX, PROVENANCE, SEPARATION
+from penstock.submission.tree_layout import (
+    CONFIG_FOLDER,
+    DATAGEN_MANIFEST,
+    MANIFEST,
+    METADATA_SUFFIX,
+    PROVENANCE,
+    REHEARSAL,
+    SEPARATION,
+    Benchmark,
+    SubmissionPhase,
+    log_names,
+    metadata_name,
+)
+from penstock.workload.enums import StorageKind
+from penstock.workload.layered_settings import dotted, flatten
+from penstock.workload.spec import Workload
 
-SCHEMA: Final = "mlps-submission-manifest/1"
+RULES_EDITION: Final = "3.0"
+LAYOUT_VERSION: Final = 3
+_GIB: Final = 2**30
+_RANKS_KEY: Final = {
+    SubmissionPhase.DATASIZE: "max_accelerators",
+    SubmissionPhase.DATAGEN: "num_processes",
+    SubmissionPhase.RUN: "num_accelerators",
+}
+_CORE_KEYS: Final[Mapping[Benchmark, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
+    Benchmark.TRAINING: (
+        "training@1",
+        (
+            "framework", "metric.au", "model.*", "workflow.*", "dataset.format",
+            "dataset.num_samples_per_file", "dataset.record_length*", "reader.data_loader",
+            "reader.batch_size", "reader.file_shuffle", "reader.sample_shuffle", "reader.shuffle_size",
+            "train.epochs", "train.computation_time*", "train.total_training_steps", "checkpoint.*",
+        ),
+        ("checkpoint.checkpoint_folder",),
+    ),
+    Benchmark.CHECKPOINTING: (
+        "checkpointing@1",
+        ("framework", "model.*", "workflow.*", "checkpoint.*"),
+        ("checkpoint.checkpoint_folder", "checkpoint.num_checkpoints_*"),
+    ),
+}  # fmt: skip
+"""The name of a list of keys that define a workload, the list, and exceptions; `a.*` is all keys below a."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunLogs:
-    """What a command prints about one run: the logs in its result directory."""
+class RunFacts:
+    """Everything that a result directory states.
 
-    stdout: str
-    stderr: str = ""
+    `workload` is as it ran, with its locations; `changed` has the keys that were set, by dotted name;
+    `data_path` is the path of the data or of the checkpoints, or their URI in an object store; `data_size`
+    the size that a data set has, or must have; `rehearsed_at` the scale of a rehearsal.
+    """
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramImage:
-    """The program, and the digest of its image in the pool."""
-
-    program: Program
-    digest: str
+    address: ResultDirAddress
+    workload: Workload
+    accelerator: str
+    changed: Mapping[str, Any]
+    data_path: str
+    num_processes: int
+    hosts: Sequence[provenance.HostFacts]
+    command: Sequence[str]
+    ended_at: datetime
+    exit_status: int
+    data_size: Mapping[str, int] | None = None
+    rehearsed_at: Fraction | None = None
 
 
 def write_result_dir(
-    facts: run_metadata.RunFacts,
+    facts: RunFacts,
     *,
-    image: ProgramImage,
+    program: Program,
     now: datetime,
-    logs: RunLogs | None = None,
+    logs: tuple[str, str] | None = None,
     separation: dict[str, Any] | None = None,
 ) -> Path:
-    """Add to the draft of a run what the run itself does not write, and publish it.
+    """Add to the draft of a run the files that the run itself does not write, and publish it.
 
-    Without `logs` nothing ran, as for a data set's size: pointer, provenance and metadata are all there is.
+    `logs` are its standard output and error. Without them nothing ran, as for a data set's size: pointer,
+    provenance and metadata are all there is.
     """
-    address, program, draft = facts.address, image.program, facts.address.draft
+    address, draft = facts.address, facts.address.draft
+    benchmark = address.series.benchmark
     if logs is not None:
         _write_configuration(facts)
-        for name, text in zip(address.log_files, (logs.stdout, logs.stderr), strict=True):
+        for name, text in zip(log_names(benchmark, address.phase), logs, strict=True):
             write_text(draft, name, text)
     if separation is not None:
         write_json(draft, SEPARATION, separation)
-    write_text(draft, POINTER, pointer_text(image.digest))
-    benchmark = address.series.benchmark
-    provenance = run_metadata.build_provenance(
-        facts.workload, benchmark, program=program, digest=image.digest, now=now
-    )
-    write_json(draft, PROVENANCE, provenance)
+    write_text(draft, POINTER, pointer_text(program.digest))
+    write_json(draft, PROVENANCE, build_provenance(facts.workload, benchmark, program=program, now=now))
     # Last: a draft with metadata is one whose run came to its end.
-    write_json(draft, address.metadata_file, run_metadata.build_metadata(facts))
+    write_json(draft, metadata_name(benchmark, address.stamp), build_metadata(facts))
     folder = publish(address)
     write_manifest(address.series, by=f"penstock {program.version}", now=now)
     return folder
 
 
-def _write_configuration(facts: run_metadata.RunFacts) -> None:
-    address = facts.address
-    hydra = HydraFacts(
-        subfolder=CONFIG_FOLDER,
-        workload_name=facts.workload.full_name,
-        overrides=redact(_list_overrides(facts)),
-        working_folder=str(Path.cwd()),
-        run_folder=str(address.folder),
-    )
-    write_configuration(address.draft, facts.workload, hydra)
-
-
-def _list_overrides(facts: run_metadata.RunFacts) -> Sequence[str]:
-    """The stages and the changes, as DLIO spells overrides."""
+def _write_configuration(facts: RunFacts) -> None:
     stages = facts.workload.workflow
     own = {
         "workflow.generate_data": stages.generate_data,
         "workflow.train": stages.train,
         "workflow.checkpoint": stages.checkpoint,
     }
-    return tuple(f"++workload.{key}={value}" for key, value in {**own, **facts.changed}.items())
+    hydra = HydraFacts(
+        subfolder=CONFIG_FOLDER,
+        workload_name=facts.workload.full_name,
+        overrides=provenance.redact(
+            [f"++workload.{key}={value}" for key, value in {**own, **facts.changed}.items()]
+        ),
+        working_folder=str(Path.cwd()),
+        run_folder=str(facts.address.folder),
+    )
+    write_configuration(facts.address.draft, facts.workload, hydra)
+
+
+def build_metadata(facts: RunFacts) -> dict[str, Any]:
+    """The content of the metadata file."""
+    address, series = facts.address, facts.address.series
+    memory_bytes = sum(host.memory_bytes for host in facts.hosts)
+    document: dict[str, Any] = {
+        "benchmark_type": series.benchmark.value,
+        "model": series.model,
+        "command": address.phase.value,
+        "run_datetime": address.stamp,
+        "num_processes": facts.num_processes,
+        "accelerator": facts.accelerator,
+        "result_dir": str(address.folder),
+        "verification": series.division.value.upper(),
+        "parameters": run_record.workload_values(facts.workload),
+        "override_parameters": {key: str(value) for key, value in facts.changed.items()},
+        "args": _args(facts),
+        "system_info": {
+            "total_memory_bytes": memory_bytes,
+            "total_cores": sum(host.num_cores for host in facts.hosts),
+        },
+        "cluster_information": {
+            "num_hosts": len(facts.hosts),
+            "total_memory_bytes": memory_bytes,
+            "hosts": [
+                {"hostname": host.host, "memory_bytes": host.memory_bytes, "cpu_cores": host.num_cores}
+                for host in facts.hosts
+            ],
+        },
+        "executed_command": " ".join(provenance.redact(facts.command)),
+        "runtime": (facts.ended_at - address.started_at).total_seconds(),
+        "exit_status": facts.exit_status,
+        "invocation_start_time": address.started_at.isoformat(),
+        "invocation_end_time": facts.ended_at.isoformat(),
+        "provenance_file": PROVENANCE,
+    }
+    if facts.rehearsed_at is not None:
+        document[REHEARSAL] = {"scale": float(facts.rehearsed_at)}
+    if facts.data_size is not None:
+        document["dataset"] = dict(facts.data_size)
+    if (address.draft / DATAGEN_MANIFEST).exists():
+        document["datagen_manifest_file"] = DATAGEN_MANIFEST
+    return document
+
+
+def _args(facts: RunFacts) -> dict[str, Any]:
+    """The arguments that the benchmark's own tool would have had."""
+    series = facts.address.series
+    args: dict[str, Any] = {
+        "mode": series.division.value,
+        "benchmark": series.benchmark.value,
+        "command": facts.address.phase.value,
+        "model": series.model,
+        "systemname": series.system,
+        "results_dir": str(series.tree.root),
+        "hosts": [host.host for host in facts.hosts],
+        "num_client_hosts": len(facts.hosts),
+        "client_host_memory_in_gb": min(host.memory_bytes for host in facts.hosts) / _GIB,
+        "exec_type": "mpi",
+    }
+    if facts.accelerator:
+        args["accelerator_type"] = facts.accelerator
+    if series.benchmark is Benchmark.CHECKPOINTING:
+        checkpoint = facts.workload.checkpoint
+        return args | {
+            "checkpoint_folder": facts.data_path,
+            "num_processes": facts.num_processes,
+            "num_checkpoints_write": checkpoint.num_checkpoints_write,
+            "num_checkpoints_read": checkpoint.num_checkpoints_read,
+            "checkpoint_subset": checkpoint.mode.value == "subset",
+        }
+    return args | {"data_dir": facts.data_path, _RANKS_KEY[facts.address.phase]: facts.num_processes}
+
+
+def core_parameters(benchmark: Benchmark, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that define a workload, by dotted key."""
+    _, included, excluded = _CORE_KEYS[benchmark]
+
+    def is_one_of(key: str, entries: tuple[str, ...]) -> bool:
+        return any(key.startswith(entry[:-1]) if entry.endswith("*") else key == entry for entry in entries)
+
+    flat = {dotted(path): value for path, value in flatten(parameters)}
+    return {
+        key: value
+        for key, value in sorted(flat.items())
+        if is_one_of(key, included) and not is_one_of(key, excluded)
+    }
+
+
+def core_config_digest(values: Mapping[str, Any]) -> str:
+    """16 digits of the SHA-256 of the values as JSON; 7, 7.0 and "7" are the same."""
+    plain = {key: _plain(value) for key, value in values.items()}
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """One spelling for each number and truth value, whether it was written as text or not."""
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, str):
+        value = value.strip()
+        if value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def build_provenance(
+    workload: Workload, benchmark: Benchmark, *, program: Program, now: datetime
+) -> dict[str, Any]:
+    """The content of `provenance.json`."""
+    values = core_parameters(benchmark, run_record.workload_values(workload))
+    library = {"name": "none"}
+    if workload.storage.storage_type is StorageKind.S3:
+        name = workload.storage.storage_library.value if workload.storage.storage_library else "obstore"
+        library = {"name": name, "version": provenance.package_versions((name,)).get(name, UNKNOWN)}
+    return {
+        "schema": "mlps-run-provenance/1",
+        "rules_edition": RULES_EDITION,
+        "layout_version": LAYOUT_VERSION,
+        "tool": {
+            "name": "penstock",
+            "version": program.version,
+            "git_sha": program.commit,
+            "code_image": pointer_text(program.digest).strip(),
+        },
+        "dlio": {"version": UNKNOWN, "source": UNKNOWN, "commit": UNKNOWN},
+        "storage_library": library,
+        "core_config": {
+            "algorithm": "core-config-v1",
+            "allowlist": _CORE_KEYS[benchmark][0],
+            "hash": core_config_digest(values),
+            "keys": list(values),
+        },
+        "stamped_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+        "stamped_by": f"penstock {program.version}",
+        "provenance": {
+            "rules_edition": "tool-constant",
+            "layout_version": "tool-constant",
+            "tool": "runtime",
+            "dlio": "n/a",
+            "storage_library": "n/a" if library["name"] == "none" else "package-metadata",
+            "core_config": "runtime",
+        },
+        "notes": "made by Penstock, which takes DLIO's workloads without running DLIO",
+    }
 
 
 def write_report(series: Series, edition: Edition) -> None:
     """Write `results.json` and `results.csv` of the series' result, with figures recomputed from its runs."""
     folder = (series.tree.root / series.folder).resolve()
-    # The report states the verdict, and a rule requires the report: only the second pass sees its own file.
+    # The report states the verdict, and a rule requires the report: only the second pass reads its own file.
     for _ in range(2):
         reports = [
             report for report in report_all(series.tree.root, edition) if folder in report.path.parents
@@ -121,59 +316,51 @@ def write_manifest(series: Series, *, by: str, now: datetime) -> None:
     tree = series.tree
     folder = tree.root / series.submitter
     submitter = Submitter(organisation=tree.organisation, division=series.division, folder=folder)
-    runs = [_describe_run(result_dir, folder) for result_dir in find_result_dirs(submitter)]
+    runs, versions, images = [], set(), set()
+    for result_dir in find_result_dirs(submitter):
+        metadata_files = sorted(result_dir.glob(f"*{METADATA_SUFFIX}"))
+        metadata = _read_mapping(metadata_files[0]) if metadata_files else {}
+        stated = _read_mapping(result_dir / PROVENANCE)
+        tool, relative = stated.get("tool", {}), result_dir.relative_to(folder).as_posix()
+        versions.add(tool.get("version", UNKNOWN))
+        images.add(tool.get("code_image", UNKNOWN))
+        runs.append(
+            {
+                "leaf": relative,
+                "benchmark": metadata.get("benchmark_type", UNKNOWN),
+                "model": metadata.get("model", UNKNOWN),
+                "command": metadata.get("command", UNKNOWN),
+                "accelerator": metadata.get("accelerator") or UNKNOWN,
+                "system": result_dir.relative_to(folder).parts[1],
+                "rules_edition": stated.get("rules_edition", UNKNOWN),
+                "core_config": stated.get("core_config", {}).get("hash", UNKNOWN),
+                "code_image": tool.get("code_image", UNKNOWN),
+                "provenance": f"{relative}/{PROVENANCE}" if stated else UNKNOWN,
+            }
+        )
     document = {
-        "schema": SCHEMA,
+        "schema": "mlps-submission-manifest/1",
         "org": tree.organisation,
         "division": series.division.value,
-        "rules_edition": run_metadata.RULES_EDITION,
-        "layout_version": run_metadata.LAYOUT_VERSION,
+        "rules_edition": RULES_EDITION,
+        "layout_version": LAYOUT_VERSION,
         "generated_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
         "generated_by": by,
-        "tool_versions": _list_known(run["tool_version"] for run in runs),
+        "tool_versions": sorted(versions - {UNKNOWN}),
         "dlio_commits": [],
-        "systems": _systems(folder),
-        "runs": [{key: value for key, value in run.items() if key != "tool_version"} for run in runs],
-        "code_images": _list_known(run["code_image"] for run in runs),
+        "systems": [
+            {
+                "name": path.stem,
+                "description": f"systems/{path.name}",
+                "pdf": f"systems/{path.stem}.pdf" if path.with_suffix(".pdf").is_file() else "missing",
+            }
+            for path in sorted((folder / "systems").glob("*.yaml"))
+        ],
+        "runs": runs,
+        "code_images": sorted(images - {UNKNOWN}),
         "provenance": {"rules_edition": "tool-constant", "runs": "walked"},
     }
     write_text(folder, MANIFEST, yaml.safe_dump(document, sort_keys=False))
-
-
-def _describe_run(result_dir: Path, folder: Path) -> dict[str, Any]:
-    metadata_files = sorted(result_dir.glob(f"*{METADATA_SUFFIX}"))
-    metadata = _read_mapping(metadata_files[0]) if metadata_files else {}
-    provenance = _read_mapping(result_dir / PROVENANCE)
-    tool, core = provenance.get("tool", {}), provenance.get("core_config", {})
-    relative = result_dir.relative_to(folder).as_posix()
-    return {
-        "leaf": relative,
-        "benchmark": metadata.get("benchmark_type", UNKNOWN),
-        "model": metadata.get("model", UNKNOWN),
-        "command": metadata.get("command", UNKNOWN),
-        "accelerator": metadata.get("accelerator") or UNKNOWN,
-        "system": result_dir.relative_to(folder).parts[1],
-        "rules_edition": provenance.get("rules_edition", UNKNOWN),
-        "core_config": core.get("hash", UNKNOWN),
-        "code_image": tool.get("code_image", UNKNOWN),
-        "provenance": f"{relative}/{PROVENANCE}" if provenance else UNKNOWN,
-        "tool_version": tool.get("version", UNKNOWN),
-    }
-
-
-def _systems(folder: Path) -> list[dict[str, str]]:
-    return [
-        {
-            "name": path.stem,
-            "description": f"systems/{path.name}",
-            "pdf": f"systems/{path.stem}.pdf" if path.with_suffix(".pdf").is_file() else "missing",
-        }
-        for path in sorted((folder / "systems").glob("*.yaml"))
-    ]
-
-
-def _list_known(values: Any) -> list[str]:
-    return sorted({value for value in values if value != UNKNOWN})
 
 
 def _read_mapping(path: Path) -> Mapping[str, Any]:

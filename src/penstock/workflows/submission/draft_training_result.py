@@ -28,7 +28,6 @@ from penstock.storage import Storage
 from penstock.storage.protocol import read_object, write_object
 from penstock.submission.authoring import run_sequence, write_result_dir
 from penstock.submission.authoring.result_dir import ResultDirAddress, set_aside
-from penstock.submission.authoring.run_metadata import DatasetSize
 from penstock.submission.authoring.run_sequence import RequestedResult, RunSequence
 from penstock.submission.edition import Edition
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, SubmissionPhase
@@ -142,7 +141,7 @@ def _plan_next(
             target = set_aside(writer.series.tree, run.folder)
             observer.note(f"{run.folder.name} was set aside: {reason}. It is in {target}")
         if sequence.excluded:
-            by = f"penstock {writer.image.program.version}"
+            by = f"penstock {writer.program.version}"
             write_result_dir.write_manifest(writer.series, by=by, now=writer.clock())
     planned = comm.broadcast(sequence, awaiting="rank 0 to plan what is left to do")
     assert planned is not None
@@ -266,7 +265,7 @@ def add_datagen(
                 workload,
                 num_processes=comm.size,
                 hosts=plan.hosts,
-                logs=write_result_dir.RunLogs(stdout="\n".join(lines) + "\n"),
+                logs=("\n".join(lines) + "\n", ""),
                 data_size=_dataset_size(workload),
             )
         return share_folder(folder, comm)
@@ -294,13 +293,13 @@ def add_run(
         )
 
 
-def _dataset_size(workload: Workload) -> DatasetSize:
+def _dataset_size(workload: Workload) -> dict[str, int]:
     dataset = workload.dataset
-    return DatasetSize(
-        num_files_train=dataset.num_files_train,
-        num_subfolders_train=dataset.num_subfolders_train,
-        total_disk_bytes=expected_bytes(dataset),
-    )
+    return {
+        "num_files_train": dataset.num_files_train,
+        "num_subfolders_train": dataset.num_subfolders_train,
+        "total_disk_bytes": expected_bytes(dataset),
+    }
 
 
 def _datagen_manifest(workload: Workload, address: ResultDirAddress, writer: ResultWriter) -> dict[str, Any]:
@@ -313,7 +312,7 @@ def _datagen_manifest(workload: Workload, address: ResultDirAddress, writer: Res
         "num_samples_per_file": dataset.num_samples_per_file,
         "record_length_bytes": float(dataset.record_length_bytes),
         "created_at": f"{writer.clock():%Y-%m-%dT%H:%M:%SZ}",
-        "mlpstorage_version": f"penstock {writer.image.program.version}",
+        "mlpstorage_version": f"penstock {writer.program.version}",
         "source_datagen_result_dir": str(address.folder),
     }
 

@@ -26,13 +26,11 @@ from penstock.errors import DataDamaged
 from penstock.progress import RunProgress
 from penstock.results import provenance, run_record
 from penstock.submission.authoring import result_dir, write_result_dir
-from penstock.submission.authoring.attempt import RecordedAttempt
-from penstock.submission.authoring.run_metadata import RunFacts
 from penstock.submission.authoring.tree_owner import OwnedTree
-from penstock.submission.authoring.write_result_dir import ProgramImage, RunLogs
+from penstock.submission.authoring.write_result_dir import RunFacts
 from penstock.submission.code_image import UNKNOWN, Program, capture
 from penstock.submission.edition import Edition
-from penstock.submission.tree_layout import DATAGEN_MANIFEST, SubmissionPhase
+from penstock.submission.tree_layout import SubmissionPhase
 from penstock.workload.spec import Workload
 
 Clock = Callable[[], datetime]
@@ -46,7 +44,7 @@ class RunObserver(Generic[AnyResult]):
 
     progress: RunProgress
     note: Callable[[str], None]
-    format_logs: Callable[[AnyResult], RunLogs]
+    format_logs: Callable[[AnyResult], tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,7 @@ class ResultWriter:
     """
 
     series: result_dir.Series
-    image: ProgramImage
+    program: Program
     data_path: str
     changed: Mapping[str, Any]
     command: Sequence[str]
@@ -70,7 +68,7 @@ class ResultWriter:
     def attempt(self, phase: SubmissionPhase, comm: Comm) -> Iterator[result_dir.ResultDirAddress]:
         """Reserve the next result directory, the same on all ranks, and record a failure. Collective."""
         address = result_dir.reserve_address(self.series, phase, now=self.clock()) if comm.rank == 0 else None
-        with RecordedAttempt(address) if address else nullcontext():
+        with result_dir.RecordedAttempt(address) if address else nullcontext():
             reserved = comm.broadcast(address, awaiting="rank 0 to reserve the next result directory")
             assert reserved is not None
             yield reserved
@@ -94,7 +92,7 @@ class ResultWriter:
         *,
         num_processes: int,
         hosts: Sequence[provenance.HostFacts],
-        logs: RunLogs | None = None,
+        logs: tuple[str, str] | None = None,
         separation: dict[str, Any] | None = None,
         **optional: Any,
     ) -> Path:
@@ -113,11 +111,10 @@ class ResultWriter:
             ended_at=self.clock(),
             exit_status=0,
             rehearsed_at=self.rehearsed_at,
-            has_datagen_manifest=(address.draft / DATAGEN_MANIFEST).exists(),
             **{"accelerator": workload.accelerator, **optional},
         )
         return write_result_dir.write_result_dir(
-            facts, image=self.image, now=self.clock(), logs=logs, separation=separation
+            facts, program=self.program, now=self.clock(), logs=logs, separation=separation
         )
 
     def publish_run(
@@ -125,7 +122,7 @@ class ResultWriter:
         address: result_dir.ResultDirAddress,
         workload: Workload,
         result: AnyResult,
-        format_logs: Callable[[AnyResult], RunLogs],
+        format_logs: Callable[[AnyResult], tuple[str, str]],
         *,
         comm: Comm,
         separation: dict[str, Any] | None,
@@ -147,7 +144,7 @@ class ResultWriter:
 
     def complete(self, edition: Edition) -> None:
         """Write the manifest, which an interruption may have left behind, and the report. Rank 0 only."""
-        by = f"penstock {self.image.program.version}"
+        by = f"penstock {self.program.version}"
         write_result_dir.write_manifest(self.series, by=by, now=self.clock())
         write_result_dir.write_report(self.series, edition)
 
@@ -159,15 +156,15 @@ def share_folder(folder: Path | None, comm: Comm) -> Path:
     return published
 
 
-def capture_image(tree: OwnedTree, *, comm: Comm, clock: Clock) -> ProgramImage:
+def capture_image(tree: OwnedTree, *, comm: Comm, clock: Clock) -> Program:
     """Put the image of the running package into the tree's pool; the same on all ranks. Collective."""
-    image = None
+    captured = None
     if comm.rank == 0:
         folder = Path(package_file).parent
         state = provenance.git_state(folder)
         program = Program(folder=folder, version=__version__, commit=state.commit if state else UNKNOWN)
-        image = ProgramImage(program=program, digest=capture(program, tree.root, now=clock()))
-    pooled = comm.broadcast(image, awaiting="rank 0 to capture the image of the program")
+        captured = replace(program, digest=capture(program, tree.root, now=clock()))
+    pooled = comm.broadcast(captured, awaiting="rank 0 to capture the image of the program")
     assert pooled is not None
     return pooled
 

@@ -18,10 +18,9 @@ from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.results.provenance import HostFacts
 from penstock.storage import open_storage
-from penstock.submission.authoring.data_location import locate_data
+from penstock.submission.authoring.preflight import locate_data
 from penstock.submission.authoring.result_dir import Series
 from penstock.submission.authoring.tree_owner import claim_tree
-from penstock.submission.authoring.write_result_dir import ProgramImage, RunLogs
 from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
@@ -153,7 +152,7 @@ class SmallResult:
                 benchmark=Benchmark.TRAINING,
                 model="unet3d",
             ),
-            image=ProgramImage(program=self.program, digest=capture(self.program, self.root, now=BEGAN)),
+            program=replace(self.program, digest=capture(self.program, self.root, now=BEGAN)),
             data_path=located.data_path,
             changed={**scaled, **located.changes},
             command=("penstock", "submission", "run", "training", "unet3d"),
@@ -239,6 +238,6 @@ class SmallResult:
         return self
 
 
-def format_logs(result: TrainingResult) -> RunLogs:
+def format_logs(result: TrainingResult) -> tuple[str, str]:
     """What a command would have printed."""
-    return RunLogs(stdout=f"{result.results_dir}\n", stderr="a remark\n")
+    return f"{result.results_dir}\n", "a remark\n"

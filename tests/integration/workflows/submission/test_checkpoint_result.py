@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from functools import partial
@@ -18,11 +19,10 @@ from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.storage import open_storage
-from penstock.submission.authoring.data_location import locate_checkpoints
+from penstock.submission.authoring.preflight import locate_checkpoints
 from penstock.submission.authoring.result_dir import Series
 from penstock.submission.authoring.run_sequence import list_progress
 from penstock.submission.authoring.tree_owner import claim_tree
-from penstock.submission.authoring.write_result_dir import ProgramImage, RunLogs
 from penstock.submission.check import check
 from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
@@ -66,7 +66,7 @@ def published_dir(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path
             benchmark=Benchmark.CHECKPOINTING,
             model="llama3-8b",
         ),
-        image=ProgramImage(program=program, digest=capture(program, root, now=began)),
+        program=replace(program, digest=capture(program, root, now=began)),
         data_path=located.data_path,
         changed=located.changes,
         command=("penstock", "submission", "run", "checkpointing", "llama3-8b"),
@@ -81,7 +81,7 @@ def published_dir(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path
         facts_of=small_host,
     )
     observer: RunObserver[CheckpointResult] = RunObserver(
-        progress=Silent(), note=print, format_logs=lambda result: RunLogs(stdout=f"{result.results_dir}\n")
+        progress=Silent(), note=print, format_logs=lambda result: (f"{result.results_dir}\n", "")
     )
 
     def rank(comm: Comm) -> str:

@@ -11,8 +11,13 @@ import pytest
 
 from penstock.errors import OutOfSpace
 from penstock.results.provenance import identify_this_process
-from penstock.submission.authoring.attempt import RecordedAttempt, read_attempt
-from penstock.submission.authoring.result_dir import ResultDirAddress, Series, reserve_address
+from penstock.submission.authoring.result_dir import (
+    RecordedAttempt,
+    ResultDirAddress,
+    Series,
+    read_attempt,
+    reserve_address,
+)
 from penstock.submission.authoring.tree_owner import claim_tree
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 from penstock.workload.mlperf_divisions import SubmissionDivision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
@@ -12,8 +12,6 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.submission.authoring.preflight import (
-    CheckpointPreflight,
-    TrainingPreflight,
     checkpoint_breaches,
     require_none,
     training_breaches,
@@ -22,12 +20,12 @@ from penstock.submission.authoring.result_dir import Series
 from penstock.submission.authoring.tree_owner import claim_tree
 from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark
-from penstock.workload.mlperf_divisions import SubmissionDivision
+from penstock.workload.mlperf_divisions import Breach, SubmissionDivision
 
 V3 = load_edition("v3.0")
 
 
-def make_request(root: Path, model: str = "unet3d", **changes: Any) -> TrainingPreflight:
+def breaches(root: Path, model: str = "unet3d", **changes: Any) -> Iterator[Breach]:
     series = Series(
         tree=claim_tree(root, "acme", now=datetime(2026, 7, 1, tzinfo=UTC), by="tests"),
         division=SubmissionDivision.CLOSED,
@@ -35,10 +33,13 @@ def make_request(root: Path, model: str = "unet3d", **changes: Any) -> TrainingP
         benchmark=Benchmark.TRAINING,
         model=model,
     )
-    request = TrainingPreflight(
-        series=series, accelerator="b200", num_accelerators=4, num_hosts=2, data="/mnt/data"
-    )
-    return replace(request, **changes)
+    asked: dict[str, Any] = {
+        "accelerator": "b200",
+        "num_accelerators": 4,
+        "num_hosts": 2,
+        "data": "/mnt/data",
+    } | changes
+    return training_breaches(V3, series, **asked)
 
 
 @pytest.mark.parametrize(
@@ -60,38 +61,36 @@ def make_request(root: Path, model: str = "unet3d", **changes: Any) -> TrainingP
 def test_breaches_of_training_are_named_with_their_rules(
     tmp_path: Path, model: str, changes: dict[str, Any], expected: list[str]
 ) -> None:
-    request = make_request(tmp_path / "tree", model, **changes)
-    assert [str(breach) for breach in training_breaches(V3, request)] == expected
+    assert [str(breach) for breach in breaches(tmp_path / "tree", model, **changes)] == expected
 
 
 @pytest.mark.parametrize("inside", ["", "closed/data"])
 def test_data_in_the_tree_of_results_is_refused(tmp_path: Path, inside: str) -> None:
     data = tmp_path / "tree" / inside
     with pytest.raises(UsageError, match=r"must be outside of the submission's tree \(rule 3.4.1\)"):
-        require_none(training_breaches(V3, make_request(tmp_path / "tree", data=f"direct://{data}")), "v3.0")
+        require_none(breaches(tmp_path / "tree", data=f"direct://{data}"), "v3.0")
 
 
 def test_hidden_part_of_a_tree_may_hold_data(tmp_path: Path) -> None:
     data = str(tmp_path / "tree" / ".mlps" / "storage")
-    assert not list(training_breaches(V3, make_request(tmp_path / "tree", data=data)))
+    assert not list(breaches(tmp_path / "tree", data=data))
 
 
-ASKED = CheckpointPreflight(
-    model="llama3-8b",
-    accelerator="b200",
-    num_processes=8,
-    num_writes=10,
-    num_reads=10,
-    is_subset=False,
-    scale=Fraction(1),
-    changed=("checkpoint.checkpoint_folder",),
-    size_gib=104.7,
-)
+ASKED: dict[str, Any] = {
+    "model": "llama3-8b",
+    "accelerator": "b200",
+    "num_processes": 8,
+    "num_writes": 10,
+    "num_reads": 10,
+    "is_subset": False,
+    "scale": Fraction(1),
+    "changed": ("checkpoint.checkpoint_folder",),
+    "size_gib": 104.7,
+}
 
 
 def checkpoint_rules_broken(division: SubmissionDivision, **changes: Any) -> list[str]:
-    asked = replace(ASKED, **changes)
-    return [breach.rule for breach in checkpoint_breaches(V3, division, asked)]
+    return [breach.rule for breach in checkpoint_breaches(V3, division, **ASKED | changes)]
 
 
 @pytest.mark.parametrize("division", list(SubmissionDivision))
@@ -129,6 +128,6 @@ def test_breach_of_checkpointing_names_its_rule(
 
 
 def test_all_breaches_are_reported_together() -> None:
-    asked = replace(ASKED, num_processes=4, num_writes=1)
+    asked = ASKED | {"num_processes": 4, "num_writes": 1}
     with pytest.raises(UsageError, match=r"1 writes .*4\.7\.1.*4 ranks are not 8 \(rule 4\.6\.1\)"):
-        require_none(checkpoint_breaches(V3, SubmissionDivision.CLOSED, asked), "--closed")
+        require_none(checkpoint_breaches(V3, SubmissionDivision.CLOSED, **asked), "--closed")

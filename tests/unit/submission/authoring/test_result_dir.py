@@ -13,12 +13,10 @@ from penstock.results.active_run import ActiveRun
 from penstock.results.provenance import HostFacts
 from penstock.results.run_record import RunRequest
 from penstock.submission.authoring.result_dir import Series, list_drafts, reserve_address, set_aside
-from penstock.submission.authoring.run_metadata import DatasetSize, RunFacts
 from penstock.submission.authoring.run_sequence import list_progress, missing_system_files, read_series_state
 from penstock.submission.authoring.tree_owner import OwnedTree, claim_tree
 from penstock.submission.authoring.write_result_dir import (
-    ProgramImage,
-    RunLogs,
+    RunFacts,
     probe_fs_separation,
     write_manifest,
     write_result_dir,
@@ -34,8 +32,8 @@ from penstock.workload.spec import Workload
 STARTED = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
 DIGEST = "0123456789abcdef" * 2
-IMAGE = ProgramImage(program=Program(folder=Path("/program"), version="1.2"), digest=DIGEST)
-LOGS = RunLogs(stdout="out\n", stderr="err\n")
+PROGRAM = Program(folder=Path("/program"), version="1.2", digest=DIGEST)
+LOGS = ("out\n", "err\n")
 HOST = HostFacts(host="a", kernel="", machine="", num_cores=8, memory_bytes=1 << 30, cpuinfo={}, meminfo={})
 PROVENANCE_FILES = {".mlps-code-image", "provenance.json"}
 
@@ -62,7 +60,7 @@ def publish(
     *,
     minute: float = 0,
     phase: SubmissionPhase = SubmissionPhase.RUN,
-    logs: RunLogs | None = None,
+    logs: tuple[str, str] | None = None,
     separation: dict[str, Any] | None = None,
     exit_status: int = 0,
 ) -> Path:
@@ -78,10 +76,10 @@ def publish(
         command=("penstock",),
         ended_at=started_at + 18 * MINUTE,
         exit_status=exit_status,
-        data_size=DatasetSize(num_files_train=7000, num_subfolders_train=0, total_disk_bytes=10**12),
+        data_size={"num_files_train": 7000, "num_subfolders_train": 0, "total_disk_bytes": 10**12},
     )
     return write_result_dir(
-        facts, image=IMAGE, now=started_at + 18 * MINUTE, logs=logs, separation=separation
+        facts, program=PROGRAM, now=started_at + 18 * MINUTE, logs=logs, separation=separation
     )
 
 
@@ -153,7 +151,6 @@ def test_checkpointing_has_no_folders_of_phases(tree: OwnedTree) -> None:
     series = make_series(tree, Benchmark.CHECKPOINTING, "llama3-8b")
     address = reserve_address(series, SubmissionPhase.RUN, now=STARTED)
     assert address.folder.parent == tree.root / "closed/acme/results/fast/checkpointing/llama3-8b"
-    assert address.metadata_file == "checkpointing_20260701_100000_metadata.json"
     assert list_drafts(series) == [address.draft]
     assert list_drafts(make_series(tree)) == []
 

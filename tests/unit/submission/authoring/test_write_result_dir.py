@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 
 from penstock.results.provenance import HostFacts
-from penstock.submission.authoring.data_location import locate_checkpoints, locate_data
+from penstock.submission.authoring.preflight import locate_checkpoints, locate_data
 from penstock.submission.authoring.result_dir import ResultDirAddress, Series
-from penstock.submission.authoring.run_metadata import (
-    CORE_KEYS,
-    DatasetSize,
+from penstock.submission.authoring.tree_owner import OwnedTree
+from penstock.submission.authoring.write_result_dir import (
     RunFacts,
     build_metadata,
     build_provenance,
     core_config_digest,
+    core_parameters,
 )
-from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.code_image import Program
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 from penstock.workload.load_workload import load
@@ -56,7 +55,7 @@ def facts(phase: SubmissionPhase = SubmissionPhase.RUN) -> RunFacts:
         command=("penstock", "--secret-token", "hush"),
         ended_at=BEGAN + timedelta(minutes=18),
         exit_status=0,
-        data_size=DatasetSize(num_files_train=7200, num_subfolders_train=0, total_disk_bytes=10**12),
+        data_size={"num_files_train": 7200, "num_subfolders_train": 0, "total_disk_bytes": 10**12},
     )
 
 
@@ -83,8 +82,8 @@ def test_each_phase_counts_its_processes_under_its_own_name(phase: SubmissionPha
 
 
 def stamped(asked: Workload) -> str:
-    program = Program(folder=Path("/"), version="1.0")
-    found = build_provenance(asked, Benchmark.TRAINING, program=program, digest="0" * 32, now=BEGAN)
+    program = Program(folder=Path("/"), version="1.0", digest="0" * 32)
+    found = build_provenance(asked, Benchmark.TRAINING, program=program, now=BEGAN)
     assert found["core_config"]["allowlist"] == "training@1"
     text: str = found["core_config"]["hash"]
     return text
@@ -119,7 +118,7 @@ def test_one_number_has_one_spelling_in_the_core() -> None:
 
 def test_the_folder_of_checkpoints_and_their_number_are_no_part_of_the_core() -> None:
     parameters = {"checkpoint": {"checkpoint_folder": "/x", "num_checkpoints_write": 10, "fsync": True}}
-    assert CORE_KEYS[Benchmark.CHECKPOINTING].of(parameters) == {"checkpoint.fsync": True}
+    assert core_parameters(Benchmark.CHECKPOINTING, parameters) == {"checkpoint.fsync": True}
 
 
 @pytest.mark.parametrize(
@@ -155,10 +154,8 @@ def test_checkpoints_have_a_place_of_their_own() -> None:
 def test_provenance_names_the_library_of_object_storage(
     settings: tuple[str, ...], name: str, source: str
 ) -> None:
-    program = Program(folder=Path("/program"), version="1.0")
-    document = build_provenance(
-        workload(*settings), Benchmark.TRAINING, program=program, digest="0" * 32, now=BEGAN
-    )
+    program = Program(folder=Path("/program"), version="1.0", digest="0" * 32)
+    document = build_provenance(workload(*settings), Benchmark.TRAINING, program=program, now=BEGAN)
     assert document["storage_library"]["name"] == name
     assert ("version" in document["storage_library"]) is (name != "none")
     assert document["provenance"]["storage_library"] == source
