@@ -35,6 +35,7 @@ from penstock.bench.probe.probe_plan import ProbeStep
 from penstock.bench.probe.probe_run import measure as measure_step
 from penstock.cluster.comm import SoloComm
 from penstock.errors import Unavailable
+from penstock.kvcache.block_trace import generate_trace
 from penstock.kvcache.cache_run import CacheRequest, measure_plan
 from penstock.kvcache.compare_runs import compare_cache_runs
 from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome
@@ -44,7 +45,6 @@ from penstock.kvcache.lru_simulation import find_reuse
 from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
 from penstock.kvcache.models import MODELS
 from penstock.kvcache.read_traces import read_trace
-from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
 from penstock.storage.capabilities import defer_sync
@@ -82,7 +82,7 @@ def execute(storage: Storage, operations: Any, **settings: Any) -> IoEngine:
 
 def small_plan() -> IoPlan:
     """A few hundred requests with small entries."""
-    trace = generate_trace(GeneratorSettings(requests=150, most_input_tokens=20_000))
+    trace = generate_trace(requests=150, most_input_tokens=20_000)
     return plan_blocks(
         trace,
         MODELS["llama3.1-8b"],
@@ -148,7 +148,7 @@ REPEATED = {
 
 def repeat(arguments: argparse.Namespace) -> None:
     """How far two runs of one seed are apart in each figure, on a storage that is as fast each time."""
-    trace = generate_trace(GeneratorSettings(requests=1000, most_input_tokens=20_000))
+    trace = generate_trace(requests=1000, most_input_tokens=20_000)
     plan = plan_blocks(
         trace,
         MODELS["llama3.1-8b"],
@@ -313,7 +313,7 @@ def devices(arguments: argparse.Namespace) -> None:
 def _device_plan() -> IoPlan:
     """Entries of 1 MiB, beside which headers and footers are small."""
     return plan_blocks(
-        generate_trace(GeneratorSettings(requests=40, most_input_tokens=16_000)),
+        generate_trace(requests=40, most_input_tokens=16_000),
         MODELS["llama3.1-8b"],
         tiers=TierSizes(storage=400),
         layout=ObjectLayout(scale=Fraction(1, 32)),
@@ -406,7 +406,7 @@ def kills(arguments: argparse.Namespace) -> None:
     execute(open_storage("mem://warm", {}), rows((Op.WRITE, 0), (Op.READ, 0), size=MIB))
     random = np.random.Generator(np.random.PCG64(1))
     plan = plan_blocks(
-        generate_trace(GeneratorSettings(requests=400, most_input_tokens=20_000)),
+        generate_trace(requests=400, most_input_tokens=20_000),
         MODELS["llama3.1-8b"],
         tiers=TierSizes(storage=60),
         layout=ObjectLayout(scale=Fraction(1, 32)),

@@ -172,9 +172,9 @@ def _print_ceilings() -> None:
         storage = MemoryStorage()
         write_manifest(storage, DatasetRecipe(dataset=files, seed=1, reduction=IRREDUCIBLE), complete=True)
         options = NativeOptions(threads=WORKERS)
-        found = measure_harness_limit(
+        found, *_ = measure_harness_limit(
             workload, _prepared(workload, storage), storage, options=options, comm=COMM, progress=Silent()
-        ).limit
+        )
         assert found is not None
         print(
             f"  ceiling of {name}: AU {found.au_compat_percent:.2f} %, strictly "

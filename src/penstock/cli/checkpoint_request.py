@@ -28,7 +28,6 @@ from penstock.cluster.comm import Comm
 from penstock.cluster.gates.gate_model import PreflightRequest
 from penstock.environment import process_environment, untraced
 from penstock.storage import open_storage
-from penstock.storage.uri import has_option
 from penstock.submission.authoring import preflight
 from penstock.submission.authoring.preflight import locate_checkpoints
 from penstock.submission.tree_layout import Benchmark
@@ -266,12 +265,9 @@ def _opener(
     request: CheckpointRequest, uri: str, storage_options: Mapping[str, str], comm: Comm
 ) -> OpenStorage:
     """A function that opens the storage for checkpoints, as durable as the request says."""
+    from penstock.bench.training.training_checkpoints import durability_options
+
     durable = durability_options(uri, fsync=request.model.workload.checkpoint.fsync)
     return partial(
         open_storage, uri, request.environment, options={**durable, **storage_options}, rank=comm.rank
     )
-
-
-def durability_options(uri: str, *, fsync: bool) -> Mapping[str, str]:
-    """The storage option that `fsync` sets; object services have none, as their writes are always durable."""
-    return {"fsync": str(fsync).lower()} if has_option(uri, "fsync") else {}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock import __version__
-from penstock.cli import app, dlio_storage, training_request
+from penstock.cli import app, dlio_storage
 from penstock.cli.terminal import Terminal
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment, process_environment
@@ -99,6 +99,8 @@ def _run_as_rank(words: Sequence[str]) -> None:
 
 def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> _Stages:
     """Parse and check everything that is requested, before anything is done."""
+    from penstock.bench.loader import loader_options
+    from penstock.bench.training.training_run import list_unsupported
     from penstock.workload.load_workload import load
 
     arguments = parse_dlio_words(words)
@@ -112,10 +114,10 @@ def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> 
         open_storage, location.uri, location.environment, options=location.options, rank=comm.rank
     )
     remarks = list_unused_stages(workload)
-    loader = training_request.loader_options("native", workload, None)
+    loader = loader_options("native", workload, None)
     if workload.workflow.train:
         loader, replacements = choose_loader(workload)
-        remarks += (*training_request.list_unsupported(workload), *replacements, *list_replaced(workload))
+        remarks += (*list_unsupported(workload), *replacements, *list_replaced(workload))
     return _Stages(
         name=name,
         workload=workload,
@@ -174,18 +176,20 @@ _MODEL: Final = "${workload.model.name}"
 
 def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
     """Torch's loader if the workload names it and torch is installed; else ours, with a remark."""
+    from penstock.bench.loader import loader_options
+
     name = workload.reader.data_loader
     reason = "is not used"
     if name is LoaderKind.PYTORCH:
         try:
-            return training_request.loader_options("pytorch", workload, None), ()
+            return loader_options("pytorch", workload, None), ()
         except Unavailable:
             reason = "is not used, because torch is not installed"
     remark = (
         f"reader.data_loader: {name} {reason}; penstock's own loader takes the same batches, read_threads "
         "and prefetch_size"
     )
-    return training_request.loader_options("native", workload, None), (remark,)
+    return loader_options("native", workload, None), (remark,)
 
 
 def list_replaced(workload: Workload) -> Sequence[str]:
@@ -259,22 +263,23 @@ class _Stages:
 
     def _train(self) -> None:
         from penstock.bench.epoch_order import Remainder
-        from penstock.bench.training.training_run import TrainingRequest, train
+        from penstock.bench.training.training_checkpoints import plan_checkpoints
+        from penstock.bench.training.training_run import TrainingRequest, choose_seed, train
 
         location = dlio_storage.checkpoint_location(self.workload, process_environment())
         request = TrainingRequest(
             workload=self.workload,
             results=self.folder.parent,
             run_folder=self.folder,
-            seed=training_request.choose_seed(self.comm, self.workload, None),
+            seed=choose_seed(self.comm, self.workload, None),
             division=Remainder.DROP,
             loader=self.loader,
             reopen=self.open_storage,
-            decodes=training_request.decodes_arrow(self.workload),
-            checkpoints=training_request.plan_checkpoints(
+            checkpoints=plan_checkpoints(
                 self.workload,
                 location.uri,
-                comm=self.comm,
+                num_ranks=self.comm.size,
+                rank=self.comm.rank,
                 environment=location.environment,
                 options=location.options,
             ),

@@ -23,7 +23,6 @@ from penstock.cli.options import (
 from penstock.cli.parsers import (
     FILE,
     FOLDER,
-    RATE,
     SCALE,
     SIZE,
     TIME,
@@ -54,29 +53,32 @@ class KvCacheOptions:
     """The cache: its tiers, its objects, and the storage that they are on."""
 
     destination: str = required(
-        "--to", URI, "Keep entries here: a directory, direct:///directory or s3://bucket/prefix."
+        "--to", URI, "Storage for the entries: a directory, direct:///directory or s3://bucket/prefix."
     )
     storage: BackendOptions = group(BackendOptions)
-    results: Path = option("--results", FOLDER, "Make the run's folder in this directory.", default="results")
+    results: Path = option("--results", FOLDER, "Directory for the run's folder.", default="results")
     model: KvModelOptions = group(KvModelOptions)
-    gpu: int = option("--gpu", SIZE, "Give the cache this much accelerator memory: no I/O.", default="0B")
-    cpu: int = option("--cpu", SIZE, "Give the cache this much host memory: no I/O.", default="0B")
+    gpu: int = option("--gpu", SIZE, "Accelerator memory of the cache, which needs no I/O.", default="0B")
+    cpu: int = option("--cpu", SIZE, "Host memory of the cache, which needs no I/O.", default="0B")
     capacity: int | None = option(
-        "--capacity", SIZE, "Limit the entries on storage to this size (default: without limit)."
+        "--capacity", SIZE, "Maximum size of the entries on storage (default: no limit)."
     )
-    tensor: int = option("--tensor-parallel", whole(1), "Write an object for each tensor rank.", default="1")
+    tensor: int = option("--tensor-parallel", whole(1), "Tensor ranks, each with an object.", default="1")
     pipeline: int = option(
-        "--pipeline-parallel", whole(1), "Write an object for each pipeline rank.", default="1"
+        "--pipeline-parallel",
+        whole(1),
+        "Pipeline ranks, each with an object.",
+        default="1",
     )
     page: PageOption = group(PageOption)
     is_per_layer: bool = flag("--per-layer", "Write an object for each layer.")
     layout: str = option(
         "--layout",
         choice("penstock", "vllm", "lmcache"),
-        "Name objects as this engine's file tier does; penstock's have a checksum.",
+        "File tier whose object names are used; penstock's objects have a checksum.",
         default="penstock",
     )
-    scale: Fraction = option("--scale", SCALE, "Move only this share of every object's bytes.", default="1")
+    scale: Fraction = option("--scale", SCALE, "Share of each object's bytes to move.", default="1")
 
     def plan(self, trace: BlockTrace) -> IoPlan:
         """The operations that these tiers make of a trace."""
@@ -105,26 +107,22 @@ class KvCacheOptions:
 class EngineOptions:
     """How operations are executed and judged."""
 
-    streams: int = option(
-        "--streams", whole(1), "Keep this many objects in flight on each rank.", default="8"
-    )
-    chunk_bytes: int = option(
-        "--chunk", SIZE, "Move objects in requests of up to this size.", default="32MiB"
-    )
+    streams: int = option("--streams", whole(1), "Maximum objects in flight per rank.", default="8")
+    chunk_bytes: int = option("--chunk", SIZE, "Maximum size of a request.", default="32MiB")
     speedup: float = option(
         "--speedup",
         number(0),
-        "Start requests at their times divided by this; 0: as soon as a stream is free.",
+        "Divide the times of requests by this; 0: start each as soon as a stream is free.",
         default="0",
     )
-    duration_s: float | None = option("--duration", TIME, "Start no more operations after this time.")
+    duration_s: float | None = option("--duration", TIME, "Time after which no more operations start.")
     prefill: float = option(
         "--prefill-rate",
         above_zero(number()),
-        "Assume an accelerator that computes so many tokens a second.",
+        "Prefill throughput to assume, in tokens/s.",
         default="20000",
     )
-    seed: int = option("--seed", whole(0), "Seed the contents, and the requests of `run`.", default="42")
+    seed: int = option("--seed", whole(0), "Seed of contents, and of the requests of `run`.", default="42")
     keeps: bool = flag("--keep", "Leave the entries on storage at the end.")
 
 
@@ -158,13 +156,10 @@ class _MlperfOptions:
     """What only mlperf-v3 has."""
 
     options: tuple[int, ...] = option(
-        "--options", several(whole(1, 3)), "Run these options of the table.", default="1,2,3"
+        "--options", several(whole(1, 3)), "Options of the table to run.", default="1,2,3"
     )
-    trials: int = option("--trials", whole(1), "Run each option so many times.", default="3")
+    trials: int = option("--trials", whole(1), "Number of trials of each option.", default="3")
     pause_s: float | None = option("--pause", TIME, "Pause between options (default: the edition's, 90s).")
-    virtual_rate: float = option(
-        "--virtual-rate", RATE, "Plan each rank's requests for a storage of this speed.", default="50GiB/s"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +169,12 @@ class _RunOptions:
     )
     cache: KvCacheOptions = group(KvCacheOptions)
     engine: EngineOptions = group(EngineOptions)
-    requests: int = option("--requests", whole(1), "Make this many requests.", default="1000")
-    users: int = option("--users", whole(1), "Assume this many users.", default="100")
-    think_s: float = option(
-        "--think", TIME, "Wait so long between a user's requests, on average.", default="30s"
-    )
-    chunk_tokens: int = option("--chunk-tokens", whole(1), "Keep chunks of this many tokens.", default="256")
+    requests: int = option("--requests", whole(1), "Number of requests.", default="1000")
+    users: int = option("--users", whole(1), "Number of users.", default="100")
+    think_s: float = option("--think", TIME, "Mean time between a user's requests.", default="30s")
+    chunk_tokens: int = option("--chunk-tokens", whole(1), "Tokens per cached chunk.", default="256")
     objective_s: float | None = option(
-        "--objective", TIME, "Find the users whose p95 of load times stays below this time."
+        "--objective", TIME, "Find the largest number of users whose p95 load time stays below this."
     )
     mlperf: _MlperfOptions = group(_MlperfOptions, panel="mlperf-v3")
 
@@ -207,16 +200,14 @@ def run(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
     """
     if options.workload == "mlperf-v3":
         return _run_mlperf(options, comm, terminal)
-    from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
+    from penstock.kvcache.block_trace import generate_trace
 
     trace = generate_trace(
-        GeneratorSettings(
-            requests=options.requests,
-            users=options.users,
-            think_s=options.think_s,
-            block_tokens=options.chunk_tokens,
-            seed=options.engine.seed,
-        )
+        requests=options.requests,
+        users=options.users,
+        think_s=options.think_s,
+        block_tokens=options.chunk_tokens,
+        seed=options.engine.seed,
     )
     request = _build_request(options.cache, options.engine, options.cache.plan(trace))
     if options.objective_s is not None:
@@ -265,7 +256,6 @@ def _run_mlperf(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
         duration_s=engine.duration_s,
         pause_s=options.mlperf.pause_s,
         capacity_bytes=cache.capacity,
-        virtual_bytes_per_s=int(options.mlperf.virtual_rate),
     )
     storage = open_storage(
         cache.destination, process_environment(), options=cache.storage.values, rank=comm.rank

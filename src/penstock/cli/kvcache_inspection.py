@@ -45,17 +45,18 @@ def inspect(options: _InspectOptions, terminal: Terminal) -> int:
 
       penstock kvcache inspect /mnt/lmcache --model llama3.1-8b --verify --json
     """
-    from penstock.kvcache.inspect_store import InspectRequest, inspect_store
+    from penstock.kvcache.inspect_store import inspect_store
     from penstock.storage import open_storage
 
-    request = InspectRequest(
-        model=None if options.model is None else KvModelOptions(name=options.model).load(),
-        verifies=options.verifies,
-        streams=options.streams,
-    )
     storage = open_storage(options.store, process_environment(), options=options.storage.values)
     with terminal.progress() as progress:
-        document = inspect_store(storage, request, progress)
+        document = inspect_store(
+            storage,
+            progress,
+            model=None if options.model is None else KvModelOptions(name=options.model).load(),
+            verifies=options.verifies,
+            streams=options.streams,
+        )
     terminal.result(document, view_store(document))
     return DAMAGED if document["damaged"] else 0
 

@@ -24,53 +24,47 @@ TRACE_FORMAT = choice("auto", "mooncake", "bailian", "burstgpt", "sharegpt")
 
 @dataclass(frozen=True, kw_only=True)
 class KvModelOptions:
-    """A model, and what is different about the user's own."""
+    """A model: one of the list, or the user's own by its configuration."""
 
     name: str = option(
         "--model",
         TEXT,
-        "Use this model (see `penstock kvcache models`), or the one of a config.json.",
+        "Model from `penstock kvcache models`, or the path of a config.json.",
         default="llama3.1-8b",
     )
-    layers: int | None = option("--layers", whole(1), "Change the number of layers.")
-    heads: int | None = option("--heads", whole(1), "Change the number of attention heads.")
-    kv_heads: int | None = option("--kv-heads", whole(1), "Change the number of key-value heads.")
-    head_dim: int | None = option("--head-dim", whole(1), "Change the size of a head.")
-    latent_dims: int | None = option(
-        "--latent-dims", whole(0), "Change what MLA keeps per layer: latent, rotary and index; 0: no MLA."
-    )
     dtype: str | None = option(
-        "--dtype", choice("float32", "float16", "bfloat16", "float8", "int8"), "Change the data type."
+        "--dtype",
+        choice("float32", "float16", "bfloat16", "float8", "int8"),
+        "Data type of the cache (default: the model's).",
     )
 
     def load(self) -> KvModel:
-        """The model with its changes."""
-        from penstock.kvcache.models import change_model, find_model
+        """The model, with the data type that was asked for."""
+        from penstock.kvcache.models import find_model
 
-        changes = asdict(self)
-        return change_model(find_model(changes.pop("name")), **changes)
+        return find_model(self.name, dtype=self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFormatOptions:
     """How a trace of requests is read."""
 
-    kind: str = option("--format", TRACE_FORMAT, "Read TRACE as this format.", default="auto")
+    kind: str = option("--format", TRACE_FORMAT, "Format of TRACE.", default="auto")
     block_tokens: int | None = option(
         "--block-tokens",
         whole(1),
-        "Assume blocks of TRACE with this many tokens (default: as its requests say).",
+        "Tokens per block of TRACE (default: as its requests say).",
     )
     chunk_tokens: int | None = option(
-        "--chunk-tokens", whole(1), "Keep chunks of this many tokens (default: one block each)."
+        "--chunk-tokens", whole(1), "Tokens per cached chunk (default: one block each)."
     )
     request_rate: float = option(
         "--request-rate",
         above_zero(number()),
-        "Assume so many requests a second where TRACE has no times.",
+        "Requests per second to assume if TRACE has no times.",
         default="1",
     )
-    max_requests: int | None = option("--max-requests", whole(1), "Use only the first requests.")
+    max_requests: int | None = option("--max-requests", whole(1), "Number of requests to use.")
 
     def load(self, path: Path, terminal: Terminal) -> BlockTrace:
         """Read the trace in chunks, and print its remarks."""
@@ -98,7 +92,7 @@ def models(options: _ModelsOptions, terminal: Terminal) -> None:
 
       penstock kvcache models
 
-      penstock kvcache models --model llama3.1-8b --layers 48 --kv-heads 4 --json
+      penstock kvcache models --model my-model/config.json --dtype float8 --json
     """
     from penstock.kvcache.models import MODELS
 
@@ -147,17 +141,12 @@ def size(options: _SizeOptions, terminal: Terminal) -> None:
 
       penstock kvcache size conversation_trace.jsonl --model deepseek-v3 --json
     """
-    from penstock.kvcache.sizing import SizeRequest, size_for_trace, size_for_users
+    from penstock.kvcache.models import size_for_trace, size_for_users
 
     model = options.model.load()
-    request = SizeRequest(
-        model=model,
-        users=options.users,
-        tokens=options.tokens,
-        tensor=options.tensor,
-        pipeline=options.pipeline,
+    document = size_for_users(
+        model, options.users, tokens=options.tokens, tensor=options.tensor, pipeline=options.pipeline
     )
-    document = size_for_users(request)
     if options.trace is not None:
         document["trace"] = size_for_trace(options.reading.load(options.trace, terminal), model)
     terminal.result(document, _view_size(document))
@@ -255,16 +244,13 @@ def _row(reuse: Reuse, capacity: int | None, block_bytes: int) -> dict[str, Any]
 def _simulate_tiers(
     options: _SimulateOptions, trace: BlockTrace, reuse: Reuse, block_bytes: int
 ) -> list[dict[str, Any]]:
-    from penstock.kvcache.lru_simulation import Tier, simulate_tiers
+    from penstock.kvcache.lru_simulation import simulate_tiers
 
-    tiers = [
-        Tier(name="gpu", capacity_blocks=options.gpu // block_bytes),
-        Tier(name="cpu", capacity_blocks=options.cpu // block_bytes),
-        Tier(
-            name="storage",
-            capacity_blocks=None if options.storage is None else options.storage // block_bytes,
-        ),
-    ]
+    tiers = {
+        "gpu": options.gpu // block_bytes,
+        "cpu": options.cpu // block_bytes,
+        "storage": None if options.storage is None else options.storage // block_bytes,
+    }
     return [
         asdict(figures)
         | {

@@ -10,7 +10,7 @@ from penstock.cli.options import command_line, group, option, optional_argument,
 from penstock.cli.parsers import NAME, TEXT, TIME, URI, WORKLOAD, whole
 from penstock.cli.run_reports import view_training
 from penstock.cli.terminal import Terminal, View, bold
-from penstock.cli.training_request import TrainingRunOptions, choose_seed
+from penstock.cli.training_request import TrainingRunOptions
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 from penstock.errors import UsageError
@@ -124,6 +124,7 @@ def view_own_loader(result: TrainingResult) -> View:
 def _plan(options: RunOptions, *, comm: Comm, terminal: Terminal) -> OwnLoaderRequest:
     from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest
     from penstock.bench.own_loader.user_code import DescribedLoader, load_user_code
+    from penstock.bench.training.training_run import choose_seed
 
     _refuse_unfitting(options)
     own, name = options.own, options.loader or ""

@@ -16,7 +16,7 @@ from penstock.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
-    from penstock.bench.loader.sample_decoder import ContentCheck
+    from penstock.bench.loader.loader_protocol import ContentCheck
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ def _division(word: str) -> Remainder:
 
 
 def _content_check(word: str) -> ContentCheck:
-    from penstock.bench.loader.sample_decoder import ContentCheck
+    from penstock.bench.loader.loader_protocol import ContentCheck
 
     return ContentCheck(word)
 

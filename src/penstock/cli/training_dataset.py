@@ -241,7 +241,7 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
     from penstock.bench.training.training_plan import preview_order
 
     loaded = options.workload.load(terminal, is_data_set=True)
-    order = preview_order(
+    samples, num_samples = preview_order(
         loaded.workload,
         num_ranks=options.ranks,
         rank=options.rank,
@@ -251,11 +251,14 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
         seed=loaded.workload.train.seed if options.seed is None else options.seed,
     )
     title = (
-        f"Rank {options.rank} of {options.ranks} reads {order.num_samples:,} samples in epoch "
+        f"Rank {options.rank} of {options.ranks} reads {num_samples:,} samples in epoch "
         f"{options.epoch}; the first"
     )
-    rows = [{"sample": str(sample.index), "file": sample.file} for sample in order.samples]
-    terminal.result(asdict(order), table(title, rows))
+    document = {
+        "samples": [{"index": index, "file": file} for index, file in samples],
+        "num_samples": num_samples,
+    }
+    terminal.result(document, table(title, [{"sample": str(index), "file": file} for index, file in samples]))
 
 
 def _next_command(options: WorkloadOptions, required_size: DatasetSizing) -> str:

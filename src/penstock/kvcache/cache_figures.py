@@ -4,19 +4,196 @@ Pure. Histograms of ranks are added up, so that a percentile is one of all opera
 request is that of its slowest rank, from its first read to its last.
 """
 
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from penstock.kvcache.block_trace import Integers
 from penstock.kvcache.entries import MISSES, EntryOutcome
-from penstock.kvcache.io_plan import IoPlan, Op, Operations
-from penstock.kvcache.latency_histogram import LatencyHistogram
+from penstock.kvcache.io_plan import IoPlan, Op, Operations, TierNumber
 from penstock.units import format_bytes
+
+_SUB_BITS: Final = 8
+"""Each power of two has 2**8 buckets."""
+_NUM_BUCKETS: Final = 64 << _SUB_BITS
+_COARSER: Final = 32
+COARSE_BUCKETS: Final = _NUM_BUCKETS // _COARSER
+"""Eight for each power of two: for many small histograms, as those of a run's parts."""
+PERCENTILES: Final[Mapping[str, float]] = {"p50": 50, "p95": 95, "p99": 99, "p999": 99.9, "p9999": 99.99}
+
+
+def _empty() -> NDArray[np.int64]:
+    return np.zeros(_NUM_BUCKETS, np.int64)
+
+
+@dataclass(slots=True)
+class LatencyHistogram:
+    """Counts of latencies in nanoseconds, with their exact sum, smallest and largest."""
+
+    counts: NDArray[np.int64] = field(default_factory=_empty)
+    sum_ns: float = 0.0
+    max_ns: int = 0
+
+    @classmethod
+    def of(cls, latencies_ns: ArrayLike) -> Self:
+        """The histogram of these latencies; negative ones count as 0."""
+        values = np.maximum(np.asarray(latencies_ns, np.int64), 0)
+        if not len(values):
+            return cls()
+        counts = np.bincount(_bucket(values), minlength=_NUM_BUCKETS)
+        return cls(counts, float(values.sum(dtype=np.float64)), int(values.max()))
+
+    @classmethod
+    def merged(cls, parts: Iterable[LatencyHistogram]) -> Self:
+        """The histogram of all latencies of several."""
+        total = cls()
+        for part in parts:
+            total.counts = total.counts + part.counts
+            total.sum_ns += part.sum_ns
+            total.max_ns = max(total.max_ns, part.max_ns)
+        return total
+
+    @property
+    def num_values(self) -> int:
+        """How many latencies were counted."""
+        return int(self.counts.sum())
+
+    def percentile_ms(self, percent: float) -> float | None:
+        """The latency below which this share is, to 0.4 %; None without values."""
+        num = self.num_values
+        if not num:
+            return None
+        wanted = max(1, int(np.ceil(num * percent / 100)))
+        bucket = int(np.searchsorted(np.cumsum(self.counts), wanted))
+        return min(_middle(bucket), self.max_ns) / 1e6
+
+    def document(self) -> dict[str, Any]:
+        """The distribution in milliseconds, as plain data."""
+        num = self.num_values
+        if not num:
+            return {"count": 0}
+        return {
+            "count": num,
+            "mean": self.sum_ns / num / 1e6,
+            **{name: self.percentile_ms(percent) for name, percent in PERCENTILES.items()},
+            "max": self.max_ns / 1e6,
+        }
+
+
+def coarse_buckets(latencies_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The bucket of each latency where a few percent do not matter."""
+    return _bucket(np.maximum(latencies_ns, 0)) // _COARSER
+
+
+def coarse_percentile_ms(counts: NDArray[np.int64], percent: float) -> float | None:
+    """The latency below which this share is; None without values."""
+    if not (num := int(counts.sum())):
+        return None
+    bucket = int(np.searchsorted(np.cumsum(counts), max(1, int(np.ceil(num * percent / 100)))))
+    return _middle(bucket * _COARSER + _COARSER // 2) / 1e6
+
+
+def _bucket(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Values below 2**8 have buckets of their own; the others the power of two and the 8 bits below it."""
+    _, exponents = np.frexp(values.astype(np.float64))
+    shift = np.maximum(exponents.astype(np.int64) - (_SUB_BITS + 1), 0)
+    return (shift << _SUB_BITS) + (values >> shift)
+
+
+def _middle(bucket: int) -> float:
+    shift = max((bucket >> _SUB_BITS) - 1, 0)
+    return ((bucket - (shift << _SUB_BITS)) << shift) + ((1 << shift) - 1) / 2
+
+
+PARTS: Final = 48
+_DIRECTIONS: Final = {"read": Op.READ, "write": Op.WRITE}
+
+
+def hits_over_time(plan: IoPlan) -> list[dict[str, Any]]:
+    """The plan in parts of the workload's time: chunks asked for, and what each tier serves or takes."""
+    if plan.arrival_s is None or plan.chunks is None or not plan.num_requests:
+        return []
+    span_s = float(plan.arrival_s[-1]) or 1.0
+    of_request = _parts(plan.arrival_s, span_s)
+    first_parts = plan.operations[plan.operations["part"] == 0]
+    rows: list[dict[str, Any]] = [
+        {"begin_s": part * span_s / PARTS, "requests": requests, "chunks": chunks}
+        for part, (requests, chunks) in enumerate(
+            zip(_count(of_request), _count(of_request, plan.chunks), strict=True)
+        )
+    ]
+    for tier in TierNumber:
+        name = tier.name.lower()
+        hits = first_parts[(first_parts["op"] == Op.READ) & (first_parts["tier"] == tier)]
+        moved = {
+            word: plan.operations[(plan.operations["op"] == op) & (plan.operations["tier"] == tier)]
+            for word, op in (("read", Op.READ), ("written", Op.WRITE))
+        }
+        columns = {f"{name}_hits": _count(of_request[hits["request"]])} | {
+            f"{name}_{word}_bytes": _count(of_request[rows_of["request"]], rows_of["bytes"])
+            for word, rows_of in moved.items()
+        }
+        for column, values in columns.items():
+            for row, value in zip(rows, values, strict=True):
+                row[column] = value
+    return rows
+
+
+def _parts(times: NDArray[np.float64], end: float) -> Integers:
+    return np.clip((times / end * PARTS).astype(np.int64), 0, PARTS - 1)
+
+
+def _count(parts: Integers, weights: Integers | None = None) -> list[int]:
+    return [int(value) for value in np.bincount(parts, weights, minlength=PARTS)]
+
+
+def count_rank(operations: Operations, timed: NDArray[np.void], end_ns: int) -> Integers:
+    """One rank's bytes and latencies in parts of the run; those of all ranks are added up.
+
+    For each direction and part: its bytes, then how many operations have a latency in each bucket. An
+    operation belongs to the part in which it ended.
+    """
+    counts: Integers = np.zeros((len(_DIRECTIONS), PARTS, 1 + COARSE_BUCKETS), np.int64)
+    is_done = timed["outcome"] == EntryOutcome.DONE
+    for direction, op in enumerate(_DIRECTIONS.values()):
+        which = is_done & (operations["op"] == op)
+        parts = _parts(timed["end_ns"][which].astype(np.float64), float(max(end_ns, 1)))
+        np.add.at(counts[direction, :, 0], parts, operations["bytes"][which])
+        np.add.at(counts[direction], (parts, 1 + coarse_buckets(timed["busy_ns"][which])), 1)
+    return counts
+
+
+def run_over_time(ranks: Sequence[Integers], end_ns: int) -> list[dict[str, Any]]:
+    """The run in parts of its time: bytes, and the median and the 95th percentile of latencies."""
+    if not end_ns:
+        return []
+    total = np.sum(ranks, axis=0)
+    return [
+        {
+            "begin_s": part * end_ns / PARTS / 1e9,
+            **{
+                f"{name}_{figure}": value
+                for direction, name in enumerate(_DIRECTIONS)
+                for figure, value in _describe(total[direction, part]).items()
+            },
+        }
+        for part in range(PARTS)
+    ]
+
+
+def _describe(counted: Integers) -> dict[str, Any]:
+    return {
+        "bytes": int(counted[0]),
+        "p50_ms": coarse_percentile_ms(counted[1:], 50),
+        "p95_ms": coarse_percentile_ms(counted[1:], 95),
+    }
+
 
 GIB: Final = 1 << 30
 _SMALL_BYTES: Final = 1 << 20

@@ -4,10 +4,12 @@ Collective: every rank calls `run_plan` and gets the same result. Entries are re
 are to be kept, also after an interruption. What a killed run left unfinished the next one removes.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import numpy as np
@@ -16,14 +18,14 @@ from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
-from penstock.kvcache import cache_figures, cache_timeline
+from penstock.errors import ObjectNotFound
+from penstock.kvcache import cache_figures
+from penstock.kvcache.block_trace import Integers
 from penstock.kvcache.cache_figures import Times
-from penstock.kvcache.entries import MISSES, EntryLayout
+from penstock.kvcache.entries import MISSES, EntryLayout, EntryOutcome
 from penstock.kvcache.io_engine import EngineSettings, IoEngine, count_requests
 from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
-from penstock.kvcache.leftovers import remove_entries, remove_leftovers, sync_entry_names
-from penstock.kvcache.sustained_load import LoadPoint, find_sustained_load
-from penstock.progress import Progress, RunProgress
+from penstock.progress import Progress, RunProgress, Silent
 from penstock.results import counter_files, published_files
 from penstock.results.provenance import peak_rss_bytes
 from penstock.storage import Counters, Storage, capabilities, volumes
@@ -31,6 +33,138 @@ from penstock.storage.files.file_storage import STALE_S, reclaim_unfinished
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import write_object
 from penstock.workload.spec import Workload
+
+_REMOVERS: Final = 16
+
+
+def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayout) -> dict[str, int]:
+    """Make the store as a plan expects it: without any entry that its operations write.
+
+    Returns the number of its own entries, now removed, and of objects of others, with their bytes.
+    """
+    own: frozenset[str] | None = None
+    left: list[str] = []
+    other_objects = other_bytes = 0
+    with suppress(ObjectNotFound):
+        for info in storage.list(layout.folder):
+            # Only a store that is not empty is worth naming all entries.
+            own = own if own is not None else _written_keys(operations, layout)
+            if info.key in own:
+                left.append(info.key)
+            else:
+                other_objects += 1
+                other_bytes += info.size_bytes
+    _remove(storage, left, Silent())
+    return {"left_entries": len(left), "other_objects": other_objects, "other_bytes": other_bytes}
+
+
+def remove_entries(
+    storage: Storage, operations: Operations, layout: EntryLayout, outcomes: Integers, progress: Progress
+) -> None:
+    """Remove the objects that these operations leave; all that they write unless each was run."""
+    objects = operations["entry"] * layout.parts + operations["part"]
+    is_whole = bool((outcomes != EntryOutcome.NOT_RUN).all())
+    if is_whole:
+        # The last operation on each object tells whether it is still there.
+        _, from_end = np.unique(objects[::-1], return_index=True)
+        operations = operations[len(operations) - 1 - from_end]
+        operations = operations[operations["op"] != Op.DELETE]
+    _remove(storage, _written_keys(operations, layout, reads=is_whole), progress)
+
+
+def sync_entry_names(storage: Storage, operations: Operations, layout: EntryLayout) -> None:
+    """Make the names of entries that these operations wrote survive a power cut; their bytes do already."""
+    paths = [PurePosixPath(key) for key in _written_keys(operations, layout)]
+    for folder in {parent for path in paths for parent in path.parents}:
+        with suppress(ObjectNotFound):  # not all operations were run
+            capabilities.sync_names(storage, "" if folder == PurePosixPath() else str(folder))
+
+
+def _written_keys(operations: Operations, layout: EntryLayout, *, reads: bool = False) -> frozenset[str]:
+    written = operations if reads else operations[operations["op"] == Op.WRITE]
+    objects = np.unique(written[["entry", "part"]])
+    return frozenset(layout.key(entry, part) for entry, part in objects.tolist())
+
+
+def _remove(storage: Storage, keys: Collection[str], progress: Progress) -> None:
+    progress.begin("removing entries", len(keys))
+    with ThreadPoolExecutor(_REMOVERS) as pool:
+        for _ in pool.map(partial(_delete, storage), keys):
+            progress.advance(1)
+
+
+def _delete(storage: Storage, key: str) -> None:
+    with suppress(ObjectNotFound):
+        storage.delete(key)
+
+
+_DOUBLINGS: Final = 12
+_BISECTIONS: Final = 3
+_IMPROVED: Final = 0.9
+"""A load time that is above this share of that at twice the load no longer depends on the load."""
+_IDLE: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPoint:
+    """One measured load; `in_flight` is how many operations each rank had on storage, on average."""
+
+    speedup: float
+    requests_per_s: float
+    load_p95_ms: float
+    lag_p95_ms: float
+    is_complete: bool
+    in_flight: float = 1.0
+
+    def meets(self, objective_ms: float) -> bool:
+        """Whether the storage kept up within the objective, and read everything."""
+        return self.is_complete and max(self.load_p95_ms, self.lag_p95_ms) <= objective_ms
+
+
+def find_sustained_load(
+    measure: Callable[[float], LoadPoint], *, objective_ms: float, first: float = 1.0
+) -> tuple[LoadPoint | None, list[LoadPoint]]:
+    """The largest load that meets the objective, if any, and all that were measured.
+
+    Load is a factor on the workload's own pace. It is sustained if the 95th percentile of load times keeps
+    the objective, and so does the lag: a storage that falls behind has not sustained anything. The load is
+    doubled or halved until it crosses the objective, then the step is narrowed down to 10 %. If half the load
+    is no faster, less of it will not be, either: an idle storage misses the objective.
+    """
+    points = [measure(first)]
+    factor = 2.0 if points[0].meets(objective_ms) else 0.5
+    for _ in range(_DOUBLINGS):
+        points.append(measure(points[-1].speedup * factor))
+        if points[-1].meets(objective_ms) is not points[0].meets(objective_ms):
+            break
+        if factor < 1 and _is_idle(points[-2], points[-1], objective_ms):
+            break
+    for _ in range(_BISECTIONS):
+        best = _best(points, objective_ms)
+        worse = [
+            point.speedup
+            for point in points
+            if not point.meets(objective_ms) and (best is None or point.speedup > best.speedup)
+        ]
+        if best is None or not worse:
+            break
+        points.append(measure((best.speedup * min(worse)) ** 0.5))
+    return _best(points, objective_ms), points
+
+
+def _is_idle(before: LoadPoint, now: LoadPoint, objective_ms: float) -> bool:
+    """Whether the storage had little to do and kept up, and was as slow as at the larger load."""
+    return (
+        now.in_flight < _IDLE
+        and max(before.lag_p95_ms, now.lag_p95_ms) <= objective_ms
+        and now.load_p95_ms > _IMPROVED * before.load_p95_ms
+    )
+
+
+def _best(points: list[LoadPoint], objective_ms: float) -> LoadPoint | None:
+    met = [point for point in points if point.meets(objective_ms)]
+    return max(met, key=lambda point: point.speedup, default=None)
+
 
 FORMAT_VERSION: Final = 1
 FILE: Final = "kvcache.json"
@@ -138,7 +272,7 @@ def measure_plan(
         "engine": asdict(request.engine),
         "layout": request.layout.name,
         **_times_document(request, times),
-        "over_workload": cache_timeline.hits_over_time(plan),
+        "over_workload": cache_figures.hits_over_time(plan),
         "over_run": _gather_timeline(engine, operations, times, comm),
         "most_stored_bytes": plan.most_stored_bytes(comm.size),
         **left,
@@ -156,7 +290,7 @@ def _clear_store(request: CacheRequest, storage: Storage) -> dict[str, int]:
     """Make the store as the plan expects it; what was there, in figures."""
     reclaimed = reclaim_unfinished(storage, older_than_s=request.stale_s)
     left = remove_leftovers(storage, request.plan.in_storage, request.layout)
-    return {"reclaimed_objects": reclaimed, **asdict(left)}
+    return {"reclaimed_objects": reclaimed, **left}
 
 
 def _prepare_store(request: CacheRequest, storage: Storage, *, comm: Comm) -> dict[str, int]:
@@ -248,13 +382,19 @@ def _search_load(
         )
 
     # The first load, unless one is asked for, is what the storage takes at most: small loads take long.
-    found = find_sustained_load(
+    best, points = find_sustained_load(
         measure,
         objective_ms=request.objective_ms,
         first=request.engine.speedup or _most_speedup(request, measure),
     )
-    result = results[(found.best or found.points[-1]).speedup]
-    document = result.document | {"ceiling": ceiling, "sustained": found.document(users=request.users)}
+    result = results[(best or points[-1]).speedup]
+    sustained = {
+        "objective_ms": request.objective_ms,
+        "users": None if best is None else int(request.users * best.speedup),
+        "requests_per_s": None if best is None else best.requests_per_s,
+        "points": [asdict(point) | {"meets": point.meets(request.objective_ms)} for point in points],
+    }
+    document = result.document | {"ceiling": ceiling, "sustained": sustained}
     return replace(result, document=document)
 
 
@@ -322,8 +462,8 @@ def _gather_timeline(
     engine: IoEngine, operations: Operations, times: Times, comm: Comm
 ) -> list[dict[str, Any]]:
     """Rates and latencies of all ranks together, over the run's time."""
-    mine = cache_timeline.count_rank(operations, engine.timed, times.elapsed_ns)
-    return cache_timeline.run_over_time(comm.gather(mine, awaiting="the run over time"), times.elapsed_ns)
+    mine = cache_figures.count_rank(operations, engine.timed, times.elapsed_ns)
+    return cache_figures.run_over_time(comm.gather(mine, awaiting="the run over time"), times.elapsed_ns)
 
 
 def _gather_cold(storage: Storage, engine: IoEngine, comm: Comm) -> ObjectEviction:

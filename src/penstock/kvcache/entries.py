@@ -7,15 +7,14 @@ The layouts of vLLM's and LMCache's file tiers have no checksum; their entries a
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any, Final, Literal
 
 import numpy as np
 import xxhash
-
-from penstock.kvcache.entry_names import vllm_folder
 
 LayoutName = Literal["penstock", "vllm", "lmcache"]
 LAYOUTS: Final = ("penstock", "vllm", "lmcache")
@@ -43,6 +42,13 @@ class EntryOutcome(IntEnum):
 
 
 MISSES: Final = tuple(outcome for outcome in EntryOutcome if outcome >= EntryOutcome.MISSING)
+
+
+def vllm_folder(config: Mapping[str, Any]) -> str:
+    """The name of the folder that vLLM gives to this configuration."""
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    digest = sha256(canonical.encode()).hexdigest()[:12]
+    return f"{str(config['model_name']).replace('/', '_')}_{digest}"
 
 
 def key_digest(key: str) -> bytes:

@@ -6,6 +6,7 @@ searched for pages that never arrived. Nothing is changed.
 """
 
 import json
+import re
 import struct
 import time
 from collections import Counter
@@ -14,26 +15,156 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final, Self
+from pathlib import PurePosixPath
+from typing import Any, Final, Literal, Self
 
 import xxhash
 
 from penstock.errors import StorageError
 from penstock.kvcache import entries
-from penstock.kvcache.entries import FOOTER_BYTES, EntryOutcome
-from penstock.kvcache.entry_names import (
-    CONFIG,
-    EntryName,
-    config_base,
-    is_unfinished_entry,
-    parse_entry_name,
-    vllm_folder,
-)
+from penstock.kvcache.entries import FOOTER_BYTES, EntryOutcome, vllm_folder
 from penstock.kvcache.models import MODELS, KvModel
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.files.file_storage import unfinished_objects
 from penstock.storage.protocol import ObjectInfo, Source, read_object
+
+Tier = Literal["vllm", "lmcache-disk", "lmcache-fs", "lmcache-l2", "penstock"]
+CONFIG: Final = "config.json"
+_VLLM: Final = re.compile(
+    r"(?P<base>[^/]+_[0-9a-f]{12})_r(?P<rank>\d+)/(?P<first>[0-9a-f]{3})/(?P<second>[0-9a-f]{2})"
+    r"_g(?P<group>\d+)/(?P<hash>[0-9a-f]{8,128})\.bin"
+)
+_VLLM_CONFIG: Final = re.compile(r"(?P<base>[^/]+_[0-9a-f]{12})/config\.json")
+_LMCACHE: Final = re.compile(
+    r"(?:(?P<format>[a-z_]+)@)?(?P<model>[^@/]+)@(?P<ranks>\d+)@(?P<rank>\d+)@(?P<hash>-?[0-9a-f]{4,128})"
+    r"(?:@(?P<older_layer>\d+)(?=[@.]))?(?:@(?P<dtype>[a-z][\w.]*?))?(?:@(?P<layer>\d+)(?=[@.]))?"
+    r"(?P<tags>(?:@[^@%/]+%[^@/]*)*)\.(?P<kind>pt|data)"
+)
+_LMCACHE_L2: Final = re.compile(
+    r"(?P<model>[^@/]+)@0x(?P<ranks>[0-9a-f]{2,4})(?P<rank>[0-9a-f]{2})[0-9a-f]{4}"
+    r"(?:@(?P<group>[0-9a-f]{1,3}))?@(?P<hash>[0-9a-f]{8,128})(?:@(?P<salt>[^@/]+))?\.data"
+)
+"""The number has a byte each for: all ranks, this rank, the ranks of its host, and this one among them."""
+_SLASH: Final = "-SEP-"
+_PENSTOCK: Final = re.compile(r"(?P<first>[0-9a-f]{2})/(?P<hash>[0-9a-f]{32})\.(?P<part>\d+)\.kv")
+_UNFINISHED: Final = re.compile(r".*\.tmp|\.penstock-.*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryName:
+    """An entry's identity: those with one `series` and `hash` are the parts that ranks keep of one block.
+
+    `layer` is of engines that keep each layer apart. `base` is where the series lies below the root;
+    `is_in_place` whether the file lies where its name says.
+    """
+
+    tier: Tier
+    base: str
+    series: str
+    hash: str
+    rank: int
+    ranks: int | None = None
+    group: int = 0
+    layer: int | None = None
+    model: str = ""
+    dtype: str = ""
+    is_in_place: bool = True
+
+
+def parse_entry_name(key: str) -> EntryName | None:
+    """Whose entry a file is; None where no layout has such names."""
+    parts = PurePosixPath(key).parts
+    readers = ((4, _parse_vllm), (2, _parse_penstock), (1, _parse_lmcache), (1, _parse_lmcache_l2))
+    for depth, parse in readers:
+        if len(parts) >= depth and (found := parse("/".join(parts[:-depth]), "/".join(parts[-depth:]))):
+            return found
+    return None
+
+
+def _parse_vllm(base: str, tail: str) -> EntryName | None:
+    if (match := _VLLM.fullmatch(tail)) is None:
+        return None
+    digest = match["hash"]
+    series = _joined(base, match["base"])
+    return EntryName(
+        tier="vllm",
+        base=series,
+        series=f"{series}, group {match['group']}",
+        hash=digest,
+        rank=int(match["rank"]),
+        group=int(match["group"]),
+        model=match["base"].rpartition("_")[0],
+        is_in_place=digest.startswith(match["first"] + match["second"]),
+    )
+
+
+def _parse_penstock(base: str, tail: str) -> EntryName | None:
+    if (match := _PENSTOCK.fullmatch(tail)) is None:
+        return None
+    return EntryName(
+        tier="penstock",
+        base=base,
+        series=base or ".",
+        hash=match["hash"],
+        rank=int(match["part"]),
+        is_in_place=match["hash"].startswith(match["first"]),
+    )
+
+
+def _parse_lmcache(base: str, tail: str) -> EntryName | None:
+    if (match := _LMCACHE.fullmatch(tail)) is None:
+        return None
+    tier: Tier = "lmcache-disk" if match["kind"] == "pt" else "lmcache-fs"
+    identity = "@".join(filter(None, (match["model"], match["ranks"], match["dtype"])))
+    layer = match["layer"] or match["older_layer"]
+    return EntryName(
+        tier=tier,
+        base=base,
+        series=_joined(base, identity + match["tags"]),
+        hash=match["hash"],
+        rank=int(match["rank"]),
+        ranks=int(match["ranks"]),
+        layer=int(layer) if layer else None,
+        model=match["model"].replace(_SLASH, "/"),
+        dtype=match["dtype"] or "",
+        is_in_place=int(match["rank"]) < int(match["ranks"]),
+    )
+
+
+def _parse_lmcache_l2(base: str, tail: str) -> EntryName | None:
+    if (match := _LMCACHE_L2.fullmatch(tail)) is None:
+        return None
+    ranks, rank, group = int(match["ranks"], 16), int(match["rank"], 16), int(match["group"] or "0", 16)
+    identity = "@".join(filter(None, (match["model"], f"{ranks}", match["salt"])))
+    return EntryName(
+        tier="lmcache-l2",
+        base=base,
+        series=f"{_joined(base, identity)}, group {group}",
+        hash=match["hash"],
+        rank=rank,
+        ranks=ranks,
+        group=group,
+        model=match["model"].replace(_SLASH, "/"),
+        is_in_place=rank < ranks,
+    )
+
+
+def _joined(base: str, name: str) -> str:
+    return f"{base}/{name}" if base else name
+
+
+def config_base(key: str) -> str | None:
+    """The folder whose config.json of vLLM's this is, None for other files."""
+    parts = PurePosixPath(key).parts
+    tail = "/".join(parts[-2:])
+    return "/".join(parts[:-1]) if _VLLM_CONFIG.fullmatch(tail) else None
+
+
+def is_unfinished_entry(name: str) -> bool:
+    """Whether engines give such names to what they have not finished."""
+    return _UNFINISHED.fullmatch(PurePosixPath(name).name) is not None
+
 
 _CHUNK_BYTES: Final = 8 << 20
 _MOST_NAMED: Final = 20
@@ -44,15 +175,6 @@ _ITEM_BYTES: Final = (1, 2, 2, 2, 4, 8, 1, 1, 1)
 """Bytes of an element by LMCache's number of its type: none, half, half, bfloat16, float, double, 3 bytes."""
 _TOKENS_THIRD: Final = (1, 6)
 """LMCache's numbers of the orders keys and values x layers x tokens x width, and the same of MLA."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectRequest:
-    """`model` tells what a token takes, where nothing in the store does."""
-
-    model: KvModel | None = None
-    verifies: bool = False
-    streams: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +234,37 @@ class _Found:
     unknown: list[ObjectInfo] = field(default_factory=list)
 
 
-def inspect_store(storage: Storage, request: InspectRequest, progress: Progress) -> dict[str, Any]:
-    """All series of a store with what is wrong in them, as plain data."""
+def inspect_store(
+    storage: Storage,
+    progress: Progress,
+    *,
+    model: KvModel | None = None,
+    verifies: bool = False,
+    streams: int = 8,
+) -> dict[str, Any]:
+    """All series of a store with what is wrong in them, as plain data.
+
+    `model` tells what a token takes, if nothing in the store does.
+    """
     found = _sort_by_name(storage)
     all_entries = [entry for series in found.series.values() for entry in series]
     configs = {base: _read_config(storage, info) for base, info in found.configs.items()}
     progress.begin("entries", len(all_entries))
-    with ThreadPoolExecutor(request.streams, "inspect") as pool:
+    with ThreadPoolExecutor(streams, "inspect") as pool:
         with_headers = [entry for entry in all_entries if entry.name.tier == "lmcache-fs"]
         list(pool.map(lambda entry: _read_header(storage, entry), with_headers))
         described = [
-            _describe(name, series, configs.get(series[0].name.base), request)
+            _describe(name, series, configs.get(series[0].name.base), model)
             for name, series in sorted(found.series.items())
         ]
-        for _ in pool.map(lambda entry: _judge_content(storage, entry, request), all_entries):
+        for _ in pool.map(lambda entry: _judge_content(storage, entry, verifies=verifies), all_entries):
             progress.advance(1)
     of_names = sorted(found.series.items())
     counted = [_count(of, facts["ranks"]) for facts, (_, of) in zip(described, of_names, strict=True)]
     wrong = [entry for entry in all_entries if entry.outcome is not EntryOutcome.DONE]
     return {
         "target": storage.uri,
-        "verified": request.verifies,
+        "verified": verifies,
         "entries": len(all_entries),
         "bytes": sum(entry.info.size_bytes for entry in all_entries),
         "series": [facts | counts for facts, counts in zip(described, counted, strict=True)],
@@ -181,7 +313,7 @@ def _read_config(storage: Storage, info: ObjectInfo) -> Mapping[str, Any] | str:
 
 
 def _describe(
-    name: str, series: Sequence[_Entry], config: Mapping[str, Any] | str | None, request: InspectRequest
+    name: str, series: Sequence[_Entry], config: Mapping[str, Any] | str | None, model: KvModel | None
 ) -> dict[str, Any]:
     """What a series is, and which of its entries have a wrong size or place."""
     first = series[0].name
@@ -191,7 +323,7 @@ def _describe(
     layers = _num_layers(series)
     tokens = _whole(facts, "tokens_per_hash") * _whole(facts, "blocks_per_file")
     full_bytes = _full_bytes(series)
-    token_bytes = request.model.bytes_per_token / ranks / layers if request.model else None
+    token_bytes = model.bytes_per_token / ranks / layers if model else None
     _judge_headers(series)
     for entry in series:
         _judge_size(entry, full_bytes[entry.name.rank], token_bytes)
@@ -216,9 +348,9 @@ def _describe(
         "tokens": tokens * num_blocks or None,
         "bytes_per_token": bytes_per_token,
         "like_models": [
-            model.name
-            for model in MODELS.values()
-            if bytes_per_token and model.bytes_per_token == bytes_per_token
+            known.name
+            for known in MODELS.values()
+            if bytes_per_token and known.bytes_per_token == bytes_per_token
         ],
         "oldest_s": min(entry.info.modified_s or 0.0 for entry in series),
         "newest_s": max(entry.info.modified_s or 0.0 for entry in series),
@@ -296,14 +428,14 @@ def _judge_size(entry: _Entry, full_bytes: int, token_bytes: float | None) -> No
             entry.judge(EntryOutcome.TRUNCATED, f"{size:,} B are no whole number of tokens")
 
 
-def _judge_content(storage: Storage, entry: _Entry, request: InspectRequest) -> None:
-    reads = request.verifies or entry.name.tier == "penstock"
+def _judge_content(storage: Storage, entry: _Entry, *, verifies: bool) -> None:
+    reads = verifies or entry.name.tier == "penstock"
     if entry.outcome is not EntryOutcome.DONE or not reads:
         return
     try:
         with closing(storage.open(entry.info.key)) as source:
             if entry.name.tier == "penstock":
-                _judge_own(source, entry, verifies=request.verifies)
+                _judge_own(source, entry, verifies=verifies)
                 return
             if any(map(entries.has_zero_page, _chunks(source, source.size_bytes))):
                 entry.judge(EntryOutcome.TORN, "it has pages of zeros: they may never have arrived")

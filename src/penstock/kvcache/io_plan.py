@@ -7,7 +7,7 @@ order on one rank. Pure.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from fractions import Fraction
 from hashlib import blake2b
@@ -111,6 +111,8 @@ class IoPlan:
     scale: float = 1.0
     arrival_s: NDArray[np.float64] | None = None
     chunks: Integers | None = None
+    requests: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, [("level", "u1")]))
+    """What mlperf-v3 knows of each request; empty for other workloads."""
     facts: dict[str, Any]
 
     @property

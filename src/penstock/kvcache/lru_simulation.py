@@ -4,7 +4,7 @@ A block is in an LRU cache of C blocks exactly if fewer than C different blocks 
 A hit serves a request only while all blocks before it hit, too. Pure numpy: O(n log n) for n blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -87,14 +87,6 @@ def _count_smaller_before(ranks: Integers) -> Integers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tier:
-    """One level of a cache; `capacity_blocks` None: without limit."""
-
-    name: str
-    capacity_blocks: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TierFigures:
     """What one tier serves and takes. Every tier keeps the blocks that were used last, written through."""
 
@@ -104,25 +96,27 @@ class TierFigures:
     written_blocks: int
 
 
-def simulate_tiers(reuse: Reuse, tiers: Sequence[Tier]) -> list[TierFigures]:
+def simulate_tiers(reuse: Reuse, tiers: Mapping[str, int | None]) -> list[TierFigures]:
     """Which of the tiers, fastest first, serves each hit of a prefix, and what each has to take.
+
+    `tiers` have their capacity in blocks, None: without limit.
 
     A prefix is served if every block of it is in some tier. A tier takes each block that it does not have.
     """
-    largest = max((limit_of(tier.capacity_blocks) for tier in tiers), default=0)
+    largest = max((limit_of(capacity) for capacity in tiers.values()), default=0)
     is_hit = reuse.capacity_for_prefix <= largest
     is_served = np.zeros(len(is_hit), bool)
     figures = []
-    for tier in tiers:
-        has_block = reuse.capacity_for_block <= limit_of(tier.capacity_blocks)
+    for name, capacity in tiers.items():
+        has_block = reuse.capacity_for_block <= limit_of(capacity)
         serves = is_hit & has_block & ~is_served
         is_served |= serves
         figures.append(
             TierFigures(
-                tier=tier.name,
-                capacity_blocks=tier.capacity_blocks,
+                tier=name,
+                capacity_blocks=capacity,
                 hit_blocks=int(serves.sum()),
-                written_blocks=0 if tier.capacity_blocks == 0 else int((~has_block).sum()),
+                written_blocks=0 if capacity == 0 else int((~has_block).sum()),
             )
         )
     return figures

@@ -18,10 +18,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.kvcache.cache_figures import LatencyHistogram
 from penstock.kvcache.entries import EntryOutcome
-from penstock.kvcache.io_plan import Op, Operations, TierNumber
-from penstock.kvcache.latency_histogram import LatencyHistogram
-from penstock.kvcache.mlperf_plan import LEVELS, OptionPlan, OptionSettings
+from penstock.kvcache.io_plan import IoPlan, Op, Operations, TierNumber
+from penstock.kvcache.mlperf_plan import LEVELS, OptionSettings
 from penstock.results import published_files
 from penstock.submission.query_runs import SUMS
 
@@ -48,7 +48,7 @@ class RankTrial:
     trial: int
     rank: int
     settings: OptionSettings
-    plan: OptionPlan
+    plan: IoPlan
     operations: Operations
     timed: NDArray[np.void]
     elapsed_s: float
@@ -138,7 +138,7 @@ def _requests_done(trial: RankTrial, operations: Operations, timed: NDArray[np.v
     planned = np.bincount(trial.operations["request"], minlength=num)
     done = np.bincount(operations["request"], minlength=num)
     requests = trial.plan.requests
-    found_room = np.bincount(trial.plan.io.operations["request"], minlength=num) > 0
+    found_room = np.bincount(trial.plan.operations["request"], minlength=num) > 0
     reached_s = np.inf
     if len(operations) < len(trial.operations):
         reached_s = float(operations["time_s"].max(initial=0.0))
@@ -203,10 +203,8 @@ def _distribution(values_s: NDArray[np.float64]) -> dict[str, float]:
 def _cache_stats(
     trial: RankTrial, operations: Operations, timed: NDArray[np.void], requests: _RequestsDone
 ) -> dict[str, Any]:
-    done_requests = np.isin(trial.plan.io.operations["request"], requests.numbers)
-    in_memory = trial.plan.io.operations[
-        done_requests & (trial.plan.io.operations["tier"] != TierNumber.STORAGE)
-    ]
+    done_requests = np.isin(trial.plan.operations["request"], requests.numbers)
+    in_memory = trial.plan.operations[done_requests & (trial.plan.operations["tier"] != TierNumber.STORAGE)]
     everything = np.concatenate([operations, in_memory])
     reads = int((everything["op"] == Op.READ).sum())
     writes = int((everything["op"] == Op.WRITE).sum())
@@ -235,7 +233,7 @@ def _cache_stats(
         "read_iops": reads,
         "write_iops": writes,
         "storage_tokens_processed": int(
-            operations["bytes"][operations["op"] != Op.DELETE].sum() // trial.plan.io.bytes_per_token
+            operations["bytes"][operations["op"] != Op.DELETE].sum() // trial.plan.bytes_per_token
         ),
     }
     stats["total_read_gb"], stats["total_write_gb"] = (

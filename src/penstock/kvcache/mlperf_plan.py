@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,20 +23,12 @@ from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, TierNumber
 from penstock.kvcache.models import KvModel
 from penstock.submission.edition import CacheOption
 
-
-class _Kind(NamedTuple):
-    """A kind of user: ranges of context and answer in tokens, and of the time between requests."""
-
-    context: tuple[int, int]
-    answer: tuple[int, int]
-    think_s: tuple[float, float]
-
-
 _KINDS: Final = (
-    _Kind((512, 4096), (50, 200), (0.1, 0.5)),
-    _Kind((4096, 25_000), (100, 500), (0.2, 1.0)),
-    _Kind((4096, 16_384), (200, 800), (0.3, 1.5)),
+    ((512, 4096), (50, 200), (0.1, 0.5)),
+    ((4096, 25_000), (100, 500), (0.2, 1.0)),
+    ((4096, 16_384), (200, 800), (0.3, 1.5)),
 )
+"""Kinds of user: ranges of context and answer in tokens, and of the seconds between requests."""
 LEVELS: Final = ("batch", "responsive", "interactive")
 """By priority: a worker takes the highest first."""
 _INTERACTIVE, _RESPONSIVE = 0.15, 0.50
@@ -93,27 +85,20 @@ class OptionSettings:
         return int((self.option.cpu_gib << 30) * self.scale)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptionPlan:
-    """The operations of one option on one rank, and what its requests are."""
-
-    io: IoPlan
-    requests: Requests
-
-
-def plan_option(settings: OptionSettings) -> OptionPlan:
+def plan_option(settings: OptionSettings) -> IoPlan:
     """Simulate one option: the same seed gives the same operations."""
     requests = _draw_requests(settings)
     cache = _Cache(settings, requests)
     cache.simulate()
     rows = cache.rows()
-    io = IoPlan(
+    return IoPlan(
         name=f"mlperf-v3-option-{settings.number}",
         operations=rows,
         parts=1,
         input_tokens=requests["context"],
         output_tokens=requests["answer"],
         hit_tokens=requests["hit_tokens"],
+        requests=requests,
         bytes_per_token=ceil(settings.model.bytes_per_token * settings.scale),
         capacity_bytes=settings.capacity_bytes,
         facts={
@@ -127,7 +112,6 @@ def plan_option(settings: OptionSettings) -> OptionPlan:
             "requests_taken": int(requests["is_taken"].sum()),
         },
     )
-    return OptionPlan(io=io, requests=requests)
 
 
 def _draw_requests(settings: OptionSettings) -> Requests:
@@ -150,10 +134,10 @@ def _draw_requests(settings: OptionSettings) -> Requests:
 def _draw_user(settings: OptionSettings, user: int) -> Requests:
     """One user's requests; `first_turn` is the place of the first one of each conversation."""
     random = np.random.Generator(np.random.PCG64([settings.seed, user]))
-    kind = _KINDS[int(random.integers(len(_KINDS)))]
+    of_context, of_answer, of_think_s = _KINDS[int(random.integers(len(_KINDS)))]
     level_draw = random.random()
-    think_s = random.uniform(*kind.think_s)
-    context, answer = int(random.integers(*kind.context)), int(random.integers(*kind.answer))
+    think_s = random.uniform(*of_think_s)
+    context, answer = int(random.integers(*of_context)), int(random.integers(*of_answer))
     num = max(1, int(settings.duration_s / (think_s * 0.8)) + 1)
     times_s = np.cumsum(think_s * random.uniform(0.8, 1.2, num))
     rows = np.zeros(num, REQUEST)

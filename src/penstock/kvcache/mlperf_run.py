@@ -15,12 +15,12 @@ from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.kvcache import mlperf_files
-from penstock.kvcache.cache_run import LONGEST_RUN_S, require_room
+from penstock.kvcache.cache_run import LONGEST_RUN_S, remove_entries, remove_leftovers, require_room
 from penstock.kvcache.entries import EntryLayout
 from penstock.kvcache.io_engine import EngineSettings, IoEngine, count_requests
-from penstock.kvcache.leftovers import remove_entries, remove_leftovers
+from penstock.kvcache.io_plan import IoPlan
 from penstock.kvcache.mlperf_files import RankTrial, TrialResult
-from penstock.kvcache.mlperf_plan import VIRTUAL_BYTES_PER_S, OptionPlan, OptionSettings, plan_option
+from penstock.kvcache.mlperf_plan import OptionSettings, plan_option
 from penstock.kvcache.models import find_model
 from penstock.progress import RunProgress
 from penstock.results import counter_files, published_files
@@ -54,7 +54,6 @@ class MlperfRequest(RunSettings):
     duration_s: float | None = None
     pause_s: float | None = None
     capacity_bytes: int | None = None
-    virtual_bytes_per_s: int = VIRTUAL_BYTES_PER_S
 
     def settings(self, number: int, rank: int) -> OptionSettings:
         """One option on one rank."""
@@ -67,7 +66,6 @@ class MlperfRequest(RunSettings):
             scale=self.scale,
             duration_s=option.duration_s if self.duration_s is None else self.duration_s,
             capacity_bytes=self.capacity_bytes,
-            virtual_bytes_per_s=self.virtual_bytes_per_s,
         )
 
 
@@ -77,9 +75,9 @@ def run_mlperf(
     """Run all options, and write the files of the tool into the run's folder. Collective."""
     plans = {number: plan_option(request.settings(number, comm.rank)) for number in request.options}
     planned = comm.gather(
-        {number: plan.io.document() for number, plan in plans.items()}, awaiting="the plans of all ranks"
+        {number: plan.document() for number, plan in plans.items()}, awaiting="the plans of all ranks"
     )
-    most = max(plan.io.most_stored_bytes(1) for plan in plans.values())
+    most = max(plan.most_stored_bytes(1) for plan in plans.values())
     require_room(storage, sum(comm.gather(most, awaiting="what all ranks store")), comm=comm)
     with request.open_run(
         Workload(name="kvcache-mlperf-v3"),
@@ -131,7 +129,7 @@ def run_mlperf(
 def _run_options(
     request: MlperfRequest,
     storage: Storage,
-    plans: dict[int, OptionPlan],
+    plans: dict[int, IoPlan],
     leaf: Path,
     *,
     comm: Comm,
@@ -154,14 +152,14 @@ def _run_options(
 def _run_trial(
     request: MlperfRequest,
     storage: Storage,
-    plan: OptionPlan,
+    plan: IoPlan,
     *,
     trial: int,
     comm: Comm,
     progress: RunProgress,
 ) -> RankTrial:
-    number = int(plan.io.facts["option"])
-    settings, operations = request.settings(number, comm.rank), plan.io.in_storage
+    number = int(plan.facts["option"])
+    settings, operations = request.settings(number, comm.rank), plan.in_storage
     progress.begin(f"option {number}, trial {trial + 1} of {request.trials}", len(operations))
     progress.enter("working", unit="operations", times=comm.size)
     layout = EntryLayout(namespace=f"mlperf-v3:{number}:{trial}:{settings.seed}", folder=f"rank_{comm.rank}")

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 from penstock.did_you_mean import did_you_mean
 from penstock.errors import UsageError
+from penstock.kvcache.block_trace import BlockTrace
+from penstock.kvcache.lru_simulation import find_reuse
 
 DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType(
     {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
@@ -108,23 +110,19 @@ MODELS: Final[Mapping[str, KvModel]] = MappingProxyType(
 )
 
 
-def find_model(name: str) -> KvModel:
-    """The model of this name, or of a `config.json` as Hugging Face has them."""
-    if name in MODELS:
-        return MODELS[name]
-    path = Path(name)
-    if path.is_file():
-        return _read_config(path)
+def find_model(name: str, *, dtype: str | None = None) -> KvModel:
+    """The model of this name, or of a `config.json` as Hugging Face has them; `dtype` changes its type."""
+    found = MODELS.get(name)
+    if found is None and (path := Path(name)).is_file():
+        found = _read_config(path)
+    if found is not None:
+        if dtype is None or dtype == found.dtype:
+            return found
+        return replace(found, name=f"{found.name}, {dtype}", dtype=dtype)
     raise UsageError(
         f"Unknown model {name!r}",
         fix=f"{did_you_mean(name, MODELS)}`penstock kvcache models` lists them; a config.json works, too.",
     )
-
-
-def change_model(model: KvModel, **changes: int | str | None) -> KvModel:
-    """The model with other values; None leaves one as it is."""
-    given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-    return replace(model, name=f"{model.name}, changed", **given) if given else model
 
 
 def _read_config(path: Path) -> KvModel:
@@ -158,3 +156,81 @@ def _number(config: Mapping[str, Any], key: str, path: Path) -> int:
             f"{key} is {value!r}, which is no number of a model", where=str(path), fix=f"Set {key} in it."
         )
     return value
+
+
+GIB: Final = 1 << 30
+
+UPSTREAM_BYTES_PER_TOKEN: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "tiny-1b": 768,
+        "mistral-7b": 4096,
+        "llama2-7b": 8192,
+        "llama3.1-8b": 4096,
+        "llama3.1-70b-instruct": 16_384,
+    }
+)
+"""What `datasize` of MLPerf Storage v3.0 multiplies with: 20 to 64 times less than its run writes."""
+_TYPICAL_TOKENS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "tiny-1b": 2048,
+        "mistral-7b": 4096,
+        "llama2-7b": 4096,
+        "llama3.1-8b": 8192,
+        "llama3.1-70b-instruct": 8192,
+    }
+)
+DEFAULT_TOKENS: Final = 8192
+_HIT_SHARES: Final = (0.5, 0.9, 0.99)
+
+
+def size_for_users(
+    model: KvModel, users: int, *, tokens: int | None = None, tensor: int = 1, pipeline: int = 1
+) -> dict[str, Any]:
+    """The bytes of all users' contexts, as plain data, next to the v3.0 tool's figures.
+
+    Each user has `tokens` of context, by default what is typical of the model.
+    """
+    tokens = _TYPICAL_TOKENS.get(model.name, DEFAULT_TOKENS) if tokens is None else tokens
+    total = users * tokens * model.bytes_per_token
+    document = {
+        "model": model.name,
+        "bytes_per_token": model.bytes_per_token,
+        "rank_bytes_per_token": model.rank_bytes_per_token(tensor=tensor, pipeline=pipeline),
+        "users": users,
+        "tokens_per_user": tokens,
+        "user_bytes": tokens * model.bytes_per_token,
+        "total_bytes": total,
+        "upstream": None,
+    }
+    if (theirs := UPSTREAM_BYTES_PER_TOKEN.get(model.name)) is not None:
+        document["upstream"] = {
+            "bytes_per_token": theirs,
+            "total_bytes": users * tokens * theirs,
+            "times_too_small": model.bytes_per_token / theirs,
+        }
+    return document
+
+
+def size_for_trace(trace: BlockTrace, model: KvModel) -> dict[str, Any]:
+    """What a trace writes and can read, and how large a cache has to be for a share of its hits."""
+    reuse = find_reuse(trace)
+    block_bytes = trace.block_tokens * model.bytes_per_token
+    best = reuse.prefix_hit_ratio(None)
+    hits = reuse.capacity_for_prefix[reuse.capacity_for_prefix < reuse.capacity_for_prefix.max(initial=1)]
+    hits.sort()
+    capacities = []
+    for share in _HIT_SHARES:
+        blocks = int(hits[max(0, -(-int(share * 1e6) * len(hits) // 10**6) - 1)]) if len(hits) else 0
+        capacities.append(
+            {"share_of_hits": share, "capacity_blocks": blocks, "capacity_bytes": blocks * block_bytes}
+        )
+    return {
+        "model": model.name,
+        "bytes_per_token": model.bytes_per_token,
+        "block_tokens": trace.block_tokens,
+        "block_bytes": block_bytes,
+        "unique_bytes": trace.num_unique * block_bytes,
+        "hit_bytes": round(best * trace.num_blocks) * block_bytes,
+        "prefix_hit_ratio": best,
+        "capacities": capacities,
+    }

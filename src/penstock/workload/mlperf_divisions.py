@@ -3,7 +3,7 @@
 A key that no set names is forbidden, so a key that a later edition adds is refused until its rule is entered.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -114,3 +114,40 @@ def require_allowed(division: SubmissionDivision, changed: Iterable[KeyPath], *,
             where=f"--{division.value}",
             fix=f"Leave these out. Free to choose are: {free}.",
         )
+
+
+def choose_reading(
+    division: SubmissionDivision | None,
+    workload: str,
+    changed: Iterable[KeyPath],
+    *,
+    families: Collection[str],
+    loader: str | None,
+    remainder: str | None,
+) -> tuple[str, str]:
+    """The loader and the handling of remainders that a run uses: as asked, as prescribed, or the default.
+
+    Raises UsageError unless the division allows this workload, one of the shipped `families`, with these
+    changed keys. The closed division prescribes torch's loader and drops remainders; otherwise our own loader
+    reads, and no sample is left out of two epochs in a row.
+    """
+    if division is not None:
+        family = workload if workload in families else workload.rpartition("_")[0]
+        if family not in families:
+            raise UsageError(
+                f"{workload} is not a shipped workload, and the {division.upper()} division allows no other "
+                f"(rule {RULES[division]})",
+                where=f"--{division}",
+                fix="`penstock workloads` lists them.",
+            )
+        require_allowed(division, changed, workload=family)
+    if division is not SubmissionDivision.CLOSED:
+        return loader or "native", remainder or "rotate"
+    for name, given, prescribed in (("--loader", loader, "pytorch"), ("--division", remainder, "drop")):
+        if given not in (None, prescribed):
+            raise UsageError(
+                f"The CLOSED division requires {name} {prescribed}, not {given} (rule 3.6.2)",
+                where=name,
+                fix=f"Leave {name} out, or run without --closed.",
+            )
+    return "pytorch", "drop"

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.kvcache.entries import EntryLayout
-from penstock.kvcache.entry_names import parse_entry_name, vllm_folder
-from penstock.kvcache.inspect_store import InspectRequest, inspect_store
+from penstock.kvcache.entries import EntryLayout, vllm_folder
+from penstock.kvcache.inspect_store import inspect_store, parse_entry_name
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, ObjectLayout, Op
 from penstock.kvcache.models import MODELS
@@ -34,7 +33,7 @@ CONFIG = {
 
 
 def inspected(folder: Path, **settings: Any) -> dict[str, Any]:
-    return inspect_store(open_storage(str(folder), {}), InspectRequest(**settings), Silent())
+    return inspect_store(open_storage(str(folder), {}), Silent(), **settings)
 
 
 def put(path: Path, size: int) -> Path:

@@ -18,14 +18,13 @@ from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.cluster.comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError
+from penstock.kvcache.block_trace import generate_trace
 from penstock.kvcache.cache_pages import make_run_page
-from penstock.kvcache.cache_run import CacheRequest, CacheResult, run_plan
+from penstock.kvcache.cache_run import CacheRequest, CacheResult, run_plan, sync_entry_names
 from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome, LayoutName, make_footer
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, ObjectLayout, Op, Operations, TierSizes, plan_blocks
-from penstock.kvcache.leftovers import sync_entry_names
-from penstock.kvcache.models import MODELS, change_model
-from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
+from penstock.kvcache.models import MODELS
 from penstock.progress import Silent
 from penstock.reports.page import render_report
 from penstock.storage import Storage, open_storage
@@ -36,11 +35,11 @@ from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage
 from penstock.storage.uri import Location
 
-SMALL = change_model(MODELS["tiny-1b"], layers=1, kv_heads=1, head_dim=4)
+SMALL = replace(MODELS["tiny-1b"], layers=1, kv_heads=1, head_dim=4)
 
 
 def small_plan(requests: int = 60, storage: int | None = 40, layout: ObjectLayout | None = None) -> IoPlan:
-    trace = generate_trace(GeneratorSettings(requests=requests, most_input_tokens=8_000))
+    trace = generate_trace(requests=requests, most_input_tokens=8_000)
     return plan_blocks(trace, SMALL, tiers=TierSizes(storage=storage), layout=layout)
 
 
@@ -194,7 +193,7 @@ def test_runs_do_the_same_on_any_number_of_ranks_and_streams(tmp_path: Path) -> 
 
 
 def test_parts_of_the_time_add_up_to_the_whole(tmp_path: Path) -> None:
-    trace = generate_trace(GeneratorSettings(requests=40, most_input_tokens=8_000))
+    trace = generate_trace(requests=40, most_input_tokens=8_000)
     plan = plan_blocks(trace, SMALL, tiers=TierSizes(gpu=5, cpu=20), layout=ObjectLayout(is_per_layer=True))
     [one, two] = [run_on(ranks, plan, tmp_path / f"{ranks}").document for ranks in (1, 2)]
     planned = one["over_workload"]
@@ -227,7 +226,7 @@ def test_the_ledger_of_a_run_counts_what_was_read_and_written(tmp_path: Path) ->
 
 
 def test_runs_without_reads_from_storage_say_so(tmp_path: Path) -> None:
-    trace = generate_trace(GeneratorSettings(requests=20, most_input_tokens=2_000))
+    trace = generate_trace(requests=20, most_input_tokens=2_000)
     plan = plan_blocks(trace, SMALL, tiers=TierSizes(gpu=10_000, storage=0))
     assert run_on(1, plan, tmp_path).document["kind"] == "memory tiers only"
 
@@ -320,7 +319,7 @@ def test_bytes_are_synced_before_an_entry_is_visible_and_names_once_where_entrie
 
 
 def test_a_cache_that_has_no_room_is_refused_before_the_first_byte(tmp_path: Path) -> None:
-    trace = generate_trace(GeneratorSettings(requests=30_000))
+    trace = generate_trace(requests=30_000)
     plan = plan_blocks(trace, MODELS["llama2-7b"], tiers=TierSizes())
     request = CacheRequest(
         results=tmp_path, plan=plan, layout=EntryLayout(namespace="test"), engine=EngineSettings()

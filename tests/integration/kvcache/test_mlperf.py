@@ -11,12 +11,12 @@ import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 from tests.support.submission.query_tree import CACHE, OPTIONS, valid_cache
 
+from penstock.kvcache.cache_figures import LatencyHistogram
 from penstock.kvcache.entries import EntryOutcome
 from penstock.kvcache.io_engine import TIMED, EngineSettings
-from penstock.kvcache.io_plan import Op
-from penstock.kvcache.latency_histogram import LatencyHistogram
+from penstock.kvcache.io_plan import IoPlan, Op
 from penstock.kvcache.mlperf_files import RankTrial, TrialResult, judge_trial, summarize
-from penstock.kvcache.mlperf_plan import OptionPlan, OptionSettings, plan_option
+from penstock.kvcache.mlperf_plan import OptionSettings, plan_option
 from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
 from penstock.kvcache.models import find_model
 from penstock.progress import Silent
@@ -46,7 +46,7 @@ def planned_settings(number: int, *, seed: int = 42, capacity: int | None = 100 
     )
 
 
-def planned(number: int, *, seed: int = 42, capacity: int | None = 100 << 20) -> OptionPlan:
+def planned(number: int, *, seed: int = 42, capacity: int | None = 100 << 20) -> IoPlan:
     return plan_option(planned_settings(number, seed=seed, capacity=capacity))
 
 
@@ -54,7 +54,7 @@ def planned(number: int, *, seed: int = 42, capacity: int | None = 100 << 20) ->
 def test_a_plan_reads_only_what_is_there_and_keeps_to_its_capacity(number: int) -> None:
     plan = planned(number)
     stored: dict[int, int] = {}
-    for row in plan.io.in_storage:
+    for row in plan.in_storage:
         entry = int(row["entry"])
         assert (entry in stored) == (row["op"] != Op.WRITE)
         if row["op"] == Op.WRITE:
@@ -63,13 +63,13 @@ def test_a_plan_reads_only_what_is_there_and_keeps_to_its_capacity(number: int) 
             del stored[entry]
         assert sum(stored.values()) <= 100 << 20
     assert plan.requests["turn_hits"].sum() > 100
-    in_memory = plan.io.document()["hit_bytes_by_tier"]["cpu"]
+    in_memory = plan.document()["hit_bytes_by_tier"]["cpu"]
     assert (in_memory > 0) is (number == 2)
 
 
 def test_a_plan_follows_from_its_seed() -> None:
-    assert planned(1).io.digest == planned(1).io.digest
-    assert len({planned(1, seed=seed).io.digest for seed in range(42, 46)}) == 4
+    assert planned(1).digest == planned(1).digest
+    assert len({planned(1, seed=seed).digest for seed in range(42, 46)}) == 4
 
 
 @pytest.mark.parametrize(("number", "capacity"), [(2, None), (1, 1 << 20)])
@@ -78,7 +78,7 @@ def test_a_run_that_ends_early_counts_no_requests_that_it_did_not_come_to(
 ) -> None:
     """Neither those that host memory would have served, nor those that found no room."""
     plan = planned(number, capacity=capacity)
-    operations = plan.io.in_storage
+    operations = plan.in_storage
     timed = np.zeros(len(operations), TIMED)
     timed["outcome"][: len(operations) // 4] = EntryOutcome.DONE
     timed["busy_ns"] = timed["end_ns"] = 1000
@@ -96,7 +96,7 @@ def test_a_run_that_ends_early_counts_no_requests_that_it_did_not_come_to(
         )
     )
     reached_s = operations["time_s"][len(operations) // 4]
-    active = np.isin(np.arange(len(plan.requests)), plan.io.operations["request"])
+    active = np.isin(np.arange(len(plan.requests)), plan.operations["request"])
     most = (plan.requests["is_taken"] & active & (plan.requests["taken_s"] <= reached_s)).sum()
     assert 0 < judged.document["requests_completed"] <= most
 

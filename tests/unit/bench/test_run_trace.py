@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.run_trace import RunTrace, find_trace_folder
-from penstock.bench.step_recorder import StepRecorder, read_clocks
+from penstock.bench.step_recorder import RunTrace, StepRecorder, find_trace_folder, read_clocks
 from penstock.results.event_files import SpoolWriter
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 from penstock.storage.capabilities import SpanValue, find_span_trace

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from penstock.bench.epoch_order import Remainder
-from penstock.bench.loader.sample_decoder import ContentCheck
+from penstock.bench.loader.loader_protocol import ContentCheck
 from penstock.cli import parsers
 from penstock.cli.option_groups import GATE
 from penstock.cluster.gates.gate_model import Gate

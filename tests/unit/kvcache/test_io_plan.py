@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.kvcache.test_lru_simulation import REQUESTS, trace_of
 
+from penstock.kvcache.block_trace import generate_trace
 from penstock.kvcache.io_plan import IoPlan, ObjectLayout, Op, TierNumber, TierSizes, plan_blocks
 from penstock.kvcache.lru_simulation import find_reuse
 from penstock.kvcache.models import MODELS
-from penstock.kvcache.trace_generator import GeneratorSettings, generate_trace
 
 MODEL = MODELS["llama3.1-8b"]
 
@@ -57,10 +57,10 @@ def test_plans_are_consistent_and_keep_to_the_capacity(
 
 
 def test_ranks_divide_a_plan_by_entry_and_its_digest_stays() -> None:
-    trace = generate_trace(GeneratorSettings(requests=300, most_input_tokens=30_000))
+    trace = generate_trace(requests=300, most_input_tokens=30_000)
     plan = plan_blocks(trace, MODEL, tiers=TierSizes(storage=2000))
     again = plan_blocks(
-        generate_trace(GeneratorSettings(requests=300, most_input_tokens=30_000)),
+        generate_trace(requests=300, most_input_tokens=30_000),
         MODEL,
         tiers=TierSizes(storage=2000),
     )
@@ -73,7 +73,7 @@ def test_ranks_divide_a_plan_by_entry_and_its_digest_stays() -> None:
         assert min(map(len, shares)) > 0.8 * len(plan.in_storage) / ranks
         most = plan.most_stored_bytes(ranks)
         assert most <= 1.05 * (plan.capacity_bytes or 0)
-    other = generate_trace(GeneratorSettings(requests=300, most_input_tokens=30_000, seed=7))
+    other = generate_trace(requests=300, most_input_tokens=30_000, seed=7)
     assert plan_blocks(other, MODEL, tiers=TierSizes(storage=2000)).digest != plan.digest
 
 
@@ -96,14 +96,13 @@ def test_objects_of_a_chunk_add_up_to_it(layout: ObjectLayout, num: int, size: i
 
 def test_fewer_users_come_back_after_fewer_requests_of_others() -> None:
     few, many = (
-        find_reuse(generate_trace(GeneratorSettings(requests=400, users=users))).prefix_hit_ratio(None)
-        for users in (20, 200)
+        find_reuse(generate_trace(requests=400, users=users)).prefix_hit_ratio(None) for users in (20, 200)
     )
     assert few > 0.2 > 3 * many
 
 
 def test_generated_requests_have_the_statistics_of_the_conversation_trace() -> None:
-    trace = generate_trace(GeneratorSettings(requests=12_000))
+    trace = generate_trace(requests=12_000)
     figures, reuse = trace.statistics(), find_reuse(trace)
     assert figures["input_tokens"]["mean"] == pytest.approx(12_035, rel=0.05)
     assert figures["input_tokens"]["p50"] == pytest.approx(6_909, rel=0.05)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kvcache.latency_histogram import LatencyHistogram
+from penstock.kvcache.cache_figures import LatencyHistogram
 
 
 @given(st.lists(st.lists(st.integers(0, 2**50), max_size=30), min_size=1, max_size=4))

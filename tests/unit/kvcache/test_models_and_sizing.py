@@ -8,8 +8,13 @@ from tests.unit.kvcache.test_lru_simulation import trace_of
 
 from penstock.cli import main
 from penstock.errors import UsageError
-from penstock.kvcache.models import MODELS, change_model, find_model
-from penstock.kvcache.sizing import UPSTREAM_BYTES_PER_TOKEN, SizeRequest, size_for_trace, size_for_users
+from penstock.kvcache.models import (
+    MODELS,
+    UPSTREAM_BYTES_PER_TOKEN,
+    find_model,
+    size_for_trace,
+    size_for_users,
+)
 
 BYTES_PER_TOKEN = {
     "tiny-1b": 24_576,
@@ -55,7 +60,7 @@ def test_a_configuration_and_changes_describe_a_model_of_ones_own(tmp_path: Path
         )
     )
     assert find_model(str(path)).bytes_per_token == BYTES_PER_TOKEN["deepseek-v3"]
-    assert change_model(MODELS["llama3.1-8b"], layers=1, dtype="int8").bytes_per_token == 2048
+    assert find_model("llama3.1-8b", dtype="int8").bytes_per_token == 32 * 2048
     path.write_text('{"num_attention_heads": 4}')
     with pytest.raises(UsageError, match="num_hidden_layers"):
         find_model(str(path))
@@ -66,11 +71,11 @@ def test_a_configuration_and_changes_describe_a_model_of_ones_own(tmp_path: Path
 def test_sizes_are_as_many_times_larger_as_the_tables_differ() -> None:
     times = {}
     for name in UPSTREAM_BYTES_PER_TOKEN:
-        document = size_for_users(SizeRequest(model=MODELS[name], users=10))
+        document = size_for_users(MODELS[name], 10)
         assert document["total_bytes"] == 10 * document["tokens_per_user"] * BYTES_PER_TOKEN[name]
         times[name] = document["total_bytes"] / document["upstream"]["total_bytes"]
     assert list(times.values()) == [32, 32, 64, 32, 20]
-    assert size_for_users(SizeRequest(model=MODELS["glm5"], users=1))["upstream"] is None
+    assert size_for_users(MODELS["glm5"], 1)["upstream"] is None
 
 
 def test_size_of_a_trace_says_which_cache_has_which_share_of_hits() -> None:
@@ -96,8 +101,8 @@ def test_commands_print_their_documents(tmp_path: Path, capsys: pytest.CaptureFi
     page = tmp_path / "page.html"
     assert main(["kvcache", "simulate", str(trace), "--page", str(page)]) == 0
     assert "50.0% of all blocks hit" in page.read_text()
-    for words in (["simulate", str(trace)], ["size", str(trace)], ["models", "--layers", "2"]):
+    for words in (["simulate", str(trace)], ["size", str(trace)], ["models", "--dtype", "int8"]):
         assert main(["kvcache", *words]) == 0
     shown = capsys.readouterr().out
     assert "32 times too small" in shown
-    assert "llama3.1-8b, changed" in shown
+    assert "llama3.1-8b, int8" in shown

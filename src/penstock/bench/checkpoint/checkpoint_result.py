@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from penstock.bench.page_cache_eviction import ObjectEviction
-from penstock.bench.run_trace import find_trace_folder
 from penstock.bench.state_layout import checkpoint_folder
+from penstock.bench.step_recorder import find_trace_folder
 from penstock.results import checkpoint_figures, phase_figures
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.storage import Counters

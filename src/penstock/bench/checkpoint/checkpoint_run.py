@@ -19,9 +19,8 @@ from penstock.bench.compute import SystemClock, compute_until
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.loader.loader_protocol import OpenStorage
 from penstock.bench.run_settings import RunSettings
-from penstock.bench.run_trace import RunTrace
 from penstock.bench.state_layout import StateLayout
-from penstock.bench.step_recorder import StepRecorder, read_clocks
+from penstock.bench.step_recorder import RunTrace, StepRecorder, read_clocks
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import CONTENT_VERSION, Content
 from penstock.progress import RunProgress

@@ -6,9 +6,15 @@ Batches arrive in the order of their requests, and each says what was really rea
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from enum import StrEnum
+from typing import Any, Final, Protocol
 
-from penstock.dataset.formats.format_protocol import Extent, FilePlan, FileSurvey
+import numpy as np
+
+from penstock.dataset.content import Content
+from penstock.dataset.dataset_manifest import DatasetRecipe
+from penstock.dataset.formats.format_protocol import Extent, FileFormat, FilePlan, FileSurvey, SupportsSums
+from penstock.errors import StorageError
 from penstock.storage import Counters, Storage
 
 OpenStorage = Callable[[], "Storage"]
@@ -60,11 +66,51 @@ class Batch:
     decode_ns: int = 0
 
 
-class Decoder(Protocol):
-    """Decodes what was read, on the thread or in the process that read it; it can be pickled."""
+SAMPLED: Final = 16
+"""One in this many blocks is checked by `ContentCheck.SAMPLE`."""
+
+
+class ContentCheck(StrEnum):
+    """How many of the blocks that are read are compared with what was generated."""
+
+    OFF = "off"
+    SAMPLE = "sample"
+    FULL = "full"
+
+    def includes(self, block: int) -> bool:
+        """Whether the block of this number, in a rank's order, is checked."""
+        return self is ContentCheck.FULL or (self is ContentCheck.SAMPLE and block % SAMPLED == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FormatDecoder:
+    """Makes samples of what was read, where it was read, and compares some with their generator.
+
+    Samples are copied out of the loader's buffers, as a trainer would need them, and then dropped. A decoder
+    can be pickled.
+    """
+
+    kind: FileFormat
+    recipe: DatasetRecipe
+    check: ContentCheck = ContentCheck.OFF
 
     def decode(self, block: BlockRequest, pieces: Sequence[Extent]) -> None:
-        """Make samples of `pieces`, whose memory is reused afterwards; a `StorageError` names a wrong one."""
+        """Decode, and check a block that is to be; `StorageError` names the first wrong sample."""
+        decoded = np.array(self.kind.decode(block.plan, block.survey, pieces, block.samples))
+        if not block.is_checked:
+            if isinstance(self.kind, SupportsSums):
+                self.kind.check_sums(block.plan, pieces)
+            return
+        content = Content(self.recipe.seed, block.plan.index, self.recipe.reduction)
+        expected = self.kind.expected(block.plan, content, block.samples)
+        for sample, stored, right in zip(block.samples, decoded, expected, strict=True):
+            # Bytes are compared, because content has NaNs, which equal nothing.
+            if np.ascontiguousarray(stored).tobytes() != np.ascontiguousarray(right).tobytes():
+                raise StorageError(
+                    f"Sample {sample} of {block.plan.name} is not what was generated",
+                    uri=block.plan.name,
+                    fix="`penstock training verify` names all wrong files; delete them and generate again.",
+                )
 
 
 class Loader(Protocol):
@@ -80,13 +126,8 @@ class Loader(Protocol):
     def close(self) -> None:
         """End all workers. Safe twice, and in the middle of an epoch."""
 
-
-@runtime_checkable
-class SupportsChangeOfStorage(Protocol):
-    """A loader whose workers can go on with another storage, because it takes long to start them."""
-
-    def change_storage(self, reopen: OpenStorage) -> None:
-        """Between two epochs: let all workers open this one, and read from it from now on."""
+    # A loader whose workers take long to start may also have `change_storage(reopen)`: between two epochs all
+    # workers open another storage and read from it.
 
 
 class LoaderOptions(Protocol):
@@ -96,7 +137,9 @@ class LoaderOptions(Protocol):
     def prefetch_batches(self) -> int:
         """How many batches are read before they are wanted."""
 
-    def start(self, storage: Storage, reopen: OpenStorage | None, decoder: Decoder | None = None) -> Loader:
+    def start(
+        self, storage: Storage, reopen: OpenStorage | None, decoder: FormatDecoder | None = None
+    ) -> Loader:
         """Start it on `storage`; one with processes opens storage by `reopen` and never touches `storage`.
 
         Without `decoder` no request is a `BlockRequest`.

@@ -20,7 +20,7 @@ from penstock.bench.loader.loader_protocol import (
     Batch,
     BatchRequest,
     BlockRequest,
-    Decoder,
+    FormatDecoder,
     OpenStorage,
     ReadRequest,
 )
@@ -48,7 +48,7 @@ class NativeOptions:
             )
 
     def start(
-        self, storage: Storage, _reopen: OpenStorage | None = None, decoder: Decoder | None = None
+        self, storage: Storage, _reopen: OpenStorage | None = None, decoder: FormatDecoder | None = None
     ) -> NativeLoader:
         """Start the threads, which all read from `storage`."""
         return NativeLoader(storage, self, decoder)
@@ -61,7 +61,9 @@ class NativeOptions:
 class NativeLoader:
     """A `Loader` on threads. They are started once and serve all epochs."""
 
-    def __init__(self, storage: Storage, options: NativeOptions, decoder: Decoder | None = None) -> None:
+    def __init__(
+        self, storage: Storage, options: NativeOptions, decoder: FormatDecoder | None = None
+    ) -> None:
         self._storage = storage
         self._options = options
         self._decoder = decoder

@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from penstock.bench.loader.loader_protocol import Batch, BatchRequest, Decoder, OpenStorage
+from penstock.bench.loader.loader_protocol import Batch, BatchRequest, FormatDecoder, OpenStorage
 from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES, RangeReader, ReadTotals
 from penstock.errors import PenstockError, Unavailable, UsageError
 from penstock.storage import Counters, Storage
@@ -69,7 +69,7 @@ class PytorchOptions:
         return max(1, -(-self.prefetch_batches // self.workers)) if self.workers else None
 
     def start(
-        self, _storage: Storage, reopen: OpenStorage | None, decoder: Decoder | None = None
+        self, _storage: Storage, reopen: OpenStorage | None, decoder: FormatDecoder | None = None
     ) -> PytorchLoader:
         """Start the workers, each with a storage of its own; `UsageError` where none tells them how."""
         if reopen is None:
@@ -88,7 +88,7 @@ class PytorchLoader:
     """A `Loader` on torch's. Its workers have started when it is made, and serve all epochs."""
 
     def __init__(
-        self, open_storage: OpenStorage, options: PytorchOptions, decoder: Decoder | None = None
+        self, open_storage: OpenStorage, options: PytorchOptions, decoder: FormatDecoder | None = None
     ) -> None:
         self._requests = _Requests()
         self._reads = _Reads(options, decoder)
@@ -220,7 +220,7 @@ class _Arrival(NamedTuple):
 class _Reads(Dataset[_Arrival]):
     """The data set of torch's loader, whose items are whole batches. It is used where they are read."""
 
-    def __init__(self, options: PytorchOptions, decoder: Decoder | None = None) -> None:
+    def __init__(self, options: PytorchOptions, decoder: FormatDecoder | None = None) -> None:
         self._options = options
         self._decoder = decoder
         self._storage: Storage | None = None

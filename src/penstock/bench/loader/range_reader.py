@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.bench.loader.loader_protocol import Batch, BlockRequest, Decoder, ReadRequest
+from penstock.bench.loader.loader_protocol import Batch, BlockRequest, FormatDecoder, ReadRequest
 from penstock.dataset.formats.format_protocol import Extent
 from penstock.errors import ShortTransfer
 from penstock.storage import Source, Storage, aligned
@@ -44,7 +44,7 @@ class ReadTotals:
 class RangeReader:
     """Has one buffer, and keeps the last object open, because ranges of one file come in runs."""
 
-    def __init__(self, storage: Storage, buffer_bytes: int, decoder: Decoder | None = None) -> None:
+    def __init__(self, storage: Storage, buffer_bytes: int, decoder: FormatDecoder | None = None) -> None:
         self._storage = storage
         self._read_at_once = storage.read_at_once if isinstance(storage, SupportsReadsAtOnce) else None
         self._buffer = aligned.aligned_buffer(buffer_bytes)

@@ -30,8 +30,7 @@ from penstock.bench.own_loader.user_code import (
 from penstock.bench.own_loader.waits import LoaderWaits, StepWait, divide_waits
 from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.run_settings import RunSettings
-from penstock.bench.run_trace import RunTrace
-from penstock.bench.step_recorder import StepRecorder, read_clocks
+from penstock.bench.step_recorder import RunTrace, StepRecorder, read_clocks
 from penstock.bench.training.harness_limit import EventsInMemory, count_limit_steps, summarize_limit
 from penstock.bench.training.training_files import Validation
 from penstock.bench.training.training_loop import EventRecorder

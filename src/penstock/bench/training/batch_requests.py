@@ -9,14 +9,12 @@ from collections import OrderedDict, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from penstock.bench.compute import PreprocessTimes
-from penstock.bench.loader.loader_protocol import BatchRequest, BlockRequest, ReadRequest
-from penstock.bench.loader.sample_decoder import ContentCheck
-from penstock.bench.training.sample_sharding import RankEpoch
+from penstock.bench.loader.loader_protocol import BatchRequest, BlockRequest, ContentCheck, ReadRequest
 from penstock.bench.training.training_files import TrainingFiles
+from penstock.bench.training.training_plan import RankEpoch
 from penstock.dataset.formats.format_protocol import COMPUTED, FilePlan, FileSurvey
 from penstock.results.step_events import StepPhase
 from penstock.storage import Storage, aligned
@@ -26,15 +24,6 @@ TRANSFER_BYTES: Final = 256 << 10
 """One sequential read where the workload does not say: what TensorFlow reads of a TFRecord file."""
 KNOWN_FILES: Final = 64
 """Files that have been looked into and may come again soon."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleHandling:
-    """What becomes of samples once they are read; by default they are dropped as they came."""
-
-    decodes: bool = False
-    check: ContentCheck = ContentCheck.OFF
-    preprocess: PreprocessTimes | None = None
 
 
 class _Block(NamedTuple):
@@ -48,7 +37,8 @@ class _Block(NamedTuple):
 class BatchPlanner:
     """Makes the requests of one rank and phase. One thread at a time uses it.
 
-    `survey_bytes` counts what was read to find ranges: footers, above all.
+    With `check`, samples are decoded, and so many of them compared with their generator; otherwise they are
+    dropped as they came. `survey_bytes` counts what was read to find ranges: footers, above all.
     """
 
     def __init__(
@@ -59,12 +49,14 @@ class BatchPlanner:
         *,
         transfer_bytes: int | None = None,
         known_files: int = KNOWN_FILES,
-        handling: SampleHandling | None = None,
+        check: ContentCheck | None = None,
+        preprocess: PreprocessTimes | None = None,
     ) -> None:
         self._files = files
         self._storage = storage
         self._phase = phase
-        self._handling = handling or SampleHandling()
+        self._check = check
+        self._preprocess = preprocess
         self._transfer_bytes = transfer_bytes or TRANSFER_BYTES
         self._max_known = known_files
         # Asked for every file, and the same for all of them.
@@ -86,14 +78,14 @@ class BatchPlanner:
             while waiting is not None and waiting[0] < reach:
                 requests.append(waiting[1])
                 waiting = next(reads, None)
-            times = self._handling.preprocess
+            times = self._preprocess
             preprocess_ns = times.of_batch(order.epoch, step, sharding.batch_size) if times else ()
             yield BatchRequest(tuple(requests), sharding.batch_size, preprocess_ns)
 
     def _reads(self, order: RankEpoch, num_samples: int) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
         """Every read of an epoch, with the position of the first sample that needs it."""
-        if self._handling.decodes:
-            yield from self._blocks_to_decode(order, num_samples)
+        if self._check is not None:
+            yield from self._blocks_to_decode(order, num_samples, self._check)
             return
         if self._files.are_read_whole:
             yield from self._whole_files(order, num_samples)
@@ -128,7 +120,7 @@ class BatchPlanner:
             indexed.add(block.number)
 
     def _blocks_to_decode(
-        self, order: RankEpoch, num_samples: int
+        self, order: RankEpoch, num_samples: int, check: ContentCheck
     ) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
         """Each block with all that its samples decode from; indexes beside files are read, not decoded."""
         indexed: set[int] = set()
@@ -146,7 +138,7 @@ class BatchPlanner:
                     together.append(read)
                 else:
                     yield block.position, read
-            is_checked = self._handling.check.includes(count)
+            is_checked = check.includes(count)
             yield block.position, BlockRequest(tuple(together), plan, survey, block.samples, is_checked)
 
     def _pieces_of_streams(self, blocks: Iterator[_Block]) -> Iterator[_Block]:

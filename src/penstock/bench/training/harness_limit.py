@@ -7,7 +7,6 @@ to it says nothing about storage. Only reading is replaced.
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -19,11 +18,10 @@ from penstock.bench.loader.loader_protocol import (
     LoaderOptions,
     OpenStorage,
     ReadRequest,
-    SupportsChangeOfStorage,
 )
 from penstock.bench.step_recorder import read_clocks
-from penstock.bench.training.sample_sharding import RankEpoch
 from penstock.bench.training.training_loop import PreparedTraining, TrainingLoop, make_phase_works
+from penstock.bench.training.training_plan import RankEpoch
 from penstock.bench.training.training_result import HarnessLimit
 from penstock.cluster.comm import Comm
 from penstock.errors import ObjectNotFound
@@ -55,15 +53,6 @@ def count_limit_steps(compute_s: float, num_steps: int) -> int:
     return min(num_steps, max(FEWEST_STEPS, min(affordable, MOST_STEPS)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredLimit:
-    """The limit, None where the steps are too few to count; `loader` is None where its workers have ended."""
-
-    limit: HarnessLimit | None
-    loader: Loader | None = None
-    loader_start_s: float = 0.0
-
-
 def measure_harness_limit(
     workload: Workload,
     prepared: PreparedTraining,
@@ -73,10 +62,11 @@ def measure_harness_limit(
     comm: Comm,
     progress: Progress,
     reopen: OpenStorage | None = None,
-) -> MeasuredLimit:
+) -> tuple[HarnessLimit | None, Loader | None, float]:
     """Run the first steps of the first epoch. Collective.
 
-    A loader whose workers can change over is given back, with the storage of `reopen`.
+    Returns the limit, None if the steps are too few to count; the loader, if its workers can change over to
+    the storage of `reopen`; and how long the loader took to start.
     """
     plan = prepared.plan
     num_steps = count_limit_steps(workload.train.computation_time.expected_s, plan.epochs[0].num_steps)
@@ -104,11 +94,12 @@ def measure_harness_limit(
         mine = recorder.events(rank=comm.rank, host=comm.host)
         events = comm.gather(mine, awaiting="the harness limit of all ranks")
         limit = summarize_limit(events, workload, num_steps)
-        if reopen is None or not isinstance(loader, SupportsChangeOfStorage):
-            return MeasuredLimit(limit=limit)
-        loader.change_storage(reopen)
+        change_storage = getattr(loader, "change_storage", None)
+        if reopen is None or change_storage is None:
+            return limit, None, 0.0
+        change_storage(reopen)
         undo.pop_all()
-        return MeasuredLimit(limit=limit, loader=loader, loader_start_s=start_s)
+        return limit, loader, start_s
 
 
 def summarize_limit(ranks: Sequence[RankEvents], workload: Workload, num_steps: int) -> HarnessLimit | None:

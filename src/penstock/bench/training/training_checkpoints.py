@@ -5,8 +5,9 @@ A checkpoint is outside of all timed blocks, so it counts neither as waiting nor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from penstock.bench.checkpoint.checkpoint_folder import require_room
@@ -14,16 +15,20 @@ from penstock.bench.checkpoint.checkpoint_result import CheckpointRound, RoundFi
 from penstock.bench.checkpoint.checkpoint_rounds import RoundRunner, fit_pipe, plan_objects
 from penstock.bench.loader.loader_protocol import OpenStorage
 from penstock.bench.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
-from penstock.bench.state_layout import StateLayout
+from penstock.bench.state_layout import LayoutRequest, StateLayout, plan_layout
 from penstock.bench.step_recorder import StepRecorder
 from penstock.bench.training.training_result import CheckpointsTaken
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
+from penstock.environment import Environment
 from penstock.progress import Activity, RunProgress, Silent
+from penstock.storage import open_storage
 from penstock.storage.capabilities import find_local_root
+from penstock.storage.uri import has_option
 from penstock.transfer.buffers import WarmMemory
 from penstock.transfer.pipeline import PipelineSettings
-from penstock.workload.spec import CheckpointSection
+from penstock.workload.load_workload import model_of_workload
+from penstock.workload.spec import CheckpointSection, Workload
 
 GIB = 2**30
 
@@ -37,6 +42,34 @@ class CheckpointsRequest:
     reopen: OpenStorage
     seed: int
     pipe: PipelineSettings = field(default_factory=PipelineSettings)
+
+
+def plan_checkpoints(
+    workload: Workload,
+    uri: str | None,
+    *,
+    num_ranks: int,
+    rank: int,
+    environment: Environment,
+    options: Mapping[str, str] | None = None,
+) -> CheckpointsRequest | None:
+    """The checkpoints that the workload saves as it trains, to `uri` or its own folder; None if none."""
+    if not workload.workflow.checkpoint:
+        return None
+    model, checkpoint = model_of_workload(workload.model.name, workload), workload.checkpoint
+    destination = uri or checkpoint.checkpoint_folder
+    storage_options = {**durability_options(destination, fsync=checkpoint.fsync), **(options or {})}
+    return CheckpointsRequest(
+        layout=plan_layout(LayoutRequest(model=model, num_processes=num_ranks, mode=checkpoint.mode)),
+        when=checkpoint,
+        reopen=partial(open_storage, destination, environment, options=storage_options, rank=rank),
+        seed=workload.train.seed,
+    )
+
+
+def durability_options(uri: str, *, fsync: bool) -> Mapping[str, str]:
+    """The storage option that `fsync` sets; object services have none, as their writes are always durable."""
+    return {"fsync": str(fsync).lower()} if has_option(uri, "fsync") else {}
 
 
 def is_due(when: CheckpointSection, epoch: int, step: int, num_steps: int) -> bool:

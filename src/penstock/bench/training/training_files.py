@@ -220,13 +220,6 @@ class Validation:
     elapsed_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _LookUp:
-    num_files: int
-    num_missing: int
-    missing: tuple[tuple[int, str], ...]
-
-
 def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Progress) -> Validation:
     """Look up the files that `listing_validation_interval` asks for; `ObjectNotFound` if any is missing.
 
@@ -243,10 +236,10 @@ def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Pr
         awaiting="all ranks to validate their files",
     )
     elapsed_s = time.monotonic() - began_s
-    num_missing = sum(look_up.num_missing for look_up in look_ups)
-    num_files = sum(look_up.num_files for look_up in look_ups)
+    num_files = sum(looked_up for looked_up, *_ in look_ups)
+    num_missing = sum(missing for _, missing, _ in look_ups)
     if num_missing:
-        named = sorted(pair for look_up in look_ups for pair in look_up.missing)[:_NAMED]
+        named = sorted(pair for *_, missing_files in look_ups for pair in missing_files)[:_NAMED]
         names = ", ".join(key for _, key in named)
         raise ObjectNotFound(
             f"{num_missing:,} of {num_files:,} files looked up in {elapsed_s:.1f} s are missing: {names}",
@@ -268,7 +261,10 @@ def choose_checked_files(files: TrainingFiles, interval: int) -> list[int]:
     return sorted(places)
 
 
-def _look_up(files: TrainingFiles, storage: Storage, places: list[int], progress: Progress) -> _LookUp:
+def _look_up(
+    files: TrainingFiles, storage: Storage, places: list[int], progress: Progress
+) -> tuple[int, int, list[tuple[int, str]]]:
+    """The numbers of files looked up and missing, and the first missing ones by place and key."""
     missing: list[tuple[int, str]] = []
     num_missing = 0
 
@@ -288,7 +284,7 @@ def _look_up(files: TrainingFiles, storage: Storage, places: list[int], progress
             if num_missing:
                 left = len(places) - start - len(chunk)
                 progress.begin(f"validating files, {num_missing:,} missing so far", left)
-    return _LookUp(len(places), num_missing, tuple(missing))
+    return len(places), num_missing, missing
 
 
 def _first_missing(files: TrainingFiles, storage: Storage, place: int) -> str | None:

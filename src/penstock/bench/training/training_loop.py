@@ -4,18 +4,20 @@ The real run and the measurement of the harness limit run this same loop. Nothin
 four timestamps but what their names say.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.bench.compute import ComputeTimes, PreprocessTimes, SystemClock, compute_until
-from penstock.bench.loader.loader_protocol import Batch, Loader
+from penstock.bench.loader.loader_protocol import Batch, ContentCheck, Loader
 from penstock.bench.training import training_files
-from penstock.bench.training.batch_requests import KNOWN_FILES, BatchPlanner, SampleHandling, plan_ahead
-from penstock.bench.training.sample_sharding import RankEpoch, Sharding
-from penstock.bench.training.training_plan import TrainingPlan
+from penstock.bench.training.batch_requests import KNOWN_FILES, BatchPlanner, plan_ahead
+from penstock.bench.training.training_plan import RankEpoch, Sharding, TrainingPlan
+from penstock.bench.training.training_result import Preload
 from penstock.cluster.comm import Comm
 from penstock.progress import RunProgress
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
@@ -23,15 +25,8 @@ from penstock.storage import Storage
 from penstock.workload.enums import ReadType
 from penstock.workload.spec import Workload
 
-
-class StepCheckpointer(Protocol):
-    """Takes the checkpoints of a training run."""
-
-    def is_due(self, epoch: int, step: int, num_steps: int) -> bool:
-        """Whether a checkpoint follows this step."""
-
-    def take(self, epoch: int, block: int, step: int) -> None:
-        """Take a checkpoint and record its span. Collective; it ends a block of steps."""
+if TYPE_CHECKING:
+    from penstock.bench.training.training_checkpoints import TrainingCheckpoints
 
 
 class EventRecorder(Protocol):
@@ -74,7 +69,7 @@ def make_phase_works(
     *,
     rank: int,
     known_files: int = KNOWN_FILES,
-    handling: SampleHandling | None = None,
+    check: ContentCheck | None = None,
 ) -> dict[StepPhase, PhaseWork]:
     """The work of training, and of evaluation where the plan has one."""
     plan, seed = prepared.plan, workload.train.seed
@@ -95,11 +90,9 @@ def make_phase_works(
                 phase,
                 transfer_bytes=workload.reader.transfer_bytes,
                 known_files=known_files,
-                handling=replace(
-                    handling or SampleHandling(),
-                    preprocess=PreprocessTimes(
-                        duration=workload.reader.preprocess_time, seed=seed, phase=phase, rank=rank
-                    ),
+                check=check,
+                preprocess=PreprocessTimes(
+                    duration=workload.reader.preprocess_time, seed=seed, phase=phase, rank=rank
                 ),
             ),
             reads_first=workload.reader.read_type is ReadType.MEMORY,
@@ -107,14 +100,6 @@ def make_phase_works(
         )
         for phase, sharding in shardings.items()
     }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preload:
-    """What one rank read before the first step of an epoch."""
-
-    read_bytes: int
-    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +111,7 @@ class TrainingLoop:
     recorder: EventRecorder
     progress: RunProgress
     planned_ahead: int
-    saver: StepCheckpointer | None = None
+    saver: TrainingCheckpoints | None = None
 
     def train(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
         """One epoch of training; collective: all ranks meet after each step."""

@@ -11,9 +11,8 @@ from penstock.bench.loader.loader_protocol import LoaderOptions
 from penstock.bench.own_loader.user_code import DescribedLoader
 from penstock.bench.own_loader.waits import LoaderWaits
 from penstock.bench.page_cache_eviction import CacheEviction
-from penstock.bench.run_trace import find_trace_folder
+from penstock.bench.step_recorder import find_trace_folder
 from penstock.bench.training.training_files import Validation
-from penstock.bench.training.training_loop import Preload
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.phase_figures import EpochRate, PhaseFigures
 from penstock.storage import Counters
@@ -21,6 +20,14 @@ from penstock.storage.protocol import OptionValue
 
 SLOW_START_S: Final = 10.0
 """Workers that take longer to start are worth a remark."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preload:
+    """What one rank read before the first step of an epoch."""
+
+    read_bytes: int
+    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +101,9 @@ class Stages:
     validation: Validation
     planning_s: float
     loader: LoaderOptions | DescribedLoader
-    loader_start_s: float
-    ceiling: HarnessLimit | None
-    ceiling_s: float
+    loader_start_s: float = 0.0
+    ceiling: HarnessLimit | None = None
+    ceiling_s: float = 0.0
     epochs: tuple[EpochStage, ...]
     checkpoints: CheckpointsTaken | None = None
     survey_bytes: int

@@ -4,23 +4,27 @@ Collective: every rank calls `train` and gets the same result. Only the steps of
 else is timed separately. The run's folder records how the run ended in every case.
 """
 
+import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.epoch_order import Remainder
-from penstock.bench.loader.loader_protocol import Decoder, Loader, LoaderOptions, OpenStorage
-from penstock.bench.loader.sample_decoder import ContentCheck, FormatDecoder
+from penstock.bench.loader.loader_protocol import (
+    ContentCheck,
+    FormatDecoder,
+    Loader,
+    LoaderOptions,
+    OpenStorage,
+)
 from penstock.bench.page_cache_eviction import CacheEviction, evict_keys
 from penstock.bench.progress_board import PROGRESS_FILE
 from penstock.bench.run_settings import RunSettings
-from penstock.bench.run_trace import RunTrace
-from penstock.bench.step_recorder import StepRecorder, read_clocks
+from penstock.bench.step_recorder import RunTrace, StepRecorder, read_clocks
 from penstock.bench.training import harness_limit, training_files, training_loop, training_result
-from penstock.bench.training.batch_requests import SampleHandling
 from penstock.bench.training.training_checkpoints import CheckpointsRequest, TrainingCheckpoints
 from penstock.bench.training.training_loop import PreparedTraining
 from penstock.bench.training.training_plan import (
@@ -38,7 +42,7 @@ from penstock.results import counter_files, event_files, phase_figures, publishe
 from penstock.results.active_run import ActiveRun
 from penstock.results.step_events import StepPhase
 from penstock.storage import Counters, Storage, capabilities
-from penstock.workload.enums import DataFormat
+from penstock.workload import enums
 from penstock.workload.spec import Workload
 
 
@@ -62,6 +66,28 @@ class TrainingRequest(RunSettings):
     check: ContentCheck = ContentCheck.OFF
     reader: training_files.OpenFormat | None = None
     needs_counted_step: bool = False
+
+
+def choose_seed(comm: Comm, workload: Workload, seed: int | None) -> int:
+    """The seed of `--seed`; else a random one for random shuffling, or the workload's. Collective."""
+    if seed is not None:
+        return seed
+    if enums.Shuffle.RANDOM in (workload.reader.file_shuffle, workload.reader.sample_shuffle):
+        return comm.broadcast(secrets.randbits(31), awaiting="rank 0 to draw a seed")
+    return workload.train.seed
+
+
+def list_unsupported(workload: Workload) -> Sequence[str]:
+    """Remarks on what the workload asks for and a run does not do: printed once, and recorded."""
+    profiling = workload.profiling
+    remarks = []
+    if workload.workflow.profiling and profiling.profiler is not enums.Profiler.IOSTAT:
+        remarks.append(
+            f"workflow.profiling: {profiling.profiler} is not started; iostat is what a run records"
+        )
+    if not workload.reader.drop_page_cache:
+        remarks.append("reader.drop_page_cache is off: reads may come from memory instead of storage")
+    return remarks
 
 
 def prepare_training(
@@ -169,16 +195,6 @@ def _write_results(
 
 
 @dataclass(frozen=True, slots=True)
-class _StartedLoader:
-    """A loader that reads the data set, and what was measured before with storage that costs nothing."""
-
-    loader: Loader
-    start_s: float
-    limit: training_result.HarnessLimit | None
-    limit_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Session:
     """One rank's part of a run between its plan and its figures."""
 
@@ -190,16 +206,38 @@ class _Session:
 
     def run(self, folder: Path, run: ActiveRun | None) -> training_result.Stages:
         """Measure the harness limit, then run all epochs; afterwards the folder's spools have their steps."""
-        handling, decoder = choose_handling(self.request, self.prepared.files, uri=self.storage.uri)
-        with self._start_loader(decoder, decodes=handling.decodes) as started:
-            return self._run_with(started, handling, folder, run)
+        decoder = choose_decoder(self.request, self.prepared.files, uri=self.storage.uri)
+        request, began_s = self.request, time.monotonic()
+        limit, loader, start_s = None, None, 0.0
+        if decoder is None:  # storage that costs nothing holds nothing, so there is nothing to decode
+            limit, loader, start_s = harness_limit.measure_harness_limit(
+                request.workload,
+                self.prepared,
+                self.storage,
+                options=request.loader,
+                comm=self.comm,
+                progress=self.progress,
+                reopen=request.reopen,
+            )
+        limit_s = time.monotonic() - began_s - start_s
+        if loader is None:
+            began_s = time.monotonic()
+            loader = request.loader.start(self.storage, request.reopen, decoder)
+            start_s = time.monotonic() - began_s
+        with closing(loader):
+            stages = self._run_with(loader, decoder, folder, run)
+        start_s = self.comm.reduce(start_s, "max", awaiting="all ranks' loaders")
+        return replace(stages, loader_start_s=start_s, ceiling=limit, ceiling_s=limit_s)
 
     def _run_with(
-        self, started: _StartedLoader, handling: SampleHandling, folder: Path, run: ActiveRun | None
+        self, loader: Loader, decoder: FormatDecoder | None, folder: Path, run: ActiveRun | None
     ) -> training_result.Stages:
-        workload, loader = self.request.workload, started.loader
         works = training_loop.make_phase_works(
-            workload, self.prepared, self.storage, rank=self.comm.rank, handling=handling
+            self.request.workload,
+            self.prepared,
+            self.storage,
+            rank=self.comm.rank,
+            check=decoder.check if decoder else None,
         )
         spool = event_files.SpoolWriter(
             event_files.spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host)
@@ -231,9 +269,6 @@ class _Session:
             validation=self.prepared.validation,
             planning_s=self.prepared.planning_s,
             loader=self.request.loader,
-            loader_start_s=self.comm.reduce(started.start_s, "max", awaiting="all ranks' loaders"),
-            ceiling=started.limit,
-            ceiling_s=started.limit_s,
             epochs=epochs,
             checkpoints=saver.taken() if saver else None,
             survey_bytes=self.comm.reduce(survey_bytes, "sum", awaiting="all ranks' surveys"),
@@ -257,32 +292,6 @@ class _Session:
             recorder=recorder,
             progress=self.progress,
             heartbeat=heartbeat,
-        )
-
-    @contextmanager
-    def _start_loader(self, decoder: Decoder | None, *, decodes: bool) -> Iterator[_StartedLoader]:
-        """The loader, and the harness limit; workers that can change over measure both."""
-        request, began_s = self.request, time.monotonic()
-        # Storage that costs nothing holds nothing, so there is nothing to decode.
-        measured = harness_limit.MeasuredLimit(limit=None) if decodes else self._measure_limit()
-        loader, start_s = measured.loader, measured.loader_start_s
-        limit_s = time.monotonic() - began_s - start_s
-        if loader is None:
-            began_s = time.monotonic()
-            loader = request.loader.start(self.storage, request.reopen, decoder)
-            start_s = time.monotonic() - began_s
-        with closing(loader):
-            yield _StartedLoader(loader, start_s, measured.limit, limit_s)
-
-    def _measure_limit(self) -> harness_limit.MeasuredLimit:
-        return harness_limit.measure_harness_limit(
-            self.request.workload,
-            self.prepared,
-            self.storage,
-            options=self.request.loader,
-            comm=self.comm,
-            progress=self.progress,
-            reopen=self.request.reopen,
         )
 
     def _run_epochs(
@@ -331,27 +340,31 @@ class _Session:
             explained=training_files.explained_absence(files),
         )
 
-    def _merge(self, preload: training_loop.Preload | None) -> training_loop.Preload | None:
+    def _merge(self, preload: training_result.Preload | None) -> training_result.Preload | None:
         """What all ranks read before the first step, and how long the last one took. Collective."""
         if preload is None:
             return None
-        return training_loop.Preload(
+        return training_result.Preload(
             read_bytes=self.comm.reduce(preload.read_bytes, "sum", awaiting="what all ranks read first"),
             elapsed_s=self.comm.reduce(preload.elapsed_s, "max", awaiting="the rank that read longest"),
         )
 
 
-def choose_handling(
+def choose_decoder(
     request: TrainingRequest, files: training_files.TrainingFiles, *, uri: str
-) -> tuple[SampleHandling, FormatDecoder | None]:
-    """What is done with samples, and what does it; `UsageError` where no manifest tells what files hold."""
-    decodes = request.decodes or request.check is not ContentCheck.OFF
-    if not decodes or files.dataset.format is DataFormat.SYNTHETIC:
-        return SampleHandling(), None
+) -> FormatDecoder | None:
+    """What decodes samples; None if they are dropped as they came.
+
+    `UsageError` if no manifest describes what the files hold.
+    """
+    arrow = request.workload.storage.storage_options.decode is enums.Decode.ARROW  # DLIO's own key
+    decodes = request.decodes or arrow or request.check is not ContentCheck.OFF
+    if not decodes or files.dataset.format is enums.DataFormat.SYNTHETIC:
+        return None
     if files.recipe is None:
         raise UsageError(
             "Samples can be decoded and checked only where penstock's manifest says how files are laid out",
             where=uri,
             fix="Run without --decode and --check, or make the data set with `penstock training generate`.",
         )
-    return SampleHandling(decodes=True, check=request.check), FormatDecoder(files.kind, files.recipe)
+    return FormatDecoder(files.kind, files.recipe, request.check)

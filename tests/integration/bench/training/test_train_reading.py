@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.bench.loader.loader_protocol import ContentCheck
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.loader.sample_decoder import ContentCheck
 from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE

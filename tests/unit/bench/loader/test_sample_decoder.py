@@ -12,13 +12,18 @@ import pytest
 
 from penstock.bench.compute import PreprocessTimes
 from penstock.bench.epoch_order import Remainder
-from penstock.bench.loader.loader_protocol import BatchRequest, BlockRequest
+from penstock.bench.loader.loader_protocol import (
+    SAMPLED,
+    BatchRequest,
+    BlockRequest,
+    ContentCheck,
+    FormatDecoder,
+)
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.loader.range_reader import RangeReader, ReadTotals
-from penstock.bench.loader.sample_decoder import SAMPLED, ContentCheck, FormatDecoder
-from penstock.bench.training.batch_requests import BatchPlanner, SampleHandling
-from penstock.bench.training.sample_sharding import RankEpoch, shard_training
+from penstock.bench.training.batch_requests import BatchPlanner
 from penstock.bench.training.training_files import TrainingFiles, open_files
+from penstock.bench.training.training_plan import RankEpoch, shard_training
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
@@ -34,7 +39,7 @@ from penstock.workload.quantities import Distribution, Duration
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ReaderSection, Workload
 
 EVERY = [kind for kind in DataFormat if kind is not DataFormat.SYNTHETIC]
-FULL = SampleHandling(decodes=True, check=ContentCheck.FULL)
+FULL = ContentCheck.FULL
 
 
 @dataclass
@@ -51,7 +56,7 @@ class Stage:
     def files(self) -> TrainingFiles:
         return open_files(self.dataset, self.storage, seed=9, evaluates=False)
 
-    def requests(self, handling: SampleHandling = FULL, **reader: Any) -> list[BatchRequest]:
+    def requests(self, check: ContentCheck | None = FULL, **reader: Any) -> list[BatchRequest]:
         asked = ReaderSection(batch_size=3, shuffle_size=8, **{"sample_shuffle": Shuffle.SEED, **reader})
         files = self.files()
         sharding = shard_training(
@@ -64,7 +69,7 @@ class Stage:
         order = RankEpoch(sharding, rank=0, epoch=1)
         transfer_bytes = asked.transfer_bytes
         batches = BatchPlanner(
-            files, self.storage, StepPhase.TRAIN, transfer_bytes=transfer_bytes, handling=handling
+            files, self.storage, StepPhase.TRAIN, transfer_bytes=transfer_bytes, check=check
         )
         return list(batches.of_epoch(order, order.count_samples() // 3))
 
@@ -147,7 +152,7 @@ def test_a_flipped_byte_is_named_with_its_file_and_sample() -> None:
 @pytest.mark.parametrize(("check", "share"), [("off", 0), ("sample", 1 / SAMPLED), ("full", 1)])
 def test_as_many_blocks_are_checked_as_asked_for(check: str, share: float) -> None:
     stage = Stage(small(DataFormat.INDEXED_BINARY, num_files_train=4, num_samples_per_file=12))
-    requests = stage.requests(SampleHandling(decodes=True, check=ContentCheck(check)))
+    requests = stage.requests(ContentCheck(check))
     checked = [one.is_checked for one in blocks_of(requests)]
     assert len(checked) == 48
     assert sum(checked) == share * 48
@@ -172,11 +177,11 @@ def test_the_memory_of_a_block_serves_the_next_one() -> None:
     stage = Stage(small(DataFormat.NPY))
     kept: list[Sequence[Extent]] = []
 
-    class Keeping:
+    class Keeping(FormatDecoder):
         def decode(self, block: BlockRequest, pieces: Sequence[Extent]) -> None:
             kept.append(pieces)
 
-    reader = RangeReader(stage.storage, 4096, Keeping())
+    reader = RangeReader(stage.storage, 4096, Keeping(stage.files().kind, stage.recipe))
     first, second, _ = blocks_of(stage.requests())
     reader.serve(first, ReadTotals())
     before = bytes(kept[0][0].content)

@@ -15,8 +15,8 @@ from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.training.batch_requests import TRANSFER_BYTES, BatchPlanner, plan_ahead
 from penstock.bench.training.harness_limit import ZeroCostStorage, count_limit_steps, object_sizes
-from penstock.bench.training.sample_sharding import RankEpoch, shard_training
 from penstock.bench.training.training_files import TrainingFiles, open_files
+from penstock.bench.training.training_plan import RankEpoch, shard_training
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe

@@ -155,14 +155,14 @@ def test_a_read_that_fails_comes_out_of_the_loop_and_leaves_no_thread() -> None:
 def test_a_ceiling_run_reads_nothing_and_takes_the_same_steps() -> None:
     scene = Scene()
     before = scene.storage.counters.snapshot().read_bytes
-    ceiling = measure_harness_limit(
+    ceiling, *_ = measure_harness_limit(
         WORKLOAD,
         scene.prepared,
         scene.storage,
         options=NativeOptions(threads=2),
         comm=scene.comm,
         progress=scene.progress,
-    ).limit
+    )
     assert ceiling is not None
     assert ceiling.num_steps == 4
     assert scene.storage.counters.snapshot().read_bytes == before
@@ -175,7 +175,7 @@ def test_workers_that_can_change_over_measure_the_ceiling_and_then_read() -> Non
 
     scene = Scene()
     before = scene.storage.counters.snapshot().read_bytes
-    measured = measure_harness_limit(
+    limit, loader, _ = measure_harness_limit(
         WORKLOAD,
         scene.prepared,
         scene.storage,
@@ -184,12 +184,12 @@ def test_workers_that_can_change_over_measure_the_ceiling_and_then_read() -> Non
         progress=scene.progress,
         reopen=lambda: scene.storage,
     )
-    assert measured.limit is not None
-    assert measured.loader is not None
+    assert limit is not None
+    assert loader is not None
     assert scene.storage.counters.snapshot().read_bytes == before
-    (batch,) = measured.loader.epoch([BatchRequest((ReadRequest("train/img_01_of_12.npy"),), 1)])
+    (batch,) = loader.epoch([BatchRequest((ReadRequest("train/img_01_of_12.npy"),), 1)])
     assert batch.read_bytes == scene.storage.counters.snapshot().read_bytes - before > 0
-    measured.loader.close()
+    loader.close()
 
 
 def test_two_runs_after_one_another_do_not_disturb_each_other() -> None:

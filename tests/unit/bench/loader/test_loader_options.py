@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.bench.epoch_order import Remainder
+from penstock.bench.loader import loader_options
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.cli.option_groups import WorkloadOptions
-from penstock.cli.training_request import closed_rules, default_rules, loader_options
 from penstock.errors import Unavailable, UsageError
 from penstock.workload.load_workload import load
+from penstock.workload.mlperf_divisions import SubmissionDivision, choose_reading
 from penstock.workload.overrides import parse_settings
+from penstock.workload.shipped_catalog import families
 
 if TYPE_CHECKING:
     from penstock.workload.spec import Workload
@@ -54,36 +54,42 @@ def test_samples_that_are_not_resized_arrive_as_they_are() -> None:
 def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "penstock.bench.loader.pytorch_loader", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(Unavailable, match=r"penstock\[torch\]"):
+    with pytest.raises(Unavailable, match=r"penstock-io\[torch\]"):
         loader_options("pytorch", _workload(), None)
 
 
+CLOSED = SubmissionDivision.CLOSED
+
+
 def test_the_closed_division_has_torchs_loader_and_drops_remainders() -> None:
-    changed = WorkloadOptions(name="unet3d_b200", settings=("reader.read_threads=8",))
-    rules = closed_rules(changed, None, None)
-    assert (rules.loader, rules.division) == ("pytorch", Remainder.DROP)
-    assert closed_rules(WorkloadOptions(name="unet3d"), "pytorch", Remainder.DROP) == rules
+    asked = [override.path for override in parse_settings(("reader.read_threads=8",))]
+    for loader, remainder in ((None, None), ("pytorch", "drop")):
+        chosen = choose_reading(
+            CLOSED, "unet3d_b200", asked, families=families(), loader=loader, remainder=remainder
+        )
+        assert chosen == ("pytorch", "drop")
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "loader", "division", "said"),
+    ("name", "settings", "loader", "remainder", "said"),
     [
         ("unet3d_b200", ["train.epochs=1"], None, None, "train.epochs must stay.*3.6.2"),
         ("own.yaml", [], None, None, "not a shipped workload"),
         ("unet3d_b200", [], "native", None, "--loader pytorch, not native"),
-        ("unet3d_b200", [], None, Remainder.ROTATE, "--division drop, not rotate"),
+        ("unet3d_b200", [], None, "rotate", "--division drop, not rotate"),
     ],
 )
 def test_what_the_closed_division_forbids_is_refused_with_its_rule(
-    name: str, settings: list[str], loader: str | None, division: Remainder | None, said: str
+    name: str, settings: list[str], loader: str | None, remainder: str | None, said: str
 ) -> None:
+    changed = [override.path for override in parse_settings(tuple(settings))]
     with pytest.raises(UsageError, match=said):
-        closed_rules(WorkloadOptions(name=name, settings=tuple(settings)), loader, division)
+        choose_reading(CLOSED, name, changed, families=families(), loader=loader, remainder=remainder)
 
 
 def test_without_a_word_our_own_loader_reads_and_remainders_rotate() -> None:
-    rules = default_rules(None, None)
-    assert (rules.loader, rules.division) == ("native", Remainder.ROTATE)
+    chosen = choose_reading(None, "own.yaml", [], families=(), loader=None, remainder=None)
+    assert chosen == ("native", "rotate")
 
 
 def test_only_tensorflow_has_threads_of_their_own_for_preprocessing() -> None:
