@@ -133,7 +133,7 @@ class JobPlanner:
         def summarize() -> bytes:
             held.append(hold())
             share = self._shares.get(_digest_holdings(held[0], options))
-            return b"" if share is None else _summarize(share, held[0])
+            return b"" if share is None else summarize(share, held[0])
 
         if not decide_on_rank0(self._comm, summarize, self._still_holds, awaiting=AWAITED):
             return None
@@ -162,7 +162,7 @@ class JobPlanner:
         if isinstance(part, PenstockError):
             raise part
         self.num_planned += 1
-        share = _unpack_part(part, holdings, self._comm.rank)
+        share = unpack_part(part, holdings, self._comm.rank)
         return self._keep(_digest_holdings(holdings, options), share, options)
 
     def _still_holds(self, summaries: list[bytes]) -> bool:
@@ -285,7 +285,7 @@ def _are_comparable(lists: Sequence[tuple[str, ...]], common: Collection[str]) -
     return len(partly) == len(set(partly))
 
 
-def _unpack_part(part: _RankPart, holdings: Holdings, rank: int) -> RankShare:
+def unpack_part(part: _RankPart, holdings: Holdings, rank: int) -> RankShare:
     numbers, regions = np.asarray(part.numbers, dtype=np.int64), _wide(part.regions)
     # What is written is a part of what this rank holds, so each number is among its own.
     order = np.argsort(numbers)
@@ -301,7 +301,7 @@ def _unpack_part(part: _RankPart, holdings: Holdings, rank: int) -> RankShare:
     )
 
 
-def _summarize(share: RankShare, holdings: Holdings) -> bytes:
+def summarize(share: RankShare, holdings: Holdings) -> bytes:
     """The number of the plan, and digests of what all ranks, and some ranks, must still hold alike."""
     digests = {each.name: each.digest for each in (*holdings.objects, *holdings.small)}
     digests |= {f"{each.name}\0": each.digest for each in holdings.numbering}

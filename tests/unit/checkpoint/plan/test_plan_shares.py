@@ -91,7 +91,7 @@ def test_each_rank_gets_its_part_of_the_plan(job: list[Holdings], min_cut_bytes:
     plan, parts = plan_shares([pack_holdings(held, {}) for held in job], options, 1)
     assert plan.tensors == whole.tensors
     for rank, (part, held) in enumerate(zip(parts, job, strict=True)):
-        share = agree._unpack_part(part, held, rank)
+        share = agree.unpack_part(part, held, rank)
         expected = listed(whole.tensors, whole.regions.take(whole.rank == rank))
         assert listed(share.tensors, share.regions) == expected
         assert [whole.tensors[number] for number in share.numbers] == list(share.tensors)

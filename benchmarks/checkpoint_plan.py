@@ -1,0 +1,86 @@
+"""Planning the save of very many ranks: what it costs rank 0 once, and the others, in one process.
+
+    python benchmarks/checkpoint_plan.py [ranks [tensors [replicas]]]      (1024 1000 1)
+
+Packs what each rank holds, plans on rank 0 as `plan.agree` does, and unpacks each rank's part. Only the
+messages are missing. 4,096 ranks take about 2 GiB of memory for what all ranks send and receive.
+"""
+
+import pickle
+import resource
+import statistics
+import sys
+import time
+
+import numpy as np
+
+from penstock.checkpoint.plan.agree import JobPlan, pack_holdings, plan_shares, summarize, unpack_part
+from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, SaveOptions
+from penstock.checkpoint.state.regions import Regions, TensorFacts
+
+ROWS, COLUMNS = 16_384, 1024
+
+
+def hold(rank: int, size: int, num_tensors: int, replicas: int, tensors: tuple[TensorFacts, ...]) -> Holdings:
+    """One rank's part of tensors that are sharded by rows over size / replicas ranks, and a few objects."""
+    rows = ROWS * replicas // size
+    regions = Regions(
+        np.arange(num_tensors),
+        np.tile([rank // replicas * rows, 0], (num_tensors, 1)),
+        np.tile([rows, COLUMNS], (num_tensors, 1)),
+    )
+    objects = (
+        HeldObject(name="step", size_bytes=100, digest=bytes(16)),
+        HeldObject(name="rng", size_bytes=5000, digest=rank.to_bytes(16, "big")),
+    )
+    return Holdings(tensors=tensors, regions=regions, objects=objects)
+
+
+def measure(size: int, num_tensors: int, replicas: int) -> None:
+    """Plan once, and print what it cost."""
+    tensors = tuple(
+        TensorFacts(f"layers.{number}.weight", "float32", (ROWS, COLUMNS), 4) for number in range(num_tensors)
+    )
+    paths: dict[str, tuple[str | int, ...]] = {
+        facts.name: ("layers", number, "weight") for number, facts in enumerate(tensors)
+    }
+    own_s, payloads = [], []
+    for rank in range(size):
+        held = hold(rank, size, num_tensors, replicas, tensors)
+        start_s = time.process_time()
+        payloads.append(pickle.dumps(pack_holdings(held, paths, ("step", "rng")), pickle.HIGHEST_PROTOCOL))
+        own_s.append(time.process_time() - start_s)
+    before_bytes, start_s = peak_bytes(), time.process_time()
+    plan, parts = plan_on_rank0(payloads)
+    rank0_s, grown = time.process_time() - start_s, peak_bytes() - before_bytes
+    for rank in range(size):
+        held = hold(rank, size, num_tensors, replicas, tensors)
+        start_s = time.process_time()
+        share = unpack_part(pickle.loads(parts[rank]), held, rank)
+        own_s[rank] += time.process_time() - start_s
+    digest = len(pickle.dumps(summarize(share, held)))
+    sent, received = sum(map(len, payloads)), sum(map(len, parts))
+    print(f"{size:,} ranks x {num_tensors:,} tensors, {replicas} replica(s): {len(plan.tensors):,} tensors")
+    print(
+        f"  rank 0, once: {rank0_s:.1f} CPU s, {grown / 2**20:,.0f} MiB and {sent / 2**20:,.0f} MiB received"
+    )
+    print(f"  others: median {statistics.median(own_s):.4f}, most {max(own_s):.3f} CPU s; ", end="")
+    print(f"{sent // size:,} bytes sent, {received // size:,} received")
+    print(f"  an unchanged plan: {digest} bytes sent, {len(pickle.dumps(True))} received by a rank")
+
+
+def plan_on_rank0(payloads: list[bytes]) -> tuple[JobPlan, list[bytes]]:
+    """Plan for all ranks from what they sent; what each receives."""
+    columns = [pickle.loads(payload) for payload in payloads]
+    plan, parts = plan_shares(columns, SaveOptions(), 1)
+    return plan, [pickle.dumps(part, pickle.HIGHEST_PROTOCOL) for part in parts]
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    chosen = [int(argument) for argument in sys.argv[1:]]
+    measure(*(chosen + [1024, 1000, 1][len(chosen) :]))
