@@ -24,7 +24,7 @@ MESHES = {"fsdp": (NUM_RANKS,), "hsdp": (8, 8)}
 
 
 def whole_model(*, is_filled: bool) -> torch.nn.Module:
-    """A model some of whose parameters have fewer rows than there are ranks, with equal values on all ranks."""
+    """A model with equal values on all ranks; some parameters have fewer rows than there are ranks."""
     torch.manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(20, 70), torch.nn.LayerNorm(70), torch.nn.Linear(70, 3))
     if not is_filled:
@@ -36,7 +36,8 @@ def whole_model(*, is_filled: bool) -> torch.nn.Module:
 def state_of(rank: int, kind: str, *, is_filled: bool = True) -> dict[str, Any]:
     names = ("replicas", "shards")[-len(MESHES[kind]) :]
     mesh = init_device_mesh("cpu", MESHES[kind], mesh_dim_names=names)
-    model = fully_shard(whole_model(is_filled=is_filled), mesh=mesh)
+    model = whole_model(is_filled=is_filled)
+    fully_shard(model, mesh=mesh)
     return {
         "model": model.state_dict(),
         "scale": torch.full((33,), 0.5 * is_filled),
@@ -46,7 +47,7 @@ def state_of(rank: int, kind: str, *, is_filled: bool = True) -> dict[str, Any]:
 
 
 def save_and_load_crosswise(rank: int, folder: Path) -> list[str]:
-    """Save with both kinds of sharding, twice each, and load each with the other; what is wrong afterwards."""
+    """Save twice with each kind of sharding, and load with the other; what is wrong afterwards."""
     wrong = []
     for kind, other in (("fsdp", "hsdp"), ("hsdp", "fsdp")):
         with pc.Manager(folder / kind) as manager:

@@ -130,12 +130,12 @@ class JobPlanner:
         """
         held: list[Holdings] = []
 
-        def summarize() -> bytes:
+        def look() -> bytes:
             held.append(hold())
             share = self._shares.get(_digest_holdings(held[0], options))
             return b"" if share is None else summarize(share, held[0])
 
-        if not decide_on_rank0(self._comm, summarize, self._still_holds, awaiting=AWAITED):
+        if not decide_on_rank0(self._comm, look, self._still_holds, awaiting=AWAITED):
             return None
         key = _digest_holdings(held[0], options)
         sizes = {each.name: each.size_bytes for each in held[0].objects}
