@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from penstock.progress import Progress, RunProgress
-from penstock.results.throughput_file import MovedBytes
+from penstock.results.checkpoint_files import MovedBytes
 
 logger = logging.getLogger(__name__)
 

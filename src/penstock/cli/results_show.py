@@ -18,8 +18,7 @@ from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.reports.report import Report
-    from penstock.results.checkpoint_figures import CheckpointFigures
-    from penstock.results.host_activity import PhaseActivity
+    from penstock.results.counter_files import PhaseActivity
     from penstock.results.phase_figures import PhaseFigures
     from penstock.results.run_comparison import RunComparison, RunSummary
     from penstock.results.run_record import RunRecord
@@ -50,7 +49,7 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
 
 def show_folder(folder: Path, terminal: Terminal) -> None:
     """Show the run in this directory."""
-    from penstock.results.checkpoint_figures import read_checkpoint_figures
+    from penstock.results.checkpoint_files import read_checkpoints, summarize_checkpoints
     from penstock.results.run_comparison import summarize_run
     from penstock.results.run_record import read_record
 
@@ -59,11 +58,12 @@ def show_folder(folder: Path, terminal: Terminal) -> None:
     figures = _read_figures(folder, view, terminal)
     record = read_record(folder) if view.kind == "penstock" else None
     activities = _read_activities(folder) if record else ()
-    checkpoints = read_checkpoint_figures(folder) if view.kind == "penstock" else None
+    found = read_checkpoints(folder) if view.kind == "penstock" else None
+    checkpoints = summarize_checkpoints(found) if found else None
     document = {
         **asdict(view),
         "train": asdict(figures) if figures else None,
-        "checkpoint": asdict(checkpoints) if checkpoints else None,
+        "checkpoint": checkpoints,
         "deliveries": [asdict(delivery) for delivery in record.deliveries] if record else [],
         "preflight": asdict(record.preflight) if record and record.preflight else None,
         "trace": record.settings.get(TRACE) if record else None,
@@ -76,7 +76,7 @@ def show_folder(folder: Path, terminal: Terminal) -> None:
 def _view_run(
     view: RunSummary,
     figures: PhaseFigures | None,
-    checkpoints: CheckpointFigures | None,
+    checkpoints: Mapping[str, Any] | None,
     activities: Sequence[PhaseActivity],
     record: RunRecord | None,
 ) -> View:
@@ -115,9 +115,8 @@ def _read_figures(folder: Path, view: RunSummary, terminal: Terminal) -> PhaseFi
 
 def _read_activities(folder: Path) -> tuple[PhaseActivity, ...]:
     """What hosts did in each phase; nothing for a run without counters."""
-    from penstock.results.counter_files import read_counters
+    from penstock.results.counter_files import read_counters, summarize_activity
     from penstock.results.event_files import read_events
-    from penstock.results.host_activity import summarize_activity
 
     try:
         return summarize_activity(*read_counters(folder), read_events(folder))
@@ -156,31 +155,31 @@ def _describe_outcome(view: RunSummary) -> str:
     return f"{view.outcome}: {view.why}" if view.why else view.outcome
 
 
-def _view_checkpoints(view: RunSummary, checkpoints: CheckpointFigures) -> View:
+def _view_checkpoints(view: RunSummary, checkpoints: Mapping[str, Any]) -> View:
     facts = {
-        "model": checkpoints.model,
-        "one checkpoint": format_bytes(checkpoints.checkpoint_bytes),
-        "at": checkpoints.target,
+        "model": checkpoints["model"],
+        "one checkpoint": format_bytes(checkpoints["checkpoint_bytes"]),
+        "at": checkpoints["target"],
         "started": view.started or "-",
         "ranks": format_number(view.ranks, "d"),
         "outcome": _describe_outcome(view),
-        "verified": "all right" if checkpoints.is_right else "WRONG BYTES: see checkpoints.json",
-        "gap before reads": "-" if checkpoints.gap_s is None else format_seconds(checkpoints.gap_s),
+        "verified": "all right" if checkpoints["is_right"] else "WRONG BYTES: see checkpoints.json",
+        "gap before reads": "-" if checkpoints["gap_s"] is None else format_seconds(checkpoints["gap_s"]),
         "folder": view.folder,
     }
     yield from _view_facts(facts.items())
     rows = [
         {
             "": name,
-            "checkpoints": str(direction.checkpoints),
-            "bytes": format_bytes(direction.bytes),
-            "took": format_seconds(direction.duration_s),
-            "GiB/s": format_number(direction.gib_per_s, ".2f"),
-            "mean of each": format_number(direction.mean_gib_per_s, ".2f"),
-            "p99": f"{direction.p99_ms:.1f} ms",
-            "held up by": direction.bottleneck,
+            "checkpoints": str(direction["checkpoints"]),
+            "bytes": format_bytes(direction["bytes"]),
+            "took": format_seconds(direction["duration_s"]),
+            "GiB/s": format_number(direction["gib_per_s"], ".2f"),
+            "mean of each": format_number(direction["mean_gib_per_s"], ".2f"),
+            "p99": f"{direction['p99_ms']:.1f} ms",
+            "held up by": direction["bottleneck"],
         }
-        for name, direction in (("write", checkpoints.write), ("read", checkpoints.read))
+        for name, direction in (("write", checkpoints["write"]), ("read", checkpoints["read"]))
         if direction is not None
     ]
     yield TextTable("Checkpoints", rows)

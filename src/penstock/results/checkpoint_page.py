@@ -1,9 +1,8 @@
-"""The page of a checkpoint run: how fast they were durable, how fast they were back, and if they were right.
+"""The page of a checkpoint run: how fast checkpoints were durable, how fast they were back, and if correctly.
 
-run.json, checkpoints.json, throughput.parquet -> rounds on one axis of time -> banner and charts
+run.json, checkpoints.json, throughput.parquet -> rounds on one axis of time -> report
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,13 +24,11 @@ from penstock.reports.report import (
     bar_chart,
     table_section,
 )
-from penstock.results.checkpoint_figures import CheckpointFigures, DirectionFigures, read_checkpoint_figures
+from penstock.results.checkpoint_files import RoundThroughput, read_checkpoints, read_throughput
 from penstock.results.io_reconciliation import ReconciliationVerdict
 from penstock.results.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
-from penstock.results.run_folder import CHECKPOINTS_FILE
 from penstock.results.run_record import RunRecord
-from penstock.results.step_series import MOST_BUCKETS, Numbers, best_split, fold_rows
-from penstock.results.throughput_file import RoundThroughput, read_throughput
+from penstock.results.step_series import MOST_BUCKETS, Numbers, best_split, heat_rows
 from penstock.units import format_bytes, format_rate, format_seconds
 
 GIB: Final = 2**30
@@ -39,21 +36,34 @@ _LATE: Final = 1.3
 """A rank that ends this many times as late as the median rank is named."""
 _SLOWER: Final = 0.7
 """Throughput that falls below this share of what it was is named."""
+_ONE_BUCKET_S: Final = 0.05
 _DOING: Final = {"write": "writing", "read": "reading"}
 _WORDS: Final = {"write": "written", "read": "read back"}
 _TONES: Final[Mapping[str, Tone]] = {"write": "dark", "read": "full"}
+Round = Mapping[str, Any]
+"""A round of `checkpoints.json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRun:
-    """What the page is made of; `rounds` are those of `checkpoints.json`."""
+    """Everything that the page is made of; `figures` is `checkpoints.json`."""
 
     record: RunRecord
-    figures: CheckpointFigures | None
-    rounds: Sequence[Mapping[str, Any]]
+    figures: Mapping[str, Any]
     throughput: Sequence[RoundThroughput]
 
-    def of(self, direction: str) -> list[Mapping[str, Any]]:
+    @property
+    def rounds(self) -> Sequence[Round]:
+        """All rounds, in their order."""
+        rounds: Sequence[Round] = self.figures.get("checkpoints", ())
+        return rounds
+
+    @property
+    def directions(self) -> dict[str, Mapping[str, Any]]:
+        """The totals of writing and reading, as far as either was done."""
+        return {name: self.figures[name] for name in ("write", "read") if self.figures[name] is not None}
+
+    def of(self, direction: str) -> list[Round]:
         """The rounds of one direction."""
         return [one for one in self.rounds if one["direction"] == direction]
 
@@ -85,103 +95,85 @@ class CheckpointRun:
 
 def make_checkpoint_page(folder: Path, record: RunRecord) -> Report:
     """The page of the run in `folder`; of one that did not finish, how it ended."""
-    figures = read_checkpoint_figures(folder)
-    rounds: list[Mapping[str, Any]] = []
-    if figures is not None:
-        rounds = json.loads((folder / CHECKPOINTS_FILE).read_bytes())["checkpoints"]
-    run = CheckpointRun(record=record, figures=figures, rounds=rounds, throughput=read_throughput(folder))
-    return Report(
-        title=f"Checkpoint run {record.id}",
-        subtitle=run_subtitle(record),
-        banner=_banner(run),
-        highlights=list(_first(run)) if figures else [],
-        sections=[*(_exhibits(run) if figures else ()), *_tables(run)],
-    )
-
-
-def _banner(run: CheckpointRun) -> Banner:
-    figures = run.figures
+    title, subtitle = f"Checkpoint run {record.id}", run_subtitle(record)
+    figures = read_checkpoints(folder)
     if figures is None:
-        word, look = outcome_verdict(run.record) or ("no figure", Look.DOUBT)
-        return Banner(
-            verdict=word,
+        verdict, look = outcome_verdict(record) or ("no figure", Look.DOUBT)
+        banner = Banner(
+            verdict=verdict,
             look=look,
             figure="no figures were recorded",
             limited_by="not known",
             since="-",
             to_do="Run the same command again with --resume: complete checkpoints are kept.",
-            troubles=[run.record.why] if run.record.why else [],
+            troubles=[record.why] if record.why else [],
         )
-    troubles = list(find_troubles(run, figures))
-    verdict, look = _verdict(run, figures, troubles)
+        facts = table_section("facts", "Run and settings", fact_rows(record, {}))
+        return Report(title=title, subtitle=subtitle, banner=banner, sections=[facts])
+    run = CheckpointRun(record=record, figures=figures, throughput=read_throughput(folder))
+    return Report(
+        title=title,
+        subtitle=subtitle,
+        banner=_banner(run),
+        highlights=[_each_checkpoint(run), _over_time(run), _until_durable(run)],
+        sections=[*_sections(run), *_tables(run)],
+    )
+
+
+# Answers and troubles
+
+
+def _banner(run: CheckpointRun) -> Banner:
+    troubles = list(_find_troubles(run))
+    verdict, look = "passed", Look.GOOD
+    if any(trouble.kind == "page cache" for trouble in troubles):
+        verdict, look = "doubtful", Look.DOUBT
+    if not run.figures["is_right"]:
+        verdict, look = "failed", Look.BAD
+    verdict, look = outcome_verdict(run.record) or (verdict, look)
+    limits = [
+        f"{_DOING[name].capitalize()}: {totals['bottleneck']} (p99 of a chunk "
+        f"{max(one['p99_ms'] for one in run.of(name)):.0f} ms)."
+        for name, totals in run.directions.items()
+    ]
+    more = (
+        f"Compare with the storage's limits: `penstock storage probe {run.figures['target']}`; more "
+        "--streams ask it for more at once."
+    )
     return Banner(
         verdict=verdict,
         look=look,
-        figure=_say_figure(run, figures),
-        limited_by=" ".join(_say_limits(run, figures)),
+        figure=_describe_figure(run),
+        limited_by=" ".join(limits),
         since=next(
             (trouble.since for trouble in troubles if trouble.since), "no change: all rounds were alike"
         ),
-        to_do=_say_to_do(figures, troubles),
+        to_do=troubles[0].to_do if troubles else more,
         troubles=[trouble.says for trouble in troubles],
     )
 
 
-def _verdict(run: CheckpointRun, figures: CheckpointFigures, troubles: Sequence[Trouble]) -> tuple[str, Look]:
-    unfinished = outcome_verdict(run.record)
-    if unfinished is not None:
-        return unfinished
-    if not figures.is_right:
-        return "failed", Look.BAD
-    if any(trouble.kind == "page cache" for trouble in troubles):
-        return "doubtful", Look.DOUBT
-    return "passed", Look.GOOD
-
-
-def _say_figure(run: CheckpointRun, figures: CheckpointFigures) -> str:
-    """What one checkpoint took, and what it would take at its full size."""
-    said = []
-    for name, direction in (("write", figures.write), ("read", figures.read)):
-        if direction is None:
+def _describe_figure(run: CheckpointRun) -> str:
+    """How long one checkpoint took, and how long it would take at its full size."""
+    size_bytes, parts, rates = run.figures["checkpoint_bytes"], [], []
+    for name, totals in run.directions.items():
+        rate = totals["gib_per_s"]
+        if rate is None:
+            parts.append(f"{_WORDS[name]} from memory alone")
             continue
-        if direction.gib_per_s is None:
-            said.append(f"{_WORDS[name]} from memory alone")
-            continue
-        took = format_seconds(figures.checkpoint_bytes / GIB / direction.gib_per_s)
-        durable = "durable" if name == "write" else "verified"
-        said.append(f"{_WORDS[name]} with {direction.gib_per_s:.2f} GiB/s, {durable} after {took}")
-    full_bytes = _full_bytes(run, figures)
-    whole = f"{format_bytes(figures.checkpoint_bytes)} of {figures.model}: {'; '.join(said)}"
-    if full_bytes == figures.checkpoint_bytes:
-        return whole
-    rates = [one.gib_per_s for one in (figures.write, figures.read) if one and one.gib_per_s]
+        state = "durable" if name == "write" else "verified"
+        took = format_seconds(size_bytes / GIB / rate)
+        parts.append(f"{_WORDS[name]} with {rate:.2f} GiB/s, {state} after {took}")
+        rates += [rate] if rate else []
+    figure = f"{format_bytes(size_bytes)} of {run.figures['model']}: {'; '.join(parts)}"
+    full_bytes = round(size_bytes / Fraction(str(run.record.plan.get("scale", "1"))))
+    if full_bytes == size_bytes or not rates:
+        return figure
     full = " and ".join(format_seconds(full_bytes / GIB / rate) for rate in rates)
-    return f"{whole}. All {format_bytes(full_bytes)} of it at this rate: {full}" if full else whole
+    return f"{figure}. All {format_bytes(full_bytes)} of it at this rate: {full}"
 
 
-def _full_bytes(run: CheckpointRun, figures: CheckpointFigures) -> int:
-    """The size of a checkpoint without `--scale`."""
-    return round(figures.checkpoint_bytes / Fraction(str(run.record.plan.get("scale", "1"))))
-
-
-def _say_limits(run: CheckpointRun, figures: CheckpointFigures) -> Iterator[str]:
-    for name, direction in (("write", figures.write), ("read", figures.read)):
-        if direction is not None:
-            rounds = run.of(name)
-            p99 = max(one["p99_ms"] for one in rounds)
-            yield f"{_DOING[name].capitalize()}: {direction.bottleneck} (p99 of a chunk {p99:.0f} ms)."
-
-
-def _say_to_do(figures: CheckpointFigures, troubles: Sequence[Trouble]) -> str:
-    if troubles:
-        return troubles[0].to_do
-    return (
-        f"Compare with the storage's limits: `penstock storage probe {figures.target}`; more --streams ask "
-        "it for more at once."
-    )
-
-
-def find_troubles(run: CheckpointRun, figures: CheckpointFigures) -> Iterator[Trouble]:
+def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:
     """What stands out, the gravest first."""
     wrong = sum(one["wrong_bytes"] for one in run.rounds)
     if wrong:
@@ -192,24 +184,18 @@ def find_troubles(run: CheckpointRun, figures: CheckpointFigures) -> Iterator[Tr
             f"{first['key']}.",
             "Do not trust this storage with checkpoints before the cause is found.",
         )
-    yield from _from_memory(run)
-    for name, direction in (("write", figures.write), ("read", figures.read)):
-        if direction is not None:
-            # While all wait for one rank, the throughput of all is low as well.
-            yield from list(_late_rank(run, name, direction)) or _slower_from_then_on(run, name)
-
-
-def _from_memory(run: CheckpointRun) -> Iterator[Trouble]:
-    warm = [one for one in run.of("read") if one["from_memory"]]
+    warm = [one["cold"]["resident_share"] for one in run.of("read") if one["from_memory"]]
     to_do = "Read past the page cache (direct://...), or after a restart of the hosts."
     if warm:
-        share = max(one["cold"]["resident_share"] for one in warm)
         reads = f"{len(warm)} of {len(run.of('read'))} reads"
-        says = f"{reads} came from the page cache: up to {share:.0%} of their bytes."
+        says = f"{reads} came from the page cache: up to {max(warm):.0%} of their bytes."
         yield Trouble("page cache", says, to_do)
     for delivery in run.record.deliveries:
         if delivery.verdict is ReconciliationVerdict.FAIL and not warm:
             yield Trouble("page cache", f"Not all bytes came from storage: {delivery.why}.", to_do)
+    for name in run.directions:
+        # While all wait for one rank, the throughput of all is low as well.
+        yield from list(_late_rank(run, name)) or _slower_from_then_on(run, name)
 
 
 def _slower_from_then_on(run: CheckpointRun, direction: str) -> Iterator[Trouble]:
@@ -217,32 +203,28 @@ def _slower_from_then_on(run: CheckpointRun, direction: str) -> Iterator[Trouble
     moves = np.concatenate([[False], rates > 0, [False]])
     # In the first and the last bucket of a round, bytes moved for a part of the time.
     moving = np.flatnonzero(moves[:-2] & moves[1:-1] & moves[2:])
-    if not moving.size:
-        return
-    split = best_split(rates[moving])
+    split = best_split(rates[moving]) if moving.size else None
     if split is None:
         return
     before, after = float(np.median(rates[moving][:split])), float(np.median(rates[moving][split:]))
-    if after >= _SLOWER * before:
-        return
-    at_s = float(run.edges[moving[split]])
-    doing = _DOING[direction]
-    yield Trouble(
-        "slower",
-        f"From {format_seconds(at_s)} on {doing} fell from {format_rate(before)} to {format_rate(after)}.",
-        "Look for a write cache that was full then, for throttling, or for other users of the storage.",
-        since=f"{format_seconds(at_s)} after the first byte ({doing})",
-    )
+    if after < _SLOWER * before:
+        at, doing = format_seconds(float(run.edges[moving[split]])), _DOING[direction]
+        yield Trouble(
+            "slower",
+            f"From {at} on {doing} fell from {format_rate(before)} to {format_rate(after)}.",
+            "Look for a write cache that was full then, for throttling, or for other users of the storage.",
+            since=f"{at} after the first byte ({doing})",
+        )
 
 
-def _late_rank(run: CheckpointRun, name: str, direction: DirectionFigures) -> Iterator[Trouble]:
+def _late_rank(run: CheckpointRun, direction: str) -> Iterator[Trouble]:
     """The rank that all others wait for in most rounds."""
     ends = [
         [moved.width_s * len(moved.sizes_bytes) for moved in one.ranks]
         for one in run.throughput
-        if one.direction == name and len(one.ranks) > 1
+        if one.direction == direction and len(one.ranks) > 1
     ]
-    if not ends or direction.checkpoints == 0:
+    if not ends:
         return
     mean = np.mean(ends, axis=0)
     last = int(mean.argmax())
@@ -250,31 +232,32 @@ def _late_rank(run: CheckpointRun, name: str, direction: DirectionFigures) -> It
     if mean[last] >= _LATE * others and mean[last] - others > _ONE_BUCKET_S:
         yield Trouble(
             "slow rank",
-            f"Rank {last} is {_DOING[name]} for {format_seconds(float(mean[last]))} a checkpoint, the others "
-            f"for {format_seconds(others)}: all of them wait for it.",
+            f"Rank {last} is {_DOING[direction]} for {format_seconds(float(mean[last]))} a checkpoint, the "
+            f"others for {format_seconds(others)}: all of them wait for it.",
             f"Look at rank {last}'s path to storage, and whether it has more to move.",
         )
 
 
-_ONE_BUCKET_S: Final = 0.05
+# Charts and tables
 
 
-def _first(run: CheckpointRun) -> Iterator[Chart]:
-    bars, limits = {}, {}
+def _each_checkpoint(run: CheckpointRun) -> Chart:
+    bars: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for direction in ("write", "read"):
-        for one in run.of(direction):
-            bars[f"{direction[0]}{one['number']}"] = one["gib_per_s"] * GIB
         rates = [one["gib_per_s"] * GIB for one in run.of(direction)]
+        numbers = [one["number"] for one in run.of(direction)]
+        bars |= {f"{direction[0]}{number}": rate for number, rate in zip(numbers, rates, strict=True)}
         if len(rates) > 1:
-            limits[f"mean of {direction}s {format_rate(float(np.mean(rates)))}"] = float(np.mean(rates))
-    yield bar_chart("Each checkpoint: w written, r read back", run.record.id, bars, "B/s", limits=limits)
-    yield _over_time(run)
-    yield _durable_point(run)
+            mean = float(np.mean(rates))
+            limits[f"mean of {direction}s {format_rate(mean)}"] = mean
+    return bar_chart("Each checkpoint: w written, r read back", run.record.id, bars, "B/s", limits=limits)
 
 
 def _over_time(run: CheckpointRun) -> Chart:
     """Writing and reading on one axis of time; all writes come before all reads."""
     rates = {direction: run.rates(direction).sum(axis=0) for direction in ("write", "read")}
+    moved = {direction: series for direction, series in rates.items() if series.any()}
     return Chart(
         kind=Kind.AREA,
         title="Throughput of all ranks",
@@ -282,66 +265,52 @@ def _over_time(run: CheckpointRun) -> Chart:
         unit="B/s",
         series=[
             Series(name=_WORDS[direction], x=run.edges, y=series, tone=_TONES[direction])
-            for direction, series in rates.items()
-            if series.any()
+            for direction, series in moved.items()
         ],
-        note=", ".join(
-            f"{direction} at most {format_rate(float(series.max()))}"
-            for direction, series in rates.items()
-            if series.any()
-        ),
+        note=", ".join(f"{name} at most {format_rate(float(each.max()))}" for name, each in moved.items()),
     )
 
 
-def _durable_point(run: CheckpointRun) -> Chart:
+def _until_durable(run: CheckpointRun) -> Chart:
     """How the time of writing divides until the last byte is durable."""
-    parts = {name: sum(one[key] for one in run.of("write")) for name, key in _PARTS.items()}
-    whole = sum(parts.values()) or 1.0
-    tones: Mapping[str, Tone] = {"set-up": "light", "moving bytes": "dark", "making durable": "doubt"}
+    keys: list[tuple[str, str, Tone]] = [
+        ("set-up", "setup_s", "light"),
+        ("moving bytes", "pipeline_s", "dark"),
+        ("making durable", "drain_s", "doubt"),
+    ]
+    parts = [(name, tone, sum(one[key] for one in run.of("write"))) for name, key, tone in keys]
+    whole = sum(spent_s for _, _, spent_s in parts) or 1.0
     return Chart(
         kind=Kind.STACK,
         title="Until a written checkpoint is durable",
         run=run.record.id,
-        series=[Series(name=name, tone=tones[name], y=[spent_s]) for name, spent_s in parts.items()],
-        note=", ".join(
-            f"{name} {format_seconds(spent)} ({spent / whole:.0%})" for name, spent in parts.items()
-        ),
+        series=[Series(name=name, tone=tone, y=[spent_s]) for name, tone, spent_s in parts],
+        note=", ".join(f"{name} {format_seconds(spent)} ({spent / whole:.0%})" for name, _, spent in parts),
     )
 
 
-_PARTS: Final = {"set-up": "setup_s", "moving bytes": "pipeline_s", "making durable": "drain_s"}
-
-
-def _exhibits(run: CheckpointRun) -> Iterator[Section]:
+def _sections(run: CheckpointRun) -> Iterator[Section]:
+    charts = []
+    for direction in ("write", "read"):
+        rates = run.rates(direction)
+        if rates.any():
+            series = heat_rows(
+                [f"rank {rank}" for rank in range(len(rates))], rates, run.edges, tone=_TONES[direction]
+            )
+            full = f"full tone: {format_rate(float(rates.max()))}"
+            title = f"{direction.capitalize()}, by rank"
+            charts.append(Chart(kind=Kind.HEAT, title=title, run=run.record.id, series=series, note=full))
     yield Section(
         name="ranks",
         title="Throughput by rank and time",
         text=["The fuller the tone, the faster a rank moved its bytes; a round is as long as its last rank."],
-        charts=[chart for direction in ("write", "read") for chart in _rank_heat(run, direction)],
+        charts=charts,
         why_empty="This run did not record its throughput over time.",
     )
-    yield folded_cold(run)
-
-
-def _rank_heat(run: CheckpointRun, direction: str) -> Iterator[Chart]:
-    rates = run.rates(direction)
-    if not rates.any():
-        return
-    names, rows = fold_rows([f"rank {rank}" for rank in range(len(rates))], rates)
-    yield Chart(
-        kind=Kind.HEAT,
-        title=f"{direction.capitalize()}, by rank",
-        run=run.record.id,
-        series=[
-            Series(name=name, x=run.edges, y=row, tone=_TONES[direction])
-            for name, row in zip(names, rows, strict=True)
-        ],
-        note=f"full tone: {format_rate(float(rows.max()))}",
-    )
-
-
-def folded_cold(run: CheckpointRun) -> Section:
-    """How it is known that reads were cold, and that bytes are right."""
+    gap = run.figures["gap_s"]
+    text = [f"While {_DOING[delivery.direction]}, {delivery.why}." for delivery in run.record.deliveries]
+    if gap is not None:
+        text.insert(0, f"The first read began {format_seconds(gap)} after the last write.")
     rows = [
         {
             "checkpoint": f"{one['direction']} {one['number']}",
@@ -352,16 +321,8 @@ def folded_cold(run: CheckpointRun) -> Section:
         }
         for one in run.rounds
     ]
-    gap = run.figures.gap_s if run.figures else None
-    says = [f"While {_DOING[delivery.direction]}, {delivery.why}." for delivery in run.record.deliveries]
-    if gap is not None:
-        says.insert(0, f"The first read began {format_seconds(gap)} after the last write.")
-    return Section(
-        name="proof",
-        title="Cold reads and verified bytes",
-        text=says,
-        tables=[Table(rows)] if rows else (),
-    )
+    tables = [Table(rows)] if rows else ()
+    yield Section(name="proof", title="Cold reads and verified bytes", text=text, tables=tables)
 
 
 def _tables(run: CheckpointRun) -> Iterator[Section]:
@@ -380,5 +341,5 @@ def _tables(run: CheckpointRun) -> Iterator[Section]:
     ]
     if rows:
         yield table_section("rounds", "All checkpoints", rows, bars="GiB/s")
-    target = {"target": run.figures.target} if run.figures else {}
-    yield table_section("facts", "Run and settings", fact_rows(run.record, target))
+    facts = fact_rows(run.record, {"target": run.figures["target"]})
+    yield table_section("facts", "Run and settings", facts)

@@ -2,25 +2,27 @@
 
 A spool is a JSON line about its host, then one a sample: its moment and the counters that have changed since
 the sample before. The table has a row for each of those. Times are nanoseconds of the host's CLOCK_MONOTONIC,
-as those of steps and spans. Invariant: neither writing nor reading a spool holds all samples in memory.
+like those of steps and spans, so they compare. Invariants: neither writing nor gathering a spool holds all
+samples in memory; between two samples a counter is assumed to grow evenly, outside of them not at all.
 """
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from penstock.cluster.host_counters import CounterSample
 from penstock.errors import ObjectNotFound, StorageError
-from penstock.results.arrow_columns import encode_words, make_numbers, make_words
-from penstock.results.published_files import publishing
+from penstock.results.parquet_tables import WORDS, open_table, publishing_table
+from penstock.results.step_events import RankEvents, SpanKind
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +30,11 @@ FOLDER: Final = "counters"
 COUNTERS_FILE: Final = "counters.parquet"
 FORMAT_VERSION: Final = 1
 """Raised whenever a column or a counter is renamed or means something else."""
-_METADATA: Final = b"penstock"
-_BATCH: Final = 50_000
-"""Rows of one record batch."""
-_SCHEMA: Final = (
-    ("host", pa.dictionary(pa.int32(), pa.string())),
-    ("monotonic_ns", pa.int64()),
-    ("counter", pa.dictionary(pa.int32(), pa.string())),
-    ("value", pa.int64()),
-)
+_BATCH: Final = 1000
+"""Samples of one record batch."""
+_COLUMNS: Final = {"host": WORDS, "monotonic_ns": pa.int64(), "counter": WORDS, "value": pa.int64()}
+
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,7 @@ class CounterSpool:
     def __init__(self, run_folder: Path, host: SampledHost) -> None:
         path = spool_path(run_folder, host.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = path.open("xb", buffering=0)
+        self._file = path.open("xb", buffering=0)
         self._before: Mapping[str, int] = {}
         self._write({"format": FORMAT_VERSION, **asdict(host)})
 
@@ -96,12 +94,9 @@ def gather_counters(run_folder: Path) -> None:
         return
     hosts = [_read_host(path) for path in paths]
     header = {"format": FORMAT_VERSION, "hosts": [asdict(host) for host in hosts]}
-    schema = pa.schema(list(_SCHEMA), metadata={_METADATA: json.dumps(header).encode()})
-    with ExitStack() as files:
-        file = files.enter_context(publishing(run_folder, COUNTERS_FILE))
-        table = files.enter_context(pq.ParquetWriter(file, schema, compression="zstd"))
+    with publishing_table(run_folder, COUNTERS_FILE, _COLUMNS, header) as table:
         for path, host in zip(paths, hosts, strict=True):
-            for batch in _batches(path, host.host, schema):
+            for batch in _batches(path, host.host, table.schema):
                 table.write_batch(batch)
     for path in paths:
         path.unlink()
@@ -111,30 +106,21 @@ def gather_counters(run_folder: Path) -> None:
 def read_counters(run_folder: Path) -> tuple[list[SampledHost], pa.Table]:
     """All hosts' counters: from the table, or from the spools of an active or interrupted run."""
     path = run_folder / COUNTERS_FILE
-    if not path.exists():
-        paths = sorted((run_folder / FOLDER).glob("*.jsonl"))
-        if not paths:
-            raise ObjectNotFound("This run has no sampled counters", uri=str(run_folder))
-        hosts = [_read_host(spool) for spool in paths]
-        schema = pa.schema(list(_SCHEMA))
-        batches = [
-            batch
-            for spool, host in zip(paths, hosts, strict=True)
-            for batch in _batches(spool, host.host, schema)
-        ]
-        return hosts, pa.Table.from_batches(batches, schema).unify_dictionaries()
-    try:
-        table = pq.ParquetFile(path).read()
-        header = json.loads((table.schema.metadata or {}).get(_METADATA, b"{}"))
-    except (pa.ArrowException, ValueError) as error:
-        raise StorageError(f"Cannot read the counters: {error}", uri=str(path)) from error
-    if header.get("format") != FORMAT_VERSION:
-        raise StorageError(
-            f"The counters have format {header.get('format')}, not {FORMAT_VERSION}",
-            uri=str(path),
-            fix="Read them with the version that wrote them.",
-        )
-    return [SampledHost(**{**host, "drives": tuple(host["drives"])}) for host in header["hosts"]], table
+    if path.exists():
+        file, header = open_table(path, "counters", FORMAT_VERSION)
+        return [
+            SampledHost(**{**host, "drives": tuple(host["drives"])}) for host in header["hosts"]
+        ], file.read()
+    paths = sorted((run_folder / FOLDER).glob("*.jsonl"))
+    if not paths:
+        raise ObjectNotFound("This run has no sampled counters", uri=str(run_folder))
+    hosts, schema = [_read_host(spool) for spool in paths], pa.schema(list(_COLUMNS.items()))
+    batches = [
+        batch
+        for spool, host in zip(paths, hosts, strict=True)
+        for batch in _batches(spool, host.host, schema)
+    ]
+    return hosts, pa.Table.from_batches(batches, schema).unify_dictionaries()
 
 
 def _read_host(path: Path) -> SampledHost:
@@ -152,22 +138,18 @@ def _read_host(path: Path) -> SampledHost:
 
 
 def _batches(path: Path, host: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    moments: list[int] = []
-    names: list[str] = []
-    values: list[int] = []
-    for moment, changed in _samples(path):
-        moments += [moment] * len(changed)
-        names += changed.keys()
-        values += changed.values()
-        if len(values) >= _BATCH:
-            yield _batch(host, moments, names, values, schema=schema)
-            moments, names, values = [], [], []
-    if values:
-        yield _batch(host, moments, names, values, schema=schema)
+    left = _samples(path)
+    while samples := list(islice(left, _BATCH)):
+        rows = [(moment, name, value) for moment, changed in samples for name, value in changed.items()]
+        moments, names, values = zip(*rows, strict=True) if rows else ((), (), ())
+        words = [pa.array([host] * len(rows), pa.string()), pa.array(names, pa.string())]
+        encoded = [column.dictionary_encode() for column in words]
+        columns = [encoded[0], pa.array(moments, pa.int64()), encoded[1], pa.array(values, pa.int64())]
+        yield pa.record_batch(columns, schema=schema)
 
 
 def _samples(path: Path) -> Iterator[tuple[int, dict[str, int]]]:
-    """All complete samples; a warning tells of a line that was cut off when its writer was killed."""
+    """All complete samples; a warning reports a line that was cut off when its writer was killed."""
     with path.open("rb") as file:
         file.readline()
         for number, line in enumerate(file, start=2):
@@ -179,13 +161,126 @@ def _samples(path: Path) -> Iterator[tuple[int, dict[str, int]]]:
                 return
 
 
-def _batch(
-    host: str, moments: list[int], names: list[str], values: list[int], *, schema: pa.Schema
-) -> pa.RecordBatch:
-    columns = [
-        make_words(np.zeros(len(values)), [host]),
-        make_numbers(moments, np.int64),
-        encode_words(names),
-        make_numbers(values, np.int64),
-    ]
-    return pa.record_batch(columns, schema=schema)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRates:
+    """One host between moments: its CPU's busy share, and bytes a second of its drives and networks."""
+
+    cpu_busy_share: Numbers
+    drives_read: Numbers
+    drives_written: Numbers
+    networks_received: Numbers
+    networks_sent: Numbers
+
+
+def host_rates(host: SampledHost, counters: pa.Table, edges_ns: Numbers) -> HostRates:
+    """Compute what a host did between neighbouring edges, moments of its CLOCK_MONOTONIC; NaN is unknown."""
+    return _rates(host, _read_series(counters, host.host), edges_ns)
+
+
+_Series = tuple[NDArray[np.int64], dict[str, Numbers]]
+"""The moments of one host's samples, and its counters at each of them."""
+
+
+def _read_series(counters: pa.Table, host: str) -> _Series:
+    hosts, names = (counters[name].unify_dictionaries().combine_chunks() for name in ("host", "counter"))
+    known = hosts.dictionary.to_pylist()
+    of_host = hosts.indices.to_numpy() == (known.index(host) if host in known else -1)
+    moments, values = (counters[name].to_numpy()[of_host] for name in ("monotonic_ns", "value"))
+    numbers, all_moments = names.indices.to_numpy()[of_host], np.unique(moments)
+    series = {}
+    for number in np.unique(numbers).tolist():
+        name = names.dictionary[number].as_py()
+        if name.startswith(("cpu.", "disk.", "net.", "ib.")) and not name.startswith("net.lo."):
+            of_name = numbers == number
+            # A counter has rows only where it changed: in between it keeps its last value.
+            latest = np.searchsorted(moments[of_name], all_moments, side="right") - 1
+            series[name] = values[of_name][np.maximum(latest, 0)].astype(np.float64)
+    return all_moments, series
+
+
+def _rates(host: SampledHost, series: _Series, edges_ns: Numbers) -> HostRates:
+    moments, values = series
+    growth = {name: np.diff(np.interp(edges_ns, moments, of_name)) for name, of_name in values.items()}
+    spans_s = np.diff(edges_ns) / 1e9
+
+    def total(prefix: str, *endings: str) -> Numbers:
+        # Partitions and volumes would count their drives' bytes a second time.
+        chosen = (
+            values
+            for name, values in growth.items()
+            if name.startswith(prefix)
+            and name.endswith(endings)
+            and (prefix != "disk." or name.split(".")[1] in host.drives)
+        )
+        return sum(chosen, np.zeros(len(spans_s)))
+
+    whole, idle = total("cpu.", ""), total("cpu.", ".idle_ms", ".iowait_ms")
+    with np.errstate(invalid="ignore"):
+        busy = (whole - idle) / np.where(whole > 0, whole, np.nan)
+        return HostRates(
+            cpu_busy_share=busy,
+            drives_read=total("disk.", ".read_bytes") / spans_s,
+            drives_written=total("disk.", ".written_bytes") / spans_s,
+            networks_received=(total("net.", ".received_bytes") + total("ib.", ".received_bytes")) / spans_s,
+            networks_sent=(total("net.", ".sent_bytes") + total("ib.", ".sent_bytes")) / spans_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseActivity:
+    """One phase over all hosts. `cpu_busy_share` is their mean, None where no time was counted."""
+
+    phase: str
+    hosts: int
+    elapsed_s: float
+    cpu_busy_share: float | None
+    drives_read_bytes: int
+    drives_written_bytes: int
+    networks_received_bytes: int
+    networks_sent_bytes: int
+
+
+_PHASES: Final = {SpanKind.EPOCH: "epoch", SpanKind.SAVE: "save", SpanKind.LOAD: "load"}
+
+
+def summarize_activity(
+    hosts: Sequence[SampledHost], counters: pa.Table, events: Sequence[RankEvents]
+) -> tuple[PhaseActivity, ...]:
+    """Sum up the phases in the order in which they began: checkpoints where there are any, else epochs."""
+    ranks = {rank.clock.rank: rank for rank in events}
+    by_phase: dict[str, list[tuple[float, HostRates]]] = defaultdict(list)
+    machines: set[str] = set()
+    for host in hosts:
+        if host.rank not in ranks:
+            continue
+        series = _read_series(counters, host.host)
+        # Hosts on one machine share its drives, which count under the first host alone.
+        counted = replace(host, drives=()) if host.boot_id in machines else host
+        machines |= {host.boot_id} - {""}
+        of_rank = ranks[host.rank]
+        spans = list(of_rank.spans_of(SpanKind.SAVE, SpanKind.LOAD)) or of_rank.spans_of(SpanKind.EPOCH)
+        for span in spans:
+            kind = SpanKind(span.kind)
+            phase = f"{_PHASES[kind]} {span.epoch if kind is SpanKind.EPOCH else span.step}"
+            edges_ns = np.array([span.start_ns, span.end_ns], np.float64)
+            elapsed_s = (span.end_ns - span.start_ns) / 1e9
+            by_phase[phase].append((elapsed_s, _rates(counted, series, edges_ns)))
+    return tuple(_sum_hosts(phase, rates) for phase, rates in by_phase.items())
+
+
+def _sum_hosts(phase: str, by_host: Sequence[tuple[float, HostRates]]) -> PhaseActivity:
+    def moved(what: str) -> int:
+        sizes = (elapsed_s * getattr(rates, what)[0] for elapsed_s, rates in by_host if elapsed_s)
+        return round(float(sum(sizes)))
+
+    busy = [share for _, rates in by_host if not np.isnan(share := float(rates.cpu_busy_share[0]))]
+    return PhaseActivity(
+        phase=phase,
+        hosts=len(by_host),
+        elapsed_s=max(elapsed_s for elapsed_s, _ in by_host),
+        cpu_busy_share=sum(busy) / len(busy) if busy else None,
+        drives_read_bytes=moved("drives_read"),
+        drives_written_bytes=moved("drives_written"),
+        networks_received_bytes=moved("networks_received"),
+        networks_sent_bytes=moved("networks_sent"),
+    )

@@ -12,7 +12,6 @@ import logging
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
@@ -23,8 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import ObjectNotFound, StorageError
-from penstock.results import published_files, step_events
-from penstock.results.arrow_columns import make_numbers, make_words, read_numbers
+from penstock.results import step_events
+from penstock.results.parquet_tables import WORDS, open_table, publishing_table
 from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.run_folder import RUN_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload
@@ -139,8 +138,7 @@ def _parse_clock(line: bytes, path: Path) -> step_events.RankClock:
 
 STEPS_FILE: Final = "steps.parquet"
 SPANS_FILE: Final = "spans.parquet"
-_METADATA: Final = b"penstock"
-_WORDS: Final[dict[str, type[IntEnum]]] = {"phase": step_events.StepPhase, "kind": step_events.SpanKind}
+_ENUMS: Final[dict[str, type[IntEnum]]] = {"phase": step_events.StepPhase, "kind": step_events.SpanKind}
 """Columns stored as words instead of numbers, for other Parquet readers."""
 
 
@@ -165,18 +163,33 @@ def write_tables(
 ) -> None:
     """Write both tables from the ranks' events, which come in the order of `clocks`."""
     header = {"format": step_events.FORMAT_VERSION, "ranks": [asdict(clock) for clock in clocks]}
-    metadata = {_METADATA: json.dumps(header).encode()}
-    with ExitStack() as files:
-        steps = _writer(files, run_folder, STEPS_FILE, _schema(step_events.STEP_TYPE, metadata))
-        spans = _writer(files, run_folder, SPANS_FILE, _schema(step_events.SPAN_TYPE, metadata))
+    step_columns, span_columns = (
+        {"rank": pa.int32(), **{name: WORDS if name in _ENUMS else pa.int64() for name in row.names or ()}}
+        for row in (step_events.STEP_TYPE, step_events.SPAN_TYPE)
+    )
+    with (
+        publishing_table(run_folder, STEPS_FILE, step_columns, header) as steps,
+        publishing_table(run_folder, SPANS_FILE, span_columns, header) as spans,
+    ):
         for rank in events:
-            # A row group per rank, as large as its rows: readers then load one rank at a time.
-            for table, rows in ((steps, rank.steps), (spans, rank.spans)):
-                table.write_batch(_event_batch(rank.clock.rank, rows, table.schema), max(1, len(rows)))
+            _write_rank(steps, rank.clock.rank, rank.steps)
+            _write_rank(spans, rank.clock.rank, rank.spans)
+
+
+def _write_rank(table: pq.ParquetWriter, rank: int, rows: step_events.Rows) -> None:
+    columns: list[Any] = [pa.array(np.full(len(rows), rank, np.int32))]
+    for name in table.schema.names[1:]:
+        if name in _ENUMS:
+            words = [member.name.lower() for member in _ENUMS[name]]
+            columns.append(pa.DictionaryArray.from_arrays(pa.array(rows[name], pa.int32()), words))
+        else:
+            columns.append(pa.array(rows[name]))
+    # A row group per rank, as large as its rows: readers then load one rank at a time.
+    table.write_batch(pa.record_batch(columns, schema=table.schema), max(1, len(rows)))
 
 
 def read_events(run_folder: Path) -> list[step_events.RankEvents]:
-    """All ranks' events: from the tables, or from the spools of an active or interrupted run."""
+    """Read all ranks' events: from the tables, or from the spools of an active or interrupted run."""
     if not (run_folder / STEPS_FILE).exists():
         paths = spool_paths(run_folder)
         if not paths:
@@ -190,69 +203,26 @@ def read_events(run_folder: Path) -> list[step_events.RankEvents]:
     ]
 
 
-def _writer(files: ExitStack, folder: Path, name: str, schema: pa.Schema) -> pq.ParquetWriter:
-    file = files.enter_context(published_files.publishing(folder, name))
-    return files.enter_context(pq.ParquetWriter(file, schema, compression="zstd"))
-
-
-def _schema(row_type: np.dtype[np.void], metadata: dict[bytes, bytes]) -> pa.Schema:
-    assert row_type.names is not None
-    columns = [("rank", pa.int32())]
-    columns += [(name, _words() if name in _WORDS else pa.int64()) for name in row_type.names]
-    return pa.schema(columns, metadata=metadata)
-
-
-def _words() -> pa.DataType:
-    return pa.dictionary(pa.int32(), pa.string())
-
-
-def _event_batch(rank: int, rows: step_events.Rows, schema: pa.Schema) -> pa.RecordBatch:
-    columns: list[Any] = [make_numbers(np.full(len(rows), rank), np.int32)]
-    columns += [_column(name, rows[name]) for name in schema.names[1:]]
-    return pa.record_batch(columns, schema=schema)
-
-
-def _column(name: str, values: Any) -> Any:
-    if name not in _WORDS:
-        return make_numbers(values, np.int64)
-    words = [member.name.lower() for member in _WORDS[name]]
-    return make_words(values, words)
-
-
 def _read_table(
     path: Path, row_type: np.dtype[np.void]
 ) -> tuple[list[step_events.RankClock], dict[int, step_events.Rows]]:
-    try:
-        file = pq.ParquetFile(path)
-        header = json.loads((file.schema_arrow.metadata or {}).get(_METADATA, b"{}"))
-        if header.get("format") != step_events.FORMAT_VERSION:
-            raise StorageError(
-                f"The events have format {header.get('format')}, not {step_events.FORMAT_VERSION}",
-                uri=str(path),
-                fix="Read them with the version that wrote them.",
-            )
-        clocks = [step_events.RankClock(**clock) for clock in header["ranks"]]
-        groups = [_rows(file.read_row_group(index), row_type) for index in range(file.num_row_groups)]
-    except (pa.ArrowException, FileNotFoundError) as error:
-        raise StorageError(f"Cannot read the events: {error}", uri=str(path)) from error
+    file, header = open_table(path, "events", step_events.FORMAT_VERSION)
+    clocks = [step_events.RankClock(**clock) for clock in header["ranks"]]
     by_rank = {clock.rank: np.empty(0, row_type) for clock in clocks}
-    by_rank.update({int(ranks[0]): rows for ranks, rows in groups if len(rows)})
+    try:
+        groups = [file.read_row_group(index) for index in range(file.num_row_groups)]
+    except pa.ArrowException as error:
+        raise StorageError(f"Cannot read the events: {error}", uri=str(path)) from error
+    for group in filter(len, groups):
+        rows = np.empty(len(group), row_type)
+        for name in row_type.names or ():
+            if name in _ENUMS:
+                numbers = {member.name.lower(): member.value for member in _ENUMS[name]}
+                rows[name] = [numbers[word] for word in group[name].to_pylist()]
+            else:
+                rows[name] = group[name].to_numpy()
+        by_rank[group["rank"][0].as_py()] = rows
     return clocks, by_rank
-
-
-def _rows(group: pa.Table, row_type: np.dtype[np.void]) -> tuple[Any, step_events.Rows]:
-    assert row_type.names is not None
-    rows = np.empty(group.num_rows, row_type)
-    for name in row_type.names:
-        rows[name] = _values(name, group.column(name))
-    return read_numbers(group.column("rank")), rows
-
-
-def _values(name: str, column: Any) -> Any:
-    if name not in _WORDS:
-        return read_numbers(column)
-    numbers = {member.name.lower(): member.value for member in _WORDS[name]}
-    return np.array([numbers[word] for word in column.to_pylist()], np.int64)
 
 
 def recompute_figures(

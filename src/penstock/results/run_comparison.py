@@ -14,8 +14,7 @@ from typing import Any, Final
 import yaml
 
 from penstock.errors import StorageError
-from penstock.results.checkpoint_figures import CheckpointFigures, read_checkpoint_figures
-from penstock.results.phase_figures import PhaseFigures
+from penstock.results.checkpoint_files import read_checkpoints
 from penstock.results.run_folder import RUN_FILE, SUMMARY_FILE
 from penstock.results.run_record import RunRecord, read_record
 from penstock.workload.layered_settings import dotted, flatten
@@ -131,8 +130,9 @@ def _compare_figure(figure: str, values: Sequence[float | None]) -> dict[str, An
 
 
 def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
-    train, checkpoints = record.train, read_checkpoint_figures(folder)
+    train, checkpoints = record.train, read_checkpoints(folder) or {}
     strict = train.au_strict_percent if train else None
+    found = train.verdict.bottleneck.value if train and train.verdict else checkpoints.get("bottleneck")
     return RunSummary(
         id=record.id,
         folder=str(folder),
@@ -149,19 +149,13 @@ def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
         io_compat_mib_per_s=train.io_compat_mib_per_s.mean if train else None,
         read_bytes=train.read_bytes if train else None,
         read_bytes_per_s=train.read_bytes_per_s if train else None,
-        bottleneck=_bottleneck(train, checkpoints),
-        write_gib_per_s=checkpoints.write.gib_per_s if checkpoints and checkpoints.write else None,
-        read_gib_per_s=checkpoints.read.gib_per_s if checkpoints and checkpoints.read else None,
+        bottleneck=found,
+        write_gib_per_s=(checkpoints.get("write") or {}).get("gib_per_s"),
+        read_gib_per_s=(checkpoints.get("read") or {}).get("gib_per_s"),
         settings=_settings(record.workload),
         notes=record.remarks,
         is_own_loader=_LOADER in record.plan,
     )
-
-
-def _bottleneck(train: PhaseFigures | None, checkpoints: CheckpointFigures | None) -> str | None:
-    if train is not None and train.verdict is not None:
-        return train.verdict.bottleneck.value
-    return checkpoints.bottleneck if checkpoints else None
 
 
 _EXPECTED: Final = ("start", "end", "epochs", "num_accelerators", "num_hosts", "metric", "num_files_train")

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.reports.report import Series, Tone
 from penstock.results.step_events import Nanoseconds, RankEvents, Rows, StepPhase, wait_ns
 
 Numbers = NDArray[np.float64]
@@ -60,12 +61,16 @@ class RunSteps:
     def wait_shares(self) -> Numbers:
         """For each rank, the share of each bucket in which it waited for samples."""
         edges = self.edges
-        return np.array([rank.waited_s(edges) for rank in self.ranks]) / np.diff(edges)
+        return np.array([rank.spent_s("start_ns", "loaded_ns", edges) for rank in self.ranks]) / np.diff(
+            edges
+        )
 
     def compute_shares(self) -> Numbers:
         """The share of each bucket in which the ranks computed, on average."""
         edges = self.edges
-        spent: Numbers = np.mean([rank.computed_s(edges) for rank in self.ranks], axis=0)
+        spent: Numbers = np.mean(
+            [rank.spent_s("loaded_ns", "computed_ns", edges) for rank in self.ranks], axis=0
+        )
         return spent / np.diff(edges)
 
     def percentiles(self, measure: Callable[[Rows], Nanoseconds]) -> tuple[Numbers, Numbers]:
@@ -97,15 +102,8 @@ class RankSteps:
         """What steps took of a column between edges; evenly from a step's start to its end."""
         return _growth(self.at_s("start_ns"), self.at_s("barrier_ns"), self.steps[column], edges)
 
-    def waited_s(self, edges: Numbers) -> Numbers:
-        """How long this rank waited for samples between edges."""
-        return self._spent_s("start_ns", "loaded_ns", edges)
-
-    def computed_s(self, edges: Numbers) -> Numbers:
-        """How long this rank computed between edges."""
-        return self._spent_s("loaded_ns", "computed_ns", edges)
-
-    def _spent_s(self, begin: str, end: str, edges: Numbers) -> Numbers:
+    def spent_s(self, begin: str, end: str, edges: Numbers) -> Numbers:
+        """How long this rank spent from one moment of a step to another, between edges."""
         begins, ends = self.at_s(begin), self.at_s(end)
         return _growth(begins, ends, ends - begins, edges)
 
@@ -118,15 +116,15 @@ def _growth(begins: Numbers, ends: Numbers, amounts: NDArray[Any], edges: Number
     return np.diff(np.interp(edges, moments, totals))
 
 
-def fold_rows(names: Sequence[str], rows: Numbers) -> tuple[list[str], Numbers]:
-    """At most `MOST_ROWS` rows: neighbours become one, of the largest value of each bucket."""
+def heat_rows(names: Sequence[str], rows: Numbers, edges: Numbers, *, tone: Tone = "full") -> list[Series]:
+    """Make the rows of a heat map: if there are more than `MOST_ROWS`, neighbours share one."""
     per_row = -(-len(names) // MOST_ROWS)
-    if per_row == 1:
-        return list(names), rows
-    starts = range(0, len(names), per_row)
-    folded = [rows[start : start + per_row].max(axis=0) for start in starts]
-    labels = [f"{names[start]} +{min(per_row, len(names) - start) - 1}" for start in starts]
-    return labels, np.array(folded)
+    drawn = []
+    for start in range(0, len(names), per_row):
+        together = rows[start : start + per_row]
+        name = names[start] if len(together) == 1 else f"{names[start]} +{len(together) - 1}"
+        drawn.append(Series(name=name, x=edges, y=together.max(axis=0), tone=tone))
+    return drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The page of a training run: did the accelerators get their samples in time, and if not, what held them up.
 
-    run.json, stages.json, steps, counters -> series, troubles -> banner and charts
+    run.json, stages.json, steps, counters -> series, troubles -> report
 
 Runs that are active or were interrupted have the page of what they completed.
 """
@@ -26,22 +26,28 @@ from penstock.reports.report import (
     bar_chart,
     table_section,
 )
-from penstock.results.counter_files import read_counters
+from penstock.results.counter_files import HostRates, host_rates, read_counters
 from penstock.results.event_files import read_events, recompute_figures
-from penstock.results.host_activity import HostRates, host_rates
-from penstock.results.phase_figures import Bottleneck, PhaseFigures, TimeBreakdown, time_rows
+from penstock.results.io_reconciliation import ReconciliationVerdict
+from penstock.results.phase_figures import STRAGGLER, Bottleneck, PhaseFigures, time_rows
 from penstock.results.run_facts import Trouble, fact_rows, outcome_verdict, run_subtitle
 from penstock.results.run_folder import RUN_FILE, STAGES_FILE
 from penstock.results.run_record import RunRecord, read_recorded_workload
 from penstock.results.step_events import wait_ns
-from penstock.results.step_series import Numbers, RunSteps, find_wait_shift, fold_rows
-from penstock.results.training_troubles import TrainingEvidence, find_troubles, mean_or_none
+from penstock.results.step_series import Numbers, RunSteps, WaitShift, find_wait_shift, heat_rows
 from penstock.units import format_bytes, format_rate, format_seconds
+
+BUSY: Final = 0.85
+"""Readers, and processors, that are busy for this share of the time are all that there is."""
+LEAST_WAIT: Final = 0.02
+"""Waits of a smaller share of a step's time are no trouble."""
+_HARDLY: Final = 0.01
+"""A share of waiting that is drawn as none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """What the page is made of."""
+    """Everything that the page is made of."""
 
     record: RunRecord
     figures: PhaseFigures | None
@@ -49,7 +55,12 @@ class TrainingRun:
     stages: Mapping[str, Any]
     hosts: Mapping[str, HostRates]
     asked_percent: float
-    first_step: int
+    shift: WaitShift | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the utilization that the workload requires was reached."""
+        return self.figures is not None and self.figures.meets_threshold
 
     @property
     def ceiling(self) -> Mapping[str, Any] | None:
@@ -61,25 +72,32 @@ class TrainingRun:
         """Where the data set is."""
         return str(self.stages.get("storage", {}).get("uri", "URI"))
 
+    @property
+    def cpu_busy_shares(self) -> list[float]:
+        """The mean busy share of each host whose processors were sampled."""
+        means = (np.nanmean(rates.cpu_busy_share) for rates in self.hosts.values() if _is_known(rates))
+        return [float(mean) for mean in means]
+
+
+def _is_known(rates: HostRates) -> bool:
+    return not bool(np.isnan(rates.cpu_busy_share).all())
+
 
 def make_training_page(folder: Path, record: RunRecord) -> Report:
-    """The page of the run in `folder`; `StorageError` where it has left nothing to show."""
-    run = read_training_run(folder, record)
-    evidence = _evidence(run)
-    troubles = find_troubles(evidence)
+    """The page of the run in `folder`; `ObjectNotFound` where it has left nothing to show."""
+    run = _read_run(folder, record)
+    troubles = list(_find_troubles(run))
     return Report(
         title=f"Training run {record.id}",
         subtitle=run_subtitle(record),
-        banner=_banner(run, evidence, troubles),
+        banner=_banner(run, troubles),
         highlights=[_utilization(run), _throughput(run), _waits(run)],
-        sections=[*_exhibits(run), *_tables(run)],
+        sections=[*_sections(run), *_tables(run)],
     )
 
 
-def read_training_run(folder: Path, record: RunRecord) -> TrainingRun:
-    """All files of the run that the page needs."""
-    events = read_events(folder)
-    steps = RunSteps.of_events(events)
+def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
+    steps = RunSteps.of_events(read_events(folder))
     if steps is None:
         raise ObjectNotFound("This run has no steps yet", uri=str(folder))
     workload = read_recorded_workload(
@@ -95,7 +113,7 @@ def read_training_run(folder: Path, record: RunRecord) -> TrainingRun:
         stages=stages,
         hosts=_read_host_rates(folder, steps),
         asked_percent=workload.metric.au * 100,
-        first_step=workload.metric.exclude_start_steps,
+        shift=find_wait_shift(steps, first=workload.metric.exclude_start_steps),
     )
 
 
@@ -116,53 +134,34 @@ def _read_host_rates(folder: Path, steps: RunSteps) -> dict[str, HostRates]:
     return rates
 
 
-def _evidence(run: TrainingRun) -> TrainingEvidence:
-    busy = [share for host in run.hosts.values() if (share := mean_or_none(host.cpu_busy_share)) is not None]
-    ceiling = run.ceiling
-    return TrainingEvidence(
-        steps=run.steps,
-        times=run.figures.times if run.figures else None,
-        shift=find_wait_shift(run.steps, first=run.first_step),
-        deliveries=run.record.deliveries,
-        loader=dict(run.stages.get("loader", {})),
-        evictions=[stage["cache"] for stage in run.stages.get("epochs", []) if stage.get("cache")],
-        ceiling_au_percent=ceiling["au_compat"] if ceiling else None,
-        asked_au_percent=run.asked_percent,
-        cpu_busy_share=max(busy, default=None),
-        storage_uri=run.storage_uri,
-        passed=run.figures is not None and run.figures.meets_threshold,
-    )
+# Answers
 
 
-def _banner(run: TrainingRun, evidence: TrainingEvidence, troubles: Sequence[Trouble]) -> Banner:
-    verdict, look = _verdict(run, troubles)
+def _banner(run: TrainingRun, troubles: Sequence[Trouble]) -> Banner:
+    verdict, look = ("passed", Look.GOOD) if run.passed else ("failed", Look.BAD)
+    if any(trouble.kind == "page cache" for trouble in troubles):
+        verdict, look = "doubtful", Look.DOUBT
+    if run.figures is None or run.figures.au_strict_percent is None:
+        verdict, look = "no figure", Look.DOUBT
+    verdict, look = outcome_verdict(run.record) or (verdict, look)
+    outcome = [f"The run is {run.record.outcome}: {run.record.why}"] if run.record.why else []
+    found = run.figures.verdict if run.figures else None
+    limit = "not known: no step counts"
+    if found is not None:
+        name = "nothing:" if found.bottleneck is Bottleneck.NONE else f"{found.bottleneck}."
+        limit = f"{name} {found.evidence[0]}"
     return Banner(
         verdict=verdict,
         look=look,
-        figure=_say_figure(run),
-        limited_by=_say_limit(run),
-        since=_say_since(run, evidence),
-        to_do=_say_to_do(run, troubles),
-        troubles=[*_say_outcome(run.record), *(trouble.says for trouble in troubles)],
+        figure=_describe_figure(run),
+        limited_by=limit,
+        since=_describe_since(run),
+        to_do=_describe_to_do(run, troubles),
+        troubles=[*outcome, *(trouble.says for trouble in troubles)],
     )
 
 
-def _verdict(run: TrainingRun, troubles: Sequence[Trouble]) -> tuple[str, Look]:
-    unfinished = outcome_verdict(run.record)
-    if unfinished is not None:
-        return unfinished
-    if run.figures is None or _lacks_utilization(run.figures):
-        return "no figure", Look.DOUBT
-    if any(trouble.kind == "page cache" for trouble in troubles):
-        return "doubtful", Look.DOUBT
-    return ("passed", Look.GOOD) if run.figures.meets_threshold else ("failed", Look.BAD)
-
-
-def _lacks_utilization(figures: PhaseFigures) -> bool:
-    return figures.au_strict_percent is None
-
-
-def _say_figure(run: TrainingRun) -> str:
+def _describe_figure(run: TrainingRun) -> str:
     figures, ranks = run.figures, run.record.ranks
     if figures is None:
         return "no epoch is complete"
@@ -174,17 +173,8 @@ def _say_figure(run: TrainingRun) -> str:
     )
 
 
-def _say_limit(run: TrainingRun) -> str:
-    verdict = run.figures.verdict if run.figures else None
-    if verdict is None:
-        return "not known: no step counts"
-    if verdict.bottleneck is Bottleneck.NONE:
-        return f"nothing: {verdict.evidence[0]}"
-    return f"{verdict.bottleneck}. {verdict.evidence[0]}"
-
-
-def _say_since(run: TrainingRun, evidence: TrainingEvidence) -> str:
-    shift = evidence.shift
+def _describe_since(run: TrainingRun) -> str:
+    shift = run.shift
     if shift is not None and shift.after_s > shift.before_s:
         return f"{format_seconds(shift.at_s)} after the first step: epoch {shift.epoch}, step {shift.step}"
     if shift is not None:
@@ -192,13 +182,11 @@ def _say_since(run: TrainingRun, evidence: TrainingEvidence) -> str:
             f"the start, until {format_seconds(shift.at_s)} (epoch {shift.epoch}, step {shift.step}): then "
             f"waits fell from {format_seconds(shift.before_s)} to {format_seconds(shift.after_s)} a step"
         )
-    if run.figures is not None and run.figures.meets_threshold:
-        return "no change: waits were alike all the time"
-    return "the first step: waits were alike all the time"
+    return f"{'no change' if run.passed else 'the first step'}: waits were alike all the time"
 
 
-def _say_to_do(run: TrainingRun, troubles: Sequence[Trouble]) -> str:
-    if run.figures is not None and _lacks_utilization(run.figures) and run.figures.notes:
+def _describe_to_do(run: TrainingRun, troubles: Sequence[Trouble]) -> str:
+    if run.figures is not None and run.figures.au_strict_percent is None and run.figures.notes:
         return run.figures.notes[0]
     if (waits := run.stages.get("waits")) and waits["bottleneck"] != "consumer":
         return f"{waits['answer']}."
@@ -217,9 +205,115 @@ _REMEDIES: Final[Mapping[Bottleneck, str]] = {
 }
 
 
-def _say_outcome(record: RunRecord) -> Iterator[str]:
-    if record.why:
-        yield f"The run is {record.outcome}: {record.why}"
+# Troubles, the gravest first: a figure that is not the storage's, then what costs the most.
+
+
+def _find_troubles(run: TrainingRun) -> Iterator[Trouble]:
+    yield from _from_memory(run)
+    ceiling = run.ceiling
+    if ceiling is not None and ceiling["au_compat"] < run.asked_percent:
+        yield Trouble(
+            "client",
+            f"On storage that costs nothing this client reaches AU {ceiling['au_compat']:.1f} %: no storage "
+            f"can give it {run.asked_percent:.0f} %.",
+            _REMEDIES[Bottleneck.CLIENT_CPU],
+        )
+    times = run.figures.times if run.figures else None
+    if times is not None:
+        waits = times.skew["wait"]
+        of_one, of_all = list(_slow_rank(run)), list(_too_few_readers(run))
+        # If even the fastest rank waits long, all wait for the same reason.
+        all_wait = waits.fastest_s > waits.slowest_s - waits.fastest_s
+        yield from [*of_all, *of_one] if all_wait else [*of_one, *of_all]
+    shift = run.shift
+    if shift is not None and shift.after_s > shift.before_s:
+        yield Trouble(
+            "slower",
+            f"From {format_seconds(shift.at_s)} on (epoch {shift.epoch}, step {shift.step}) a step waits "
+            f"{format_seconds(shift.after_s)} for samples instead of {format_seconds(shift.before_s)}.",
+            "Look at what else used the storage then: other jobs, a rebuild, a full cache or write buffer.",
+        )
+    # The emulated computation keeps cores busy, too: that is trouble only where it is what ranks wait for.
+    busy = max(run.cpu_busy_shares, default=0.0)
+    if times is not None and busy >= BUSY and not run.passed:
+        shares = times.shares
+        if shares.wait + shares.held_up <= shares.barrier + shares.harness:
+            yield Trouble(
+                "processors",
+                f"The hosts' processors were busy {busy:.0%} of the time.",
+                "Use fewer ranks for each host, or hosts with more cores.",
+            )
+
+
+def _from_memory(run: TrainingRun) -> Iterator[Trouble]:
+    to_do = (
+        "Read past the page cache (direct://...), or use a data set several times as large as the memory of "
+        "all hosts."
+    )
+    for delivery in run.record.deliveries:
+        if delivery.direction == "read" and delivery.verdict is ReconciliationVerdict.FAIL:
+            delivered, asked = delivery.delivered_bytes or 0, delivery.application_bytes
+            says = (
+                f"The page cache served {1 - delivered / asked:.0%} of what was read: devices and networks "
+                f"delivered {format_bytes(delivered)} of {format_bytes(asked)}. This is not the storage's "
+                "speed."
+            )
+            yield Trouble("page cache", says, to_do)
+            return
+    caches = (stage.get("cache") or {} for stage in run.stages.get("epochs", []))
+    share = max((cache.get("resident_share", 0.0) for cache in caches), default=0.0)
+    if share > LEAST_WAIT:
+        says = f"Up to {share:.0%} of the data set stayed in the page cache before an epoch."
+        yield Trouble("page cache", says, to_do)
+
+
+def _slow_rank(run: TrainingRun) -> Iterator[Trouble]:
+    ranks = run.steps.ranks
+    assert run.figures is not None
+    assert run.figures.times is not None
+    times = run.figures.times
+    step_s = sum(times.over_ranks[part].mean_s for part in ("wait", "compute", "barrier"))
+    for measure, does in (("wait", "waits for samples"), ("compute", "computes")):
+        skew = times.skew[measure]
+        # Of two ranks the median is halfway to the slowest.
+        usual_s = skew.fastest_s if len(ranks) == 2 else skew.median_s
+        is_late = skew.slowest_s - skew.median_s >= LEAST_WAIT * step_s
+        if len(ranks) > 1 and is_late and skew.slowest_s >= STRAGGLER * usual_s:
+            host = next((rank.host for rank in ranks if rank.rank == skew.slowest_rank), "its host")
+            yield Trouble(
+                "slow rank",
+                f"Rank {skew.slowest_rank} on {host} {does} {format_seconds(skew.slowest_s)} a step, the "
+                f"usual rank {format_seconds(usual_s)}: all others wait for it.",
+                f"Look at rank {skew.slowest_rank}'s path to storage and what else its host does, or leave "
+                "the host out.",
+            )
+            return
+
+
+def _too_few_readers(run: TrainingRun) -> Iterator[Trouble]:
+    loader = run.stages.get("loader", {})
+    readers = int(loader.get("threads") or loader.get("workers") or 0)
+    steps = [rank.steps for rank in run.steps.ranks]
+    worked_ns = sum(int((rows["read_ns"] + rows["decode_ns"]).sum()) for rows in steps)
+    spent_ns = sum(int((rows["barrier_ns"] - rows["start_ns"]).sum()) for rows in steps)
+    assert run.figures is not None
+    assert run.figures.times is not None
+    shares = run.figures.times.shares
+    if not (readers and spent_ns) or shares.wait + shares.held_up < LEAST_WAIT:
+        return
+    busy = worked_ns / (readers * spent_ns)
+    if busy >= BUSY:
+        one = "The only reader of each rank was"
+        named = one if readers == 1 else f"All {readers} readers of each rank were"
+        yield Trouble(
+            "readers",
+            f"{named} busy {min(busy, 1.0):.0%} of the time: the storage is never asked for more at once.",
+            f"Raise reader.read_threads ({readers} now) until AU stops rising; `penstock storage probe "
+            f"{run.storage_uri}` says whether the storage has more to give.",
+        )
+
+
+# Charts and tables
 
 
 def _utilization(run: TrainingRun) -> Chart:
@@ -254,27 +348,21 @@ def _throughput(run: TrainingRun) -> Chart:
 
 
 def _waits(run: TrainingRun) -> Chart:
-    names = [f"rank {rank.rank}" for rank in run.steps.ranks]
     shares = run.steps.wait_shares()
-    names, rows = fold_rows(names, np.where(shares < _HARDLY, 0.0, np.minimum(shares, 1.0)))
+    rows = np.where(shares < _HARDLY, 0.0, np.minimum(shares, 1.0))
     return Chart(
         kind=Kind.HEAT,
         title="Waiting for samples, by rank",
         run=run.record.id,
-        series=[
-            Series(name=name, x=run.steps.edges, y=row, tone="bad")
-            for name, row in zip(names, rows, strict=True)
-        ],
+        series=heat_rows(
+            [f"rank {rank.rank}" for rank in run.steps.ranks], rows, run.steps.edges, tone="bad"
+        ),
         y_end=1.0,
         note="full tone: all of the time",
     )
 
 
-_HARDLY: Final = 0.01
-"""A share of waiting that is drawn as none."""
-
-
-def _exhibits(run: TrainingRun) -> Iterator[Section]:
+def _sections(run: TrainingRun) -> Iterator[Section]:
     if waits := run.stages.get("waits"):
         yield from _loader_waits(run, waits)
     if run.figures and run.figures.times:
@@ -282,7 +370,7 @@ def _exhibits(run: TrainingRun) -> Iterator[Section]:
             name="time",
             title="Where the accelerators' time went",
             text=run.figures.verdict.evidence[1:] if run.figures.verdict else (),
-            charts=[_shares(run, run.figures.times)],
+            charts=[_shares(run, run.figures)],
         )
     yield Section(
         name="latency",
@@ -299,10 +387,20 @@ def _exhibits(run: TrainingRun) -> Iterator[Section]:
         text=["Steps count their bytes when they take their batch; devices count those of all programs."],
         charts=list(_bytes(run)),
     )
+    processors = [host.cpu_busy_share for host in run.hosts.values()]
+    busy = run.cpu_busy_shares
+    chart = Chart(
+        kind=Kind.HEAT,
+        title="Busy processors, by host",
+        run=run.record.id,
+        series=heat_rows(list(run.hosts), np.nan_to_num(processors), run.steps.edges) if processors else (),
+        y_end=1.0,
+        note=f"on average {np.mean(busy):.0%} busy; full tone: all cores" if busy else "nothing was counted",
+    )
     yield Section(
         name="hosts",
         title="Processors of the hosts",
-        charts=list(_processors(run)),
+        charts=[chart] if processors else (),
         why_empty="This run has no sampled counters of its hosts.",
     )
 
@@ -320,19 +418,25 @@ def _loader_waits(run: TrainingRun, waits: Mapping[str, Any]) -> Iterator[Sectio
     yield Section(
         name="waits", title="Where the seconds of waiting went", text=[f"{waits['answer']}."], charts=[chart]
     )
-    # Runs of 0.2.0 list predictions, some of which they have tried.
-    trials = waits.get("trials") or [
-        {"change": one["change"], "gain": one["tried"]}
+    predictions = [
+        {
+            "change": one["change"],
+            "predicted": f"{one['gain']:.2f} x",
+            "tried": "-" if one["tried"] is None else f"{one['tried']:.2f} x",
+        }
         for one in waits.get("predictions", ())
-        if one["tried"]
     ]
-    rows = [{"change": one["change"], "samples per second": f"{one['gain']:.2f} x"} for one in trials]
-    if rows:
-        yield table_section("trials", "What changes brought", rows)
+    yield table_section("predictions", "What would help", predictions)
+    spots = [
+        {"function": one["where"], "processor time": format_seconds(one["cpu_s"])}
+        for one in waits.get("hot_spots", ())
+    ]
+    yield table_section("spots", "Functions that used most processor time", spots)
 
 
-def _shares(run: TrainingRun, times: TimeBreakdown) -> Chart:
-    shares = times.shares
+def _shares(run: TrainingRun, figures: PhaseFigures) -> Chart:
+    assert figures.times is not None
+    shares = figures.times.shares
     parts: list[tuple[str, Tone, float]] = [
         ("computation", "full", shares.compute),
         ("waiting for samples", "bad", shares.wait),
@@ -360,70 +464,51 @@ def _latencies(run: TrainingRun) -> Iterator[Chart]:
         x_end=run.steps.end_s,
         note=f"p50 at most {format_seconds(p50.max())}, p99 {format_seconds(p99.max())}",
     )
-    waits = np.concatenate([wait_ns(rank.steps) for rank in run.steps.ranks]) / 1e9
-    reads = np.concatenate([rank.steps["read_ns"] for rank in run.steps.ranks]) / 1e9
-    series = {name: values.tolist() for name, values in (("wait", waits), ("read", reads)) if values.any()}
+    waits: Numbers = np.concatenate([wait_ns(rank.steps) for rank in run.steps.ranks]) / 1e9
+    reads: Numbers = np.concatenate([rank.steps["read_ns"] for rank in run.steps.ranks]) / 1e9
+    series, notes = [], []
+    tones: list[tuple[str, Tone, Numbers]] = [("wait", "light", waits), ("read", "dark", reads)]
+    for name, tone, values in tones:
+        if values.any():
+            p50_s, p90_s, p99_s = map(format_seconds, np.percentile(values, (50, 90, 99)))
+            series.append(Series(name=name, y=values, tone=tone))
+            notes.append(f"{name} p50 {p50_s}, p90 {p90_s}, p99 {p99_s}")
     if series:
-        tones: Mapping[str, Tone] = {"wait": "light", "read": "dark"}
         yield Chart(
             kind=Kind.CUMULATIVE,
             title="Share of steps by their duration",
             run=run.record.id,
-            series=[Series(name=name, y=values, tone=tones[name]) for name, values in series.items()],
-            note="; ".join(f"{name} {_spread(values)}" for name, values in series.items()),
-        )
-
-
-def _spread(values: Sequence[float]) -> str:
-    p50, p90, p99 = np.percentile(values, (50, 90, 99))
-    return f"p50 {format_seconds(p50)}, p90 {format_seconds(p90)}, p99 {format_seconds(p99)}"
-
-
-def _bytes(run: TrainingRun) -> Iterator[Chart]:
-    asked = run.steps.rates("read_bytes")
-    delivered: Numbers | None = None
-    if run.hosts:
-        delivered = np.sum([host.drives_read + host.networks_received for host in run.hosts.values()], axis=0)
-    most = max(rates.max() for rates in (asked, delivered) if rates is not None)
-    total = run.figures.read_bytes if run.figures else 0
-    yield Chart(
-        kind=Kind.AREA,
-        title="Asked for by steps",
-        run=run.record.id,
-        unit="B/s",
-        series=[Series(x=run.steps.edges, y=asked)],
-        y_end=most,
-        note=f"{format_bytes(total)} in all epochs, {format_rate(float(asked.mean()))} on average",
-    )
-    if delivered is not None:
-        notes = [delivery.why for delivery in run.record.deliveries if delivery.direction == "read"]
-        yield Chart(
-            kind=Kind.AREA,
-            title="Delivered by drives and networks",
-            run=run.record.id,
-            unit="B/s",
-            series=[Series(x=run.steps.edges, y=delivered, tone="dark")],
-            y_end=most,
+            series=series,
             note="; ".join(notes),
         )
 
 
-def _processors(run: TrainingRun) -> Iterator[Chart]:
-    if not run.hosts:
-        return
-    names, rows = fold_rows(
-        list(run.hosts), np.nan_to_num([host.cpu_busy_share for host in run.hosts.values()])
-    )
-    means = [mean for host in run.hosts.values() if (mean := mean_or_none(host.cpu_busy_share)) is not None]
-    note = f"on average {np.mean(means):.0%} busy; full tone: all cores" if means else "nothing was counted"
-    yield Chart(
-        kind=Kind.HEAT,
-        title="Busy processors, by host",
-        run=run.record.id,
-        series=[Series(name=name, x=run.steps.edges, y=row) for name, row in zip(names, rows, strict=True)],
-        y_end=1.0,
-        note=note,
-    )
+def _bytes(run: TrainingRun) -> Iterator[Chart]:
+    asked = run.steps.rates("read_bytes")
+    hosts = list(run.hosts.values())
+    delivered: Numbers = np.sum([host.drives_read + host.networks_received for host in hosts], axis=0)
+    most = max(asked.max(), delivered.max() if hosts else 0.0)
+    total = run.figures.read_bytes if run.figures else 0
+    notes = [delivery.why for delivery in run.record.deliveries if delivery.direction == "read"]
+    drawn: list[tuple[str, Tone, Numbers, str]] = [
+        (
+            "Asked for by steps",
+            "full",
+            asked,
+            f"{format_bytes(total)} in all epochs, {format_rate(float(asked.mean()))} on average",
+        ),
+        ("Delivered by drives and networks", "dark", delivered, "; ".join(notes)),
+    ]
+    for title, tone, rates, note in drawn if hosts else drawn[:1]:
+        yield Chart(
+            kind=Kind.AREA,
+            title=title,
+            run=run.record.id,
+            unit="B/s",
+            series=[Series(x=run.steps.edges, y=rates, tone=tone)],
+            y_end=most,
+            note=note,
+        )
 
 
 def _tables(run: TrainingRun) -> Iterator[Section]:

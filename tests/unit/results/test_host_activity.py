@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from penstock.cluster.host_counters import CounterSample
-from penstock.results.counter_files import CounterSpool, SampledHost, read_counters
-from penstock.results.host_activity import PhaseActivity, summarize_activity
+from penstock.results.counter_files import (
+    CounterSpool,
+    PhaseActivity,
+    SampledHost,
+    read_counters,
+    summarize_activity,
+)
 from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankClock, RankEvents, SpanEvent, SpanKind
 
 S = 10**9

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from penstock.bench.page_cache_eviction import ObjectEviction
 from penstock.bench.state_layout import checkpoint_folder
 from penstock.bench.step_recorder import find_trace_folder
-from penstock.results import checkpoint_figures, phase_figures
+from penstock.results import checkpoint_files, phase_figures
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
@@ -283,7 +283,7 @@ class CheckpointResult:
         """As plain data: `write` and `read` are None where there was none."""
         write, read = self.write, self.read
         return {
-            "format": checkpoint_figures.FORMAT_VERSION,
+            "format": checkpoint_files.FORMAT_VERSION,
             "model": self.model,
             "ranks": self.ranks,
             "target": self.target,

@@ -23,8 +23,8 @@ from penstock.bench.step_recorder import StepRecorder
 from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.results.checkpoint_files import MovedBytes, RoundThroughput
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
-from penstock.results.throughput_file import MovedBytes, RoundThroughput
 from penstock.storage import Storage
 from penstock.transfer.buffers import WarmMemory
 from penstock.transfer.ledger import Measurement, combine_ranks, common_origin_ns

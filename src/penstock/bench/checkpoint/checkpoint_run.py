@@ -25,9 +25,9 @@ from penstock.cluster.comm import Comm
 from penstock.dataset.content import CONTENT_VERSION, Content
 from penstock.progress import RunProgress
 from penstock.results import counter_files, event_files, published_files, run_folder, step_events
+from penstock.results.checkpoint_files import write_throughput
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.provenance import peak_rss_bytes
-from penstock.results.throughput_file import write_throughput
 from penstock.storage import Counters
 from penstock.storage.capabilities import find_local_root
 from penstock.transfer.buffers import WarmMemory

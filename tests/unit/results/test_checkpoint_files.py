@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from penstock.errors import StorageError
-from penstock.results.checkpoint_figures import read_checkpoint_figures
+from penstock.results.checkpoint_files import (
+    MovedBytes,
+    RoundThroughput,
+    read_checkpoints,
+    read_throughput,
+    summarize_checkpoints,
+    write_throughput,
+)
 
 DIRECTION = {
     "checkpoints": 2, "bytes": 2048, "duration_s": 0.5, "gib_per_s": 1.5, "mean_gib_per_s": 1.6,
@@ -25,15 +32,18 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 def test_checkpoint_figures_are_read_back(tmp_path: Path) -> None:
-    found = read_checkpoint_figures(written(tmp_path, read=DIRECTION | {"gib_per_s": None}))
+    found = read_checkpoints(written(tmp_path, read=DIRECTION | {"gib_per_s": None}))
     assert found is not None
-    assert found.write is not None
-    assert found.read is not None
-    assert (found.model, found.write.gib_per_s, found.read.gib_per_s) == ("llama3-8b", 1.5, None)
+    assert (found["model"], found["write"]["gib_per_s"], found["read"]["gib_per_s"]) == (
+        "llama3-8b",
+        1.5,
+        None,
+    )
+    assert "streams" not in summarize_checkpoints(found)["write"]
 
 
 def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
-    assert read_checkpoint_figures(tmp_path) is None
+    assert read_checkpoints(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -46,10 +56,27 @@ def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
 )
 def test_another_file_is_refused_with_its_place(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(StorageError, match=said):
-        read_checkpoint_figures(written(tmp_path, **changes))
+        read_checkpoints(written(tmp_path, **changes))
 
 
 def test_invalid_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints.json").write_text("[1")
     with pytest.raises(StorageError, match="Cannot read these figures"):
-        read_checkpoint_figures(tmp_path)
+        read_checkpoints(tmp_path)
+
+
+def test_throughput_comes_back_rank_by_rank(tmp_path: Path) -> None:
+    assert read_throughput(tmp_path) == []
+    ranks = [MovedBytes(0.05, [1, 0, 3]), MovedBytes(0.1, [0, 2])]
+    rounds = [
+        RoundThroughput(direction="write", step=1, ranks=ranks),
+        RoundThroughput(direction="read", step=1, ranks=ranks[::-1]),
+    ]
+    write_throughput(tmp_path, rounds)
+    assert read_throughput(tmp_path) == rounds
+
+
+def test_a_damaged_table_of_throughput_is_refused_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "throughput.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(StorageError, match="Cannot read the moved bytes"):
+        read_throughput(tmp_path)

@@ -1,0 +1,136 @@
+"""Files of a run of checkpoints: `checkpoints.json` and `throughput.parquet`.
+
+`bench.checkpoint` writes the first: each round and what all writes and reads reached. Another version of it
+is refused by its number. The second has the bytes that each rank moved over the time of each round: a row is
+a rank's bytes in one bucket of time; a bucket without bytes has none. Its times are seconds since the rank
+began the round, so that clocks of hosts do not matter.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+
+from penstock.errors import StorageError
+from penstock.results.parquet_tables import WORDS, open_table, publishing_table
+from penstock.results.run_folder import CHECKPOINTS_FILE
+
+FORMAT_VERSION: Final = 1
+"""Of both files; raised whenever a key or column is renamed or means something else."""
+THROUGHPUT_FILE: Final = "throughput.parquet"
+_NUMBER: Final = (int, float)
+_MAYBE: Final = (int, float, type(None))
+_DIRECTION: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "checkpoints": int, "bytes": int, "duration_s": _NUMBER, "gib_per_s": _MAYBE, "mean_gib_per_s": _MAYBE,
+    "p99_ms": _NUMBER, "bottleneck": str,
+}  # fmt: skip
+_DOCUMENT: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "model": str, "target": str, "checkpoint_bytes": int, "write": (dict, type(None)),
+    "read": (dict, type(None)), "bottleneck": str, "is_right": bool, "gap_s": _MAYBE,
+}  # fmt: skip
+
+
+def read_checkpoints(folder: Path) -> Mapping[str, Any] | None:
+    """Read `checkpoints.json` in a run's folder; None if the run has none, or did not finish.
+
+    `write` and `read` are None if nothing moved that way; their rates are None where the page cache served
+    every read.
+    """
+    path = folder / CHECKPOINTS_FILE
+    try:
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StorageError(f"Cannot read these figures: {error}", uri=str(path)) from error
+    version = document.get("format") if isinstance(document, dict) else None
+    if version != FORMAT_VERSION:
+        raise StorageError(
+            f"These figures have format {version}, not {FORMAT_VERSION}",
+            uri=str(path),
+            fix="Read them with the version of Penstock that wrote them.",
+        )
+    checked = [("", document, _DOCUMENT)]
+    checked += [(f"{name}.", document.get(name), _DIRECTION) for name in ("write", "read")]
+    for where, part, keys in checked:
+        for key, kind in keys.items() if isinstance(part, dict) else ():
+            if not isinstance(part.get(key), kind):
+                raise StorageError(f"This is not as Penstock writes it: {where}{key}", uri=str(path))
+    return document  # type: ignore[no-any-return]
+
+
+def summarize_checkpoints(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of all checkpoints, without those of each round and stream."""
+    figures = {key: document[key] for key in _DOCUMENT}
+    for name in ("write", "read"):
+        if figures[name] is not None:
+            figures[name] = {key: figures[name][key] for key in _DIRECTION}
+    return figures
+
+
+@dataclass(frozen=True, slots=True)
+class MovedBytes:
+    """What one rank moved in each bucket of a round; buckets are `width_s` long."""
+
+    width_s: float
+    sizes_bytes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundThroughput:
+    """One round, rank by rank."""
+
+    direction: str
+    step: int
+    ranks: Sequence[MovedBytes]
+
+
+_COLUMNS: Final = {
+    "direction": WORDS, "step": pa.int32(), "rank": pa.int32(), "at_s": pa.float64(), "width_s": pa.float64(),
+    "bytes": pa.int64(),
+}  # fmt: skip
+
+
+def write_throughput(folder: Path, rounds: Sequence[RoundThroughput]) -> None:
+    """Publish the rounds of a run."""
+    rows = [
+        (one.direction, one.step, rank, number * moved.width_s, moved.width_s, size_bytes)
+        for one in rounds
+        for rank, moved in enumerate(one.ranks)
+        for number, size_bytes in enumerate(moved.sizes_bytes)
+        if size_bytes
+    ]
+    columns: list[Any] = list(zip(*rows, strict=True)) or [()] * len(_COLUMNS)
+    arrays = [pa.array(columns[0], pa.string()).dictionary_encode()]
+    arrays += map(pa.array, columns[1:], list(_COLUMNS.values())[1:])
+    with publishing_table(folder, THROUGHPUT_FILE, _COLUMNS, {"format": FORMAT_VERSION}) as table:
+        table.write_table(pa.table(arrays, schema=table.schema))
+
+
+def read_throughput(folder: Path) -> list[RoundThroughput]:
+    """Read the rounds in their order; nothing of a run that did not record them."""
+    path = folder / THROUGHPUT_FILE
+    if not path.is_file():
+        return []
+    table = open_table(path, "moved bytes", FORMAT_VERSION)[0].read()
+    found: dict[tuple[str, int], dict[int, MovedBytes]] = {}
+    directions = table["direction"].to_pylist()
+    rows = zip(directions, *(table[name].to_pylist() for name in list(_COLUMNS)[1:]), strict=True)
+    num_ranks = 0
+    for direction, step, rank, at_s, width_s, size_bytes in rows:
+        moved = found.setdefault((direction, step), {}).setdefault(rank, MovedBytes(width_s, []))
+        assert isinstance(moved.sizes_bytes, list)
+        missing = round(at_s / width_s) - len(moved.sizes_bytes)
+        moved.sizes_bytes.extend([*[0] * missing, size_bytes])
+        num_ranks = max(num_ranks, rank + 1)
+    return [
+        RoundThroughput(
+            direction=direction,
+            step=step,
+            ranks=[ranks.get(rank, MovedBytes(1.0, ())) for rank in range(num_ranks)],
+        )
+        for (direction, step), ranks in found.items()
+    ]

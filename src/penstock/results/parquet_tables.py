@@ -1,0 +1,43 @@
+"""Parquet tables in a run's folder: published whole, with a header of JSON in their metadata."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.errors import StorageError
+from penstock.results.published_files import publishing
+
+WORDS: Final = pa.dictionary(pa.int32(), pa.string())
+"""The type of a column with few different words."""
+_METADATA: Final = b"penstock"
+
+
+@contextmanager
+def publishing_table(
+    folder: Path, name: str, columns: Mapping[str, pa.DataType], header: Mapping[str, Any]
+) -> Iterator[pq.ParquetWriter]:
+    """Open a table that becomes `folder/name` when the block ends, or nothing if the block fails."""
+    schema = pa.schema(list(columns.items()), metadata={_METADATA: json.dumps(header).encode()})
+    with publishing(folder, name) as file, pq.ParquetWriter(file, schema, compression="zstd") as table:
+        yield table
+
+
+def open_table(path: Path, what: str, version: int) -> tuple[pq.ParquetFile, dict[str, Any]]:
+    """Open a table of `what`, and read its header, whose `format` must be `version`."""
+    try:
+        file = pq.ParquetFile(path)
+        header = json.loads((file.schema_arrow.metadata or {}).get(_METADATA, b"{}"))
+    except (pa.ArrowException, FileNotFoundError, ValueError) as error:
+        raise StorageError(f"Cannot read the {what}: {error}", uri=str(path)) from error
+    if header.get("format") != version:
+        raise StorageError(
+            f"The {what} have format {header.get('format')}, not {version}",
+            uri=str(path),
+            fix="Read them with the version that wrote them.",
+        )
+    return file, header
