@@ -264,18 +264,20 @@ def convert(options: _ConvertOptions, terminal: Terminal) -> None:
     from penstock.checkpoint.formats.checkpoint_source import Format
     from penstock.checkpoint.tools import convert as conversion
 
-    settings = conversion.ConvertOptions(
-        only=options.only,
-        tensors_only=options.tensors_only,
-        compress=options.compresses,
-        trust=options.trusts,
-        verified=not options.no_verify,
-        shard_bytes=options.shard_bytes,
-    )
     target = options.target.rstrip("/")
-    format_ = Format(options.format or _format_by_ending(target))
     with terminal.progress() as progress:
-        report = conversion.convert(options.source, target, format_, settings, progress)
+        report = conversion.convert(
+            options.source,
+            target,
+            Format(options.format or _format_by_ending(target)),
+            only=options.only,
+            tensors_only=options.tensors_only,
+            compress=options.compresses,
+            trust=options.trusts,
+            verified=not options.no_verify,
+            shard_bytes=options.shard_bytes,
+            progress=progress,
+        )
     terminal.notes(report.notes)
     terminal.result(asdict(report), _view_conversion(report))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.checkpoint.formats.checkpoint_source import Format, open_checkpoint
-from penstock.checkpoint.tools.convert import ConvertOptions, convert
+from penstock.checkpoint.tools.convert import convert
 from penstock.checkpoint.tools.diff import Outcome, compare
 from penstock.checkpoint.tools.inspection import list_checkpoints
 from penstock.checkpoint.tools.verify import verify
@@ -90,7 +90,7 @@ def stock(tmp_path: Path) -> Path:
 def test_an_archive_becomes_a_checkpoint_that_stock_torch_reads(
     archive: Path, tmp_path: Path, *, compress: bool
 ) -> None:
-    done = convert(archive, tmp_path / "dcp", DCP, ConvertOptions(compress=compress))
+    done = convert(archive, tmp_path / "dcp", DCP, compress=compress)
     assert (done.num_tensors, done.num_objects, done.left_out) == (8, 3, ())
     assert bool(done.notes) == compress
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "back.pt")
@@ -119,7 +119,7 @@ def test_the_archive_of_a_model_and_its_optimizer_comes_back_from_a_checkpoint(t
 def test_a_stock_checkpoint_becomes_an_archive_and_goes_through_compression(
     stock: Path, tmp_path: Path
 ) -> None:
-    convert(stock, tmp_path / "small", DCP, ConvertOptions(compress=True))
+    convert(stock, tmp_path / "small", DCP, compress=True)
     convert(tmp_path / "small", tmp_path / "large", DCP)
     convert(tmp_path / "large", tmp_path / "back.pt", TORCH)
     assert_same(state(), torch.load(tmp_path / "back.pt", weights_only=True))
@@ -132,8 +132,7 @@ def test_a_stock_checkpoint_becomes_an_archive_and_goes_through_compression(
 def test_safetensors_are_written_with_an_index_that_their_library_agrees_with(
     stock: Path, tmp_path: Path
 ) -> None:
-    options = ConvertOptions(only=("model.*",), shard_bytes=3000)
-    done = convert(stock, tmp_path / "hf", SAFETENSORS, options)
+    done = convert(stock, tmp_path / "hf", SAFETENSORS, only=("model.*",), shard_bytes=3000)
     assert "rng" in done.left_out
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     found = {}
@@ -156,9 +155,9 @@ def test_what_a_format_cannot_hold_is_refused_by_name(stock: Path, tmp_path: Pat
     with pytest.raises(UsageError, match="does not support complex128, the type of z"):
         convert(tmp_path / "z.pt", tmp_path / "z.safetensors", SAFETENSORS)
     with pytest.raises(UsageError, match="torch has no compression"):
-        convert(stock, tmp_path / "x.pt", TORCH, ConvertOptions(compress=True))
+        convert(stock, tmp_path / "x.pt", TORCH, compress=True)
     with pytest.raises(UsageError, match=r"No name in .* matches nothing\*"):
-        convert(stock, tmp_path / "x.pt", TORCH, ConvertOptions(only=("nothing*",)))
+        convert(stock, tmp_path / "x.pt", TORCH, only=("nothing*",))
     assert not (tmp_path / "hf").exists()
 
 
@@ -167,12 +166,12 @@ def test_classes_are_not_rebuilt_without_being_asked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="only its own program can rebuild"):
         convert(tmp_path / "x.pt", tmp_path / "dcp", DCP)
     assert list_names(tmp_path) == ["x.pt"]
-    done = convert(tmp_path / "x.pt", tmp_path / "dcp", DCP, ConvertOptions(tensors_only=True))
+    done = convert(tmp_path / "x.pt", tmp_path / "dcp", DCP, tensors_only=True)
     assert done.left_out == ("args",)
     stock_save({"args": argparse.Namespace(lr=1.0)}, checkpoint_id=tmp_path / "stock", no_dist=True)
     with pytest.raises(UsageError, match="args is more than data"):
         convert(tmp_path / "stock", tmp_path / "y.pt", TORCH)
-    convert(tmp_path / "stock", tmp_path / "y.pt", TORCH, ConvertOptions(trust=True))
+    convert(tmp_path / "stock", tmp_path / "y.pt", TORCH, trust=True)
     assert torch.load(tmp_path / "y.pt", weights_only=False)["args"].lr == 1.0
     # Between distributed checkpoints an object moves as it is, and nobody looks into it.
     convert(tmp_path / "stock", tmp_path / "moved", DCP)
@@ -196,7 +195,7 @@ def test_a_damaged_source_is_refused(stock: Path, tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(DataDamaged, match=r"damaged in 1 places; the first: __0_0\.distcp, model\.w"):
         convert(stock, tmp_path / "x.pt", TORCH)
-    convert(stock, tmp_path / "x.pt", TORCH, ConvertOptions(verified=False))
+    convert(stock, tmp_path / "x.pt", TORCH, verified=False)
     assert compare(stock, tmp_path / "x.pt").are_same
 
 
@@ -288,7 +287,7 @@ def test_a_quantized_tensor_that_only_torch_reads_stops_nothing_else(tmp_path: P
 
 
 def test_compressed_tensors_are_said_to_be_read_whole(archive: Path, tmp_path: Path, capsys: Any) -> None:
-    convert(archive, tmp_path / "dcp", DCP, ConvertOptions(compress=True))
+    convert(archive, tmp_path / "dcp", DCP, compress=True)
     assert main(["checkpoint", "show", str(tmp_path / "dcp"), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert {tensor["note"] for tensor in shown["tensors"]} == {"stream.zstd/1: read whole"}

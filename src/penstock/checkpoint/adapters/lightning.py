@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 import torch
 
-from penstock.checkpoint.adapters.tree import load_tree, save_tree, save_tree_in
+from penstock.checkpoint.adapters.tree import load_tree, save_tree
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
 from penstock.checkpoint.manager.save_handle import log_failure
 from penstock.checkpoint.manager.step_store import start_lasting_worker
@@ -100,7 +100,7 @@ class AsyncPenstockIO(PenstockIO):
         _refuse_options(storage_options)
         self._raise_failure(only_done=True)
         aside = _set_aside(path)
-        save = save_tree_in(self._own_worker(), checkpoint, path, self._saver)
+        save = save_tree(checkpoint, path, self._saver, self._own_worker())
         save.add_done_callback(partial(log_failure, f"{path} was not saved"))
         self._pending.append(save)
         if aside is not None:

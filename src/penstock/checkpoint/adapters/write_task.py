@@ -8,7 +8,6 @@ ends is told to the trainer, and a forked process that is killed is named with i
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import pickle
 import re
@@ -18,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,20 +75,12 @@ class WriteTask:
     """What tensors were copied to, here or in the process that this one was forked from."""
     stage_s: float = 0.0
 
-    @property
-    def is_in_fork(self) -> bool:
-        """Whether this process was forked to write it, and ends with it."""
-        return not self.was_sent and os.getpid() != self.planner_pid
-
     def __reduce__(self) -> tuple[Any, ...]:
         # torch would share the trainer's own memory with the other process. The trainer waits for that to
         # answer a request with `HostCopy`, so the copy is of the moment even if another thread pickles.
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return _received, (values | {"parts": _shared_copies(self.parts), "was_sent": True, "loan": None},)
-
-
-def _received(values: dict[str, Any]) -> WriteTask:
-    return WriteTask(**values)
+        values |= {"parts": _shared_copies(self.parts), "was_sent": True, "loan": None}
+        return partial(WriteTask, **values), ()
 
 
 def _shared_copies(parts: Parts) -> Parts:
@@ -129,7 +121,12 @@ class HostCopy:
         loan = _MEMORY.borrow(max(sum(round_up(size, PAGE_BYTES) for size in sizes), PAGE_BYTES), TIMEOUT_S)
         payloads = [payload_of_tensor(tensor) for tensor in moving]
         views = copy_to_host(payloads, sizes, loan, open_device_streams({"": payloads}))
-        copies = {id(tensor): _tensor_in(view, tensor) for tensor, view in zip(moving, views, strict=True)}
+        copies = {
+            id(tensor): torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
+            if view
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            for tensor, view in zip(moving, views, strict=True)
+        }
         parts = _with_tensors(self.task.parts, lambda tensor: copies.get(id(tensor), tensor))
         stage_s = time.perf_counter() - start_s
         self.task = replace(self.task, parts=parts, loan=loan, stage_s=stage_s)
@@ -140,12 +137,6 @@ def release(task: WriteTask) -> None:
     """Free the memory of a task for later saves; called once, in the process that has copied."""
     if task.loan is not None:
         _MEMORY.give_back(task.loan)
-
-
-def _tensor_in(view: memoryview, like: torch.Tensor) -> torch.Tensor:
-    if not view:
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
-    return torch.frombuffer(view, dtype=like.dtype).view(like.shape)
 
 
 def _tensors_of(parts: Parts) -> Iterator[torch.Tensor]:
@@ -191,13 +182,12 @@ def write(rank: int, task: WriteTask, report: str) -> None:  # noqa: ARG001 - ca
 
     Collecting garbage here would free what belongs to the trainer, tensors of its devices among it.
     """
-    if task.is_in_fork:
-        gc.disable()
-        gc.freeze()
-        _write_in_fork(task, report)
-        return
     with paused_garbage_collection():
-        _store(report, _write_or_fail(task))
+        # A process that was forked for this ends with it.
+        if not task.was_sent and os.getpid() != task.planner_pid:
+            _write_in_fork(task, report)
+        else:
+            _store(report, _write_or_fail(task))
     if task.was_sent:
         release(task)
 
@@ -231,16 +221,14 @@ def _write_in_fork(task: WriteTask, report: str) -> None:
             # Nothing of what the trainer runs at its exit.
             os._exit(code)
     _, status = os.waitpid(pid, 0)
-    if not Path(report).exists():
-        _store(report, StorageError(f"The process that writes {_death(pid, status)}", uri=task.folder))
-
-
-def _death(pid: int, status: int) -> str:
-    if not os.WIFSIGNALED(status):
-        return f"(pid {pid}) ended with exit code {os.waitstatus_to_exitcode(status)}"
-    name = signal.Signals(os.WTERMSIG(status)).name
-    hint = ", as the kernel does when memory runs out (see dmesg)" if name == "SIGKILL" else ""
-    return f"(pid {pid}) was killed by {name}{hint}"
+    if Path(report).exists():
+        return
+    death = f"ended with exit code {os.waitstatus_to_exitcode(status)}"
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        hint = ", as the kernel does when memory runs out (see dmesg)" if name == "SIGKILL" else ""
+        death = f"was killed by {name}{hint}"
+    _store(report, StorageError(f"The process that writes (pid {pid}) {death}", uri=task.folder))
 
 
 PR_SET_PDEATHSIG: Final = 1

@@ -16,13 +16,19 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final
 
-from penstock.checkpoint.formats.restricted_pickle import QuantizedRef, TensorRef
-from penstock.checkpoint.formats.torch_save import TorchSaveArchive, is_plain, read_archive, row_major
+from penstock.checkpoint.formats.restricted_pickle import QuantizedRef, TensorRef, read_torch_pickle
+from penstock.checkpoint.formats.torch_save import (
+    TorchSaveArchive,
+    is_plain,
+    is_row_major,
+    read_archive,
+    row_major,
+)
 from penstock.checkpoint.state.regions import UNKNOWN, Bytes, ElementType, contiguous_strides, element_type
 from penstock.errors import DataDamaged, Unavailable, UsageError
 
@@ -304,56 +310,50 @@ def _suffix(records: tuple[Record, ...], prefix_bytes: int) -> bytes:
 
 
 def tensor_pickle(kind: ElementType, shape: Sequence[int]) -> bytes:
-    """The pickle of one contiguous tensor in storage 0, byte for byte as torch writes it.
-
-    Equal bytes let `payload_in` recognise our own items and torch's by comparison, without unpickling.
-    """
-    num_elements = math.prod(shape)
-    typed = kind.typed_storage is not None
-    storage = f"ctorch\n{kind.typed_storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
-    storage_length = num_elements if typed else num_elements * kind.size_bytes
-    memo = 5
-
-    def remembered() -> bytes:
-        nonlocal memo
-        memo += 1
-        return b"q" + bytes([memo - 1])
-
-    parts = [
-        b"\x80\x02ctorch._utils\n_rebuild_tensor_v%d\nq\x00((" % (2 if typed else 3),
-        b"X\x07\x00\x00\x00storageq\x01" + storage.encode() + b"q\x02",
-        b"X\x01\x00\x00\x000q\x03X\x03\x00\x00\x00cpuq\x04",
-        _pickled_int(storage_length) + b"t" + remembered() + b"QK\x00",
-        _pickled_tuple(shape, remembered),
-        _pickled_tuple(contiguous_strides(shape), remembered),
-        b"\x89ccollections\nOrderedDict\n" + remembered() + b")R" + remembered(),
-    ]
-    if not typed:
-        parts.append(f"ctorch\n{kind.name}\n".encode() + remembered())
-    parts.append(b"t" + remembered() + b"R" + remembered() + b".")
-    return b"".join(parts)
+    """The pickle of one contiguous tensor in record 0, byte for byte as torch writes it."""
+    pickled = io.BytesIO()
+    ArchivePickler(pickled, protocol=2).dump(TensorStub(kind, tuple(shape), "0"))
+    return pickled.getvalue()
 
 
-def _pickled_tuple(numbers: Sequence[int], remembered: Callable[[], bytes]) -> bytes:
-    if not numbers:
-        return b")"
-    items = b"".join(_pickled_int(number) for number in numbers)
-    if len(numbers) <= 3:
-        return items + (b"\x85", b"\x86", b"\x87")[len(numbers) - 1] + remembered()
-    return b"(" + items + b"t" + remembered()
+class _RecordStub:
+    """A record of an archive in a pickle: the ID that refers to it."""
+
+    def __init__(self, *pid: Any) -> None:
+        self.pid = pid
 
 
-def _pickled_int(number: int) -> bytes:
-    if number < 1 << 8:
-        return b"K" + struct.pack("<B", number)
-    if number < 1 << 16:
-        return b"M" + struct.pack("<H", number)
-    if number < 1 << 31:
-        return b"J" + struct.pack("<i", number)
-    encoded = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(encoded)]) + encoded
+class TensorStub:
+    """A contiguous tensor in a pickle: the call that rebuilds it from the record `key`."""
+
+    def __init__(self, kind: ElementType, shape: tuple[int, ...], key: str) -> None:
+        import torch  # noqa: PLC0415 - only writers need it
+
+        storage, extent, version = torch.UntypedStorage, math.prod(shape) * kind.size_bytes, 3
+        further: tuple[Any, ...] = (getattr(torch, kind.name),)
+        if kind.typed_storage is not None:
+            storage, extent, version = getattr(torch, kind.typed_storage), math.prod(shape), 2
+            further = ()
+        rebuild = getattr(torch._utils, f"_rebuild_tensor_v{version}")  # noqa: SLF001 - archives hold this name
+        record = _RecordStub("storage", storage, key, "cpu", extent)
+        self._call: tuple[Any, ...] = (
+            rebuild,
+            (record, 0, shape, contiguous_strides(shape), False, OrderedDict(), *further),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
 
 
+class ArchivePickler(pickle.Pickler):
+    """Refers to records by their IDs."""
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        """A record for its stand-in, None for everything else."""
+        return obj.pid if isinstance(obj, _RecordStub) else None
+
+
+_AFTER_RECORD: Final = b"PK\x07\x08"
 HEAD_BYTES: Final = 4096
 """This much of an item's beginning is enough to locate its payload."""
 
@@ -366,38 +366,41 @@ def payload_in(head: Bytes, item_bytes: int, dtype: str, shape: Sequence[int]) -
     None if only `tensor_bytes` of the whole item can tell: elements in another order, a big-endian writer, or
     an archive in another layout than torch's.
     """
-    kind = element_type(dtype)
-    head = bytes(head)
-    pickled = tensor_pickle(kind, shape)
-    content = _content_offset(head, 0)
-    if content is None or head[content : content + len(pickled)] != pickled:
-        return None
-    at, is_little = content + len(pickled), True
-    while (at := head.find(_SIGNATURE, at)) >= 0:
-        content = _content_offset(head, at)
-        if content is None:
-            return None
-        name = _name(head, at)
-        if name.endswith(b"/byteorder"):
+    head, tensor, is_little = bytes(head), None, True
+    for number, (name, content) in enumerate(_records_in(head)):
+        if number == 0:
+            tensor = _tensor_in(head[content : head.find(_AFTER_RECORD, content)])
+            if tensor is None or (tensor.dtype, tensor.shape) != (dtype, tuple(shape)):
+                return None
+        elif name.endswith(b"/byteorder"):
             is_little = head.startswith(b"little", content)
-        if name.endswith(b"/data/0"):
-            fits = content + math.prod(shape) * kind.size_bytes <= item_bytes
+        elif tensor is not None and name.endswith(f"/data/{tensor.storage.key}".encode()):
+            fits = content + math.prod(shape) * element_type(dtype).size_bytes <= item_bytes
             return content if fits and is_little else None
-        at = content
     return None
 
 
-def _content_offset(head: bytes, at: int) -> int | None:
-    """Where the content begins of the record whose local header is at `at`."""
-    if not head.startswith(_SIGNATURE, at) or len(head) < at + _LOCAL.size:
+def _records_in(head: bytes) -> Iterator[tuple[bytes, int]]:
+    """The names of an archive's first records, and where their contents begin."""
+    at = 0
+    while head.startswith(_SIGNATURE, at) and len(head) >= at + _LOCAL.size:
+        *_, name_bytes, extra_bytes = _LOCAL.unpack_from(head, at)
+        begin = at + _LOCAL.size
+        content = begin + name_bytes + extra_bytes
+        yield head[begin : begin + name_bytes], content
+        at = max(head.find(_SIGNATURE, content), 0) or len(head)
+
+
+@lru_cache(maxsize=4096)
+def _tensor_in(pickled: bytes) -> TensorRef | None:
+    """The tensor that a pickle consists of, if its record is all of it in row-major order."""
+    try:
+        tensor = read_torch_pickle(pickled, "an item")
+    except DataDamaged:
         return None
-    fields = _LOCAL.unpack_from(head, at)
-    return at + _LOCAL.size + int(fields[9]) + int(fields[10])
-
-
-def _name(head: bytes, at: int) -> bytes:
-    length = int(_LOCAL.unpack_from(head, at)[9])
-    return head[at + _LOCAL.size : at + _LOCAL.size + length]
+    if not isinstance(tensor, TensorRef) or tensor.is_conjugate or tensor.is_negative:
+        return None
+    return None if tensor.offset or not is_row_major(tensor) else tensor
 
 
 def tensor_bytes(

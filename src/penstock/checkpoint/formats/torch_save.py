@@ -251,7 +251,7 @@ def _places(archive: _Archive, tensors: list[TensorRef]) -> Iterator[tuple[int, 
         if name not in begins:
             begins[name] = archive.offset(name)
         record, width = archive.record(name), element_type(tensor.dtype).size_bytes
-        if _is_row_major(tensor) and not (tensor.is_conjugate or tensor.is_negative):
+        if is_row_major(tensor) and not (tensor.is_conjugate or tensor.is_negative):
             offset = begins[name] + tensor.offset * width
             yield offset, math.prod(tensor.shape) * width, offset
         else:
@@ -276,7 +276,7 @@ def _end(tensor: TensorRef) -> int:
     return tensor.offset + reach + 1
 
 
-def _is_row_major(tensor: TensorRef) -> bool:
+def is_row_major(tensor: TensorRef) -> bool:
     """Whether elements are contiguous; the stride of a dimension of one element does not matter."""
     wanted = contiguous_strides(tensor.shape)
     if tensor.strides == wanted:

@@ -4,11 +4,11 @@ If both have the same regions and checksums, equal checksums mean equal bytes an
 memory is two slabs, and what is reported as the same was written the same, to the last byte.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
-from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from penstock.checkpoint.commit.catalog import AnyPath
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, Format, open_checkpoint
 from penstock.checkpoint.formats.torch_save import is_plain
-from penstock.checkpoint.state.regions import StoredObject, TensorFacts
-from penstock.checkpoint.tools.tensor_slabs import SlabReader, cut_into_slabs, slab_bytes
+from penstock.checkpoint.state.regions import TensorFacts
+from penstock.checkpoint.state.walk import matches_pattern
+from penstock.checkpoint.tools.tensor_slabs import SlabReader, cut_into_slabs
 from penstock.progress import Progress, Silent
 from penstock.transfer.buffers import WarmMemory
 
@@ -79,107 +80,62 @@ def compare(
         if checkpoint.format is Format.DCP:
             with checkpoint.explaining_damage():
                 checkpoint.require_files()
-    with closing(_TensorComparer(*pair, progress)) as comparer:
-        tensors = list(comparer.compare_all(only))
-    objects = list(_compare_all_objects(*pair, only))
+    numbers = [{facts.name: number for number, facts in enumerate(each.index.tensors)} for each in pair]
+    names = [name for name in dict.fromkeys((*numbers[0], *numbers[1])) if _is_chosen(name, only)]
+    sizes = {facts.name: facts.size_bytes for facts in pair[0].index.tensors}
+    progress.begin("bytes", sum(sizes.get(name, 0) for name in names))
+    parts, read_bytes, memory = [], 0, None
+    with closing(SlabReader(pair[0])) as one, closing(SlabReader(pair[1])) as other:
+        for name in names:
+            place = numbers[0].get(name), numbers[1].get(name)
+            texts = [
+                "" if number is None else _format_type(each.index.tensors[number])
+                for each, number in zip(pair, place, strict=True)
+            ]
+            part = partial(NameComparison, name=name, first=texts[0], second=texts[1])
+            if place[0] is None or place[1] is None:
+                parts.append(part(outcome=Outcome.ONLY_SECOND if place[0] is None else Outcome.ONLY_FIRST))
+            elif texts[0] != texts[1]:
+                parts.append(part(outcome=Outcome.FORM))
+            elif (sums := _list_checksums(pair[0], one, place[0])) is not None and sums == _list_checksums(
+                pair[1], other, place[1]
+            ):
+                # An item is an envelope and elements: the same region and checksum mean the same elements.
+                parts.append(part(outcome=Outcome.SAME))
+            else:
+                memory = memory or WarmMemory(2 * SLAB_BYTES)
+                facts = pair[0].index.tensors[place[0]]
+                count, largest = _read_both(facts, (one, place[0]), (other, place[1]), memory.view)
+                read_bytes += facts.size_bytes
+                outcome = Outcome.VALUES if count else Outcome.SAME
+                parts.append(part(outcome=outcome, different_elements=count, largest_difference=largest))
+            progress.advance(sizes.get(name, 0))
+    parts += _compare_all_objects(*pair, only)
     return CheckpointComparison(
-        first=pair[0].uri,
-        second=pair[1].uri,
-        parts=tuple(tensors + objects),
-        read_bytes=comparer.read_bytes,
+        first=pair[0].uri, second=pair[1].uri, parts=tuple(parts), read_bytes=read_bytes
     )
 
 
-def _select_names(
-    first: Mapping[str, object], second: Mapping[str, object], only: Sequence[str]
-) -> Iterator[str]:
-    for name in dict.fromkeys((*first, *second)):
-        if not only or any(fnmatchcase(name, pattern) for pattern in only):
-            yield name
+def _is_chosen(name: str, only: Sequence[str]) -> bool:
+    return not only or matches_pattern(name, only)
 
 
-class _TensorComparer:
-    """Compares the tensors of two checkpoints."""
-
-    def __init__(self, first: CheckpointSource, second: CheckpointSource, progress: Progress) -> None:
-        self._checkpoints = (first, second)
-        self._readers = (SlabReader(first), SlabReader(second))
-        self._progress = progress
-        self._memory: WarmMemory | None = None
-        self.read_bytes = 0
-
-    def close(self) -> None:
-        """Close the files."""
-        for reader in self._readers:
-            reader.close()
-
-    def compare_all(self, only: Sequence[str]) -> Iterator[NameComparison]:
-        """Compare every tensor of either, in the order of the first."""
-        first, second = (
-            {facts.name: number for number, facts in enumerate(checkpoint.index.tensors)}
-            for checkpoint in self._checkpoints
-        )
-        names = list(_select_names(first, second, only))
-        sizes = (self._facts(0, first[name]).size_bytes for name in names if name in first)
-        self._progress.begin("bytes", sum(sizes))
-        for name in names:
-            yield self._compare(name, first.get(name), second.get(name))
-            if name in first:
-                self._progress.advance(self._facts(0, first[name]).size_bytes)
-
-    def _facts(self, which: int, number: int) -> TensorFacts:
-        return self._checkpoints[which].index.tensors[number]
-
-    def _compare(self, name: str, first: int | None, second: int | None) -> NameComparison:
-        texts = [
-            "" if number is None else _format_type(self._facts(which, number))
-            for which, number in enumerate((first, second))
-        ]
-        if first is None or second is None:
-            outcome = Outcome.ONLY_SECOND if first is None else Outcome.ONLY_FIRST
-            return NameComparison(name=name, outcome=outcome, first=texts[0], second=texts[1])
-        if texts[0] != texts[1]:
-            return NameComparison(name=name, outcome=Outcome.FORM, first=texts[0], second=texts[1])
-        if self._have_equal_sums(first, second):
-            return NameComparison(name=name, outcome=Outcome.SAME, first=texts[0], second=texts[1])
-        num_different, largest = self._read_both(first, second)
-        return NameComparison(
-            name=name,
-            outcome=Outcome.VALUES if num_different else Outcome.SAME,
-            first=texts[0],
-            second=texts[1],
-            different_elements=num_different,
-            largest_difference=largest,
-        )
-
-    def _have_equal_sums(self, first: int, second: int) -> bool:
-        """Items are an envelope and elements: the same region and checksum mean the same elements."""
-        regions = [
-            _list_checksums(checkpoint, reader, number)
-            for checkpoint, reader, number in zip(
-                self._checkpoints, self._readers, (first, second), strict=True
-            )
-        ]
-        return regions[0] is not None and regions[0] == regions[1]
-
-    def _read_both(self, first: int, second: int) -> tuple[int, float | None]:
-        """How many elements differ, and the largest difference of numbers."""
-        if self._memory is None:
-            self._memory = WarmMemory(2 * SLAB_BYTES)
-        view, facts = self._memory.view, self._facts(0, first)
-        for reader, number in zip(self._readers, (first, second), strict=True):
-            reader.require_whole(number)
-        num_different, largest = 0, None
-        for slab in cut_into_slabs(facts.shape, facts.element_bytes, SLAB_BYTES):
-            num_bytes = slab_bytes(slab, facts)
-            both = view[:num_bytes], view[SLAB_BYTES : SLAB_BYTES + num_bytes]
-            for reader, number, target in zip(self._readers, (first, second), both, strict=True):
-                reader.read_slab(number, slab, target)
-            self.read_bytes += num_bytes
-            count, difference = count_differences(both[0], both[1], facts.dtype, facts.element_bytes)
-            num_different += count
-            largest = difference if largest is None else max(largest, difference or 0.0)
-        return num_different, largest if num_different else None
+def _read_both(
+    facts: TensorFacts, one: tuple[SlabReader, int], other: tuple[SlabReader, int], view: memoryview
+) -> tuple[int, float | None]:
+    """How many elements differ, and the largest difference of numbers."""
+    for reader, number in (one, other):
+        reader.require_whole(number)
+    num_different, largest = 0, None
+    for slab in cut_into_slabs(facts.shape, facts.element_bytes, SLAB_BYTES):
+        num_bytes = slab.num_bytes(facts)
+        both = view[:num_bytes], view[SLAB_BYTES : SLAB_BYTES + num_bytes]
+        for (reader, number), target in zip((one, other), both, strict=True):
+            reader.read_slab(number, slab, target)
+        count, difference = count_differences(both[0], both[1], facts.dtype, facts.element_bytes)
+        num_different += count
+        largest = difference if largest is None else max(largest, difference or 0.0)
+    return num_different, largest if num_different else None
 
 
 def count_differences(
@@ -233,39 +189,24 @@ def _list_checksums(
 def _compare_all_objects(
     first: CheckpointSource, second: CheckpointSource, only: Sequence[str]
 ) -> Iterator[NameComparison]:
-    ours, theirs = (
-        {stored.name: stored for stored in checkpoint.index.objects} for checkpoint in (first, second)
-    )
-    for name in _select_names(ours, theirs, only):
-        if name not in theirs:
-            yield NameComparison(
-                name=name, outcome=Outcome.ONLY_FIRST, first=_format_object(first, ours[name])
-            )
-        elif name not in ours:
-            yield NameComparison(
-                name=name, outcome=Outcome.ONLY_SECOND, second=_format_object(second, theirs[name])
-            )
+    ours, theirs = ({held.name: held for held in each.index.objects} for each in (first, second))
+    for name in filter(partial(_is_chosen, only=only), dict.fromkeys((*ours, *theirs))):
+        one, other = ours.get(name), theirs.get(name)
+        texts = [
+            "" if held is None else format_value(each.safe_value(held))
+            for each, held in ((first, one), (second, other))
+        ]
+        if one is None or other is None:
+            outcome = Outcome.ONLY_SECOND if one is None else Outcome.ONLY_FIRST
         else:
-            yield _compare_objects(first, ours[name], second, theirs[name])
-
-
-def _compare_objects(
-    first: CheckpointSource, one: StoredObject, second: CheckpointSource, other: StoredObject
-) -> NameComparison:
-    made = first.comparable(one), second.comparable(other)
-    outcome = Outcome.SAME if made[0] == made[1] else Outcome.VALUES
-    if not (is_plain(made[0]) and is_plain(made[1])):
-        # Two opaque values are only known to be the same where their archives are, byte by byte.
-        are_archives = first.archive is None and second.archive is None
-        equal = are_archives and first.read_object_item(one) == second.read_object_item(other)
-        outcome = Outcome.SAME if equal else Outcome.UNKNOWN
-    return NameComparison(
-        name=one.name, outcome=outcome, first=_format_object(first, one), second=_format_object(second, other)
-    )
-
-
-def _format_object(checkpoint: CheckpointSource, stored: StoredObject) -> str:
-    return format_value(checkpoint.safe_value(stored))
+            values = first.comparable(one), second.comparable(other)
+            outcome = Outcome.SAME if values[0] == values[1] else Outcome.VALUES
+            if not (is_plain(values[0]) and is_plain(values[1])):
+                # Two opaque values are only known to be the same where their archives are, byte by byte.
+                are_archives = first.archive is None and second.archive is None
+                is_same = are_archives and first.read_object_item(one) == second.read_object_item(other)
+                outcome = Outcome.SAME if is_same else Outcome.UNKNOWN
+        yield NameComparison(name=name, outcome=outcome, first=texts[0], second=texts[1])
 
 
 def format_value(value: object) -> str:

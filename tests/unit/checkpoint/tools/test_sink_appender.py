@@ -1,10 +1,11 @@
 """A file grown from few buffers is what was appended; a storage that fails ends it instead of waiting."""
 
 import threading
+from functools import partial
 
 import pytest
 
-from penstock.checkpoint.tools.tensor_slabs import SinkAppender, WriteBuffers
+from penstock.checkpoint.tools.tensor_slabs import Appender
 from penstock.errors import StorageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import ObjectInfo, Release, read_object
@@ -13,13 +14,19 @@ from penstock.storage.protocol import ObjectInfo, Release, read_object
 def test_buffers_are_used_again_in_order() -> None:
     storage = MemoryStorage("mem://outlet")
     sink = storage.create("x")
-    outlet = SinkAppender(sink, WriteBuffers(size_bytes=4096, num_buffers=2))
+    outlet = Appender(buffer_bytes=4096, num_buffers=2)
+    outlet.begin(sink)
     outlet.write(b"front")
-    for number in range(10):
-        buffer = outlet.buffer()
-        buffer[:100] = bytes([number]) * 100
-        outlet.append(buffer, 100)
+
+    def fill(number: int, buffer: memoryview) -> None:
+        buffer[:] = bytes([number]) * len(buffer)
+
+    looked = []
+    outlet.copy(
+        ((100, partial(fill, number)) for number in range(10)), lambda part: looked.append(bytes(part))
+    )
     sink.finish()
+    assert b"".join(looked) == b"".join(bytes([number]) * 100 for number in range(10))
     assert outlet.position == 1005
     assert read_object(storage, "x") == b"front" + b"".join(bytes([number]) * 100 for number in range(10))
 
@@ -44,7 +51,8 @@ class StuckSink:
 
 
 def test_a_failure_that_keeps_the_buffers_is_raised_and_not_waited_for() -> None:
-    outlet = SinkAppender(StuckSink(), WriteBuffers(size_bytes=4096, num_buffers=1))
-    outlet.append(outlet.buffer(), 10)
+    outlet = Appender(buffer_bytes=4096, num_buffers=1)
+    outlet.begin(StuckSink())
+    pieces = [(10, lambda _: None), (10, lambda _: None)]
     with pytest.raises(StorageError, match="The device is gone"):
-        outlet.buffer()
+        outlet.copy(iter(pieces))
