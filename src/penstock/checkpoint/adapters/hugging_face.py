@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -93,14 +92,10 @@ class PenstockCheckpoints(_Trainer):
         else:
             self._manager.save(self.state.global_step, state)
 
-    def _save_optimizer_and_scheduler(self, _folder: str) -> None:
-        """Do nothing: the manager saves them."""
+    def _left_to_the_manager(self, _folder: str) -> None:
+        """Do nothing: the manager saves it."""
 
-    def _save_scaler(self, _folder: str) -> None:
-        """Do nothing, likewise."""
-
-    def _save_rng_state(self, _folder: str) -> None:
-        """Do nothing, likewise."""
+    _save_optimizer_and_scheduler = _save_scaler = _save_rng_state = _left_to_the_manager
 
     def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:
         # Weights are restored together with the optimizer's state, once there is an optimizer.
@@ -113,7 +108,7 @@ class PenstockCheckpoints(_Trainer):
             return
         state = self._training_state()
         self._manager.restore(state, step=self._resumed_step, trust=self._trust)
-        _restore_parts(state, self._parts())
+        _restore_parts(state, *self._parts())
         self._resumed_random_state = state["noise"]
 
     def _load_scaler(self, folder: str | None) -> None:
@@ -130,15 +125,10 @@ class PenstockCheckpoints(_Trainer):
         with TemporaryDirectory() as folder:
             file = Path(folder) / TRAINER_STATE_NAME
             self.state.save_to_json(str(file))
-            return {**_state_of(self._parts()), "trainer": file.read_text()}
+            return {**_state_of(*self._parts()), "trainer": file.read_text()}
 
     def _parts(self) -> _Parts:
-        return _Parts(
-            models=[self.model],
-            optimizers=[self.optimizer],
-            schedulers=[self.lr_scheduler],
-            scaler=self.accelerator.scaler,
-        )
+        return [self.model], [self.optimizer], [self.lr_scheduler], self.accelerator.scaler
 
     def _folder_of_newest(self) -> str | None:
         """The folder with the Trainer's state of the manager's newest step; None if there is no step."""
@@ -174,7 +164,7 @@ def load_state(
     restored_step = manager.restore(state, step=step, trust=trust)
     if restored_step is None:
         return None
-    _restore_parts(state, _parts_of(accelerator))
+    _restore_parts(state, *_parts_of(accelerator))
     for registered, values in zip(accelerator._custom_objects, state["registered"], strict=True):  # noqa: SLF001 - as below
         registered.load_state_dict(values)
     set_random_state(state["noise"])
@@ -182,69 +172,63 @@ def load_state(
     return restored_step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """The objects that have a state. The n-th optimizer is that of the n-th model."""
-
-    models: Sequence[Any]
-    optimizers: Sequence[Any]
-    schedulers: Sequence[Any]
-    scaler: Any
+_Parts = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Any]
+"""Models, optimizers, schedulers and the scaler. The n-th optimizer belongs to the n-th model."""
 
 
 def _parts_of(accelerator: Any) -> _Parts:
-    return _Parts(
-        models=accelerator._models,  # noqa: SLF001 - Accelerate lists what it has prepared nowhere else
-        optimizers=accelerator._optimizers,  # noqa: SLF001 - likewise
-        schedulers=accelerator._schedulers,  # noqa: SLF001 - likewise
-        scaler=accelerator.scaler,
-    )
+    # Accelerate lists what it has prepared nowhere else.
+    prepared = (accelerator._models, accelerator._optimizers, accelerator._schedulers)  # noqa: SLF001 - as above
+    return *prepared, accelerator.scaler
 
 
 def _state_of_accelerator(accelerator: Any) -> dict[str, Any]:
     registered = [each.state_dict() for each in accelerator._custom_objects]  # noqa: SLF001 - see above
-    return {**_state_of(_parts_of(accelerator)), "registered": registered, "step": accelerator.step}
+    return {**_state_of(*_parts_of(accelerator)), "registered": registered, "step": accelerator.step}
 
 
-def _state_of(parts: _Parts) -> dict[str, Any]:
+def _state_of(
+    models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any], scaler: Any
+) -> dict[str, Any]:
     """The state to save, or to restore into. As a side effect, every optimizer gets its state."""
-    if len(parts.optimizers) > len(parts.models):
+    if len(optimizers) > len(models):
         raise UsageError(
-            f"There are {len(parts.optimizers)} optimizers for {len(parts.models)} models",
+            f"There are {len(optimizers)} optimizers for {len(models)} models",
             fix="Prepare one optimizer for each model, in the same order.",
         )
-    models, optimizers = [], []
-    for number, model in enumerate(parts.models):
-        weights, steps = get_state_dict(model, _optimizer_of(parts, number))
-        models.append(weights)
-        optimizers.append(steps)
+    pairs = [get_state_dict(model, _own(optimizers, number)) for number, model in enumerate(models)]
     return {
-        "model": models,
-        "optimizer": optimizers,
-        "scheduler": [each.state_dict() for each in parts.schedulers],
-        "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
+        "model": [weights for weights, _ in pairs],
+        "optimizer": [steps for _, steps in pairs],
+        "scheduler": [each.state_dict() for each in schedulers],
+        "scaler": None if scaler is None else scaler.state_dict(),
         "noise": get_random_state(),
     }
 
 
-def _restore_parts(state: Mapping[str, Any], parts: _Parts) -> None:
-    for number, model in enumerate(parts.models):
+def _restore_parts(
+    state: Mapping[str, Any],
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    scaler: Any,
+) -> None:
+    for number, model in enumerate(models):
         set_state_dict(
             model,
-            _optimizer_of(parts, number),
+            _own(optimizers, number),
             model_state_dict=state["model"][number],
             optim_state_dict=state["optimizer"][number],
         )
-    for scheduler, values in zip(parts.schedulers, state["scheduler"], strict=True):
+    for scheduler, values in zip(schedulers, state["scheduler"], strict=True):
         scheduler.load_state_dict(values)
-    if parts.scaler is not None:
-        parts.scaler.load_state_dict(state["scaler"])
+    if scaler is not None:
+        scaler.load_state_dict(state["scaler"])
 
 
-def _optimizer_of(parts: _Parts, number: int) -> list[torch.optim.Optimizer]:
+def _own(optimizers: Sequence[Any], number: int) -> list[torch.optim.Optimizer]:
     """The optimizer of a model, without Accelerate's wrapper; none if it has none."""
-    own = parts.optimizers[number : number + 1]
-    return [getattr(each, "optimizer", each) for each in own]
+    return [getattr(each, "optimizer", each) for each in optimizers[number : number + 1]]
 
 
 def get_random_state() -> tuple[Any, ...]:
@@ -264,10 +248,8 @@ def set_random_state(saved: tuple[Any, ...]) -> None:
     python, (kind, keys, *rest), host, devices = saved
     random.setstate(python)
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002 - likewise
-    torch.set_rng_state(_as_bytes(host))
+    torch.set_rng_state(torch.frombuffer(bytearray(host), dtype=torch.uint8))
     if devices and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([_as_bytes(each) for each in devices])
-
-
-def _as_bytes(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        torch.cuda.set_rng_state_all(
+            [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in devices]
+        )
