@@ -17,17 +17,17 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tests.support.trace_files import Writing, write_trace
 
 from harness import Ratio, interleave
 from penstock.progress import Silent
-from penstock.trace.event_schema import ALL_COLUMNS
-from penstock.trace.event_store import EventStore
-from penstock.trace.event_table import convert, write_events
+from penstock.trace.event_table import GatheredEvents, convert, write_table
 from penstock.trace.reading.event_batch import BATCH_SCHEMA, TEXT_COLUMNS
-from penstock.trace.trace_set import find_trace_files, name_trace_files
+from penstock.trace.reading.find_files import find_trace_files
+from penstock.trace.trace_set import name_trace_files
 
 NUM_FILES = 4
 EVENTS_PER_FILE = int(os.environ.get("PENSTOCK_BENCH_EVENTS", "2000000")) // NUM_FILES
@@ -190,12 +190,13 @@ def _make_table(folder: Path, rows: int, large: Path) -> None:
     facts = convert(name_trace_files(find_trace_files([str(traces)]), run=""), table, progress=Silent())
     scratch = folder / "runs"
     scratch.mkdir()
-    store = EventStore(ALL_COLUMNS, scratch)
+    gathered = GatheredEvents(scratch)
     for copy in range(COPIES):
         with pq.ParquetFile(table, read_dictionary=list(TEXT_COLUMNS)) as source:
             for batch in source.iter_batches(columns=BATCH_SCHEMA.names):
-                store.add(copy, _of_process(batch.cast(BATCH_SCHEMA), copy))
-    write_events(store, large, facts, Silent())
+                gathered.add(copy, _of_process(batch.cast(BATCH_SCHEMA), copy))
+    with duckdb.connect() as connection:
+        write_table(connection, gathered.source(connection), large, facts)
 
 
 def _of_process(batch: pa.RecordBatch, copy: int) -> pa.RecordBatch:

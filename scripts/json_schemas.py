@@ -109,7 +109,6 @@ trace report traces -o report.html
 trace compare runs.yaml
 trace expect runs.yaml
 trace export traces -o exported.json
-trace synthesize seven_runs -o study
 trace load traces -o table.events
 trace sql SELECT-1 traces
 submission init acme tree

@@ -1,21 +1,16 @@
 """Events of described traces as tables in memory, without files between: for tests of what asks events."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from tests.support.synthesize import SynthesisSpec
+from tests.support.synthesize.planned_calls import plan_rank
+from tests.support.synthesize.write_traces import RankProcess
 
-from penstock.trace.event_schema import ALL_COLUMNS, SCHEMA, canonical
-from penstock.trace.event_store import EventStore
-from penstock.trace.reading.event_batch import BATCH_SCHEMA
-from penstock.trace.synthesize import SynthesisSpec
-from penstock.trace.synthesize.planned_calls import plan_rank
-from penstock.trace.synthesize.write_traces import RankProcess
+from penstock.trace.event_schema import SCHEMA, canonical
 
 _MOVING = ("read", "write", "pread", "pwrite", "readv", "writev", "fread", "fwrite")
 
@@ -29,13 +24,9 @@ def described_events(description: SynthesisSpec, names: Sequence[str] = ()) -> p
 
 
 def events_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Events of the waist's shape from what matters of them; the rest is filled in."""
-    store = EventStore(ALL_COLUMNS, Path(os.devnull))
-    filled = sorted(map(_filled, rows), key=itemgetter("file"))
-    # A batch is of one trace file, whose name all of its events have.
-    for number, (_, same) in enumerate(groupby(filled, key=itemgetter("file"))):
-        store.add(number, pa.RecordBatch.from_pylist(list(same), schema=SCHEMA).cast(BATCH_SCHEMA))
-    return store.read_all()
+    """Events of the waist's shape, in the order of time, from what matters of them; the rest is filled in."""
+    filled = sorted(map(_filled, rows), key=itemgetter("ts_us"))
+    return pa.Table.from_pylist(filled, schema=SCHEMA)
 
 
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,6 @@ TRACE = Group(
         "compare": "penstock.cli.trace_comparison:compare",
         "expect": "penstock.cli.trace_comparison:expect",
         "export": "penstock.cli.trace_comparison:export",
-        "synthesize": "penstock.cli.trace_comparison:synthesize",
     },
     extra="trace",
 )

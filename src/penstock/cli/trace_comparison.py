@@ -1,4 +1,4 @@
-"""`penstock trace compare`, `expect`, `export` and `synthesize`: sets of traces."""
+"""`penstock trace compare`, `expect` and `export`: sets of traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli import trace_options
 from penstock.cli.options import argument, arguments, group, option, required, verb
-from penstock.cli.parsers import FILE, FOLDER, TEXT, URI, whole
+from penstock.cli.parsers import FILE, FOLDER, TEXT, URI
 from penstock.cli.terminal import Terminal, View, table
 from penstock.errors import UsageError
 from penstock.progress import Progress
@@ -181,58 +181,16 @@ def export(options: _ExportOptions, terminal: Terminal) -> None:
       penstock trace export run.events -o writes.json --where "op = 'write'"
     """
     from penstock.trace.perfetto_export import export_perfetto
-    from penstock.trace.questions.events_view import view_traces
-    from penstock.trace.reading.folder_search import is_export
+    from penstock.trace.questions.events_view import view_events
+    from penstock.trace.reading.find_files import is_export
+    from penstock.trace.trace_set import RELATION
 
     out, dimensions = options.out, options.dimensions()
     trace_options.check_output(
         out, options.traces.files, kind="an earlier export of traces", is_kind=is_export
     )
     with options.traces.open(terminal) as traces, terminal.progress() as progress:
-        num_events = export_perfetto(view_traces(traces, dimensions), out, progress=progress)
+        events = view_events(traces.connection, RELATION, dimensions)
+        num_events = export_perfetto(events, out, progress=progress)
     document = {"file": str(out), "num_events": num_events, "size_bytes": out.stat().st_size}
     terminal.result(document, [f"{out}: {num_events:,} events"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SynthesizeOptions:
-    description: str = argument("SPEC", TEXT, "YAML file, or a shipped description: seven_runs.")
-    out: Path = required("--out", FOLDER, "Write the traces into this new directory.", short="-o")
-    generation: int | None = option(
-        "--generation", whole(1, 3), "Write this generation of the trace format, 1 to 3 (default: SPEC's)."
-    )
-
-
-@verb(_SynthesizeOptions)
-def synthesize(options: _SynthesizeOptions, terminal: Terminal) -> None:
-    """Generate traces from a description: ranks, checkpoints, files, calls, sizes, durations and damage.
-
-    `seven_runs` is a published study of seven ways to write the same checkpoints; compare it afterwards.
-
-    Examples:
-
-      penstock trace synthesize seven_runs -o study
-
-      penstock trace synthesize spec.yaml -o traces --generation 3
-    """
-    from penstock.trace.synthesize import read_description
-    from penstock.trace.synthesize import synthesize as generate_traces
-
-    description = read_description(options.description)
-    if options.generation is not None:
-        description = description.model_copy(update={"generation": options.generation})
-    with terminal.progress() as progress:
-        traces = generate_traces(description, options.out, progress=progress)
-    rows = [
-        {"run": run, "files": str(traces.num_files[run]), "events": f"{num_events:,}"}
-        for run, num_events in traces.num_events.items()
-    ]
-    document = {
-        "folder": str(traces.folder),
-        "runs_yaml": str(traces.runs_yaml) if traces.runs_yaml else None,
-        "num_events": traces.num_events,
-        "num_files": traces.num_files,
-    }
-    terminal.result(document, table(f"Traces in {traces.folder}", rows))
-    if traces.runs_yaml:
-        terminal.note(f"Compare them: penstock trace compare {traces.runs_yaml} --out report")

@@ -5,9 +5,6 @@ What was lost of damaged traces is printed before any answer, and is an error wi
 
 from __future__ import annotations
 
-import atexit
-import gc
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,58 +32,6 @@ _MAX_COLUMNS = 10
 """A single row of more columns is shown as a column."""
 
 
-class _NoPandas:
-    """An import hook that finds no pandas."""
-
-    @staticmethod
-    def find_spec(name: str, *_: object) -> None:
-        """Fail for pandas; leave all else to the next hook."""
-        if name == "pandas":
-            raise ModuleNotFoundError(name)
-
-
-_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-
-
-@contextmanager
-def _one_blas_thread() -> Iterator[None]:
-    """Let numpy start no threads for algebra, which it reads of the environment as it is imported."""
-    is_set = _BLAS_THREADS in os.environ
-    if not is_set:
-        os.environ[_BLAS_THREADS] = "1"
-    try:
-        yield
-    finally:
-        if not is_set:
-            del os.environ[_BLAS_THREADS]
-
-
-def _import_libraries() -> None:
-    """Import what reads traces, without what takes longer than a small trace and is of no use to one.
-
-    Pyarrow asks of each value whether it is one of pandas' own, so it is to decide that there is no pandas.
-    Threads for algebra, of which traces have none, spin as they wait for work, and a collection of garbage
-    while modules are imported finds none.
-    """
-    if "pandas" in sys.modules:
-        return
-    gc.disable()
-    sys.meta_path.insert(0, _NoPandas)
-    try:
-        with _one_blas_thread():
-            import pyarrow as pa
-
-            import penstock.trace.trace_set  # noqa: F401 - all that reads traces
-        pa.array([0])
-        # Modules stay until the end: no collection looks at what they have made.
-        gc.freeze()
-        # Left frozen, they would not be taken apart at the end, and DuckDB reports its own as leaks.
-        atexit.register(gc.unfreeze)
-    finally:
-        sys.meta_path.remove(_NoPandas)
-        gc.enable()
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
     """How trace files are read."""
@@ -103,10 +48,6 @@ class ReadOptions:
     )
     strict: bool = flag("--strict", "Fail if any part of a trace was lost or guessed.")
 
-    def __post_init__(self) -> None:
-        """Import libraries before modules of ours do."""
-        _import_libraries()
-
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
@@ -118,13 +59,9 @@ class TraceOptions:
     read: ReadOptions = group(ReadOptions)
 
     @contextmanager
-    def open(
-        self, terminal: Terminal, *, rank_pattern: str | None = None, columns: frozenset[str] | None = None
-    ) -> Iterator[TraceSet]:
+    def open(self, terminal: Terminal, *, rank_pattern: str | None = None) -> Iterator[TraceSet]:
         """Open the traces: draws progress while they are read, then prints what was lost of them."""
-        from penstock.trace.event_schema import ALL_COLUMNS
-        from penstock.trace.reading.event_filter import EventFilter
-        from penstock.trace.reading.trace_file import RANK_PATTERN
+        from penstock.trace.reading.event_batch import RANK_PATTERN
         from penstock.trace.trace_set import open_trace_set
 
         with ExitStack() as resources:
@@ -133,10 +70,9 @@ class TraceOptions:
                     open_trace_set(
                         {"": self.files},
                         progress=progress,
-                        event_filter=EventFilter(where=self.read.where),
+                        where=self.read.where,
                         rank_pattern=rank_pattern or RANK_PATTERN,
                         dask=self.read.dask,
-                        columns=ALL_COLUMNS if columns is None else columns,
                     )
                 )
             report_losses(traces.accounts, terminal, strict=self.read.strict)
@@ -150,7 +86,7 @@ def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callab
     An empty file has nothing to lose, and what is no file is not replaced: /dev/stdout.
     """
     from penstock.trace.event_table import refuse_overwriting
-    from penstock.trace.trace_set import find_trace_files
+    from penstock.trace.reading.find_files import find_trace_files
 
     if out.exists() and (out.is_dir() or out.is_file()):
         refuse_overwriting(
@@ -164,7 +100,7 @@ def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callab
 def report_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict: bool) -> None:
     """Print what was lost of traces; with `strict` it is an error."""
     from penstock.trace.event_schema import refuse_damaged, refuse_lost
-    from penstock.trace.reading.folder_search import name_some
+    from penstock.trace.reading.find_files import name_some
 
     alike: dict[str, list[Path]] = {}
     for account in accounts:
@@ -283,11 +219,12 @@ class QuestionOptions(DimensionOptions):
 
     def ask(self, question: Callable[[EventsView], Sequence[Answer]], terminal: Terminal) -> None:
         """Ask the traces and print the answers."""
-        from penstock.trace.questions.events_view import view_traces
+        from penstock.trace.questions.events_view import view_events
+        from penstock.trace.trace_set import RELATION
 
         dimensions = self.dimensions()
         with self.traces.open(terminal) as traces:
-            answers = question(view_traces(traces, dimensions))
+            answers = question(view_events(traces.connection, RELATION, dimensions))
             _print_answers(answers, self.form, terminal, traces.mismatches())
 
 

@@ -86,9 +86,9 @@ def load(options: _LoadOptions, terminal: Terminal) -> None:
     """
     from penstock.trace.event_table import convert
     from penstock.trace.reading.clock_check import find_clock_mismatches
-    from penstock.trace.reading.event_filter import EventFilter
-    from penstock.trace.reading.trace_file import RANK_PATTERN
-    from penstock.trace.trace_set import find_trace_files, load_with_dask, name_trace_files
+    from penstock.trace.reading.event_batch import RANK_PATTERN
+    from penstock.trace.reading.find_files import find_trace_files
+    from penstock.trace.trace_set import load_with_dask, name_trace_files
 
     read = options.traces.read
     sources = name_trace_files(
@@ -97,9 +97,9 @@ def load(options: _LoadOptions, terminal: Terminal) -> None:
         rank_pattern=options.rank_pattern or RANK_PATTERN,
     )
     make_table = partial(load_with_dask, read.dask) if read.dask else convert
-    out, event_filter = Path(options.out), EventFilter(where=read.where)
+    out = Path(options.out)
     with terminal.progress() as progress:
-        facts = make_table(sources, out, progress=progress, event_filter=event_filter, strict=read.strict)
+        facts = make_table(sources, out, progress=progress, where=read.where, strict=read.strict)
     report_losses(facts.accounts, terminal, strict=read.strict)
     mismatches = find_clock_mismatches(facts.accounts)
     terminal.notes(mismatches)
@@ -166,11 +166,10 @@ def sql(options: _SqlOptions, terminal: Terminal) -> None:
 
       penstock trace sql "SELECT max(end_us) - min(ts_us) AS span_us FROM events" run.events --json
     """
-    from penstock.trace.needed_columns import find_needed_columns
-    from penstock.trace.questions.events_view import run_query
+    from penstock.trace.questions.events_view import check_query, run_query
 
-    columns = find_needed_columns(options.query)
-    with options.traces.open(terminal, rank_pattern=options.rank_pattern, columns=columns) as traces:
+    check_query(options.query)
+    with options.traces.open(terminal, rank_pattern=options.rank_pattern) as traces:
         answer = run_query(traces, options.query)
         mismatches = traces.mismatches()
     document = {**answer.document(), **({"mismatches": mismatches} if mismatches else {})}

@@ -17,10 +17,9 @@ from penstock.optional_libraries import explained_imports
 from penstock.progress import Progress, Silent
 from penstock.trace.dimensions import Dimensions
 from penstock.trace.event_schema import FileAccount
-from penstock.trace.questions.events_view import EventsView, view_traces
-from penstock.trace.reading.event_filter import EventFilter
-from penstock.trace.reading.trace_file import RANK_PATTERN
-from penstock.trace.trace_set import TraceSet, open_trace_set
+from penstock.trace.questions.events_view import EventsView, view_events
+from penstock.trace.reading.event_batch import RANK_PATTERN
+from penstock.trace.trace_set import RELATION, TraceSet, open_trace_set
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -89,7 +88,7 @@ class TraceRun:
     @cached_property
     def view(self) -> EventsView:
         """The events as the functions of `penstock.trace.questions` take them."""
-        return view_traces(self._opened, self._dimensions)
+        return view_events(self.connection, RELATION, self._dimensions)
 
     @property
     def connection(self) -> DuckDBPyConnection:
@@ -123,10 +122,10 @@ def load(
     """Open traces: a name, glob, folder or table, several of them, or a mapping of runs to them.
 
     `where` is an SQL expression over the events' columns, as `"path LIKE '%checkpoint%' AND op = 'write'"`;
-    lines that it rules out are not parsed where their bytes show that. `rank_pattern` is a regular expression
-    whose first group is the rank in a file's name. `dask` is `local` or a scheduler's address: its workers
-    read the files. The run of `files` without a mapping is called `run`; `dimensions` are the tiers, classes
-    and phases of questions; `progress` is told of every file. Raises UsageError for a name that matches no
+    only those events are kept in memory. `rank_pattern` is a regular expression whose first group is the rank
+    in a file's name. `dask` is `local` or a scheduler's address: its workers read the files. The run of
+    `files` without a mapping is called `run`; `dimensions` are the tiers, classes and phases of questions;
+    `progress` advances with every file. Raises UsageError for a name that matches no
     file.
     """
     runs = files if isinstance(files, Mapping) else {run: files}
@@ -135,7 +134,7 @@ def load(
         open_trace_set(
             {name: _patterns(paths) for name, paths in runs.items()},
             progress=progress or Silent(),
-            event_filter=EventFilter(where=where),
+            where=where,
             rank_pattern=rank_pattern,
             dask=dask,
         )

@@ -63,12 +63,6 @@ class Dimensions:
     phases: Sequence[PhaseRule] = DEFAULT_PHASES
     phase_of: PhaseOf | None = None
 
-    def phases_depend_on_kind(self) -> bool:
-        """Whether phases depend on nothing but an event's op, name and category."""
-        return self.phase_of is None and not any(
-            condition.startswith(("path", "args.")) for rule in self.phases for condition in rule.conditions
-        )
-
     def tier_sql(self) -> str:
         """NULL for events without a path."""
         prefixes = sorted(
@@ -89,7 +83,7 @@ class Dimensions:
             f" WHEN regexp_matches({base}, {sql_literal(pattern)}) THEN {sql_literal(name)}"
             for name, pattern in self.file_classes.items()
         )
-        return f"CASE WHEN path IS NULL THEN NULL{cases} ELSE regexp_replace({base}, '[0-9-]+', '', 'g') END"
+        return f"CASE WHEN path IS NULL THEN NULL{cases} ELSE translate({base}, '0123456789-', '') END"
 
     def phase_sql(self) -> str:
         """Never NULL."""
@@ -139,6 +133,12 @@ def sql_literal(text: str) -> str:
     """A text as an SQL string literal."""
     escaped = text.replace("'", "''")
     return f"'{escaped}'"
+
+
+def case_sql(column: str, values: Mapping[str, int]) -> str:
+    """SQL of the number that stands for a column's text; NULL for other texts."""
+    cases = "".join(f" WHEN {sql_literal(text)} THEN {number}" for text, number in values.items())
+    return f"CASE {column}{cases} END" if cases else "NULL"
 
 
 _CONDITION: Final = re.compile(r"(name|op|cat|path|args\.[\w.]+)\s*(!=|=|~)\s*(.+)")

@@ -9,7 +9,7 @@ microseconds with `end_us = ts_us + dur_us`, and every line of a file is counted
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, Self
 
@@ -242,3 +242,8 @@ _CANONICAL: Final = {
 def canonical(name: str) -> str:
     """The operation that `name` is a spelling of; an unknown name is its own operation."""
     return _CANONICAL.get(name, name)
+
+
+def spellings_of(operations: Iterable[str]) -> list[str]:
+    """The names of these operations, and all their other spellings."""
+    return [name for one in sorted(operations) for name in (one, *_SPELLINGS.get(one, "").split())]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from penstock.errors import StorageError
-from penstock.trace.reading.folder_search import EXPORT_HEAD
+from penstock.trace.reading.find_files import EXPORT_HEAD
 
 if TYPE_CHECKING:
     from penstock.progress import Progress

@@ -269,7 +269,13 @@ CASES = (
     ),
     Case(
         page="docs/trace.md",
-        key="trace synthesize seven_runs",
+        key="trace summary study/base",
+        replace={
+            "penstock trace summary study/base": f"PYTHONPATH={ROOT} python -c 'from pathlib import Path; "
+            "from tests.support.synthesize import read_description, synthesize; "
+            'synthesize(read_description("seven_runs"), Path("study"))'
+            "'; penstock trace summary study/base"
+        },
         shows=(r"1060\.072770",),
         leaves=("report/report.html", "two.html", "base.json.gz"),
         figures={r"^ events +([\d,]+)": 10},

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from penstock.cli import main
 from penstock.trace.compare.comparison import FINDING_RULES
 from penstock.trace.compare.expectations import Expectations
 from penstock.trace.compare.trace_study import ComparisonSpec
 from penstock.trace.questions.breakdowns import STRAGGLER_RATIO
-from penstock.trace.synthesize import SynthesisSpec, synthesize
-from penstock.trace.synthesize.trace_description import FileDamage
 from penstock.trace.yaml_documents import parse_document
 
 if TYPE_CHECKING:
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 PAGE = (Path(__file__).parents[3] / "docs" / "trace.md").read_text(encoding="utf-8")
 _, *CAPTURING = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-COMPARISON, CHECKS, TRACES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+COMPARISON, CHECKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_every_way_of_capturing_on_the_page_is_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,17 +30,13 @@ def test_every_way_of_capturing_on_the_page_is_a_verb(capsys: pytest.CaptureFixt
         assert "--trace" in capsys.readouterr().out or noun == "trace"
 
 
-def test_the_descriptions_on_the_page_are_read(tmp_path: Path) -> None:
+def test_the_descriptions_on_the_page_are_read() -> None:
     asked = parse_document(ComparisonSpec, COMPARISON, source="page")
     assert asked.dimensions().tiers["ssd"] == ("/l/ssd", "/nvme")
     named = COMPARISON.replace("{base:", "{new: x.pfw, base:")
     assert len(parse_document(Expectations, named + CHECKS, source="page").checks) == 4
-    made = synthesize(parse_document(SynthesisSpec, TRACES, source="page"), tmp_path / "made")
-    assert made.num_files == {"one": 4}
 
 
-def test_findings_and_damages_on_the_page_are_those_of_the_code() -> None:
-    kinds = get_args(FileDamage.model_fields["kind"].annotation)
-    assert all(f"`{kind}`" in PAGE for kind in kinds)
+def test_findings_on_the_page_are_those_of_the_code() -> None:
     assert all(re.search(rf"^\|.*\b{code}\b", PAGE, re.MULTILINE) for code in FINDING_RULES)
     assert f"more than {STRAGGLER_RATIO:g} times the median" in PAGE

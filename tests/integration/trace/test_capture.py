@@ -30,8 +30,9 @@ from penstock.trace.capture.trace_writer import (
     TraceFileWriter,
     read_event_count,
 )
-from penstock.trace.reading.trace_file import TraceFile, read_trace_file
-from penstock.trace.trace_set import find_trace_files
+from penstock.trace.reading.event_batch import TraceFile
+from penstock.trace.reading.find_files import find_trace_files
+from penstock.trace.reading.trace_file import read_trace_file
 
 WORK = EventKind("work", "app", Layer.PYTHON)
 PROGRAMS = Path(__file__).parent / "programs"

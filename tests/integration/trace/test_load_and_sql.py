@@ -1,11 +1,11 @@
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,9 +16,10 @@ from penstock.errors import UsageError
 from penstock.progress import Silent
 from penstock.trace import load
 from penstock.trace.event_schema import COLUMNS
-from penstock.trace.event_table import convert, read_facts
-from penstock.trace.reading import trace_file
-from penstock.trace.trace_set import find_trace_files, name_trace_files, open_trace_set
+from penstock.trace.event_table import GatheredEvents, convert, read_events, read_facts
+from penstock.trace.questions.events_view import check_query
+from penstock.trace.reading.find_files import find_trace_files
+from penstock.trace.trace_set import name_trace_files, open_trace_set
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_load_makes_a_table_sorted_by_time_over_all_files(
     document = run_json(capsys, "trace", "load", str(traces), "-o", str(out), "--run", "base")
     table = pq.read_table(out)
     assert document["events"] == table.num_rows == 1201
-    assert table.schema.names == [*(column.name for column in COLUMNS), "kind_id", "path_id"]
+    assert table.schema.names == [column.name for column in COLUMNS]
     assert set(table["run"].to_pylist()) == {"base"}
     times = table["ts_us"].to_pylist()
     assert times == sorted(times)
@@ -100,7 +101,7 @@ def test_a_table_older_than_its_sources_is_made_again(traces: Path, tmp_path: Pa
         assert opened.connection.sql("SELECT count(*) FROM events").fetchall() == [(1701,)]
     facts = read_facts(out)
     assert facts is not None
-    assert not facts.is_stale()
+    assert not any(source.has_changed() for source in facts.sources)
 
 
 def test_a_table_outlives_its_sources(traces: Path, tmp_path: Path) -> None:
@@ -172,8 +173,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from penstock.progress import Silent
-from penstock.trace.trace_set import find_trace_files, name_trace_files
 from penstock.trace.event_table import convert
+from penstock.trace.reading.find_files import find_trace_files
+from penstock.trace.trace_set import name_trace_files
 
 class Killer(Silent):
     def advance(self, amount):
@@ -243,35 +245,6 @@ def test_help_of_the_verbs_has_examples(capsys: pytest.CaptureFixture[str]) -> N
         assert f"penstock trace {verb}" in capsys.readouterr().out
 
 
-def test_keys_of_many_tables_do_not_meet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = []
-    for number in range(40):
-        trace, table = tmp_path / f"{number}.pfw", tmp_path / f"{number}.events"
-        event = {"name": "open", "cat": "POSIX", "pid": 1, "tid": 1, "ts": number, "dur": 1, "ph": "X"}
-        trace.write_text(json.dumps({**event, "args": {"fname": f"/{number}/f"}}) + "\n")
-        assert main(["trace", "load", str(trace), "-o", str(table)]) == 0
-        names.append(str(table))
-    capsys.readouterr()
-    query = (
-        "SELECT count(DISTINCT path_id), count(DISTINCT kind_id), count(DISTINCT (path_id, path)) FROM events"
-    )
-    assert run_json(capsys, "trace", "sql", query, *names)["rows"] == [[40, 40, 40]]
-    answer = run_json(capsys, "trace", "files", *names)
-    assert sorted(row["path"] for row in answer["rows"]) == sorted(f"/{number}/f" for number in range(40))
-
-
-def test_a_query_without_names_looks_for_none_in_other_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("searched")
-
-    write_trace(tmp_path, Writing(events=900))
-    monkeypatch.setattr(trace_file, "find_name_in_siblings", refuse)
-    rows = run_json(capsys, "trace", "sql", "SELECT count(*), sum(dur_us) FROM events", str(tmp_path))["rows"]
-    assert rows[0][0] == 901
-
-
 def test_columns_of_one_name_are_all_shown_and_none_is_squeezed_off_a_terminal(
     traces: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,18 +266,44 @@ def test_error_of_a_query_shows_the_query_alone(traces: Path, capsys: pytest.Cap
     assert caret.index("^") == shown.index("nope")
 
 
-def test_a_question_imports_nothing_that_takes_longer_than_its_answer(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path, Writing(events=1000))
-    program = (
-        "import os, sys; from penstock.cli.app import main; "
-        "code = main(['trace', 'ops', sys.argv[1], '--json']); "
-        "print([name for name in ('pandas', 'pyarrow.compute') if name in sys.modules], file=sys.stderr); "
-        "sys.exit(code or 'OPENBLAS_NUM_THREADS' in os.environ)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(trace)],
-        capture_output=True, text=True, timeout=100, check=True, env=environment,
-    )  # fmt: skip
-    assert json.loads(ran.stdout)["rows"]
-    assert ran.stderr.splitlines()[0] == "[]"
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("COPY (SELECT 1) TO '/tmp/x'", "of the kind copy"),
+        ("ATTACH '/tmp/x.db'", "of the kind attach"),
+        ("INSTALL httpfs", "of the kind load"),
+        ("CREATE TABLE x AS SELECT 1", "of the kind create"),
+        ("DROP VIEW events", "of the kind drop"),
+        ("SET threads = 1", "of the kind"),
+        ("SELECT 1; SELECT 2", "There are 2 statements"),
+        ("", "There are 0 statements"),
+        ("SELEC 1", "syntax error"),
+        ("SELECT * FROM read_csv('/etc/passwd')", "disabled"),
+        ("SELECT * FROM read_text('/etc/passwd')", "disabled"),
+        ("SELECT x FROM events", "x"),
+    ],
+)
+def test_a_query_that_does_more_than_read_events_is_refused(query: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_query(query)
+
+
+@pytest.mark.parametrize(
+    "query", ["FROM events", "SUMMARIZE events", "DESCRIBE events", "EXPLAIN FROM events"]
+)
+def test_other_queries_that_only_read_are_answered(query: str, traces: Path) -> None:
+    assert main(["trace", "sql", query, str(traces)]) == 0
+
+
+def test_more_events_than_fit_in_memory_are_sorted_from_disk(traces: Path, tmp_path: Path) -> None:
+    files = name_trace_files(find_trace_files([str(traces)]), run="")
+    answers = []
+    for limit in (100, 10_000):
+        gathered = GatheredEvents(tmp_path, limit)
+        read_events(files, gathered, progress=Silent())
+        assert gathered.has_parts is (limit == 100)
+        with duckdb.connect() as connection:
+            answers.append(connection.execute(gathered.source(connection)).fetchall())
+    times = [row[0] for row in answers[0]]
+    assert answers[0] == answers[1]
+    assert times == sorted(times)

@@ -9,10 +9,9 @@ from tests.support.command_line import run_command
 from tests.support.trace_files import Writing, write_trace
 
 from penstock.progress import Progress
-from penstock.trace.event_schema import ALL_COLUMNS
-from penstock.trace.event_store import EventStore
-from penstock.trace.event_table import read_events
-from penstock.trace.trace_set import find_trace_files, name_trace_files
+from penstock.trace.event_table import GatheredEvents, read_events
+from penstock.trace.reading.find_files import find_trace_files
+from penstock.trace.trace_set import name_trace_files
 
 NUM_FILES = 600
 NUM_EVENTS = 3
@@ -55,7 +54,7 @@ class CountedProgress(Progress):
 def test_progress_comes_with_each_file_and_ends_at_the_size_of_all(folder: Path, tmp_path: Path) -> None:
     progress = CountedProgress()
     files = name_trace_files(find_trace_files([str(folder / "*.pfw.gz")]), run="")
-    store = EventStore(ALL_COLUMNS, tmp_path)
+    store = GatheredEvents(tmp_path)
     accounts = read_events(files, store, progress=progress)
     assert len(accounts) == NUM_FILES
     # The last event of a file is its writer's own.

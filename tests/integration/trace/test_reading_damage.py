@@ -17,13 +17,9 @@ from tests.support.trace_files import Writing, lines_of, write_trace
 
 from penstock.cli.app import main
 from penstock.trace.event_schema import FileAccount
-from penstock.trace.reading import json_lines
-from penstock.trace.reading.block_arguments import count_members
-from penstock.trace.reading.block_query import BlockQuery, BlockRows
 from penstock.trace.reading.chunks import read_pieces
-from penstock.trace.reading.event_batch import BATCH_SCHEMA
-from penstock.trace.reading.lenient_json import parse_line
-from penstock.trace.reading.trace_file import TraceFile, read_trace_file
+from penstock.trace.reading.event_batch import BATCH_SCHEMA, TraceFile
+from penstock.trace.reading.trace_file import read_trace_file
 
 NUM_EVENTS = 60
 
@@ -242,46 +238,6 @@ def test_a_block_that_was_read_leaves_no_file_open(tmp_path: Path) -> None:
     assert open_below(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("lines", "members"),
-    [
-        (b"", 0),
-        (b"\n", 0),
-        (b'{"a":1}\n', 1),
-        (b' {"a":1,"b":{"c":0}}\n', 3),
-        # Texts may look like members: such a line is looked at once more, and none is missed.
-        (b'{"a":":","b":"\\":"}\n', 4),
-        (b'{"a": "s3://x"}\n', 1),
-        (b'{"a" :1}\n', None),
-        (b'{"a"\t:1,"b":2}\n', None),
-        (b'{"a":"b : c"}\n', None),
-        (b'{"a":1}\n' * 100_000, 100_000),
-    ],
-)
-def test_members_are_counted_unless_spaces_hide_them(lines: bytes, members: int | None) -> None:
-    assert count_members([lines] if lines else []) == members
-    assert members is None or count_members([b'{"z":0}\n', lines or b"x"]) == members + 1
-
-
-def test_a_file_is_asked_for_objects_only_where_members_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def count(query: BlockQuery, ns_per_tick: int) -> BlockRows:
-        asked.append(ns_per_tick)
-        return ask(query, ns_per_tick)
-
-    asked: list[int] = []
-    ask = BlockQuery._select_with_objects
-    monkeypatch.setattr(BlockQuery, "_select_with_objects", count)
-    file = tmp_path / "a.pfw"
-    file.write_bytes(b"".join(whole(2)))
-    read_once(file, query_lines=0)
-    assert not asked
-    file.write_bytes(b"".join([*whole(2), EVENT % (b"x", b'"flags":null')]))
-    read_once(file, query_lines=0)
-    assert asked
-
-
 def test_missing_brackets_and_blank_lines_are_not_damage(tmp_path: Path) -> None:
     file = tmp_path / "a.pfw"
     file.write_bytes(b"\n \n" + b"".join(whole()[1:-1]).rstrip(b"\n"))
@@ -409,27 +365,6 @@ def test_a_hash_that_is_bound_anew_means_the_new_file_from_there_on(tmp_path: Pa
     assert account.faults == [
         "1 hashes stand for two names: 2 events with them have the one that was explained last before them"
     ]
-
-
-def test_python_takes_only_the_lines_of_an_ambiguous_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "a.pfw"
-    ambiguous, plain = (EVENT % (b"close", b'"fhash":%d' % hash_) for hash_ in (7, 8))
-    renamed = BIND % (b"/old", 7) + ambiguous + BIND % (b"/new", 7) + ambiguous
-    file.write_bytes(BIND % (b"/other", 8) + (renamed + plain * 96) * 10)
-    rows, account = read(file)
-    assert [row["path"] for row in rows if row["path"] != "/other"] == ["/old", "/new"] * 10
-    assert account.faults[0].startswith("1 hashes stand for two names: 20 events ")
-    parsed: list[bytes] = []
-
-    def parse(line: bytes, *rest: Any) -> Any:
-        parsed.append(line)
-        return parse_line(line, *rest)
-
-    monkeypatch.setattr(json_lines, "parse_line", parse)
-    read_once(file, query_lines=0)
-    assert len(parsed) == 40
 
 
 def test_events_of_an_ambiguous_hash_are_counted_over_the_whole_file(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from penstock.trace.event_schema import FileAccount
-from penstock.trace.reading.event_batch import BATCH_SCHEMA
-from penstock.trace.reading.trace_file import TraceFile, read_trace_file
+from penstock.trace.reading.event_batch import BATCH_SCHEMA, TraceFile
+from penstock.trace.reading.trace_file import read_trace_file
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], FileAccount]:

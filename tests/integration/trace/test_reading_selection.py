@@ -1,23 +1,23 @@
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import duckdb
 import pytest
 from tests.support.trace_files import Writing, write_trace
 
 from penstock.errors import UsageError
+from penstock.progress import Silent
 from penstock.trace.event_schema import FileAccount
-from penstock.trace.reading.event_batch import BATCH_SCHEMA
-from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
-from penstock.trace.reading.trace_file import TraceFile, read_trace_file
+from penstock.trace.event_table import GatheredEvents, check_where, read_events
+from penstock.trace.reading.event_batch import TraceFile
 
 
-def read(path: Path, selection: EventFilter) -> tuple[list[dict[str, Any]], FileAccount]:
-    reading = read_trace_file(TraceFile(path=path), query_lines=500)
-    with selection.open() as batch_filter:
-        batches = list(batch_filter.apply(reading.batches, reading.account))
-    rows = pa.Table.from_batches(batches, BATCH_SCHEMA).to_pylist()
-    account = reading.account
+def read(path: Path, where: str) -> tuple[list[dict[str, Any]], FileAccount]:
+    gathered = GatheredEvents(path.parent)
+    (account,) = read_events([TraceFile(path=path)], gathered, progress=Silent(), where=where)
+    with duckdb.connect() as connection:
+        table: Any = connection.sql(gathered.source(connection)).to_arrow_table()
+    rows = table.to_pylist()
     taken = account.events + account.salvaged
     assert account.lines == taken + account.metadata + account.blank + account.dropped
     assert len(rows) == taken - account.unwanted
@@ -48,9 +48,8 @@ def test_a_selection_is_what_the_expression_leaves_of_everything(
     where: str, holds: Any, generation: int, tmp_path: Path
 ) -> None:
     path = write_trace(tmp_path, Writing(generation=generation, events=2000))
-    everything, _ = read(path, ALL_EVENTS)
-    selection = EventFilter(where=where)
-    rows, _ = read(path, selection)
+    everything, _ = read(path, "")
+    rows, _ = read(path, where)
     assert rows == [row for row in everything if holds(row)]
     assert rows
 
@@ -59,7 +58,7 @@ def test_an_escape_does_not_hide_a_wanted_event(tmp_path: Path) -> None:
     path = tmp_path / "a.pfw"
     event = '{"name":"open","cat":"POSIX","pid":1,"tid":1,"ts":1,"dur":1,"ph":"X","args":{"fname":"%s"}}\n'
     path.write_text(event % "/a/\\u0063heckpoint" + event % "/b")
-    rows, _ = read(path, EventFilter(where="path LIKE '%checkpoint%'"))
+    rows, _ = read(path, "path LIKE '%checkpoint%'")
     assert [row["path"] for row in rows] == ["/a/checkpoint"]
 
 
@@ -68,10 +67,10 @@ def test_a_hash_explained_after_its_event_does_not_hide_it(tmp_path: Path) -> No
     event = '{"name":"open","cat":"POSIX","pid":1,"tid":1,"ts":1,"dur":1,"ph":1,"args":{"fhash":"0a1b"}}\n'
     told = '{"name":"FH","cat":"dftracer","pid":1,"ph":4,"args":{"name":"/a/checkpoint","value":"0a1b"}}\n'
     path.write_text(event + told)
-    rows, _ = read(path, EventFilter(where="path LIKE '%checkpoint%'"))
+    rows, _ = read(path, "path LIKE '%checkpoint%'")
     assert [row["path"] for row in rows] == ["/a/checkpoint"]
 
 
 def test_an_expression_that_duckdb_cannot_apply_is_wrong_usage() -> None:
     with pytest.raises(UsageError, match="paht"):
-        EventFilter(where="paht = 'x'")
+        check_where("paht = 'x'")

@@ -13,7 +13,6 @@ import penstock.trace
 from penstock.errors import Unavailable, UsageError
 from penstock.trace.capture.external_tracers import dftracer_preload, plan_recording
 from penstock.trace.reading.hash_names import find_name_in_siblings
-from penstock.trace.reading.lenient_json import HashKind
 
 PROGRAMS = Path(__file__).parent / "programs"
 needs_dftracer = pytest.mark.skipif(dftracer_preload() is None, reason="dftracer is not installed")
@@ -104,7 +103,7 @@ def test_hashes_that_a_forked_worker_leaves_unexplained_are_named_by_its_parent(
     (worker,) = (tmp_path / "t").glob("*-fork.pfw.gz")
     events = map(json.loads, gzip.decompress(worker.read_bytes()).splitlines()[1:-1])
     (value,) = {event["args"]["fhash"] for event in events if event["name"] == "read"}
-    assert find_name_in_siblings(worker, HashKind.FILE, value) == str(data / "shared.bin")
+    assert find_name_in_siblings(worker, "fhash", value) == str(data / "shared.bin")
 
 
 @needs_strace

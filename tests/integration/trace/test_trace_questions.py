@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.synthesize import SynthesisSpec, synthesize
 
 from penstock.cli import main
-from penstock.trace.synthesize import SynthesisSpec, synthesize
 from penstock.trace.yaml_documents import parse_document
 
 SPEC = """
@@ -234,32 +234,12 @@ def test_export_writes_a_trace_that_is_read_again(
     assert {row["op"]: row["sum_us"] for row in rows}["write"] == 2700
 
 
-def test_synthesize_makes_any_generation_and_overwrites_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = tmp_path / "spec.yaml"
-    spec.write_text(SPEC, encoding="utf-8")
-    rows = {}
-    for generation in (1, 2, 3):
-        out = tmp_path / f"g{generation}"
-        made = asked(capsys, "trace", "synthesize", spec, "-o", out, "--generation", str(generation))
-        assert made["num_events"] == {"base": 36, "new": 36}
-        rows[generation] = asked(capsys, "trace", "ops", out / "base", "--by", "rank,op")["rows"]
-    assert rows[1] == rows[2] == rows[3]
-    written = [sorted(path.name for path in (tmp_path / f"g{g}" / "base").iterdir()) for g in (1, 2, 3)]
-    sizes = [sum(path.stat().st_size for path in (tmp_path / f"g{g}" / "base").iterdir()) for g in (1, 2, 3)]
-    assert len(set(map(str, zip(written, sizes, strict=True)))) == 3
-    assert main(["trace", "synthesize", str(spec), "-o", str(tmp_path / "g1")]) == 2
-    assert "not empty" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("verb", ["compare", "expect", "synthesize"])
+@pytest.mark.parametrize("verb", ["compare", "expect"])
 def test_a_description_that_is_not_there_or_not_yaml_is_wrong_usage(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = ["-o", str(tmp_path / "out")] if verb == "synthesize" else []
-    assert main(["trace", verb, str(tmp_path / "none.yaml"), *out]) == 2
+    assert main(["trace", verb, str(tmp_path / "none.yaml")]) == 2
     broken = tmp_path / "broken.yaml"
     broken.write_text("runs: [", encoding="utf-8")
-    assert main(["trace", verb, str(broken), *out]) == 2
+    assert main(["trace", verb, str(broken)]) == 2
     assert "broken.yaml" in capsys.readouterr().err

@@ -8,8 +8,8 @@ from penstock.errors import UsageError
 from penstock.progress import Silent
 from penstock.trace import load
 from penstock.trace.event_table import convert, read_facts
-from penstock.trace.reading.event_filter import ALL_EVENTS
-from penstock.trace.trace_set import find_trace_files, load_with_dask, name_trace_files
+from penstock.trace.reading.find_files import find_trace_files
+from penstock.trace.trace_set import load_with_dask, name_trace_files
 
 distributed = pytest.importorskip("distributed")
 
@@ -17,7 +17,7 @@ distributed = pytest.importorskip("distributed")
 def compare(folder: Path, scheduler: str) -> None:
     for rank in range(3):
         write_trace(folder, Writing(events=300, rank=rank, generation=rank + 1))
-    query, where = "SELECT * EXCLUDE (kind_id, path_id) FROM events ORDER BY ALL", "op != 'close'"
+    query, where = "SELECT * FROM events ORDER BY ALL", "op != 'close'"
     with load(folder, where=where) as alone, load(folder, where=where, dask=scheduler) as many:
         assert many.sql(query).fetchall() == alone.sql(query).fetchall()
         assert [each.document() for each in many.accounts] == [each.document() for each in alone.accounts]
@@ -35,16 +35,8 @@ def test_workers_make_the_table_that_threads_make(tmp_path: Path) -> None:
     alone, many = tmp_path / "alone.events", tmp_path / "many.events"
     convert(files, alone, progress=Silent())
     with distributed.LocalCluster(processes=False, n_workers=1, dashboard_address="127.0.0.1:0") as cluster:
-        facts = load_with_dask(
-            cluster.scheduler_address, files, many, progress=Silent(), event_filter=ALL_EVENTS
-        )
-    tables = [pq.read_table(path) for path in (alone, many)]
-    # Threads number paths in the order in which they come upon them.
-    events, others = (table.drop_columns(["path_id"]) for table in tables)
-    assert events.equals(others)
-    for table in tables:
-        numbered = set(zip(table["path_id"].to_pylist(), table["path"].to_pylist(), strict=True))
-        assert len(numbered) == len({number for number, _ in numbered}) == len({path for _, path in numbered})
+        facts = load_with_dask(cluster.scheduler_address, files, many, progress=Silent())
+    assert pq.read_table(alone).equals(pq.read_table(many))
     assert facts == read_facts(many) == read_facts(alone)
 
 

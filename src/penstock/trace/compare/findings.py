@@ -19,9 +19,9 @@ from penstock.trace.compare.trace_study import (
     spread_over_ranks,
 )
 from penstock.trace.dimensions import sql_literal
-from penstock.trace.interval_union import union_sql
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE
+from penstock.trace.questions.union_times import measure_groups
 from penstock.units import format_bytes, format_rate, format_seconds
 
 
@@ -88,49 +88,46 @@ _CONCURRENCY = 1.5
 
 def summed_threads(study: Study) -> list[TraceFinding]:
     """F3: sums over threads that run side by side look like time, but are not."""
-    source = "{events}"
-    rows = study.events.ask(f"""
-        WITH process AS ({
-        union_sql(
-            source, ("run", "tier", "host", "pid"), where=IS_IO, extra=", count(DISTINCT tid) AS num_threads"
-        )
-    }),
-             thread AS (SELECT run, tier, {PROCESS}, sum(dur_us) AS total FROM {{events}}
-                        WHERE {IS_IO} GROUP BY run, tier, {PROCESS}, tid)
-        SELECT run, tier, pid, num_threads, sum_us, union_us, concurrency,
-               (SELECT max(total)::BIGINT FROM thread t
-                WHERE t.run = p.run AND t.tier IS NOT DISTINCT FROM p.tier AND t.pid = p.pid
-                  AND t.host IS NOT DISTINCT FROM p.host)
-        FROM process p WHERE tier IS NOT NULL AND concurrency >= {_CONCURRENCY}
-        QUALIFY row_number() OVER (PARTITION BY run, tier ORDER BY sum_us DESC, pid) = 1
-        ORDER BY {study.in_order()}, tier""")
     columns = make_columns(
         "run", "tier", "pid", "num_threads", "sum_us", "union_us", "concurrency", "max_thread_us",
     )  # fmt: skip
-    return [
-        _summed_threads_finding(
-            Answer(name=f"f3_{row[0]}_{row[1]}", title="The busiest process", columns=columns, rows=[row]),
+    busiest: dict[tuple[str, str], tuple[Any, ...]] = {}
+    for row in measure_groups(
+        study.events,
+        ("run", "tier", "host", "pid"),
+        where=f"{IS_IO} AND tier IS NOT NULL",
+        extra=["count(DISTINCT tid)"],
+    ):
+        run, tier, host, pid, _, sum_us, union_us, concurrency, num_threads = row
+        found = (pid, num_threads, sum_us, union_us, concurrency, host)
+        best = busiest.get((run, tier))
+        is_busier = best is None or (-sum_us, pid) < (-best[2], best[0])
+        if (concurrency or 0) >= _CONCURRENCY and is_busier:
+            busiest[run, tier] = found
+    findings = []
+    for run, tier in sorted(busiest, key=lambda key: (study.runs.index(key[0]), key[1])):
+        pid, num_threads, total, union, concurrency, host = busiest[run, tier]
+        is_host = "host IS NULL" if host is None else f"host = {sql_literal(host)}"
+        (longest,) = study.events.ask_one(f"""
+            SELECT max(total)::BIGINT FROM (
+                SELECT sum(dur_us) AS total FROM {{events}}
+                WHERE {IS_IO} AND run = {sql_literal(run)} AND tier = {sql_literal(tier)} AND pid = {pid}
+                  AND {is_host} GROUP BY tid)""")
+        summed = (
+            f"The calls of process {pid} on {tier} add up to {format_seconds(total / 1e6)}, but it was busy "
+            f"with them for {format_seconds(union / 1e6)}: {concurrency:.1f} at a time, over {num_threads} "
+            "threads."
         )
-        for row in rows
-    ]
-
-
-def _summed_threads_finding(evidence: Answer) -> TraceFinding:
-    run, tier, pid, num_threads, total, union, concurrency, longest = evidence.rows[0]
-    assert isinstance(total, int)
-    assert isinstance(union, int)
-    assert isinstance(longest, int)
-    summed = (
-        f"The calls of process {pid} on {tier} add up to {format_seconds(total / 1e6)}, but it was busy with "
-        f"them for {format_seconds(union / 1e6)}: {concurrency:.1f} at a time, over {num_threads} threads."
-    )
-    single = (
-        f"The longest single thread has {format_seconds(longest / 1e6)}, which is too little for the same "
-        "reason. Compare unions."
-    )
-    says = [summed, single]
-    title = f"{run}: time on {tier} is a sum over parallel threads"
-    return TraceFinding("F3", Weight.ALARM, title, [str(run)], says, evidence)
+        single = (
+            f"The longest single thread has {format_seconds(longest / 1e6)}, which is too little for the "
+            "same reason. Compare unions."
+        )
+        says = [summed, single]
+        row = (run, tier, pid, num_threads, total, union, concurrency, longest)
+        evidence = Answer(name=f"f3_{run}_{tier}", title="The busiest process", columns=columns, rows=[row])
+        title = f"{run}: time on {tier} is a sum over parallel threads"
+        findings.append(TraceFinding("F3", Weight.ALARM, title, [run], says, evidence))
+    return findings
 
 
 _READ_BACK_SHARE = 0.5
@@ -187,19 +184,17 @@ def cache_read_by_flush(study: Study) -> list[TraceFinding]:
 def slower_tier(study: Study) -> list[TraceFinding]:
     """F5: a run that writes the same bytes to another tier than the baseline takes longer."""
     app = dict(study.events.ask(longest_process_sql(("run",), where=study.is_app)))
-    rows = study.events.ask(f"""
-        WITH busy AS ({
-        union_sql(
-            "{events}",
-            ("run", "tier"),
-            where=f"{IS_IO} AND {IS_WRITE}",
-            extra=", sum(size_bytes)::BIGINT AS written",
-        )
-    })
-        SELECT run, tier, written, union_us, written * 1e6 / nullif(union_us, 0) FROM busy
-        WHERE written >= {_ONE_TIER_SHARE} * (SELECT sum(written) FROM busy b WHERE b.run = busy.run)
-        ORDER BY {study.in_order()}""")
-    alone = {row[0]: row for row in rows}
+    written = measure_groups(
+        study.events, ("run", "tier"), where=f"{IS_IO} AND {IS_WRITE}", extra=["sum(size_bytes)::BIGINT"]
+    )
+    total: dict[str, int] = {}
+    for row in written:
+        total[row[0]] = total.get(row[0], 0) + (row[-1] or 0)
+    alone = {
+        run: (run, tier, moved, union_us, moved * 1e6 / union_us if union_us else None)
+        for run, tier, _, _, union_us, _, moved in sorted(written, key=lambda row: study.runs.index(row[0]))
+        if moved is not None and moved >= _ONE_TIER_SHARE * total[run]
+    }
     base = alone.get(study.baseline)
     columns = make_columns("run", "tier", "app_us", "written_bytes", "write_union_us", "busy_rate")
     findings = []

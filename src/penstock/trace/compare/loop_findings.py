@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.trace.compare.trace_study import PROCESS, Study, TraceFinding, Weight
-from penstock.trace.interval_union import union_sql
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ
+from penstock.trace.questions.union_times import measure_groups
 from penstock.units import format_bytes, format_rate, format_seconds
 
 WAITING: Final = "waiting for data"
@@ -81,7 +81,13 @@ def _measure_loops(study: Study) -> dict[str, _Loop]:
                sum(dur_us)::BIGINT, count(*), count(DISTINCT rank), count(DISTINCT ({PROCESS}))
         FROM {{events}} WHERE phase IN ({phases}) OR {_IS_CHECKPOINT} GROUP BY run, part"""):
         spans.setdefault(run, {})[part] = (took, num_spans, num_ranks or num_processes)
-    reads = {row[0]: row[1:] for row in study.events.ask(_READS)}
+    reads: dict[str, tuple[int, int]] = {}
+    moved = "coalesce(sum(size_bytes), 0)::BIGINT"
+    for run, _, _, _, _, busy_us, _, read_bytes in measure_groups(
+        study.events, ("run", "host", "pid"), where=f"{IS_IO} AND {IS_READ}", extra=[moved]
+    ):
+        of_run = reads.get(run, (0, 0))
+        reads[run] = (of_run[0] + busy_us, of_run[1] + read_bytes)
     loops = {}
     for run, found in spans.items():
         if not {"wait", "compute"} & found.keys():
@@ -99,14 +105,6 @@ def _measure_loops(study: Study) -> dict[str, _Loop]:
             read_bytes=read_bytes / num_ranks,
         )
     return loops
-
-
-_READS: Final = f"""
-    SELECT run, sum(union_us)::BIGINT, sum(moved)::BIGINT FROM (
-        {union_sql(
-            "{events}", ("run", "host", "pid"), where=f"{IS_IO} AND {IS_READ}",
-            extra=", coalesce(sum(size_bytes), 0) AS moved",
-        )}) GROUP BY run"""  # fmt: skip
 
 
 def _compare_loops(study: Study, run: str, here: _Loop, base: _Loop) -> TraceFinding | None:

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from penstock.trace.compare.trace_study import TraceFinding, Weight
 from penstock.trace.event_schema import ALL_RANKS
-from penstock.trace.interval_union import measure_groups
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
+from penstock.trace.questions.union_times import measure_groups
 from penstock.units import format_bytes, format_rate, format_seconds
 
 PARTIAL: Final = "F1"
@@ -94,7 +94,7 @@ def overview(events: EventsView, runs: Sequence[str], findings: Sequence[TraceFi
 def _slowest_operations(events: EventsView) -> dict[str, tuple[Any, ...]]:
     """The operation that was under way longest in each run: its busy time, its longest call, and on what."""
     slowest: dict[str, tuple[Any, ...]] = {}
-    extra = ("max(longest_us)", "arg_min(path, row(-longest_us, path))")
+    extra = ("max(dur_us)", "arg_min(path, row(-dur_us, path))")
     for run, op, _, _, union_us, _, longest_us, path in measure_groups(
         events, ("run", "op"), where=IS_IO, extra=extra
     ):

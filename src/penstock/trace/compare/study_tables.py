@@ -5,13 +5,14 @@ sums hide (threads side by side) is in the measures table.
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from penstock.trace.compare.trace_study import PROCESS, Study, longest_process_sql, of_processes, pivot
 from penstock.trace.dimensions import sql_literal
-from penstock.trace.interval_union import union_sql
+from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE
+from penstock.trace.questions.union_times import measure_groups
 
 GIB = 1 << 30
 APP_TIER: Final = "(application event)"
@@ -92,28 +93,41 @@ def measures(study: Study) -> Answer:
         "Sum and union are of the process where they are largest, thread is the largest sum of one thread; "
         "the rate is all bytes by the time in which any process of the run was busy with the tier."
     )
-    rows = [*_measure_rows(study, IS_IO), *_measure_rows(study, study.is_app, tier=sql_literal(APP_TIER))]
+    rows = [
+        *_measure_rows(study, IS_IO, ("run", "tier")),
+        *((run, APP_TIER, *rest) for run, *rest in _measure_rows(study, study.is_app, ("run",))),
+    ]
     order = {run: number for number, run in enumerate(study.runs)}
     rows.sort(key=lambda row: (order[str(row[0])], str(row[1])))
     return Answer(name="t1_measures", title="T1 Measures of time", columns=columns, rows=rows, notes=[note])
 
 
-def _measure_rows(study: Study, where: str, *, tier: str = "tier") -> list[Sequence[Value]]:
-    source = f"(SELECT * REPLACE ({tier} AS tier) FROM {{events}} WHERE {where})"
-    return list(
-        study.events.ask(f"""
-        WITH process AS ({union_sql(source, ("run", "tier", "host", "pid"))}),
-             thread AS (
-                SELECT run, tier, pid, sum(dur_us) AS total FROM {source} GROUP BY run, tier, {PROCESS}, tid),
-             whole AS ({union_sql(source, ("run", "tier"), extra=", sum(size_bytes)::BIGINT AS moved")})
-        SELECT p.run, p.tier, {of_processes("max(p.sum_us)")}, {of_processes("max(p.union_us)")},
-               (SELECT {of_processes("max(total)")}::BIGINT FROM thread t
-                WHERE t.run = p.run AND t.tier IS NOT DISTINCT FROM p.tier),
-               {of_processes("arg_max(p.concurrency, p.sum_us)")}, any_value(w.union_us), any_value(w.moved),
-               any_value(w.moved * 1e6 / nullif(w.union_us, 0))
-        FROM process p JOIN whole w ON w.run = p.run AND w.tier IS NOT DISTINCT FROM p.tier
-        GROUP BY p.run, p.tier""")
-    )
+def _measure_rows(study: Study, where: str, by: Sequence[str]) -> list[Sequence[Value]]:
+    """Rows of `by` and all measures; sums of all ranks are no process unless there is nothing else."""
+    events, width = study.events, len(by)
+    processes: dict[tuple[Value, ...], list[Sequence[Any]]] = {}
+    for row in measure_groups(events, (*by, "host", "pid"), where=where):
+        processes.setdefault(row[:width], []).append(row[width + 1 :])
+    keys = ", ".join(by)
+    threads = {
+        row[:width]: row[width]
+        for row in events.ask(f"""
+            SELECT {keys}, {of_processes("max(total)")}::BIGINT FROM (
+                SELECT {keys}, pid, sum(dur_us) AS total FROM {{events}} WHERE {where}
+                GROUP BY {keys}, {PROCESS}, tid) GROUP BY {keys}""")
+    }
+    rows: list[Sequence[Value]] = []
+    for *key, _, _, union_us, _, moved in measure_groups(
+        events, by, where=where, extra=["sum(size_bytes)::BIGINT"]
+    ):
+        # Each is pid, calls, sum, union, concurrency.
+        found = processes[tuple(key)]
+        found = [one for one in found if one[0] != ALL_RANKS] or found
+        longest = max(found, key=lambda one: int(one[2]))
+        rate = moved * 1e6 / union_us if moved is not None and union_us else None
+        most_union_us = max(one[3] for one in found)
+        rows.append((*key, longest[2], most_union_us, threads[tuple(key)], longest[4], union_us, moved, rate))
+    return rows
 
 
 def volumes(study: Study) -> Answer:

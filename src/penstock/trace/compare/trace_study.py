@@ -24,12 +24,10 @@ from penstock.trace.dimensions import (
     sql_literal,
 )
 from penstock.trace.event_schema import ALL_RANKS, FileAccount
-from penstock.trace.event_table import read_facts
-from penstock.trace.interval_union import union_sql
 from penstock.trace.questions.answer import Answer, Column, Unit, Value
-from penstock.trace.questions.events_view import IS_IO, EventsView, view_traces
-from penstock.trace.reading.event_filter import EventFilter
-from penstock.trace.trace_set import find_trace_files, open_trace_set
+from penstock.trace.questions.events_view import IS_IO, EventsView, view_events
+from penstock.trace.questions.union_times import measure_groups
+from penstock.trace.trace_set import RELATION, open_trace_set
 from penstock.trace.yaml_documents import YamlDocument
 from penstock.units import parse_rate
 
@@ -106,10 +104,9 @@ def spread_over_ranks(study: Study, run: str, *, where: str, sum_us: float) -> i
 
     `where` chooses the calls that it is a part of: as many of them as ran side by side share one second.
     """
-    of_run = f"run = {sql_literal(run)}"
-    (total_us, busy_us) = study.events.ask_one(f"""
-        SELECT coalesce(sum(sum_us), 0), coalesce(sum(union_us), 0) FROM (
-            {union_sql("{events}", ("host", "pid"), where=f"{of_run} AND {IS_IO} AND ({where})")})""")
+    chosen = f"run = {sql_literal(run)} AND {IS_IO} AND ({where})"
+    busy = measure_groups(study.events, ("host", "pid"), where=chosen)
+    total_us, busy_us = (sum(row[place] for row in busy) for place in (3, 4))
     return round(sum_us * busy_us / total_us / count_ranks(study, run)) if total_us else 0
 
 
@@ -139,35 +136,16 @@ def open_study(
     spec: ComparisonSpec, folder: Path, *, progress: Progress | None = None, dask: str = ""
 ) -> Iterator[Study]:
     """Open the runs of `spec`, whose globs are relative to `folder`; `dask` as in `open_trace_set`."""
-    runs = {run: _patterns(globs, folder) for run, globs in spec.runs.items()}
-    event_filter = EventFilter(where=spec.where)
-    with open_trace_set(runs, progress=progress or Silent(), event_filter=event_filter, dask=dask) as traces:
-        relation = traces.relation
-        if sum(account.events + account.salvaged for account in traces.accounts) <= _IN_MEMORY_EVENTS:
-            traces.connection.execute(f"CREATE TEMP TABLE penstock_study AS SELECT * FROM {relation}")
-            relation = "penstock_study"
-        events = view_traces(traces, spec.dimensions(), relation)
-        yield Study(events=events, accounts=_split_by_run(runs, traces.accounts), spec=spec)
-
-
-def _patterns(globs: str | Sequence[str], folder: Path) -> list[str]:
-    return [str(folder / glob) for glob in ([globs] if isinstance(globs, str) else globs)]
-
-
-def _split_by_run(
-    runs: Mapping[str, Sequence[str]], accounts: Sequence[FileAccount]
-) -> dict[str, Sequence[FileAccount]]:
-    """The accounts of each run: they come in the order of runs, one per raw file or source of a table."""
-    by_run: dict[str, Sequence[FileAccount]] = {}
-    position = 0
-    for run, patterns in runs.items():
-        number = sum(
-            1 if facts is None else len(facts.accounts)
-            for facts in map(read_facts, find_trace_files(patterns))
+    runs = {
+        run: [str(folder / glob) for glob in ([globs] if isinstance(globs, str) else globs)]
+        for run, globs in spec.runs.items()
+    }
+    with open_trace_set(runs, progress=progress or Silent(), where=spec.where, dask=dask) as traces:
+        num_events = sum(account.events + account.salvaged for account in traces.accounts)
+        events = view_events(
+            traces.connection, RELATION, spec.dimensions(), is_stored=num_events <= _IN_MEMORY_EVENTS
         )
-        by_run[run] = accounts[position : position + number]
-        position += number
-    return by_run
+        yield Study(events=events, accounts=traces.accounts_of_runs, spec=spec)
 
 
 def _phase(text: str) -> str:

@@ -12,9 +12,9 @@ from penstock.trace.compare.trace_study import (
     spread_over_ranks,
 )
 from penstock.trace.dimensions import sql_literal
-from penstock.trace.interval_union import union_sql
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_WRITE
+from penstock.trace.questions.union_times import union_times
 from penstock.units import format_bytes, format_seconds
 
 _OTHER_SIZE: Final = 2.0
@@ -111,10 +111,7 @@ def _longer_us(study: Study, run: str, rows: Sequence[tuple[Any, ...]]) -> int:
 def _busy_us(study: Study, run: str, where: str) -> int:
     """The time in which processes wrote, added over them."""
     chosen = f"run = {sql_literal(run)} AND {IS_IO} AND {IS_WRITE} AND {where}"
-    (busy_us,) = study.events.ask_one(f"""
-        SELECT coalesce(sum(union_us), 0)::BIGINT FROM (
-            {union_sql("{events}", ("host", "pid"), where=chosen)})""")
-    return int(busy_us)
+    return sum(busy_us for (busy_us,) in union_times(study.events, ("host", "pid"), chosen).values())
 
 
 def calls_after_close(study: Study) -> list[TraceFinding]:

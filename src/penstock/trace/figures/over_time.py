@@ -7,9 +7,10 @@ began. Sums over all buckets are those of the events.
 from typing import Final
 
 from penstock.trace.figures.placed_calls import CALLS, THREADS, PlacedCalls
-from penstock.trace.figures.time_axis import TimeAxis, cut_sql
+from penstock.trace.figures.time_axis import TimeAxis
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
+from penstock.trace.questions.timeline import cut_sql, share_sql
 
 BANDWIDTH_BUCKETS: Final = 1000
 HEAT_BUCKETS: Final = 150
@@ -17,9 +18,7 @@ OVERLAP_BUCKETS: Final = 300
 MOST_RANK_ROWS: Final = 64
 MOST_OPERATIONS: Final = 6
 
-_MOVED: Final = (
-    """(size_bytes * (CASE WHEN whole_us > 0 THEN (finish_us - begin_us) / whole_us ELSE 1 END))"""
-)
+_MOVED: Final = share_sql("size_bytes")
 
 
 def bandwidth(events: EventsView, axis: TimeAxis) -> Answer:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.event_schema import ALL_RANKS
-from penstock.trace.questions.bucket_sums import round_up
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
+from penstock.trace.questions.timeline import round_up
 
 KIND = f"""CASE WHEN phase = 'compute' THEN 'compute' WHEN phase <> 'io' THEN NULL
                 WHEN {IS_READ} THEN 'read' WHEN {IS_WRITE} THEN 'write' ELSE 'metadata' END"""
@@ -81,23 +81,3 @@ def measure_axis(events: EventsView, runs: Sequence[str]) -> TimeAxis:
     }
     ordered = {run: extents[run] for run in runs if run in extents}
     return TimeAxis(runs=ordered, span_us=max((extent.span_us for extent in ordered.values()), default=1))
-
-
-def cut_sql(source: str, bucket_us: int, kept: str) -> str:
-    """SELECT `kept`, bucket, is_first, begin_us and finish_us: `source` cut at the edges of buckets.
-
-    `source` is a SELECT with `since_us` and `until_us`. Most events are within one bucket, and skip the
-    general case.
-    """
-    return f"""
-        WITH placed AS MATERIALIZED (
-            SELECT *, since_us // {bucket_us} AS first_bucket,
-                   greatest(since_us, until_us - 1) // {bucket_us} AS last_bucket
-            FROM ({source}))
-        SELECT {kept}, first_bucket AS bucket, true AS is_first, since_us AS begin_us, until_us AS finish_us
-        FROM placed WHERE first_bucket = last_bucket
-        UNION ALL
-        SELECT {kept}, bucket, bucket = first_bucket, greatest(since_us, bucket * {bucket_us}),
-               least(until_us, (bucket + 1) * {bucket_us})
-        FROM (SELECT *, unnest(range(first_bucket, last_bucket + 1)) AS bucket FROM placed
-              WHERE first_bucket < last_bucket)"""

@@ -12,11 +12,10 @@ from typing import Any
 
 from penstock.errors import UsageError
 from penstock.trace.dimensions import NO_IO, sql_literal
-from penstock.trace.event_cells import EACH_SIZE, add_up, prefer_cells
 from penstock.trace.event_schema import ALL_RANKS
-from penstock.trace.interval_union import NO_TIME, UnionTimes, measure_groups, overlap_times, union_times
-from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
-from penstock.trace.questions.events_view import GROUPINGS, IS_IO, IS_READ, IS_WRITE, EventsView, check_keys
+from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
+from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView, check_keys
+from penstock.trace.questions.union_times import measure_groups, union_times
 
 
 def summary(events: EventsView) -> tuple[Answer, Answer]:
@@ -25,25 +24,22 @@ def summary(events: EventsView) -> tuple[Answer, Answer]:
 
 
 def _facts(events: EventsView) -> Answer:
-    cells = add_up(events, ("host", "rank", "pid", "tid", "cat", "phase"))
-    who = cells.ask_one(f"""
-        SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)) FILTER (is_one),
-               count(DISTINCT (host, pid, tid)) FILTER (is_one)
-        FROM (SELECT DISTINCT host, rank, pid, tid, pid <> {ALL_RANKS} AS is_one FROM {{events}})""")
-    (num_files,) = prefer_cells(events, ("path_id",)).ask_one(
-        f"SELECT {_count_files(events)} FROM {{events}}"
-    )
     # The bytes of MPI-IO are traced again in the calls below it.
-    what = cells.ask_one("""
-        SELECT coalesce(sum(num_events), 0)::BIGINT, coalesce(max(last_us) - min(first_us), 0),
-               coalesce(sum(size_bytes) FILTER (WHERE cat <> 'MPIIO'), 0)::BIGINT
-        FROM {events}""")
-    counts = (*who, num_files, *what)
-    (sum_us,) = cells.ask_one(f"SELECT coalesce(sum(sum_us), 0)::BIGINT FROM {{events}} WHERE {IS_IO}")
+    counts = events.ask_one(f"""
+        SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)) FILTER (is_one),
+               count(DISTINCT (host, pid, tid)) FILTER (is_one),
+               (SELECT count(DISTINCT path) FROM {{events}}), coalesce(sum(num_events), 0)::BIGINT,
+               coalesce(max(last_us) - min(first_us), 0), coalesce(sum(moved), 0)::BIGINT,
+               coalesce(sum(io_us), 0)::BIGINT
+        FROM (SELECT host, rank, pid, tid, pid <> {ALL_RANKS} AS is_one, count(*) AS num_events,
+                     min(ts_us) AS first_us, max(end_us) AS last_us,
+                     sum(size_bytes) FILTER (WHERE cat <> 'MPIIO') AS moved,
+                     sum(dur_us) FILTER (WHERE {IS_IO}) AS io_us
+              FROM {{events}} GROUP BY host, rank, pid, tid)""")
+    sum_us = counts[8]
     is_compute = "phase = 'compute'"
     sets = (IS_IO, is_compute, f"{IS_IO} OR {is_compute}", "phase = 'app_io'")
     io_us, compute_us, either_us, app_us = union_times(events, (), *sets)[()]
-    busy = UnionTimes(io_us, compute_us, either_us)
     facts: list[tuple[str, Unit, float | None]] = [
         *zip(
             ("num_hosts", "num_ranks", "num_processes", "num_threads", "num_files", "num_events"),
@@ -58,9 +54,9 @@ def _facts(events: EventsView) -> Answer:
         ("io_concurrency", Unit.RATIO, sum_us / io_us if io_us else None),
         ("app_io_union_us", Unit.MICROSECONDS, app_us),
         ("compute_union_us", Unit.MICROSECONDS, compute_us),
-        ("overlap_us", Unit.MICROSECONDS, busy.both_us),
-        ("io_alone_us", Unit.MICROSECONDS, busy.first_alone_us),
-        ("compute_alone_us", Unit.MICROSECONDS, busy.second_alone_us),
+        ("overlap_us", Unit.MICROSECONDS, io_us + compute_us - either_us),
+        ("io_alone_us", Unit.MICROSECONDS, either_us - compute_us),
+        ("compute_alone_us", Unit.MICROSECONDS, either_us - io_us),
     ]
     return Answer(
         name="facts",
@@ -98,18 +94,12 @@ def _quantile_sql(share: float) -> str:
     return f"({below} + ({above} - {below}) * ({place} - floor({place})))"
 
 
-def _count_sizes(events: EventsView, by: Sequence[str], *, where: str) -> tuple[EventsView, str]:
-    """A query for how often each size occurs, and the events that it is about.
-
-    It gives `by`, `size`, `num` and `busy_us`; events without a size have one row for all of them.
-    """
+def _count_sizes(by: Sequence[str], where: str) -> str:
+    """A query for how often each size occurs; events without a size have one row for all of them."""
     keys = ", ".join(by)
-    return (
-        add_up(events, (*by, where, EACH_SIZE)),
-        f"""
-        SELECT {keys}, {EACH_SIZE} AS size, sum(num_events)::BIGINT AS num, sum(sum_us) AS busy_us
-        FROM {{events}} WHERE {where} GROUP BY {keys}, {EACH_SIZE}""",
-    )
+    return f"""
+        SELECT {keys}, size_bytes AS size, count(*) AS num, sum(dur_us) AS busy_us
+        FROM {{events}} WHERE {where} GROUP BY {keys}, size_bytes"""
 
 
 def _measure_sizes(
@@ -117,14 +107,13 @@ def _measure_sizes(
 ) -> list[tuple[Any, ...]]:
     """Rows of `by` and of `measures`: the SQL above, exact, because calls have few different sizes."""
     keys = ", ".join(by)
-    cells, histogram = _count_sizes(events, by, where=where)
-    return cells.ask(f"""
+    return events.ask(f"""
         WITH placed AS (
             SELECT *, size::HUGEINT * num AS bytes,
                    sum(num) OVER (PARTITION BY {keys} ORDER BY size NULLS LAST) AS until,
                    sum(num) FILTER (WHERE size IS NOT NULL) OVER (PARTITION BY {keys}) AS total,
                    sum(size::HUGEINT * num) OVER (PARTITION BY {keys})::DOUBLE / total AS mean
-            FROM ({histogram}))
+            FROM ({_count_sizes(by, where)}))
         SELECT {", ".join([*by, *measures])} FROM placed GROUP BY {keys} ORDER BY {order}""")
 
 
@@ -144,7 +133,7 @@ def _functions(events: EventsView) -> Answer:
 _EXTRA = (
     f"coalesce(sum(size_bytes) FILTER (WHERE {IS_READ}), 0)::BIGINT",
     f"coalesce(sum(size_bytes) FILTER (WHERE {IS_WRITE}), 0)::BIGINT",
-    "max(longest_us)",
+    "max(dur_us)",
 )
 
 
@@ -166,8 +155,8 @@ def classes(events: EventsView, *, by: Sequence[str] = ("file_class", "op")) -> 
 def _break_down(
     events: EventsView, by: Sequence[str], *, where: str, name: str, title: str, top: int | None = None
 ) -> Answer:
-    by = check_keys(by, GROUPINGS)
-    extra = _EXTRA if "path" in by else (_count_files(events), *_EXTRA)
+    by = check_keys(by)
+    extra = _EXTRA if "path" in by else ("count(DISTINCT path)", *_EXTRA)
     rows = measure_groups(events, by, where=where, extra=extra)
     width = len(by)
     rows.sort(key=lambda row: (-row[width + 1], *map(str, row[:width])))
@@ -179,17 +168,12 @@ def _break_down(
     return Answer(name=name, title=f"{title} by {', '.join(by)}", columns=columns, rows=rows[:top])
 
 
-def _count_files(events: EventsView) -> str:
-    """In SQL. Of one table, a number stands for each path; tables of several runs number theirs apart."""
-    return "count(DISTINCT path_id)" if events.is_ordered else "count(DISTINCT path)"
-
-
-_MOVES = f"{EACH_SIZE} IS NOT NULL AND phase = 'io'"
+_MOVES = "size_bytes IS NOT NULL AND phase = 'io'"
 
 
 def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> tuple[Answer, Answer]:
     """How large transfers are: a description for each group, and its `top` most frequent sizes."""
-    by = check_keys(by, GROUPINGS)
+    by = check_keys(by)
     return describe(events, by), value_counts(events, by, top=top)
 
 
@@ -212,9 +196,8 @@ def describe(events: EventsView, by: Sequence[str]) -> Answer:
 def value_counts(events: EventsView, by: Sequence[str], *, top: int) -> Answer:
     """How often each size occurs."""
     keys = ", ".join(by)
-    cells, histogram = _count_sizes(events, by, where=_MOVES)
-    rows = cells.ask(f"""
-        SELECT {keys}, size, num FROM ({histogram})
+    rows = events.ask(f"""
+        SELECT {keys}, size, num FROM ({_count_sizes(by, _MOVES)})
         QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY num DESC, size) <= {top}
         ORDER BY {keys}, num DESC, size""")
     columns = make_columns(*map(Column, by), "size_bytes", "num_events")
@@ -234,12 +217,11 @@ def ranks(events: EventsView) -> Answer:
     has only as a sum of all ranks (`ALL_RANKS`) has a row, but is not one of them.
     """
     busy = measure_groups(events, ("run", "rank", "pid", "host"), where=IS_IO, extra=[_MOVED_BYTES])
-    cells = add_up(events, ("run", "pid", "host", "phase"))
     spans = {
         row[:3]: row[3:]
-        for row in cells.ask("""
-            SELECT run, pid, host, max(last_us) - min(min(first_us)) OVER (PARTITION BY run),
-                   coalesce(sum(sum_us) FILTER (WHERE phase = 'app_io'), 0)::BIGINT
+        for row in events.ask("""
+            SELECT run, pid, host, max(end_us) - min(min(ts_us)) OVER (PARTITION BY run),
+                   coalesce(sum(dur_us) FILTER (WHERE phase = 'app_io'), 0)::BIGINT
             FROM {events} GROUP BY run, pid, host""")
     }
     rows = [
@@ -282,48 +264,41 @@ def overlap(events: EventsView, *, by: Sequence[str] = ("host", "pid"), of: str 
 
     Without events of the phase `io`, the application's own spans of I/O count, and nothing else does.
     """
-    by = check_keys(by, GROUPINGS)
+    by = check_keys(by)
     notes = []
     counted = f"NOT {NO_IO}" if of == "all" else f"phase = {sql_literal(of)}"
-    cells = add_up(events, (*by, "phase"))
-    if of == "io" and not cells.ask_one(f"SELECT count(*) FROM {{events}} WHERE {counted}")[0]:
+    if of == "io" and not events.ask_one(f"SELECT count(*) FROM {{events}} WHERE {counted}")[0]:
         counted = "phase = 'app_io'"
         notes.append("No event has the phase io: the application's own spans of I/O (app_io) count, if any.")
     keys, is_compute = ", ".join(by), "phase = 'compute'"
-    counts = cells.ask(f"""
-        SELECT {keys}, coalesce(sum(num_events) FILTER (WHERE {counted}), 0)::BIGINT,
-               coalesce(sum(sum_us) FILTER (WHERE {counted}), 0)::BIGINT
+    counts = events.ask(f"""
+        SELECT {keys}, count(*) FILTER (WHERE {counted}),
+               coalesce(sum(dur_us) FILTER (WHERE {counted}), 0)::BIGINT
         FROM {{events}} WHERE {counted} OR {is_compute} GROUP BY {keys} ORDER BY {keys}""")
     if of not in ("io", "all") and not any(row[-2] for row in counts):
         known = ", ".join(row[0] for row in events.ask("SELECT DISTINCT phase FROM {events} ORDER BY phase"))
         raise UsageError(f"No event has the phase {of!r}", fix=f"Phases of these traces: {known}.")
-    busy = overlap_times(events, by, first=counted, second=is_compute)
-    notes += _note_rankless(events, by)
-    rows = [_overlap_row(row[:-2], row[-2], row[-1], busy.get(row[:-2], NO_TIME)) for row in counts]
+    busy = union_times(events, by, counted, is_compute, f"({counted}) OR {is_compute}")
+    if "rank" in by and "pid" not in by:
+        (num_rankless,) = events.ask_one(
+            "SELECT count(*) FROM (SELECT DISTINCT host, pid FROM {events} WHERE rank IS NULL)"
+        )
+        if num_rankless > 1:
+            notes.append(
+                f"{num_rankless:,} processes have no rank and are counted as one: --by pid shows them apart."
+            )
+    rows = []
+    for *key, num_events, sum_us in counts:
+        io_us, compute_us, either_us = busy.get(tuple(key), (0, 0, 0))
+        concurrency = sum_us / io_us if io_us else None
+        alone = either_us - compute_us, either_us - io_us
+        both_us = io_us + compute_us - either_us
+        rows.append((*key, num_events, io_us, sum_us, concurrency, compute_us, both_us, *alone))
     columns = make_columns(
         *map(Column, by), "num_events", "union_us", "sum_us", "concurrency", "compute_us", "overlap_us",
         "io_alone_us", "compute_alone_us",
     )  # fmt: skip
     return Answer(name="overlap", title=f"I/O and compute by {keys}", columns=columns, rows=rows, notes=notes)
-
-
-def _note_rankless(events: EventsView, by: Sequence[str]) -> list[str]:
-    """Say that processes without a rank share a row of ranks."""
-    if "rank" not in by or "pid" in by:
-        return []
-    (num_processes,) = events.ask_one(
-        "SELECT count(*) FROM (SELECT DISTINCT host, pid FROM {events} WHERE rank IS NULL)"
-    )
-    if num_processes < 2:
-        return []
-    return [f"{num_processes:,} processes have no rank and are counted as one: --by pid shows them apart."]
-
-
-def _overlap_row(key: Sequence[Value], num_events: int, sum_us: int, busy: UnionTimes) -> tuple[Value, ...]:
-    io_us = busy.first_us
-    concurrency = sum_us / io_us if io_us else None
-    alone = busy.first_alone_us, busy.second_alone_us
-    return (*key, num_events, io_us, sum_us, concurrency, busy.second_us, busy.both_us, *alone)
 
 
 def describe_runs(events: EventsView) -> list[str]:

@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.event_batch import (
     BATCH_ROWS,
-    EventOrigin,
-    FileContext,
     LineFate,
     ParsedLine,
+    TraceFile,
     build_batch,
     count_line,
     parse_int64,
 )
-from penstock.trace.reading.lenient_json import HashKind, parse_event, parse_line
+from penstock.trace.reading.lenient_json import parse_event, parse_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -69,12 +68,11 @@ class _ProfiledRun:
 class ChromeDocument:
     """Reads the pieces of one document."""
 
-    def __init__(self, origin: EventOrigin, account: FileAccount) -> None:
-        self._origin = origin
+    def __init__(self, file: TraceFile, account: FileAccount) -> None:
+        self._file = file
         self._account = account
         self._decoder = json.JSONDecoder(parse_constant=str)
         self._spans: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
-        self._context = FileContext()
         self._is_ended = False
         self._profiled = _ProfiledRun()
         self._profiled_pid: int | None = None
@@ -88,14 +86,14 @@ class ChromeDocument:
             if parsed.row is not None:
                 rows.append(self._place(parsed.row))
             if len(rows) >= BATCH_ROWS:
-                yield build_batch(rows, self._origin, self._context)
+                yield build_batch(rows, self._file)
                 rows = []
         self._note_rounding()
         num_open = sum(map(len, self._spans.values()))
         if num_open:
             self._account.faults.append(f"{num_open} spans begin and never end")
         if rows:
-            yield build_batch(rows, self._origin, self._context)
+            yield build_batch(rows, self._file)
 
     def _objects(self, pieces: Iterable[bytes]) -> Iterator[ParsedLine]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace")
@@ -123,7 +121,7 @@ class ChromeDocument:
             self._account.faults.append(
                 "its baseTimeNanoseconds stands behind the events, so their times are not since 1970"
             )
-        if late.rank is not None and self._profiled.rank is None and self._origin.rank is None:
+        if late.rank is not None and self._profiled.rank is None and self._file.rank is None:
             self._account.notes.append(
                 f"its rank {late.rank} stands behind the events, which have none:"
                 f" put rank{late.rank} into its name"
@@ -148,7 +146,7 @@ class ChromeDocument:
                 match = _NEXT.search(text, at + 1)
                 end = match.start() if match else len(text)
                 damaged = text[at:end].encode()
-                yield self._count(parse_line(damaged, _unbound, 1000, self._profiled.base_ns), text[at:end])
+                yield self._count(parse_line(damaged, str, 1000, self._profiled.base_ns), text[at:end])
             else:
                 yield self._count(self._parse_object(document), text[at:end])
             at = end
@@ -178,7 +176,7 @@ class ChromeDocument:
             self._profiled_pid = parse_int64(document.get("pid"))
         if document.get("cat") in _LAUNCHING_CATEGORIES:
             self._launching_pids.add(parse_int64(document.get("pid")))
-        parsed = parse_event(document, _unbound, 1000, self._profiled.base_ns)
+        parsed = parse_event(document, str, 1000, self._profiled.base_ns)
         if parsed.row is not None:
             self._sum_us += parsed.row["dur_us"]
             self._written_sum_us += float(document.get("dur", 0))
@@ -195,7 +193,9 @@ class ChromeDocument:
     def _place(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """The event's row with what the document's head says: its host, rank and process."""
         profiled = self._profiled
-        placed = {**row, "host": row["host"] or profiled.host}
+        # Chrome's traces explain no hashes, so a hash is used as it is.
+        host = row["host"] or row["hhash"] or profiled.host
+        placed = {**row, "host": host, "path": row["path"] or row["fhash"]}
         if profiled.rank is not None:
             placed["rank"] = profiled.rank
         process = self._find_process() if row["cat"] in _DEVICE_CATEGORIES else None
@@ -224,11 +224,6 @@ def _join_span(begin: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, An
 def _arguments(document: Mapping[str, Any]) -> Mapping[str, Any]:
     arguments = document.get("args")
     return arguments if isinstance(arguments, dict) else {}
-
-
-def _unbound(_kind: HashKind, value: str) -> str:
-    """Chrome's traces have no hashes, so the text is used as it is."""
-    return value
 
 
 def _find_array(text: str) -> int:

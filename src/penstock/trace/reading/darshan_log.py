@@ -14,13 +14,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.optional_libraries import explained_imports
 from penstock.trace.event_schema import ALL_RANKS, FileAccount
-from penstock.trace.reading.event_batch import BATCH_ROWS, EventOrigin, FileContext, build_batch
+from penstock.trace.reading.event_batch import BATCH_ROWS, TraceFile, build_batch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -69,9 +68,8 @@ def is_darshan_log(head: bytes) -> bool:
 class DarshanLog:
     """Reads one log."""
 
-    def __init__(self, path: Path, origin: EventOrigin, account: FileAccount) -> None:
-        self._path = path
-        self._origin = origin
+    def __init__(self, file: TraceFile, account: FileAccount) -> None:
+        self._file = file
         self._account = account
         self._start_us = self._num_processes = self._num_of_all = 0
         self._hosts: dict[int, str] = {}
@@ -88,13 +86,13 @@ class DarshanLog:
         for row in self._rows():
             rows.append(row)
             if len(rows) >= BATCH_ROWS:
-                yield build_batch(rows, self._origin, FileContext())
+                yield build_batch(rows, self._file)
                 rows = []
         if rows:
-            yield build_batch(rows, self._origin, FileContext())
+            yield build_batch(rows, self._file)
 
     def _rows(self) -> Iterator[Mapping[str, Any]]:
-        dump = [sys.executable, "-m", "penstock.trace.reading.darshan_dump", str(self._path)]
+        dump = [sys.executable, "-m", "penstock.trace.reading.darshan_dump", str(self._file.path)]
         # The library's complaints go to a file: a pipe that nobody reads meanwhile would fill up.
         with TemporaryFile() as complaints:
             with subprocess.Popen(dump, stdout=subprocess.PIPE, stderr=complaints) as process:

@@ -1,27 +1,25 @@
 """Parsed lines become batches of events, the Arrow record batches that every dialect's reader yields.
 
-Readers of text dialects give one `ParsedLine` per line; blocks that DuckDB parsed (`block_query.py`) are
-columns already. Invariant: a batch has the wanted columns of `event_schema.SCHEMA` in their order. Most texts
-repeat within a file, so they are dictionary-encoded.
+Readers of text dialects give one `ParsedLine` per line. Invariant: a batch has the columns of
+`event_schema.SCHEMA` in their order. Most texts repeat within a file, so they are dictionary-encoded.
 """
 
+from __future__ import annotations
+
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
-from penstock.trace.event_schema import ALL_COLUMNS, COLUMNS, FileAccount, canonical
+from penstock.trace.event_schema import COLUMNS, FileAccount, canonical
 from penstock.trace.reading.chunks import Chunk
 
 BATCH_ROWS: Final = 1 << 15
 """Rows that readers of text dialects gather into one batch."""
-FEW_ROWS: Final = 64
-"""Up to this many, a loop in Python takes less time than calls of Arrow's functions: runs of thousands of
-processes have thousands of small files."""
-UNEXPLAINED: Final = "hash:"
-"""Prefix of a path or host whose hash its file never explains."""
 
 _TEXT: Final = pa.dictionary(pa.int32(), pa.string())
 TEXT_COLUMNS: Final = ("op", "name", "cat", "host", "path", "args", "run", "file")
@@ -40,14 +38,33 @@ BYTE_MOVERS: Final = frozenset((
 ))  # fmt: skip
 """Operations of these layers that return the number of bytes moved."""
 ITEM_MOVERS: Final = frozenset(("fread", "fwrite"))
-"""Operations of STDIO that return a number of items, whose size is an argument."""
+"""Operations of STDIO that return a number of items; the size of an item is an argument."""
 
 SIZE_LIMIT: Final = 1 << 50
 """No call moves a pebibyte: such a number is damage, and sums of sizes stay within 64 bits without it."""
 
+RANK_PATTERN: Final = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d{1,9})(?![0-9a-z])"
+"""Finds the rank in a file's name: `trace-3-of-16.pfw`, `run_rank3.pfw`; not digits of a longer word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFile:
+    """A file to read: its path, its name in tables, its run, and how its file name gives the rank."""
+
+    path: Path
+    name: str = ""
+    run: str = ""
+    rank_pattern: str = RANK_PATTERN
+
+    @property
+    def rank(self) -> int | None:
+        """The rank in the file's name, if it has one."""
+        match = re.search(self.rank_pattern, self.path.name, re.IGNORECASE)
+        return int(match[1]) if match else None
+
 
 class LineFate(Enum):
-    """What became of a line. Every line has exactly one fate, so that an account adds up."""
+    """The outcome of reading a line. Every line has exactly one, so that an account adds up."""
 
     EVENT = "event"
     SALVAGED = "salvaged"
@@ -68,23 +85,6 @@ class ParsedLine:
     """The number and the text of the line, if it is not the one that was parsed last."""
 
 
-@dataclass(frozen=True, slots=True)
-class EventOrigin:
-    """What all events of a file have in common."""
-
-    run: str
-    file: str
-    rank: int | None = None
-
-
-@dataclass(slots=True)
-class FileContext:
-    """The metadata so far: the unit of times, and the rank of each process."""
-
-    ns_per_tick: int = 1000
-    ranks: dict[int, int] = field(default_factory=dict)
-
-
 class LineDialect(Protocol):
     """A dialect of text lines. `parse` is called once per line, in order; `finish` once, at the end."""
 
@@ -95,13 +95,13 @@ class LineDialect(Protocol):
         """Lines that were counted as metadata because they began something that never ended."""
 
     def faults(self) -> Iterable[str]:
-        """What is wrong with the file as a whole."""
+        """The faults of the file as a whole."""
 
 
 def read_lines(
-    chunks: Iterator[Chunk], dialect: LineDialect, origin: EventOrigin, account: FileAccount
+    chunks: Iterator[Chunk], dialect: LineDialect, file: TraceFile, account: FileAccount
 ) -> Iterator[pa.RecordBatch]:
-    """The events of a file of text lines, batch by batch."""
+    """Yield the events of a file of text lines, batch by batch."""
     rows: list[Mapping[str, Any]] = []
     for chunk in chunks:
         for line in chunk.content[chunk.start : chunk.stop].split(b"\n")[:-1]:
@@ -111,7 +111,7 @@ def read_lines(
             if parsed.row is not None:
                 rows.append(parsed.row)
         if len(rows) >= BATCH_ROWS:
-            yield build_batch(rows, origin, FileContext())
+            yield build_batch(rows, file)
             rows = []
     for parsed in dialect.finish():
         account.metadata -= 1
@@ -120,7 +120,7 @@ def read_lines(
             rows.append(parsed.row)
     account.faults.extend(dialect.faults())
     if rows:
-        yield build_batch(rows, origin, FileContext())
+        yield build_batch(rows, file)
 
 
 def count_line(parsed: ParsedLine, line: bytes, account: FileAccount) -> None:
@@ -139,43 +139,31 @@ def count_line(parsed: ParsedLine, line: bytes, account: FileAccount) -> None:
             account.count_damage(number, parsed.reason, text, salvaged=is_salvaged)
 
 
-def select_schema(columns: frozenset[str]) -> pa.Schema:
-    """The schema of batches that have only these columns."""
-    return (
-        BATCH_SCHEMA if columns == ALL_COLUMNS else pa.schema([f for f in BATCH_SCHEMA if f.name in columns])
+def build_batch(rows: Sequence[Mapping[str, Any]], file: TraceFile) -> pa.RecordBatch:
+    """Rows that Python parsed, as a batch. Each row has at least the columns that must not be missing."""
+    filled: dict[str, list[Any]] = {column.name: [row.get(column.name) for row in rows] for column in COLUMNS}
+    filled["end_us"] = [row["ts_us"] + row["dur_us"] for row in rows]
+    filled["op"] = [row.get("op") or canonical(row["name"]) for row in rows]
+    # A rank in the event itself, even None, takes precedence over the file's name.
+    rank = file.rank
+    filled["rank"] = [row.get("rank", rank) for row in rows]
+    # Readers of Darshan take sizes from its own counters.
+    filled["size_bytes"] = [size if (size or 0) < SIZE_LIMIT else None for size in filled["size_bytes"]]
+    filled["run"], filled["file"] = [file.run] * len(rows), [file.name or file.path.name] * len(rows)
+    return pa.RecordBatch.from_arrays(
+        [pa.array(filled[field.name], field.type) for field in BATCH_SCHEMA], schema=BATCH_SCHEMA
     )
 
 
-def build_batch(
-    rows: Sequence[Mapping[str, Any]],
-    origin: EventOrigin,
-    context: FileContext,
-    columns: frozenset[str] = ALL_COLUMNS,
-) -> pa.RecordBatch:
-    """Rows that Python parsed, as a batch. Each row has at least the columns that must not be missing."""
-    filled: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in columns}
-    filled["end_us"] = [row["ts_us"] + row["dur_us"] for row in rows]
-    filled["op"] = [row.get("op") or canonical(row["name"]) for row in rows]
-    # A rank in the event itself, even None, takes precedence over the file's name and metadata.
-    filled["rank"] = [
-        row["rank"] if "rank" in row else context.ranks.get(row["pid"], origin.rank) for row in rows
-    ]
-    if "size_bytes" in filled:
-        filled["size_bytes"] = [size if (size or 0) < SIZE_LIMIT else None for size in filled["size_bytes"]]
-    filled["run"], filled["file"] = [origin.run] * len(rows), [origin.file] * len(rows)
-    schema = select_schema(columns)
-    return pa.RecordBatch.from_arrays([pa.array(filled[f.name], f.type) for f in schema], schema=schema)
-
-
 def transfer_size(name: str, cat: str, arguments: Mapping[str, Any]) -> int | None:
-    """The bytes that an event moved; `block_query` applies the same rule to columns."""
-    ret, op = parse_int64(arguments.get("ret")), canonical(name)
-    if cat in BYTE_LAYERS and op in BYTE_MOVERS and ret is not None:
-        return ret if ret >= 0 else None
-    item_bytes = parse_int64(arguments.get("size"))
-    if cat == "STDIO" and op in ITEM_MOVERS and ret is not None and item_bytes is not None:
-        return ret * item_bytes if ret >= 0 else None
-    return None
+    """The bytes that an event moved; the query of `json_lines` applies the same rule to columns."""
+    moved, op = parse_int64(arguments.get("ret")), canonical(name)
+    if cat == "STDIO" and op in ITEM_MOVERS and moved is not None:
+        item_bytes = parse_int64(arguments.get("size"))
+        moved = None if item_bytes is None or moved < 0 else moved * item_bytes
+    elif cat not in BYTE_LAYERS or op not in BYTE_MOVERS:
+        return None
+    return moved if moved is not None and 0 <= moved < SIZE_LIMIT else None
 
 
 def parse_int64(value: Any) -> int | None:
@@ -184,14 +172,10 @@ def parse_int64(value: Any) -> int | None:
         try:
             value = int(value)
         except ValueError:
-            value = _parse_float(value)
+            try:
+                value = float(value)
+            except ValueError:
+                return None
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return int(value) if isinstance(value, int) and -(1 << 63) < value < 1 << 63 else None
-
-
-def _parse_float(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

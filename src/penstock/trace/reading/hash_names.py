@@ -14,16 +14,16 @@ from threading import Lock
 from typing import Final
 
 from penstock.trace.reading.chunks import read_pieces, split_chunks
-from penstock.trace.reading.lenient_json import HashKind
+from penstock.trace.reading.lenient_json import HASH_KINDS
 
 _GLOBAL_HASH: Final = re.compile(r"[0-9a-f]{16}")
-_KINDS: Final = {"FH": HashKind.FILE, "HH": HashKind.HOST}
 _searching: Final = Lock()
 
-NamedHash = tuple[HashKind, str]
+NamedHash = tuple[str, str]
+"""The argument that has the hash (`fhash`, `hhash`), and the hash."""
 
 
-def find_name_in_siblings(path: Path, kind: HashKind, value: str) -> str | None:
+def find_name_in_siblings(path: Path, kind: str, value: str) -> str | None:
     """The name that files in the folder of `path` give a hash; None if none does, or two disagree."""
     if _GLOBAL_HASH.fullmatch(value) is None:
         return None
@@ -61,7 +61,7 @@ def _explanation(line: bytes) -> Iterator[tuple[NamedHash, str]]:
     """What a line explains; nothing if it is damaged, or only mentions such a name."""
     try:
         document = json.loads(line.strip(b" \t\r\n,[]"))
-        kind, arguments = _KINDS[document["name"]], document["args"]
+        kind, arguments = HASH_KINDS[document["name"]], document["args"]
         name, value = arguments["name"], str(arguments["value"])
     except (ValueError, LookupError, TypeError, RecursionError):
         return

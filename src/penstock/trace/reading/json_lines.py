@@ -1,55 +1,76 @@
 """Traces of one JSON object per line, as DFTracer's three generations write them: chunks -> batches.
 
-    lines, gathered into blocks -> `block_query`: DuckDB gives a row for each line -> events, by column
-                                -> lines that are no plain events -> `lenient_json`, one by one
+    lines, gathered into blocks -> one query of DuckDB: the columns of plain events
+                                -> every other line -> `lenient_json`, one by one   -> batches
 
-DuckDB gives exactly one row for each line that is not blank, all NULL where the line is no JSON, so a row's
-number tells its line. Invariants: the account's sum holds after every block; the events are the same whether
-DuckDB or Python parsed them.
+A plain event is a line whose numbers are whole and whose texts have no escapes; DuckDB parses a million of
+them a second. Hashes are named a block at a time: an event's hash stands for the last name that a line
+before it has explained, or the first one after it. Invariants: the account's sum holds after every block;
+events are the same whether DuckDB or Python parsed them.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import pairwise
+from threading import Lock
+from typing import Any, Final
 
+import duckdb
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
-from penstock.trace.arrow_functions import Numbers
-from penstock.trace.event_schema import ALL_COLUMNS, FileAccount
-from penstock.trace.reading.block_arguments import count_lines
-from penstock.trace.reading.block_query import BlockQuery, BlockRows, build_block_batch
+from penstock.trace.event_schema import FileAccount, canonical, spellings_of
 from penstock.trace.reading.chunks import Chunk
 from penstock.trace.reading.event_batch import (
-    BATCH_ROWS,
-    EventOrigin,
-    FileContext,
+    BATCH_SCHEMA,
+    BYTE_LAYERS,
+    BYTE_MOVERS,
+    ITEM_MOVERS,
+    SIZE_LIMIT,
     ParsedLine,
-    build_batch,
+    TraceFile,
     count_line,
     parse_int64,
 )
-from penstock.trace.reading.lenient_json import HASH_KINDS, HashKind, UnexplainedHash, clean_text, parse_line
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from penstock.trace.reading.lenient_json import (
+    COMPLETE_PHASES,
+    HASH_KINDS,
+    TAKEN_ARGUMENTS,
+    UNEXPLAINED,
+    clean_text,
+    dump_arguments,
+    load_json,
+    parse_line,
+)
 
 BLOCK_BYTES: Final = 16 << 20
-"""Parsed at a time: small enough for a cache, large enough that a query's fixed cost does not count."""
+"""Bytes that are parsed at a time: so many that a query's fixed cost does not count."""
 QUERY_LINES: Final = 400
 """Python parses fewer lines than these sooner than DuckDB plans a query."""
-_MANY_ODD: Final = 1 / 8
-"""The share of odd rows from which on commas behind the objects are looked for."""
 _UNITS_NS: Final = {"NS": 1, "US": 1000, "MS": 1_000_000, "SEC": 1_000_000_000}
+_UNIT_LINE: Final = re.compile(rb"time_metric[^\n]*\n")
 _NEWLINE: Final = ord("\n")
 _RANK: Final = re.compile(r"Rank (\d{1,9})\b")
 
+_INT64: Final = ("line", "ts_us", "dur_us", "pid", "tid", "size_bytes", "offset", "ret")
+_INT32: Final = ("epoch", "step")
+_TEXTS: Final = ("name", "cat", "host", "hhash", "path", "fhash", "args")
+_BLOCK_SCHEMA: Final = pa.schema(
+    [(name, pa.int64()) for name in _INT64]
+    + [(name, pa.int32()) for name in _INT32]
+    + [(name, pa.string()) for name in _TEXTS]
+)
+"""Events of a block, from either parser: hashes have no names yet. `line` counts from the file's start."""
 
-FindName = Callable[[HashKind, str], str | None]
+Hash = tuple[str, str]
+"""The argument that has a hash (`fhash`, `hhash`), and the hash."""
 
 
 class JsonLines:
@@ -61,217 +82,201 @@ class JsonLines:
 
     def __init__(
         self,
-        origin: EventOrigin,
+        file: TraceFile,
         account: FileAccount,
-        columns: frozenset[str] = ALL_COLUMNS,
         query_lines: int = QUERY_LINES,
-        find_elsewhere: FindName = lambda _kind, _value: None,
+        find_elsewhere: Callable[[str, str], str | None] = lambda _kind, _value: None,
     ) -> None:
-        self._origin = origin
+        self._file = file
         self._account = account
-        self._columns = columns
         self._query_lines = query_lines
         self._find_elsewhere = find_elsewhere
-        self._query: BlockQuery | None = None
-        self._context = FileContext()
-        self._texts: dict[HashKind, dict[str, str]] = {kind: {} for kind in HashKind}
-        self._rebound: set[tuple[HashKind, str]] = set()
-        self._num_named: dict[HashKind, dict[str, int]] = {kind: {} for kind in HashKind}
-        self._unexplained: Counter[tuple[HashKind, str]] = Counter()
+        self._ranks: dict[int, int] = {}
+        self._ns_per_tick = 1000
+        # The names that lines have given to a hash, each with the number of its line.
+        self._names: dict[Hash, list[tuple[int, str]]] = {}
+        self._num_named: Counter[Hash] = Counter()
+        self._unexplained: Counter[Hash] = Counter()
         self._num_endings = self._num_announced = 0
         self._counts_metadata: bool | None = None
 
     def read(self, chunks: Iterator[Chunk]) -> Iterator[pa.RecordBatch]:
-        """The file's events, roughly in the order of its lines."""
-        try:
-            for block in _gather_blocks(chunks):
-                yield from self._read_block(block)
-        finally:
-            if self._query is not None:
-                self._query.close()
+        """Yield the file's events in the order of its lines."""
+        for block in _gather_blocks(chunks):
+            # A line that names another unit of time ends a block, so that all times of one have the same.
+            cuts = [0, *(found.end() for found in _UNIT_LINE.finditer(block)), len(block)]
+            for begin, end in pairwise(cuts):
+                batch = self._read_block(block[begin:end])
+                if batch.num_rows:
+                    yield batch
         self._account.faults.extend(self._find_faults())
 
-    def _read_block(self, block: _Block) -> Iterator[pa.RecordBatch]:
-        if block.num_lines < self._query_lines:
-            yield from self._parse_lines(block.lines())
-            return
-        rows = self._run_query(block)
-        if len(rows.odd) > _MANY_ODD * block.num_lines and b"},\n" in block.join():
-            block = _Block.from_bytes(block.join().replace(b"},\n", b"}\n"))
-            rows = self._run_query(block)
-        line_of = _number_lines(block, len(rows))
-        if line_of is not None and self._query is not None and rows.may_lack_members:
-            odd = b"\n".join(line for _, line in block.find_lines(line_of[rows.odd]))
-            rows = self._query.complete(rows, block.parts, odd, self._context.ns_per_tick)
-        ambiguous = self._learn_hashes(rows)
-        if line_of is None or (ambiguous and b"newpath_hash" in block.join()):
-            yield from self._parse_lines(block.lines())
-            return
-        if ambiguous:
-            rows.set_aside(ambiguous)
-        yield from self._take_rows(rows, block, line_of)
-
-    def _run_query(self, block: _Block) -> BlockRows:
-        if self._query is None:
-            self._query = BlockQuery(self._columns)
-        return self._query.run(block.parts, self._context.ns_per_tick)
-
-    def _learn_hashes(self, rows: BlockRows) -> set[tuple[HashKind, str]]:
-        """Bind the hashes that a block explains, but those that stand for something else as well.
-
-        Which of two texts an event means depends on its line, so Python takes the lines of these.
-        """
-        bound: dict[tuple[HashKind, str], str] = {}
-        ambiguous = set()
-        for kind, value, text in rows.explained_hashes():
-            if bound.setdefault((kind, value), text) != text or self._texts[kind].get(value, text) != text:
-                ambiguous.add((kind, value))
-        for kind, value in bound.keys() - ambiguous:
-            self._texts[kind][value] = bound[kind, value]
-        return ambiguous
-
-    def _take_rows(self, rows: BlockRows, block: _Block, line_of: Numbers) -> Iterator[pa.RecordBatch]:
-        """Count the block's lines, parse the odd ones, and make batches of the events."""
-        account, lines_before, taken = self._account, self._account.lines, block.num_lines
-        parsed_rows: list[Mapping[str, Any]] = []
-        for number, line in block.find_lines(line_of[rows.odd]):
-            account.lines = lines_before + number
-            parsed = self._parse(line)
+    def _read_block(self, block: bytes) -> pa.RecordBatch:
+        account, first = self._account, self._account.lines
+        ends = np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE)
+        starts = np.concatenate(([0], ends + 1))
+        plain = _BLOCK_SCHEMA.empty_table()
+        if len(ends) >= self._query_lines:
+            plain = self._query_block(block, starts)
+        is_odd = np.ones(len(ends), dtype=bool)
+        is_odd[plain["line"].to_numpy()] = False
+        rows = []
+        for number in np.flatnonzero(is_odd).tolist():
+            line = block[starts[number] : ends[number]]
+            account.lines = first + number + 1
+            parsed = parse_line(line, self._name_new_file, self._ns_per_tick)
+            count_line(parsed, line, account)
+            self._learn(parsed, account.lines)
             if parsed.row is not None:
-                parsed_rows.append(parsed.row)
-            if self._learn(parsed):
-                taken = number + 1
-                break
-        if self._counts_metadata is None:
-            for _, line in block.find_lines(line_of[rows.metadata[:1]]):
-                self._note_metadata(has_id=b'"id":' in line)
-        rows.keep_first(int(np.searchsorted(line_of, taken)))
-        account.lines = lines_before + taken
-        account.events += len(rows.events)
-        account.metadata += len(rows.metadata)
-        account.blank += taken - len(rows)
-        if len(rows.events):
-            yield build_block_batch(rows, self._columns, self._origin, self._context, self._resolve_of_block)
-        yield from self._build(parsed_rows)
-        if taken < block.num_lines:
-            # The unit of times has changed, so the lines behind are read anew.
-            yield from self._read_block(_Block.from_bytes(b"\n".join([*block.lines()[taken:], b""])))
+                rows.append({**parsed.row, "line": account.lines})
+        account.lines = first + len(ends)
+        account.events += plain.num_rows
+        numbers = pa.array(plain["line"].to_numpy() + first + 1)
+        events = plain.set_column(0, "line", numbers)
+        if rows:
+            events = pa.concat_tables([events, pa.Table.from_pylist(rows, _BLOCK_SCHEMA)]).sort_by("line")
+        return self._build_batch(events)
 
-    def _parse_lines(self, lines: Sequence[bytes]) -> Iterator[pa.RecordBatch]:
-        parsed_rows: list[Mapping[str, Any]] = []
-        for line in lines:
-            parsed = self._parse(line)
-            if parsed.row is not None:
-                parsed_rows.append(parsed.row)
-            self._learn(parsed)
-            if len(parsed_rows) >= BATCH_ROWS:
-                yield from self._build(parsed_rows)
-                parsed_rows = []
-        yield from self._build(parsed_rows)
+    def _query_block(self, block: bytes, starts: npt.NDArray[Any]) -> pa.Table:
+        """Parse the plain events of a block; their `line` counts from 0."""
+        numbers = pa.array(np.arange(len(starts) - 1))
+        try:
+            block.decode()
+        except UnicodeDecodeError:
+            lines = [_decode_or_none(line) for line in block.split(b"\n")[:-1]]
+            texts = pa.array(lines, pa.string())
+        else:
+            # The lines of a block are an Arrow array as they stand, newlines included: JSON ignores them.
+            offsets = pa.py_buffer(starts.astype(np.int32))
+            texts = pa.StringArray.from_buffers(len(starts) - 1, offsets, pa.py_buffer(block))
+        with _database().cursor() as cursor:
+            cursor.register("block", pa.table({"line": numbers, "text": texts}))
+            # Some writers end each line as an element of an array: {...},
+            has_commas = b"},\n" in block or b"},\r" in block
+            query = _write_query("rtrim(text, ', \r\n')" if has_commas else "text", self._ns_per_tick)
+            found = cursor.sql(query).to_arrow_table()
+            cursor.unregister("block")
+        events = found.filter(found["is_plain"])
+        args = events["args"].combine_chunks().dictionary_encode()
+        # DuckDB leaves the members in the order of the line; the same arguments have the same text here.
+        rest = [clean_text(dump_arguments(load_json(text))) for text in args.dictionary.to_pylist()]
+        columns = {name: events[name] for name in _BLOCK_SCHEMA.names}
+        columns["args"] = pa.array(rest, pa.string()).take(args.indices)
+        return pa.table(list(columns.values()), names=list(columns)).cast(_BLOCK_SCHEMA)
 
-    def _parse(self, line: bytes) -> ParsedLine:
-        self._account.lines += 1
-        parsed = parse_line(line, self._resolve, self._context.ns_per_tick)
-        count_line(parsed, line, self._account)
-        return parsed
-
-    def _learn(self, parsed: ParsedLine) -> bool:
-        """Learn units, ranks and hashes from a line of metadata; whether the unit of times has changed."""
-        if parsed.row is not None:
-            self._count_ending(parsed.row)
-        document = parsed.document if parsed.row is None else None
-        if document is None:
-            return False
-        self._note_metadata(has_id="id" in document)
-        name, value = _argument(document, "name"), _argument(document, "value")
-        kind = HASH_KINDS.get(str(document.get("name")))
-        if kind is not None and isinstance(name, str):
-            self._bind(kind, str(value), name)
-            return False
-        rank = _RANK.match(str(value)) or _RANK.match(str(_argument(document, "process_name")))
-        pid = parse_int64(document.get("pid"))
-        if rank and pid is not None:
-            self._context.ranks[pid] = int(rank[1])
-        return name == "time_metric" and self._set_unit(str(value))
-
-    def _note_metadata(self, *, has_id: bool) -> None:
-        """Versions of DFTracer that give lines of metadata an id count them among the events."""
-        if self._counts_metadata is None:
-            self._counts_metadata = has_id
-
-    def _bind(self, kind: HashKind, value: str, text: str) -> None:
-        value, text = clean_text(value), clean_text(text)
-        if self._texts[kind].setdefault(value, text) != text:
-            self._rebound.add((kind, value))
-            self._texts[kind][value] = text
-
-    def _set_unit(self, unit: str) -> bool:
-        if unit not in _UNITS_NS:
-            self._account.faults.append(
-                f"its time_metric {unit!r} is unknown: times are read as microseconds"
-            )
-        before, self._context.ns_per_tick = self._context.ns_per_tick, _UNITS_NS.get(unit, 1000)
-        return self._context.ns_per_tick != before
-
-    def _resolve(self, kind: HashKind, value: str) -> str:
-        """The text of a hash of one line."""
-        self._num_named[kind][value] = self._num_named[kind].get(value, 0) + 1
-        return self._texts[kind].get(value) or UnexplainedHash(kind, value)
-
-    def _resolve_of_block(
-        self, kind: HashKind, values: Sequence[str], nums_events: Sequence[int]
-    ) -> list[str]:
-        """The texts of hashes, each of which so many events of a block have; of none, the hash."""
-        named, texts = self._num_named[kind], self._texts[kind]
-        for value, num_events in zip(values, nums_events, strict=True):
-            named[value] = named.get(value, 0) + num_events
-        return [
-            texts.get(value) or (self._resolve_late(kind, value, num_events) if num_events else value)
-            for value, num_events in zip(values, nums_events, strict=True)
-        ]
-
-    def _resolve_late(self, kind: HashKind, value: str, num_events: int) -> str:
-        """The text of a hash that no line before its events has explained."""
-        text = self._texts[kind].get(value)
-        if text:
-            return text
-        elsewhere = self._find_elsewhere(kind, value)
-        if elsewhere is None:
-            self._unexplained[kind, value] += num_events
-            return UnexplainedHash(kind, value)
-        self._texts[kind][value] = elsewhere
-        return elsewhere
-
-    def _build(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
-        """A batch of rows that Python parsed, their hashes resolved that were explained after them."""
-        if not rows:
-            return
-        resolved = [self._name_late(row) for row in rows]
-        yield build_batch(resolved, self._origin, self._context, self._columns)
-
-    def _name_late(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        late: dict[str, Any] = {
-            column: self._resolve_late(text.kind, text.value, 1)
-            for column in ("path", "host")
-            if column in self._columns and isinstance(text := row[column], UnexplainedHash)
+    def _build_batch(self, events: pa.Table) -> pa.RecordBatch:
+        """Events of a block with their operations, names, ranks, run and file."""
+        columns: dict[str, Any] = {
+            name: array.combine_chunks()
+            for name, array in zip(events.column_names, events.columns, strict=True)
         }
-        return {**row, **late} if late else row
+        names = columns["name"].dictionary_encode()
+        ops = pa.array(map(canonical, names.dictionary.to_pylist()), pa.string())
+        pids = columns["pid"].dictionary_encode()
+        ranks = [self._ranks.get(pid, self._file.rank) for pid in pids.dictionary.to_pylist()]
+        constant = np.zeros(events.num_rows, dtype=np.int32)
+        columns |= {
+            "end_us": pa.array(columns["ts_us"].to_numpy() + columns["dur_us"].to_numpy()),
+            "op": pa.DictionaryArray.from_arrays(names.indices, ops),
+            "name": names,
+            "cat": columns["cat"].dictionary_encode(),
+            "rank": pa.array(ranks, pa.int32()).take(pids.indices),
+            "host": self._name_hashes(columns, "host", "hhash"),
+            "path": self._name_hashes(columns, "path", "fhash"),
+            "args": columns["args"].dictionary_encode(),
+            "run": pa.DictionaryArray.from_arrays(constant, pa.array([self._file.run])),
+            "file": pa.DictionaryArray.from_arrays(
+                constant, pa.array([self._file.name or self._file.path.name])
+            ),
+        }
+        return pa.RecordBatch.from_arrays([columns[name] for name in BATCH_SCHEMA.names], schema=BATCH_SCHEMA)
 
-    def _count_ending(self, row: Mapping[str, Any]) -> None:
-        """DFTracer's last event has the number of events before it."""
-        if row["name"] == "end":
-            announced = parse_int64(json.loads(row["args"]).get("num_events"))
-            if announced is not None:
+    def _name_hashes(self, columns: Mapping[str, Any], plain: str, hashed: str) -> pa.DictionaryArray:
+        """Names as they were traced, else those that hashes stand for."""
+        names = columns[plain]
+        if columns[hashed].null_count == len(columns[hashed]):
+            return names.dictionary_encode()
+        encoded = pa.compute.if_else(names.is_valid(), None, columns[hashed]).dictionary_encode()
+        hashes = encoded.dictionary.to_pylist()
+        counts = np.bincount(encoded.indices.drop_null().to_numpy(), minlength=len(hashes)).tolist()
+        texts, rebound = [], []
+        for number, (value, num_events) in enumerate(zip(hashes, counts, strict=True)):
+            self._num_named[hashed, value] += num_events
+            texts.append(self._name_hash((hashed, value), num_events))
+            if len(self._names.get((hashed, value), ())) > 1:
+                rebound.append(number)
+        if names.null_count == len(names) and not rebound:
+            return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(texts, pa.string()))
+        of_hashes = pa.array(texts, pa.string()).take(encoded.indices)
+        if rebound:
+            found = of_hashes.to_pylist()
+            places = np.flatnonzero(np.isin(encoded.indices.fill_null(-1).to_numpy(), rebound))
+            for place in places.tolist():
+                bindings = self._names[hashed, hashes[encoded.indices[place].as_py()]]
+                before = bisect_right(bindings, columns["line"][place].as_py(), key=lambda bound: bound[0])
+                found[place] = bindings[max(before - 1, 0)][1]
+            of_hashes = pa.array(found, pa.string())
+        return pa.compute.coalesce(names, of_hashes).dictionary_encode()
+
+    def _name_hash(self, named: Hash, num_events: int) -> str:
+        """The last name of a hash so far; events of a hash without one are counted."""
+        if named not in self._names:
+            elsewhere = self._find_elsewhere(*named)
+            if elsewhere is None:
+                self._unexplained[named] += num_events
+                return UNEXPLAINED + named[1]
+            self._names[named] = [(0, elsewhere)]
+        return self._names[named][-1][1]
+
+    def _name_new_file(self, value: str) -> str:
+        """The new name of a renamed file, which stands among the arguments."""
+        self._num_named["fhash", value] += 1
+        names = self._names.get(("fhash", value))
+        return names[-1][1] if names else UNEXPLAINED + value
+
+    def _learn(self, parsed: ParsedLine, line: int) -> None:
+        """Learn units, ranks and names from metadata, and the writer's count from its last event."""
+        if parsed.row is not None:
+            announced = parse_int64(json.loads(parsed.row["args"]).get("num_events"))
+            if parsed.row["name"] == "end" and announced is not None:
                 self._num_announced += announced
                 self._num_endings += 1
+            return
+        document = parsed.document
+        if document is None:
+            return
+        if self._counts_metadata is None:
+            # Versions of DFTracer that give lines of metadata an id count them among the events.
+            self._counts_metadata = "id" in document
+        arguments = document.get("args")
+        arguments = arguments if isinstance(arguments, dict) else {}
+        name, value = arguments.get("name"), str(arguments.get("value"))
+        kind = HASH_KINDS.get(str(document.get("name")))
+        if kind is not None and isinstance(name, str):
+            text = clean_text(name)
+            bindings = self._names.setdefault((kind, clean_text(value)), [])
+            if not bindings or bindings[-1][1] != text:
+                bindings.append((line, text))
+            return
+        rank = _RANK.match(value) or _RANK.match(str(arguments.get("process_name")))
+        pid = parse_int64(document.get("pid"))
+        if rank and pid is not None:
+            self._ranks[pid] = int(rank[1])
+        if name == "time_metric":
+            if value not in _UNITS_NS:
+                self._account.faults.append(
+                    f"its time_metric {value!r} is unknown: times are read as microseconds"
+                )
+            self._ns_per_tick = _UNITS_NS.get(value, 1000)
 
     def _find_faults(self) -> Iterator[str]:
-        """What is wrong with the file as a whole, after its last line."""
+        """Yield the faults of the file as a whole, after its last line."""
         account = self._account
-        if self._rebound:
-            num_events = sum(self._num_named[kind].get(value, 0) for kind, value in self._rebound)
+        rebound = [named for named, bindings in self._names.items() if len(bindings) > 1]
+        if rebound:
+            num_events = sum(self._num_named[named] for named in rebound)
             yield (
-                f"{len(self._rebound):,} hashes stand for two names: {num_events:,} events with them have the"
+                f"{len(rebound):,} hashes stand for two names: {num_events:,} events with them have the"
                 " one that was explained last before them"
             )
         if self._unexplained:
@@ -292,64 +297,127 @@ class JsonLines:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+def _gather_blocks(chunks: Iterator[Chunk]) -> Iterator[bytes]:
     """Whole lines that are parsed together."""
-
-    parts: Sequence[memoryview | bytes]
-    """Each has whole lines."""
-    lines_of_parts: Sequence[int]
-
-    @classmethod
-    def from_bytes(cls, content: bytes) -> Self:
-        return cls([content], [count_lines(content)])
-
-    @property
-    def num_lines(self) -> int:
-        return sum(self.lines_of_parts)
-
-    def join(self) -> bytes:
-        return b"".join(self.parts)
-
-    def lines(self) -> list[bytes]:
-        return self.join().split(b"\n")[:-1]
-
-    def find_lines(self, numbers: Numbers) -> Iterator[tuple[int, bytes]]:
-        """The lines of these numbers."""
-        first = 0
-        for part, num_lines in zip(self.parts, self.lines_of_parts, strict=True):
-            inside = numbers[np.searchsorted(numbers, first) : np.searchsorted(numbers, first + num_lines)]
-            if len(inside):
-                ends = np.flatnonzero(np.frombuffer(part, dtype=np.uint8) == _NEWLINE)
-                starts = np.concatenate(([0], ends + 1))
-                for place in (inside - first).tolist():
-                    yield first + place, bytes(part[starts[place] : ends[place]])
-            first += num_lines
-
-
-def _gather_blocks(chunks: Iterator[Chunk]) -> Iterator[_Block]:
-    parts: list[memoryview] = []
-    lines_of_parts: list[int] = []
+    parts: list[bytes | memoryview] = []
     num_bytes = 0
     for chunk in chunks:
         parts.append(memoryview(chunk.content)[chunk.start : chunk.stop])
-        lines_of_parts.append(count_lines(parts[-1]))
         num_bytes += len(parts[-1])
         if num_bytes >= BLOCK_BYTES:
-            yield _Block(parts, lines_of_parts)
-            parts, lines_of_parts, num_bytes = [], [], 0
+            yield b"".join(parts)
+            parts, num_bytes = [], 0
     if parts:
-        yield _Block(parts, lines_of_parts)
+        yield b"".join(parts)
 
 
-def _number_lines(block: _Block, num_rows: int) -> Numbers | None:
-    """The line of each row; None if it is unknown, because DuckDB sees other lines than Python does."""
-    if num_rows == block.num_lines:
-        return np.arange(num_rows)
-    written = np.flatnonzero([bool(line.strip()) for line in block.lines()])
-    return written if len(written) == num_rows else None
+def _decode_or_none(line: bytes) -> str | None:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        return None
 
 
-def _argument(document: Mapping[str, Any], key: str) -> Any:
-    arguments = document.get("args")
-    return arguments.get(key) if isinstance(arguments, dict) else None
+_database_lock: Final = Lock()
+
+
+def _database() -> duckdb.DuckDBPyConnection:
+    """One database for all readers, because opening one takes longer than reading a small trace."""
+    with _database_lock:
+        return _open_database()
+
+
+@cache
+def _open_database() -> duckdb.DuckDBPyConnection:
+    # Files are read side by side; a block is too small to be divided.
+    return duckdb.connect(config={"threads": 1})
+
+
+@cache
+def _write_query(text: str, ns_per_tick: int) -> str:
+    """The query for plain events of `text`: members as JSON texts -> values -> whether all values are exact.
+
+    A JSON text keeps its type: `"5"` is a text, `5` a number. A number is exact if casting it to an integer
+    and back changes nothing, which `1.5`, `1e3` and `007` do not survive.
+    """
+    top = ("name", "cat", "ph", "pid", "tid", "ts", "dur", "args")
+    inner = (*TAKEN_ARGUMENTS, "size")
+    numbers = ("pid", "tid", "ts", "dur", "ret", "offset", "epoch", "step", "size")
+    texts = ("name", "cat", "fname", "hostname")
+
+    def structure(keys: tuple[str, ...]) -> str:
+        return json.dumps(dict.fromkeys(keys, "JSON"))
+
+    def members(keys: tuple[str, ...]) -> str:
+        return ", ".join(f'm."{key}"::VARCHAR AS "{key}"' for key in keys)
+
+    def bare(key: str) -> str:
+        return f"""trim("{key}", '"')"""
+
+    def names(ops: frozenset[str]) -> str:
+        return "name IN (" + ", ".join(f"'{name}'" for name in spellings_of(ops)) + ")"
+
+    ticks = min(1 << 62, (1 << 61) * 1000 // ns_per_tick)
+
+    # Starts and ends are cut to the microsecond, see `lenient_json`.
+    def in_us(ticks: str) -> str:
+        if ns_per_tick >= 1000:
+            return f"({ticks}) * {ns_per_tick // 1000}"
+        return f"({ticks}) // {1000 // ns_per_tick}"
+
+    limits = {"epoch": 1 << 31, "step": 1 << 31, "ts": ticks, "dur": ticks}
+    exact = [
+        f"""coalesce(n_{key}::VARCHAR = {bare(key)} AND abs(n_{key}) < {limits.get(key, 1 << 62)},
+                     "{key}" IS NULL)"""
+        for key in numbers
+        if key != "size"
+    ]
+    exact += [
+        f"""coalesce(starts_with("{key}", '"') AND NOT contains("{key}", '\\'), true)""" for key in texts
+    ]
+    exact += [
+        f"""coalesce(NOT contains("{key}", '\\')
+                 AND (starts_with("{key}", '"') OR TRY_CAST("{key}" AS HUGEINT)::VARCHAR = "{key}"),
+                 "{key}" IS NULL)"""
+        for key in ("fhash", "hhash")
+    ]
+    moves_bytes = f"cat IN {BYTE_LAYERS} AND {names(BYTE_MOVERS)}"
+    moves_items = f"cat = 'STDIO' AND {names(ITEM_MOVERS)}"
+    size = f"CASE WHEN {moves_bytes} THEN ret WHEN {moves_items} THEN ret::HUGEINT * n_size END"
+    taken = json.dumps(dict.fromkeys(TAKEN_ARGUMENTS))
+    phases = ", ".join(f"'\"{phase}\"', '{phase}'" for phase in COMPLETE_PHASES)
+    return f"""
+        WITH members AS (
+            SELECT line, {members(top)}
+            FROM (SELECT line, json_transform({text}, '{structure(top)}') AS m
+                  FROM block WHERE json_valid({text}))
+        ), arguments AS (
+            SELECT * EXCLUDE (m), {members(inner)}
+            FROM (SELECT *, json_transform(args, '{structure(inner)}') AS m,
+                   CASE WHEN starts_with(args, '{{') THEN json_merge_patch(args, '{taken}') END AS rest
+                  FROM members)
+        ), valued AS (
+            SELECT *, {", ".join(f"TRY_CAST({bare(key)} AS BIGINT) AS n_{key}" for key in numbers)}
+            FROM arguments
+        ), checked AS (
+            SELECT line, {in_us("n_ts")} AS ts_us, {in_us("n_ts + n_dur")} - {in_us("n_ts")} AS dur_us,
+                   {bare("name")} AS name, {bare("cat")} AS cat,
+                   coalesce(n_pid, 0) AS pid, coalesce(n_tid, n_pid, 0) AS tid,
+                   {bare("hostname")} AS host, {bare("hhash")} AS hhash, {bare("fname")} AS path,
+                   {bare("fhash")} AS fhash, n_ret AS ret, n_offset AS "offset", n_epoch AS epoch,
+                   n_step AS step, n_size, rest::VARCHAR AS args, size AS written_size,
+                   coalesce(
+                       ph IN ({phases}) AND cat IS NOT NULL AND n_ts >= 0 AND n_dur >= 0
+                       AND name <> '"end"' AND rest IS NOT NULL AND NOT contains(args, ':null')
+                       AND NOT contains(args, 'newpath_hash') AND {" AND ".join(exact)}, false) AS is_exact
+            FROM valued
+        ), sized AS (
+            SELECT *, {size} AS moved,
+                   is_exact AND NOT ({moves_items} AND coalesce(n_size::VARCHAR <> {bare("written_size")},
+                                                               written_size IS NOT NULL)) AS is_plain
+            FROM checked
+        )
+        SELECT * REPLACE (CASE WHEN is_plain THEN epoch END::INTEGER AS epoch,
+                          CASE WHEN is_plain THEN step END::INTEGER AS step),
+               CASE WHEN moved BETWEEN 0 AND {SIZE_LIMIT - 1} THEN moved END::BIGINT AS size_bytes
+        FROM sized"""

@@ -9,37 +9,17 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from enum import StrEnum
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from penstock.trace.reading.event_batch import UNEXPLAINED, LineFate, ParsedLine, parse_int64, transfer_size
+from penstock.trace.reading.event_batch import LineFate, ParsedLine, parse_int64, transfer_size
 
+HASH_KINDS: Final = {"FH": "fhash", "HH": "hhash"}
+"""Names of the lines of metadata that explain hashes, and the arguments that have such a hash."""
+UNEXPLAINED: Final = "hash:"
+"""Prefix of a path or host whose hash its file never explains."""
 
-class HashKind(StrEnum):
-    """What a hash is of."""
-
-    FILE = "file"
-    HOST = "host"
-
-
-HASH_KINDS: Final = {"FH": HashKind.FILE, "HH": HashKind.HOST}
-"""Names of the lines of metadata that explain hashes."""
-
-ResolveHash = Callable[[HashKind, str], str]
-"""Returns the text of a hash, or an `UnexplainedHash`."""
-
-
-class UnexplainedHash(str):  # noqa: SLOT000 - a text has room for none beside its letters
-    """Text in place of a hash that no line has explained so far; a later line of the file may."""
-
-    kind: HashKind
-    value: str
-
-    def __new__(cls, kind: HashKind, value: str) -> Self:
-        """Make the text for the table if no line explains the hash."""
-        made = super().__new__(cls, UNEXPLAINED + value)
-        made.kind, made.value = kind, value
-        return made
+NameFile = Callable[[str], str]
+"""Returns the name of the file that a hash stands for, as far as the lines so far have explained it."""
 
 
 METADATA_PHASES: Final = ("M", "4")
@@ -47,7 +27,8 @@ COMPLETE_PHASES: Final = ("X", "1")
 PASSING_PHASES: Final = ("2", "3", *"CiIstfbneNODPRcvV(),")
 """Counters, marks and flows: they take no time, and the table holds what does."""
 
-_TAKEN: Final = frozenset(("fname", "fhash", "hostname", "hhash", "ret", "offset", "epoch", "step"))
+TAKEN_ARGUMENTS: Final = ("fname", "fhash", "hostname", "hhash", "ret", "offset", "epoch", "step")
+"""Arguments that have columns of their own."""
 _SALVAGE_TEXT: Final = {
     key: re.compile(rf'"{key}"\s*:\s*"(.*?)"\s*(?=,\s*"|\}}|$)', re.DOTALL)
     for key in ("name", "cat", "fname", "hostname", "fhash", "hhash")
@@ -76,7 +57,7 @@ _TIME_LIMIT_US: Final = 1 << 61
 _TICKS_LIMIT: Final = 2.0**62
 
 
-def parse_line(line: bytes, resolve: ResolveHash, ns_per_tick: int, base_ns: int = 0) -> ParsedLine:
+def parse_line(line: bytes, name_file: NameFile, ns_per_tick: int, base_ns: int = 0) -> ParsedLine:
     """Parse one line of a JSON-lines trace, with or without its newline; times count from `base_ns`."""
     bare = line.strip(b" \t\r\n")
     bare = bare[1:].lstrip() if bare.startswith((b"[", b"]")) else bare
@@ -86,14 +67,14 @@ def parse_line(line: bytes, resolve: ResolveHash, ns_per_tick: int, base_ns: int
     try:
         document = load_json(bare.decode())
     except (ValueError, RecursionError) as error:
-        return _salvage(bare, _describe_damage(bare, error), resolve, ns_per_tick, base_ns)
+        return _salvage(bare, _describe_damage(bare, error), name_file, ns_per_tick, base_ns)
     if not isinstance(document, dict):
         return ParsedLine(LineFate.DROPPED, reason="not an object")
-    return parse_event(document, resolve, ns_per_tick, base_ns)
+    return parse_event(document, name_file, ns_per_tick, base_ns)
 
 
 def parse_event(
-    document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: int, base_ns: int = 0
+    document: Mapping[str, Any], name_file: NameFile, ns_per_tick: int, base_ns: int = 0
 ) -> ParsedLine:
     """Tell what a JSON object is."""
     phase = str(document.get("ph", "X"))
@@ -103,7 +84,7 @@ def parse_event(
         return ParsedLine(LineFate.METADATA)
     if phase not in COMPLETE_PHASES:
         return ParsedLine(LineFate.DROPPED, reason="unknown phase")
-    row = _build_row(document, resolve, ns_per_tick, base_ns)
+    row = _build_row(document, name_file, ns_per_tick, base_ns)
     if row is None:
         return ParsedLine(LineFate.DROPPED, reason=_describe_lack(document, ns_per_tick))
     return ParsedLine(LineFate.EVENT, row=row, document=document)
@@ -151,7 +132,7 @@ def _describe_damage(bare: bytes, error: Exception) -> str:
     return "malformed" if bare.endswith(b"}") else "cut short"
 
 
-def _salvage(bare: bytes, reason: str, resolve: ResolveHash, ns_per_tick: int, base_ns: int) -> ParsedLine:
+def _salvage(bare: bytes, reason: str, name_file: NameFile, ns_per_tick: int, base_ns: int) -> ParsedLine:
     """Search a damaged line for an event's keys; without a name, a time and a duration it is lost."""
     text = bare.decode(errors="backslashreplace")
     found: dict[str, Any] = {
@@ -170,14 +151,14 @@ def _salvage(bare: bytes, reason: str, resolve: ResolveHash, ns_per_tick: int, b
     top: dict[str, Any] = {
         key: found.pop(key) for key in ("name", "cat", "pid", "tid", "ts", "dur") if key in found
     }
-    row = _build_row({**top, "args": found}, resolve, ns_per_tick, base_ns)
+    row = _build_row({**top, "args": found}, name_file, ns_per_tick, base_ns)
     if row is None:
         return ParsedLine(LineFate.DROPPED, reason=reason)
     return ParsedLine(LineFate.SALVAGED, row=row, reason=reason)
 
 
 def _build_row(
-    document: Mapping[str, Any], resolve: ResolveHash, ns_per_tick: int, base_ns: int
+    document: Mapping[str, Any], name_file: NameFile, ns_per_tick: int, base_ns: int
 ) -> dict[str, Any] | None:
     """An event's row; None if the document has no name or no time that fits."""
     given = document.get("args")
@@ -202,23 +183,25 @@ def _build_row(
         "cat": cat,
         "pid": pid,
         "tid": pid if tid is None else tid,
-        "host": _resolve_name(arguments, "hostname", "hhash", HashKind.HOST, resolve),
-        "path": _resolve_name(arguments, "fname", "fhash", HashKind.FILE, resolve),
+        "host": _find_text(arguments, "hostname", str),
+        "hhash": _find_text(arguments, "hhash", str | int | float),
+        "path": _find_text(arguments, "fname", str),
+        "fhash": _find_text(arguments, "fhash", str | int | float),
         "size_bytes": transfer_size(name, cat, arguments),
         "offset": parse_int64(arguments.get("offset")),
         "ret": parse_int64(arguments.get("ret")),
         "epoch": _parse_int32(arguments.get("epoch")),
         "step": _parse_int32(arguments.get("step")),
-        "args": format_arguments(arguments, resolve),
+        "args": format_arguments(arguments, name_file),
     }
 
 
-def format_arguments(arguments: Mapping[str, Any], resolve: ResolveHash | None = None) -> str:
+def format_arguments(arguments: Mapping[str, Any], name_file: NameFile | None = None) -> str:
     """JSON text of the arguments without a column of their own."""
     rest: Mapping[str, Any] = {
-        key: value for key, value in arguments.items() if key not in _TAKEN or not _fits(key, value)
+        key: value for key, value in arguments.items() if key not in TAKEN_ARGUMENTS or not _fits(key, value)
     }
-    rest = rest if resolve is None else name_new_path(rest, resolve)
+    rest = rest if name_file is None else name_new_path(rest, name_file)
     return clean_text(dump_arguments(rest))
 
 
@@ -227,13 +210,13 @@ def dump_arguments(arguments: Mapping[str, Any]) -> str:
     return json.dumps(dict(sorted(arguments.items())), separators=(",", ":"), ensure_ascii=False)
 
 
-def name_new_path(arguments: Mapping[str, Any], resolve: ResolveHash) -> Mapping[str, Any]:
+def name_new_path(arguments: Mapping[str, Any], name_file: NameFile) -> Mapping[str, Any]:
     """The arguments of a rename, with the new name in place of its hash."""
     if "newpath_hash" not in arguments:
         return arguments
     rest = dict(arguments)
     value = clean_text(str(rest.pop("newpath_hash")))
-    return {**rest, "newpath": resolve(HashKind.FILE, value)}
+    return {**rest, "newpath": name_file(value)}
 
 
 def _fits(key: str, value: Any) -> bool:
@@ -245,13 +228,10 @@ def _fits(key: str, value: Any) -> bool:
     return (_parse_int32(value) if key in ("epoch", "step") else parse_int64(value)) is not None
 
 
-def _resolve_name(
-    arguments: Mapping[str, Any], name: str, hashed: str, kind: HashKind, resolve: ResolveHash
-) -> str | None:
-    if isinstance(arguments.get(name), str):
-        return clean_text(arguments[name])
-    value = arguments.get(hashed)
-    return resolve(kind, clean_text(str(value))) if isinstance(value, str | int | float) else None
+def _find_text(arguments: Mapping[str, Any], key: str, kinds: Any) -> str | None:
+    """The text of an argument of one of these types; None for another."""
+    value = arguments.get(key)
+    return clean_text(str(value)) if isinstance(value, kinds) else None
 
 
 def clean_text(text: str) -> str:

@@ -2,7 +2,7 @@
 
     bytes -> decompressed pieces -> dialect, by the first bytes -> chunks of lines -> events, batch by batch
 
-To add a dialect: a member of `Dialect`, its first bytes in `detect_dialect`, a reader in `_read_dialect`.
+To add a dialect: a member of `Dialect`, its first bytes in `detect_dialect`, a reader in `_read_batches`.
 Invariant: after the last batch the account is complete, and what is wrong with the file stands in it; only a
 file that cannot be read at all is an error.
 """
@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from penstock.trace.arrow_functions import find_unique
 from penstock.trace.capture.trace_writer import read_event_count
-from penstock.trace.event_schema import ALL_COLUMNS, FileAccount
+from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.chrome import ChromeDocument
 from penstock.trace.reading.chunks import read_pieces, split_chunks
 from penstock.trace.reading.content_guess import RECORDER, UTF8_MARK, guess_content, is_of_recorder
 from penstock.trace.reading.darshan_dxt import MARK, DarshanDxt
 from penstock.trace.reading.darshan_log import DarshanLog, is_darshan_log
-from penstock.trace.reading.event_batch import FEW_ROWS, EventOrigin, read_lines
+from penstock.trace.reading.event_batch import TraceFile, read_lines
 from penstock.trace.reading.hash_names import find_name_in_siblings
 from penstock.trace.reading.json_lines import QUERY_LINES, JsonLines
 from penstock.trace.reading.strace import FIRST_LINE, open_strace
@@ -89,26 +85,6 @@ def _is_one_array(head: bytes) -> bool:
     return False
 
 
-RANK_PATTERN = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d{1,9})(?![0-9a-z])"
-"""Finds the rank in a file's name: `trace-3-of-16.pfw`, `run_rank3.pfw`; not digits of a longer word."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceFile:
-    """A file to read: its path, its name in tables, its run, and how its file name gives the rank."""
-
-    path: Path
-    name: str = ""
-    run: str = ""
-    rank_pattern: str = RANK_PATTERN
-
-    @property
-    def origin(self) -> EventOrigin:
-        """What all its events have in common."""
-        match = re.search(self.rank_pattern, self.path.name, re.IGNORECASE)
-        return EventOrigin(self.run, self.name or self.path.name, int(match[1]) if match else None)
-
-
 @dataclass(slots=True)
 class TraceReading:
     """A file that is being read: iterate over `batches`, then look at `account`."""
@@ -118,42 +94,46 @@ class TraceReading:
 
 
 def read_trace_file(
-    file: TraceFile,
-    advance: Callable[[int], None] = lambda _: None,
-    columns: frozenset[str] = ALL_COLUMNS,
-    query_lines: int = QUERY_LINES,
+    file: TraceFile, advance: Callable[[int], None] = lambda _: None, query_lines: int = QUERY_LINES
 ) -> TraceReading:
-    """Begin to read these columns; `advance` is called with bytes taken from disk.
+    """Begin to read a file; `advance` is called with the number of bytes that were taken from disk.
 
-    OSError if the file cannot be read. Dialects that Python parses give all columns. Fewer lines than
-    `query_lines` are parsed by Python, which changes nothing but the speed.
+    OSError if the file cannot be read. Fewer lines than `query_lines` are parsed by Python, which changes
+    nothing but the speed.
     """
     account = FileAccount(file=file.name or file.path.name, size_bytes=file.path.stat().st_size)
-    return TraceReading(account, _read_batches(file, account, advance, columns, query_lines))
+    return TraceReading(account, _read_batches(file, account, advance, query_lines))
 
 
 def _read_batches(
-    file: TraceFile,
-    account: FileAccount,
-    advance: Callable[[int], None],
-    columns: frozenset[str],
-    query_lines: int,
+    file: TraceFile, account: FileAccount, advance: Callable[[int], None], query_lines: int
 ) -> Iterator[pa.RecordBatch]:
     # Read before the trace: what a program that still runs records meanwhile must not count as missing.
     account.announced_events = read_event_count(file.path)
     pieces = read_pieces(file.path, account.faults.append, advance)
     head = next(pieces, b"").removeprefix(UTF8_MARK)
+    pieces = chain([head], pieces)
     dialect = detect_dialect(head)
     account.dialect = dialect.value
-    if dialect is Dialect.JSON_LINES:
-        find_elsewhere = partial(find_name_in_siblings, file.path)
-        json_lines = JsonLines(file.origin, account, columns, query_lines, find_elsewhere)
-        batches = json_lines.read(split_chunks(chain([head], pieces)))
-    else:
-        batches = _read_dialect(dialect, file, head, chain([head], pieces), account)
+    match dialect:
+        case Dialect.JSON_LINES:
+            find_elsewhere = partial(find_name_in_siblings, file.path)
+            batches = JsonLines(file, account, query_lines, find_elsewhere).read(split_chunks(pieces))
+        case Dialect.CHROME:
+            batches = ChromeDocument(file, account).read(pieces)
+        case Dialect.STRACE:
+            batches = read_lines(split_chunks(pieces), open_strace(file.path, head), file, account)
+        case Dialect.DARSHAN:
+            batches = read_lines(split_chunks(pieces), DarshanDxt(), file, account)
+        case Dialect.DARSHAN_LOG:
+            batches = DarshanLog(file, account).read()
     for batch in batches:
-        _note_hosts_and_ranks(batch, account)
-        _note_times(batch, account)
+        account.hosts |= {host for host in batch["host"].dictionary.to_pylist() if host is not None}
+        account.ranks |= {rank for rank in batch["rank"].unique().to_pylist() if rank is not None}
+        starts = batch["ts_us"].to_numpy()
+        first_us, last_us = int(starts.min()), int(starts.max())
+        account.first_us = first_us if account.first_us is None else min(account.first_us, first_us)
+        account.last_us = last_us if account.last_us is None else max(account.last_us, last_us)
         yield batch
     if not head:
         account.notes.append("it is empty")
@@ -162,37 +142,3 @@ def _read_batches(
     if is_damaged and account.is_without_events and head and not head.lstrip().startswith((b"{", b"[")):
         seems = RECORDER if is_of_recorder(file.path.name) else guess_content(head)
         account.faults.append(f"not one event: it seems to be {seems}")
-
-
-def _read_dialect(
-    dialect: Dialect, file: TraceFile, head: bytes, pieces: Iterable[bytes], account: FileAccount
-) -> Iterator[pa.RecordBatch]:
-    """The events of a dialect that Python parses."""
-    if dialect is Dialect.DARSHAN_LOG:
-        return DarshanLog(file.path, file.origin, account).read()
-    if dialect is Dialect.CHROME:
-        return ChromeDocument(file.origin, account).read(pieces)
-    parser = open_strace(file.path, head) if dialect is Dialect.STRACE else DarshanDxt()
-    return read_lines(split_chunks(pieces), parser, file.origin, account)
-
-
-def _note_hosts_and_ranks(batch: pa.RecordBatch, account: FileAccount) -> None:
-    names = batch.schema.names
-    if "host" in names:
-        account.hosts |= _distinct(batch["host"])
-    if "rank" in names:
-        account.ranks |= _distinct(batch["rank"])
-
-
-def _distinct(column: pa.Array) -> set[Any]:
-    """The values of a column, without those that are missing."""
-    values = column.to_pylist() if len(column) <= FEW_ROWS else find_unique(column)
-    return {value for value in values if value is not None}
-
-
-def _note_times(batch: pa.RecordBatch, account: FileAccount) -> None:
-    if batch.num_rows and "ts_us" in batch.schema.names:
-        times = batch.column("ts_us").to_numpy()
-        firsts = [time for time in (account.first_us, int(np.min(times))) if time is not None]
-        lasts = [time for time in (account.last_us, int(np.max(times))) if time is not None]
-        account.first_us, account.last_us = min(firsts), max(lasts)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from tests.support.synthesize import read_description, synthesize
 
 from penstock.trace.compare.comparison import ComparisonResult, compare_runs
 from penstock.trace.compare.trace_study import ComparisonSpec, open_study
-from penstock.trace.synthesize import read_description, synthesize
 from penstock.trace.yaml_documents import load_document
 
 

@@ -70,7 +70,8 @@ def test_a_phase_that_no_event_is_of_is_refused_with_those_there_are(events: Eve
 
 
 def test_process_that_only_computes_has_a_row(events: EventsView) -> None:
-    answer = overlap(events.only("cat = 'ai'"))
+    events.connection.register("events", events_table(ROWS[:1]))
+    answer = overlap(view_events(events.connection, "events", Dimensions()))
     (row,) = answer.records()
     assert (row["num_events"], row["union_us"], row["sum_us"], row["concurrency"]) == (0, 0, 0, None)
     assert (row["compute_us"], row["compute_alone_us"]) == (100, 100)
@@ -224,25 +225,6 @@ def test_a_timeline_has_a_hundred_round_buckets_however_long_it_is(
 
 def test_a_timeline_finds_a_round_width_for_itself(events: EventsView) -> None:
     assert "0.000005 s" in timeline(events).notes[0] or "5e-06 s" in timeline(events).notes[0]
-
-
-@pytest.mark.parametrize(
-    ("sql", "has_all"),
-    [
-        ("SELECT * FROM {events}", True),
-        ("SELECT e.* FROM {events} e", True),
-        ("SELECT op, * FROM {events}", True),
-        ("SELECT DISTINCT\n* FROM {events}", True),
-        ("SELECT COLUMNS(*) FROM {events}", True),
-        ("SELECT count(*), COUNT( * ) FROM {events}", False),
-        ("SELECT 2 * sum(dur_us), max(size_bytes*dur_us), (max(tid)) * 2 FROM {events}", False),
-    ],
-)
-def test_only_a_star_that_stands_for_columns_needs_all_of_them(
-    sql: str, events: EventsView, *, has_all: bool
-) -> None:
-    assert events.fill_in(sql) == sql.replace("{events}", "penstock_events" if has_all else "events")
-    events.ask(sql)
 
 
 def test_every_question_answers_a_trace_without_events(nothing: EventsView) -> None:

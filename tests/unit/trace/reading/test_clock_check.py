@@ -6,7 +6,8 @@ import pytest
 
 from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.clock_check import APART_US, find_clock_mismatches
-from penstock.trace.reading.trace_file import TraceFile, read_trace_file
+from penstock.trace.reading.event_batch import TraceFile
+from penstock.trace.reading.trace_file import read_trace_file
 
 NOW_US = 1_700_000_000_000_000  # 2023-11-14
 

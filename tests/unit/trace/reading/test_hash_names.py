@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from penstock.trace.reading.hash_names import find_name_in_siblings
-from penstock.trace.reading.lenient_json import HashKind
 
 HASH, OTHER_HASH = "6131be361c9b6234", "fe1090480b848aa1"
 
@@ -18,7 +17,7 @@ def _line(name: str, value: str | int, *, kind: str = "FH") -> bytes:
     return json.dumps({"name": kind, "cat": "dftracer", "pid": 1, "ph": 4, "args": args}).encode() + b"\n"
 
 
-def _find(folder: Path, value: str = HASH, kind: HashKind = HashKind.FILE) -> str | None:
+def _find(folder: Path, value: str = HASH, kind: str = "fhash") -> str | None:
     return find_name_in_siblings(folder / "worker.pfw.gz", kind, value)
 
 
@@ -26,7 +25,7 @@ def test_name_is_found_in_any_file_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "parent.pfw.gz").write_bytes(gzip.compress(b"[\n" + _line("/d/a", HASH)))
     (tmp_path / "other.pfw").write_bytes(_line("node7", OTHER_HASH, kind="HH") + _line("/d/a", HASH))
     assert _find(tmp_path) == "/d/a"
-    assert _find(tmp_path, OTHER_HASH, HashKind.HOST) == "node7"
+    assert _find(tmp_path, OTHER_HASH, "hhash") == "node7"
     assert _find(tmp_path, OTHER_HASH) is None
 
 

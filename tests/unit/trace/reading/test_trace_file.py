@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from tests.support.trace_files import START_US, Writing, make_events, write_trace
 
-from penstock.trace.reading.trace_file import TraceFile, read_trace_file
+from penstock.trace.reading.event_batch import TraceFile
+from penstock.trace.reading.trace_file import read_trace_file
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ from penstock.trace.reading.trace_file import TraceFile, read_trace_file
     ],
 )
 def test_a_rank_is_a_number_in_its_place_and_not_the_beginning_of_a_hash(name: str, rank: int | None) -> None:
-    assert TraceFile(path=Path(name)).origin.rank == rank
+    assert TraceFile(path=Path(name)).rank == rank
 
 
 @pytest.mark.parametrize("num_events", [5, 2000])

@@ -15,11 +15,11 @@ from typing import Final
 
 import xxhash
 import yaml
+from tests.support.synthesize.planned_calls import PlannedCall, plan_rank
+from tests.support.synthesize.trace_description import FileDamage, Run, SynthesisSpec
 
 from penstock.errors import StorageError, UsageError
 from penstock.progress import Progress, Silent
-from penstock.trace.synthesize.planned_calls import PlannedCall, plan_rank
-from penstock.trace.synthesize.trace_description import FileDamage, Run, SynthesisSpec
 
 _STREAMS: Final = ("fread", "fwrite")
 _LIBC_LAYER, _PYTHON_LAYER, _TRACER_LAYER = 3, 6, 1

@@ -3,7 +3,7 @@
 description -> planned calls of a rank -> lines of a generation -> damage -> trace files
 """
 
-from penstock.trace.synthesize.trace_description import SynthesisSpec, read_description, shipped_names
-from penstock.trace.synthesize.write_traces import SynthesizedTraces, synthesize
+from tests.support.synthesize.trace_description import SynthesisSpec, read_description, shipped_names
+from tests.support.synthesize.write_traces import SynthesizedTraces, synthesize
 
 __all__ = ["SynthesisSpec", "SynthesizedTraces", "read_description", "shipped_names", "synthesize"]

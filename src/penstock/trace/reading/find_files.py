@@ -1,17 +1,23 @@
-"""The traces in a folder: by their names, and by how they begin where a name says nothing.
+"""The trace files that names, globs and folders stand for.
 
-JSON and text may be anything, so such a file counts only if its first bytes are those of a trace.
+In a folder, files count by their names. JSON and text may be anything, so such a file counts only if its
+first bytes are those of a trace.
 """
 
+import glob
 import logging
 import os
 import re
+import stat
 import zlib
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
+from penstock.errors import UsageError
+from penstock.trace.capture.trace_writer import COUNT_SUFFIX
+from penstock.trace.reading.chunks import explain_unreadable
 from penstock.trace.reading.content_guess import RECORDER, UTF8_MARK, is_of_recorder
 from penstock.trace.reading.trace_file import Dialect, detect_dialect
 
@@ -24,7 +30,49 @@ EXPORT_HEAD: Final = '{"displayTimeUnit":"ms","traceEvents":[\n'
 """How our own exports begin: their events are those of other files, which would count twice."""
 
 
-def find_in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
+def find_trace_files(patterns: Sequence[str]) -> list[Path]:
+    """The files that names, globs and folders match, each once, in the order of the patterns."""
+    paths: dict[Path, None] = {}
+    for pattern in patterns:
+        try:
+            paths.update(dict.fromkeys(_find_matches(pattern)))
+        except OSError as error:
+            raise explain_unreadable(error, Path(pattern)) from error
+    return list(paths)
+
+
+def _find_matches(pattern: str) -> list[Path]:
+    path = Path(pattern)
+    fix = "Name trace files, a folder of them, a quoted glob, or an event table."
+    if path.is_dir():
+        traces, left_out = _find_in_folder(path)
+        if not traces:
+            raise UsageError(_explain_empty(path, left_out), where=pattern, fix=fix)
+        if left_out:
+            logger.warning("%s: left out, because they are no traces: %s", path, name_some(left_out))
+        return traces
+    # Counts beside unfinished traces are no traces.
+    matches = (
+        [path]
+        if path.exists()
+        else [
+            match
+            for match in map(Path, sorted(glob.glob(pattern, recursive=True)))  # noqa: PTH207 - absolute globs, too
+            if not match.name.endswith(COUNT_SUFFIX) and not match.is_dir()
+        ]
+    )
+    for match in matches:
+        # A pipe would be waited for, and cannot be read twice.
+        if not stat.S_ISREG(match.stat().st_mode):
+            raise UsageError(
+                "Only regular files are traces", where=str(match), fix="Write the trace to a file first."
+            )
+    if not matches:
+        raise UsageError("No such file", where=pattern, fix=fix)
+    return matches
+
+
+def _find_in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
     """The traces below a folder, in order, and the files of JSON or text that turned out to be none.
 
     OSError if there is no trace, and a folder that cannot be read; beside traces, such a one is left out.
@@ -48,7 +96,7 @@ def find_in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
     return sorted(traces, key=order), sorted(left_out, key=order)
 
 
-def explain_empty(folder: Path, left_out: Sequence[Path]) -> str:
+def _explain_empty(folder: Path, left_out: Sequence[Path]) -> str:
     """Why there is no trace in a folder, as far as its files tell."""
     if any(is_of_recorder(name) for _, _, names in os.walk(folder) for name in names):
         return f"This folder has {RECORDER}"

@@ -173,4 +173,4 @@ def read_description(name_or_path: str) -> SynthesisSpec:
 
 
 def _shipped() -> Any:
-    return resources.files("penstock.trace.synthesize") / "shipped"
+    return resources.files("tests.support.synthesize") / "shipped"

@@ -8,8 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.errors import UsageError
-from penstock.trace.synthesize.trace_description import (
+from tests.support.synthesize.trace_description import (
     Call,
     Pattern,
     PatternUse,
@@ -18,6 +17,8 @@ from penstock.trace.synthesize.trace_description import (
     ThreadLane,
     TimeBudget,
 )
+
+from penstock.errors import UsageError
 
 _BYTES_A_UNIT = 1 << 20
 """A call's share of its budget: one unit, and one more for each MiB that it moves."""
