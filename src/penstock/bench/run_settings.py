@@ -13,8 +13,7 @@ from penstock.environment import Environment
 from penstock.progress import RunProgress
 from penstock.results import event_files, provenance
 from penstock.results.active_run import ActiveRun
-from penstock.results.dlio_files import HYDRA_FOLDER, DlioOutputs, HydraFacts, write_dlio_files
-from penstock.results.iostat_file import write_iostat
+from penstock.results.dlio_files import HYDRA_FOLDER, DlioOutputs, HydraFacts, write_dlio_files, write_iostat
 from penstock.results.phase_figures import PhaseFigures
 from penstock.results.run_record import RunRequest
 from penstock.results.step_events import RankEvents

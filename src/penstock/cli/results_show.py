@@ -303,7 +303,7 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
 
 
 def _draw_comparison(comparison: RunComparison) -> Report:
-    from penstock.results.comparison_page import make_comparison_page
+    from penstock.results.run_comparison import make_comparison_page
 
     return make_comparison_page(comparison)
 

@@ -174,14 +174,18 @@ class HostRates:
 
 def host_rates(host: SampledHost, counters: pa.Table, edges_ns: Numbers) -> HostRates:
     """Compute what a host did between neighbouring edges, moments of its CLOCK_MONOTONIC; NaN is unknown."""
-    return _rates(host, _read_series(counters, host.host), edges_ns)
+    return _rates(host, read_series(counters, host.host), edges_ns)
 
 
 _Series = tuple[NDArray[np.int64], dict[str, Numbers]]
 """The moments of one host's samples, and its counters at each of them."""
 
 
-def _read_series(counters: pa.Table, host: str) -> _Series:
+def read_series(counters: pa.Table, host: str, *, from_zero: bool = False) -> _Series:
+    """The counters of one host's processors, disks and networks at the moments of its samples.
+
+    A counter that appears later had its first value before that, or, `from_zero`, nothing.
+    """
     hosts, names = (counters[name].unify_dictionaries().combine_chunks() for name in ("host", "counter"))
     known = hosts.dictionary.to_pylist()
     of_host = hosts.indices.to_numpy() == (known.index(host) if host in known else -1)
@@ -195,6 +199,8 @@ def _read_series(counters: pa.Table, host: str) -> _Series:
             # A counter has rows only where it changed: in between it keeps its last value.
             latest = np.searchsorted(moments[of_name], all_moments, side="right") - 1
             series[name] = values[of_name][np.maximum(latest, 0)].astype(np.float64)
+            if from_zero:
+                series[name][latest < 0] = 0.0
     return all_moments, series
 
 
@@ -253,7 +259,7 @@ def summarize_activity(
     for host in hosts:
         if host.rank not in ranks:
             continue
-        series = _read_series(counters, host.host)
+        series = read_series(counters, host.host)
         # Hosts on one machine share its drives, which count under the first host alone.
         counted = replace(host, drives=()) if host.boot_id in machines else host
         machines |= {host.boot_id} - {""}

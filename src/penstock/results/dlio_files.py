@@ -4,15 +4,18 @@
 log have the figures of the run; `.hydra/` has the configuration.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
+from penstock.results.counter_files import COUNTERS_FILE, read_counters, read_series
 from penstock.results.phase_figures import PhaseFigures, choose_window, compat_block_rate, mean_and_stdev
 from penstock.results.provenance import HostFacts
 from penstock.results.published_files import write_json, write_text
@@ -30,6 +33,8 @@ from penstock.results.step_events import (
 )
 from penstock.workload.dataset_size import record_bytes
 from penstock.workload.spec import Workload
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 PREFIXES = {SpanKind.SAVE: "save", SpanKind.LOAD: "load"}
@@ -440,3 +445,95 @@ def _rate_lines(
 def _dump_yaml(document: Any) -> str:
     text: str = yaml.safe_dump(document, sort_keys=False)
     return text
+
+
+# iostat.json: the counters of rank 0's host, second by second, in sysstat's words. DLIO starts
+# `iostat -mdxtcy -o JSON 1`; here the samples that every run keeps are converted.
+
+IOSTAT_FILE: Final = "iostat.json"
+_SHORTEST: Final = 0.9
+"""Samples that follow sooner than this share of the interval belong to the next report."""
+_DAY: Final = "%m/%d/%y"
+_CPU: Final = ("user", "nice", "system", "iowait", "steal", "idle")
+_KINDS: Final = (
+    ("r", "reads", "read_bytes", "merged_reads", "read_ms"),
+    ("w", "writes", "written_bytes", "merged_writes", "write_ms"),
+    ("d", "discards", "discarded_bytes", "merged_discards", "discard_ms"),
+)
+"""The letter of a kind of request, and its counters: requests, bytes, merged ones, and their time."""
+
+
+def write_iostat(folder: Path, host: HostFacts, devices: Sequence[str]) -> None:
+    """Write the file of a run whose counters are gathered; without `devices`, of all whole devices."""
+    if not (folder / COUNTERS_FILE).exists():
+        logger.warning("No %s is written: the counters of no host could be read", IOSTAT_FILE)
+        return
+    hosts, table = read_counters(folder)
+    sampled = min(hosts, key=lambda one: one.rank)
+    moments, counters = read_series(table, sampled.host, from_zero=True)
+    # Samples about an interval apart; the last one in any case, or what a short run moved would be lost.
+    chosen: list[int] = []
+    for place, moment in enumerate(moments):
+        is_due = not chosen or moment - moments[chosen[-1]] >= _SHORTEST * sampled.interval_s * 1e9
+        if is_due or place == len(moments) - 1:
+            chosen.append(place)
+
+    def date(place: int) -> datetime:
+        return datetime.fromtimestamp(
+            (sampled.wall_ns + int(moments[place]) - sampled.monotonic_ns) / 1e9, UTC
+        )
+
+    used = {name.split(".")[1] for name in counters if name.startswith("disk.")}
+    whole = sorted(name for name in used if name in sampled.drives or name.startswith(("dm-", "md")))
+    reports = []
+    for before, after in pairwise(chosen):
+        elapsed_s = int(moments[after] - moments[before]) / 1e9
+        moved = {name: int(values[after] - values[before]) for name, values in counters.items()}
+        reports.append(
+            {
+                "timestamp": date(after).strftime(f"{_DAY} %H:%M:%S"),
+                "avg-cpu": _processors(moved),
+                "disk": [_device(name, moved, elapsed_s) for name in devices or whole],
+            }
+        )
+    document = {
+        "nodename": host.host,
+        "sysname": "Linux",
+        "release": host.kernel.partition(" ")[2],
+        "machine": host.machine,
+        "number-of-cpus": host.num_cores,
+        "date": (date(chosen[0]) if chosen else datetime.now(UTC)).strftime(_DAY),
+        "statistics": reports,
+    }
+    write_json(folder, IOSTAT_FILE, {"sysstat": {"hosts": [document]}})
+
+
+def _processors(moved: Mapping[str, int]) -> dict[str, float]:
+    """Shares in percent; interrupts are the system's, as in iostat."""
+    spent = {name: moved.get(f"cpu.{name}_ms", 0) for name in (*_CPU, "irq", "softirq")}
+    whole = sum(spent.values()) or 1
+    spent["system"] += spent["irq"] + spent["softirq"]
+    return {name: round(100 * spent[name] / whole, 2) for name in _CPU}
+
+
+def _device(name: str, moved: Mapping[str, int], elapsed_s: float) -> dict[str, Any]:
+    def count(counter: str) -> int:
+        return moved.get(f"disk.{name}.{counter}", 0)
+
+    rates, merged, waits, sizes = {}, {}, {}, {}
+    for letter, requests, size_bytes, joined, spent_ms in _KINDS:
+        done, together = count(requests), count(joined)
+        rates[f"{letter}/s"] = done / elapsed_s
+        rates[f"{letter}MB/s"] = count(size_bytes) / 2**20 / elapsed_s
+        merged[f"{letter}rqm/s"] = together / elapsed_s
+        merged[f"{letter}rqm"] = 100 * together / (done + together or 1)
+        waits[f"{letter}_await"] = count(spent_ms) / (done or 1)
+        sizes[f"{letter}areq-sz"] = count(size_bytes) / 2**10 / (done or 1)
+    flushes = count("flushes")
+    rates["f/s"], waits["f_await"] = flushes / elapsed_s, count("flush_ms") / (flushes or 1)
+    last = {
+        "aqu-sz": count("queued_ms") / 1000 / elapsed_s,
+        "util": min(100.0, count("busy_ms") / 10 / elapsed_s),
+    }
+    values = {**rates, **merged, **waits, **sizes, **last}
+    return {"disk_device": name, **{key: round(value, 2) for key, value in values.items()}}

@@ -364,7 +364,16 @@ def _waits(run: TrainingRun) -> Chart:
 
 def _sections(run: TrainingRun) -> Iterator[Section]:
     if waits := run.stages.get("waits"):
-        yield from _loader_waits(run, waits)
+        spent = {name.removesuffix("_s"): spent_s for name, spent_s in waits["stages"].items() if spent_s}
+        chart = bar_chart(
+            "Seconds of waiting, by what was waited for",
+            run.record.id,
+            dict(sorted(spent.items(), key=lambda item: -item[1])),
+            "s",
+            note=f"{waits['wait_s']:.2f} s in all, {waits['wait_share']:.1%} of the time",
+        )
+        title = "Where the seconds of waiting went"
+        yield Section(name="waits", title=title, text=[f"{waits['answer']}."], charts=[chart])
     if run.figures and run.figures.times:
         yield Section(
             name="time",
@@ -403,35 +412,6 @@ def _sections(run: TrainingRun) -> Iterator[Section]:
         charts=[chart] if processors else (),
         why_empty="This run has no sampled counters of its hosts.",
     )
-
-
-def _loader_waits(run: TrainingRun, waits: Mapping[str, Any]) -> Iterator[Section]:
-    """What a user's own loader was waited for, and what would help."""
-    stages = {name.removesuffix("_s"): spent for name, spent in waits["stages"].items() if spent}
-    chart = bar_chart(
-        "Seconds of waiting, by what was waited for",
-        run.record.id,
-        dict(sorted(stages.items(), key=lambda item: -item[1])),
-        "s",
-        note=f"{waits['wait_s']:.2f} s in all, {waits['wait_share']:.1%} of the time",
-    )
-    yield Section(
-        name="waits", title="Where the seconds of waiting went", text=[f"{waits['answer']}."], charts=[chart]
-    )
-    predictions = [
-        {
-            "change": one["change"],
-            "predicted": f"{one['gain']:.2f} x",
-            "tried": "-" if one["tried"] is None else f"{one['tried']:.2f} x",
-        }
-        for one in waits.get("predictions", ())
-    ]
-    yield table_section("predictions", "What would help", predictions)
-    spots = [
-        {"function": one["where"], "processor time": format_seconds(one["cpu_s"])}
-        for one in waits.get("hot_spots", ())
-    ]
-    yield table_section("spots", "Functions that used most processor time", spots)
 
 
 def _shares(run: TrainingRun, figures: PhaseFigures) -> Chart:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.cluster.host_counters import CounterSample
 from penstock.results.counter_files import CounterSpool, SampledHost, gather_counters
-from penstock.results.iostat_file import IOSTAT_FILE, write_iostat
+from penstock.results.dlio_files import IOSTAT_FILE, write_iostat
 from penstock.results.provenance import HostFacts
 
 SECOND = 10**9
