@@ -1,34 +1,139 @@
 """`penstock-mlpstorage`: the command lines of mlpstorage, v2 and v3, translated to penstock's own commands.
 
-Place in the flow: `MlpstorageCommand` -> `TranslatedCommand`, which is printed and then run. Invariant:
-nothing that is requested is left out without a remark or an error.
+    words -> `MlpstorageCommand` -> `TranslatedCommand`, which is printed and then run
+
+Invariant: nothing that is requested is left out without a remark or an error, and an unknown word is an error
+that suggests the nearest.
 """
 
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from penstock import __version__
 from penstock.cli import app
-from penstock.cli.mlpstorage_arguments import MlpstorageCommand, known_option, parse
+from penstock.did_you_mean import did_you_mean
 from penstock.environment import Environment, process_environment
 from penstock.errors import UsageError
 from penstock.submission.tree_layout import SENTINEL
 
-_UNSUPPORTED: Final[Mapping[str, str]] = MappingProxyType(
-    {"vectordb": "Vector search", "kvcache": "The key-value cache benchmark"}
-)
+_MODES: Final = ("closed", "open", "whatif")
+_BENCHMARKS: Final = ("training", "checkpointing")
+_UNSUPPORTED: Final = {"vectordb": "Vector search", "kvcache": "The key-value cache benchmark"}
+_PHASES: Final = ("datasize", "datagen", "run", "configview")
+_OTHER_COMMANDS: Final = (
+    "init", "reports", "history", "runs", "validate", "rules-coverage", "lockfile", "version",
+)  # fmt: skip
+OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "results-dir": ("-rd",),
+    "systemname": ("-sn", "--system-name"),
+    "config-file": ("-c",),
+    "data-dir": ("-dd",),
+    "model": ("-m",),
+    "accelerator-type": ("-at", "-g"),
+    "num-accelerators": ("-na", "-n"),
+    "max-accelerators": ("-ma",),
+    "num-processes": ("-np",),
+    "client-host-memory-in-gb": ("-cm",),
+    "num-client-hosts": ("-nc",),
+    "hosts": ("-s",),
+    "exec-type": ("-et",),
+    "params": ("-p", "--param"),
+    "mpi-bin": (),
+    "mpi-params": (),
+    "oversubscribe": (),
+    "allow-run-as-root": (),
+    "checkpoint-folder": ("-cf",),
+    "num-checkpoints-read": ("-ncr",),
+    "num-checkpoints-write": ("-ncw",),
+    "checkpoint-subset": (),
+    "o-direct": (),
+    "loops": (),
+    "open": (),
+    "closed": (),
+    "dry-run": (),
+    "what-if": (),
+    "skip-fs-separation-gate": (),
+    "id": ("-i",),
+    "limit": (),
+    "dlio-bin-path": ("-dp",),
+    "allow-invalid-params": ("-aip",),
+}
+"""The options that mean something to mlpstorage, with their other names; those below are known, too."""
+IGNORED: Final[Mapping[str, str]] = {
+    "debug": "penstock prints what matters on stderr",
+    "verbose": "penstock prints what matters on stderr",
+    "quiet": "penstock prints what matters on stderr",
+    "stream-log-level": "penstock prints what matters on stderr",
+    "color": "colours follow the terminal",
+    "mpi-btl": "ranks exchange no data through MPI's byte transports",
+    "dlio-bin-path": "DLIO is not run",
+    "allow-invalid-params": "an unknown parameter is always an error",
+    "skip-validation": "every run is validated before it begins",
+    "verify-lockfile": "run.json holds the versions of all packages",
+    "skip-timeseries": "counters cost under half a percent",
+    "timeseries-interval": "counters are read every second",
+    "max-timeseries-samples": "counters are thinned out automatically",
+    "cluster-collector-shared-staging": "nothing is staged on hosts",
+}
+"""Options without an effect here, and why."""
+FLAGS: Final = frozenset({
+    "oversubscribe", "allow-run-as-root", "checkpoint-subset", "o-direct", "open", "closed", "dry-run",
+    "what-if", "skip-fs-separation-gate", "debug", "verbose", "quiet", "allow-invalid-params",
+    "skip-validation", "skip-timeseries",
+})  # fmt: skip
+"""Options without a value."""
+_LISTS: Final = frozenset({"hosts", "params", "mpi-params"})
+"""Options that take all words up to the next option."""
+_REPEATED: Final = frozenset({"params", "mpi-params"})
+"""Options whose values add up if they are given again."""
+NAMES: Final[Mapping[str, str]] = {
+    other: name for name in (*OPTIONS, *IGNORED) for other in (f"--{name}", *OPTIONS.get(name, ()))
+}
+"""Every spelling of every known option; any other is an error."""
 _DEFAULT_ROOT: Final = "mlpstorage-results"
 _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MlpstorageCommand:
+    """A parsed command line. `mode` is "" in v2's form without a division; `rest` are further arguments."""
+
+    mode: str = ""
+    benchmark: str = ""
+    command: str
+    model: str = ""
+    storage: str = ""
+    rest: tuple[str, ...] = ()
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        """Whether an option was given."""
+        return name in self.options
+
+    def value(self, name: str) -> str | None:
+        """The last value of an option; None if it was not given."""
+        return self.options[name][-1] if self.options.get(name) else None
+
+    def number(self, name: str) -> int | None:
+        """The value as a whole number."""
+        text = self.value(name)
+        if text is not None and not text.isdecimal():
+            raise UsageError(f"{text!r} is not a whole number", where=f"--{name}", fix="Write digits.")
+        return None if text is None else int(text)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Remarks on the options that are ignored, one for each."""
+        return tuple(f"--{name} is ignored: {why}" for name, why in IGNORED.items() if name in self.options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What a translation depends on besides the arguments: default values, and which folders are trees."""
+    """Default values, and a test whether a folder is a submission tree."""
 
     results: str | None
     system: str | None
@@ -51,6 +156,94 @@ class TranslatedCommand:
         return shlex.join(("penstock", *self.words))
 
 
+def parse(
+    words: Sequence[str], *, defaults: Mapping[str, tuple[str, ...]] | None = None
+) -> MlpstorageCommand:
+    """Parse a command line; its options take precedence over `defaults`, the options of a file."""
+    unsupported = next((word for word in words[:2] if word in _UNSUPPORTED), None)
+    if unsupported is not None:  # its options are not known here, so do not parse them
+        return MlpstorageCommand(benchmark=unsupported, command="run")
+    positional, own_options = _split(words)
+    options = {**(defaults or {}), **own_options}
+    if not positional:
+        raise UsageError("No command is given", fix="penstock-mlpstorage --help shows the forms.")
+    first, *rest = positional
+    if first in _OTHER_COMMANDS:
+        return MlpstorageCommand(command=first, rest=tuple(rest), options=options)
+    if first in _BENCHMARKS:  # v2's form: options name the division and the model
+        mode, benchmark, model = _one_mode(first, options), first, options.get("model", ("",))[-1]
+    elif first in _MODES:  # v3's form: the division, the benchmark, the model, the command, file or object
+        mode, benchmark = first, _require_word(rest, _BENCHMARKS, "benchmark")
+        rest = rest[1:]
+        model = rest.pop(0) if rest and rest[0] not in _PHASES else ""
+    else:
+        raise _unknown(first, (*_MODES, *_BENCHMARKS, *_OTHER_COMMANDS))
+    command = _require_word(rest, _PHASES, "command")
+    storage = rest[1] if len(rest) > 1 and first in _MODES else ""
+    if storage not in ("", "file", "object"):
+        raise _unknown(storage, ("file", "object"))
+    if more := rest[2 if storage else 1 :]:
+        raise _unknown(more[0], ())
+    return MlpstorageCommand(
+        mode=mode, benchmark=benchmark, command=command, model=model, storage=storage, options=options
+    )
+
+
+def _one_mode(benchmark: str, options: Mapping[str, object]) -> str:
+    modes = [mode for mode in ("closed", "open") if mode in options]
+    if len(modes) > 1:
+        raise UsageError(
+            "--closed and --open are mutually exclusive", where=benchmark, fix="Leave one of them out."
+        )
+    return modes[0] if modes else ""
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """Positional words, and options with their values."""
+    positional: list[str] = []
+    options: dict[str, tuple[str, ...]] = {}
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        if not word.startswith("-") or word == "-":
+            positional.append(word)
+            continue
+        spelling, equals, value = word.partition("=")
+        name, values = option_name(spelling), [value] if equals else []
+        if not equals and name not in FLAGS:
+            if not remaining or remaining[0].startswith("--"):
+                raise UsageError(f"{spelling} needs a value", fix=f"Write {spelling} VALUE.")
+            if name not in _LISTS:
+                values.append(remaining.pop(0))
+            while name in _LISTS and remaining and not remaining[0].startswith("-"):
+                values.append(remaining.pop(0))
+        before = options.get(name, ()) if name in _REPEATED else ()
+        options[name] = (*before, *values)
+    return positional, options
+
+
+def option_name(spelling: str) -> str:
+    """The name of an option; raises UsageError with the nearest one."""
+    if spelling not in NAMES:
+        raise _unknown(spelling, tuple(NAMES))
+    return NAMES[spelling]
+
+
+def _require_word(words: Sequence[str], allowed: tuple[str, ...], what: str) -> str:
+    if not words:
+        raise UsageError(f"No {what} is named", fix=f"Write one of: {', '.join(allowed)}.")
+    if words[0] not in allowed:
+        raise _unknown(words[0], allowed)
+    return words[0]
+
+
+def _unknown(word: str, allowed: tuple[str, ...]) -> UsageError:
+    hint = did_you_mean(word, allowed) if allowed else ""
+    return UsageError(
+        f"{word!r} is not a known word", fix=f"{hint}penstock-mlpstorage --help shows the forms."
+    )
+
+
 def translate(command: MlpstorageCommand, defaults: Defaults) -> TranslatedCommand:
     """The command of penstock that does the same."""
     if command.benchmark in _UNSUPPORTED:
@@ -62,8 +255,8 @@ def translate(command: MlpstorageCommand, defaults: Defaults) -> TranslatedComma
     if command.benchmark:
         translator = _BenchmarkTranslator(command, defaults)
         words = translator.training() if command.benchmark == "training" else translator.checkpointing()
-        return TranslatedCommand(words=tuple(words), remarks=(*command.ignored(), *translator.remarks))
-    return TranslatedCommand(words=tuple(_translate_other(command, defaults)), remarks=command.ignored())
+        return TranslatedCommand(words=tuple(words), remarks=(*command.ignored, *translator.remarks))
+    return TranslatedCommand(words=tuple(_translate_other(command, defaults)), remarks=command.ignored)
 
 
 class _BenchmarkTranslator:
@@ -342,12 +535,12 @@ def _read_config_file(path: Path) -> Mapping[str, tuple[str, ...]]:
 
     options: dict[str, tuple[str, ...]] = {}
     for key, value in parse_yaml(read_text(path), source=str(path)).items():
-        option = known_option(f"--{str(key).replace('_', '-')}")
+        name = option_name(f"--{str(key).replace('_', '-')}")
         if isinstance(value, Mapping):
             raise UsageError(f"{key} is a mapping", where=str(path), fix="Write a value or a list.")
         if value is not False:
             values = value if isinstance(value, list) else [] if value is True else [value]
-            options[option.name] = tuple(map(str, values))
+            options[name] = tuple(map(str, values))
     return options
 
 

@@ -117,30 +117,12 @@ def run_checkpointing_result(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreadOptions:
-    """How much of the data set a rank reads and writes at a time."""
-
-    read: int | None = option(
-        "--threads",
-        whole(1),
-        "Keep this many reads in flight on each rank (default: the workload's reader.read_threads).",
-    )
-    write: int = option(
-        "--write-threads",
-        whole(1),
-        "Keep this many files in flight on each rank while data is generated.",
-        default="4",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """All options of a training result."""
 
     workload: option_groups.WorkloadOptions = group(option_groups.WorkloadOptions)
     data: option_groups.DataOptions = group(option_groups.DataOptions)
     target: TreeOptions = group(TreeOptions)
-    threads: ThreadOptions = group(ThreadOptions)
     only: str | None = option(
         "--only",
         choice("datagen", "run"),
@@ -207,7 +189,6 @@ def make_training_result(options: TrainingOptions, *, comm: Comm, terminal: Term
         workload=sized,
         data=options.data,
         results=ResultOptions.in_tree(options.target),
-        threads=options.threads.read,
         gates=options.gates,
     )
     workload = _load_workload(sized)
@@ -333,7 +314,6 @@ def _make_sequence(
         edition=load_edition("v3.0"),
         num_accelerators=comm.size,
         hosts=hosts,
-        generator_threads=options.threads.write,
         # At a small scale the start of an epoch counts more than it would in earnest.
         stops_below_minimum=options.target.rehearsed_at is None,
     )

@@ -8,8 +8,7 @@ import click
 import pytest
 
 from penstock.cli.app import app
-from penstock.cli.mlpstorage import Defaults, translate
-from penstock.cli.mlpstorage_arguments import parse
+from penstock.cli.mlpstorage import Defaults, parse, translate
 from penstock.cli.options import Group
 
 PAGE = Path(__file__).parents[3] / "docs" / "submission.md"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from penstock.submission.edition import ModelLimits
-from penstock.submission.finding import Finding, Verdict, not_applicable, pass_if, violation
+from penstock.submission.finding import Finding, Verdict, pass_if, violation
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import Interval, read_durations, read_interval
 from penstock.submission.result_files import ResultDir
@@ -18,6 +18,7 @@ from penstock.submission.rules.rule import (
     Case,
     Rule,
     Scope,
+    check,
     free_in_open,
     limit,
     num_accelerators,
@@ -67,6 +68,12 @@ def _write_and_read(case: Case) -> tuple[Interval, Interval] | None:
     return read_interval(first), read_interval(second)
 
 
+def _gap_seconds(case: Case) -> float:
+    """The time between writing and reading; 0 in one invocation."""
+    times = _write_and_read(case)
+    return (times[1].begin - times[0].end).total_seconds() if times else 0.0
+
+
 def _judge_invocations(case: Case) -> Iterator[Finding]:
     require_runs(case.result)
     full = case.checkpoints.num_checkpoints
@@ -113,23 +120,6 @@ def _judge_counts(case: Case) -> Iterator[Finding]:
     )
 
 
-def _judge_gap(case: Case) -> Iterator[Finding]:
-    times = _write_and_read(case)
-    if times is None:
-        yield not_applicable(case.name, "there are not two invocations")
-        return
-    gap_s, max_gap_s = (times[1].begin - times[0].end).total_seconds(), case.checkpoints.max_gap_s
-    yield pass_if(
-        0 <= gap_s <= max_gap_s,
-        evidence=case.result.runs[1].dirs[0].metadata.file,
-        value=f"{gap_s:g} s",
-        limit=f"{max_gap_s:g} s",
-        proof=f"{gap_s:g} s lie between the two, at most {max_gap_s:g} s may",
-        fix="Compare the hosts' clocks." if gap_s < 0 else "Repeat it with less time between the two.",
-        otherwise=Verdict.WARNING if gap_s < 0 else case.verdict_of_round,
-    )
-
-
 def _total_seconds(case: Case) -> float:
     require_runs(case.result)
     intervals = [read_interval(run) for run in case.result.run_dirs()]
@@ -140,8 +130,7 @@ def _judge_remap(case: Case) -> Iterator[Finding]:
     description, capabilities = require_description(case), (*SOLUTION, "capabilities")
     declared_s = description.number(*capabilities, "remap_time_in_seconds")
     required_s = case.checkpoints.min_remap_share * declared_s
-    times = _write_and_read(case)
-    gap_s = (times[1].begin - times[0].end).total_seconds() if times else 0.0
+    gap_s = _gap_seconds(case)
     yield pass_if(
         gap_s >= required_s,
         evidence=description.file,
@@ -158,24 +147,6 @@ def _judge_remap(case: Case) -> Iterator[Finding]:
             fix="Declare the one or the other.",
             verdict=Verdict.WARNING,
         )
-
-
-def _judge_shared_access(case: Case) -> Iterator[Finding]:
-    hosts, description = num_hosts(case.run), require_description(case)
-    missing = [
-        name
-        for name in ("simultaneous_write", "simultaneous_read")
-        if not description.boolean(*SOLUTION, "capabilities", name)
-    ]
-    yield pass_if(
-        hosts == 1 or not missing,
-        evidence=description.file,
-        value=", ".join(missing),
-        limit="simultaneous_write, simultaneous_read",
-        proof=f"{hosts} hosts; {', '.join(missing) or 'nothing'} is declared false",
-        fix="Declare what the system can do, and let the reviewer see that it did.",
-        otherwise=Verdict.WARNING,
-    )
 
 
 def _judge_processes(case: Case) -> Iterator[Finding]:
@@ -344,7 +315,18 @@ RULES: Final = (
         ),
         passes="20 seconds",
         fails="31 seconds",
-        judge=_judge_gap,
+        unless=lambda case: "" if _write_and_read(case) else "there are not two invocations",
+        judge=check(
+            lambda case: {"gap_s": _gap_seconds(case), "most_s": case.checkpoints.max_gap_s},
+            lambda it: 0 <= it.gap_s <= it.most_s,
+            at=lambda case: case.result.runs[1].dirs[0].metadata.file,
+            show=("{gap_s:g} s", "{most_s:g} s"),
+            proof="{gap_s:g} s lie between the two, at most {most_s:g} s may",
+            fix=lambda it: (
+                "Compare the hosts' clocks." if it.gap_s < 0 else "Repeat it with less time between the two."
+            ),
+            otherwise=lambda it: Verdict.WARNING if it.gap_s < 0 else it.case.verdict_of_round,
+        ),
     ),
     Rule(
         id="checkpoint.duration",
@@ -389,7 +371,22 @@ RULES: Final = (
         formula="num_hosts 1, or simultaneous_write and simultaneous_read are declared (else warning)",
         passes="one host",
         fails="two hosts, simultaneous_read: false (a warning)",
-        judge=_judge_shared_access,
+        judge=check(
+            lambda case: {
+                "hosts": num_hosts(case.run),
+                "missing": ", ".join(
+                    name
+                    for name in ("simultaneous_write", "simultaneous_read")
+                    if not require_description(case).boolean(*SOLUTION, "capabilities", name)
+                ),
+            },
+            lambda it: it.hosts == 1 or not it.missing,
+            at=lambda case: require_description(case).file,
+            show=("{missing}", "simultaneous_write, simultaneous_read"),
+            proof=lambda it: f"{it.hosts} hosts; {it.missing or 'nothing'} is declared false",
+            fix="Declare what the system can do, and let the reviewer see that it did.",
+            otherwise=Verdict.WARNING,
+        ),
     ),
     Rule(
         id="checkpoint.fsync",

@@ -26,10 +26,13 @@ from penstock.submission.rules.rule import (
     CHECKPOINTING,
     FIRST,
     LATER,
+    NAME,
     SUMMARY,
     Case,
     Rule,
+    check,
     limit,
+    nothing,
     num_accelerators,
     require_runs,
 )
@@ -147,24 +150,12 @@ def _maximum_rate(case: Case) -> float:
     return batch * num_accelerators(case) / step_s
 
 
-def _judge_rate_against_utilization(case: Case) -> Iterator[Finding]:
-    share = 100 * samples_per_second(case.run) / _maximum_rate(case)
-    utilization = utilization_percent(case.run)
-    is_too_low = share < utilization - _MAX_UTILIZATION_GAP
-    # Nobody can sign a utilization that the rate contradicts, and the files do not say why it does. A program
-    # that is slow to start writes such figures, too, so it is no failure. A warm-up is in no mean.
-    verdict_on_low = Verdict.WARNING if case.is_warm_up else Verdict.NOT_CHECKED
-    yield pass_if(
-        share <= utilization + _UTILIZATION_TOLERANCE and not is_too_low,
-        evidence=case.run.summary.file,
-        value=f"{share:.6g} %",
-        limit=f"{utilization:.6g} %",
-        proof=f"the rate is {share:.6g} % of the accelerators', the utilization {utilization:.6g} %",
-        fix="Let the reviewer see from the run's log which of the two is true."
-        if is_too_low
-        else _AS_WRITTEN,
-        otherwise=verdict_on_low if is_too_low else Verdict.FAIL,
-    )
+def _verdict_on_low_rate(case: Case) -> Verdict:
+    """Nobody can sign a utilization that the rate contradicts, and the files do not say why it does.
+
+    A program that is slow to start writes such figures, too, so it is no failure. A warm-up is in no mean.
+    """
+    return Verdict.WARNING if case.is_warm_up else Verdict.NOT_CHECKED
 
 
 def _unless_no_statistics(case: Case) -> str:
@@ -179,18 +170,6 @@ def _epochs(case: Case) -> list[ParsedFile]:
         ParsedFile(file=case.run.epochs.file, content=epoch)
         for _, epoch in sorted(epochs.items(), key=lambda item: (len(str(item[0])), str(item[0])))
     ]
-
-
-def _judge_epochs(case: Case) -> Iterator[Finding]:
-    epochs, rates = _epochs(case), case.run.summary.numbers(*_RATES)
-    yield pass_if(
-        len(epochs) == len(rates),
-        evidence=case.run.epochs.file,
-        value=f"{len(epochs)} epochs",
-        limit=f"{len(rates)} epochs",
-        proof=f"the statistics have {len(epochs)} epochs, the summary has rates of {len(rates)}",
-        fix="Hand in the statistics as the benchmark wrote them.",
-    )
 
 
 def _judge_rates_against_files(case: Case) -> Iterator[Finding]:
@@ -313,10 +292,9 @@ def _find_wrong_duration(name: str, record: dict[str, Any], file: str, spanned_s
     return f"duration is {duration_s:g} s, its blocks take {least_s:.6g} s"
 
 
-def _judge_copies(case: Case) -> Iterator[Finding]:
+def _find_copies(case: Case) -> Iterator[str]:
     require_runs(case.result)
     first_with: dict[tuple[str, tuple[Any, ...]], str] = {}
-    copies = []
     for run in case.result.runs:
         try:
             rates = tuple(directory.summary.numbers(*_RATES) for directory in run.dirs)
@@ -325,37 +303,19 @@ def _judge_copies(case: Case) -> Iterator[Finding]:
             continue
         for mark in (("rates", rates), ("start", starts)):
             if mark in first_with:
-                copies.append(f"{run.name} has the {mark[0]} of {first_with[mark]}")
+                yield f"{run.name} has the {mark[0]} of {first_with[mark]}"
             first_with.setdefault(mark, run.name)
-    yield pass_if(
-        not copies,
-        evidence=case.name,
-        value=f"{len(copies)} copies",
-        limit="0 copies",
-        proof="; ".join(copies) or "each run has rates and a start of its own",
-        fix="Repeat the runs that are copies.",
-    )
 
 
-def _judge_overlap(case: Case) -> Iterator[Finding]:
+def _find_overlaps(case: Case) -> Iterator[str]:
     require_runs(case.result)
     spans: list[tuple[datetime, datetime, str]] = []
     for run in case.result.runs:
         whole = [_interval(directory.summary) for directory in run.dirs]
         spans.append((min(each.begin for each in whole), max(each.end for each in whole), run.name))
-    overlaps = [
-        f"{after[2]} starts {(before[1] - after[0]).total_seconds():g} s before {before[2]} ends"
-        for before, after in pairwise(sorted(spans))
-        if after[0] < before[1]
-    ]
-    yield pass_if(
-        not overlaps,
-        evidence=case.name,
-        value=f"{len(overlaps)} overlap",
-        limit="0 overlap",
-        proof="; ".join(overlaps) or f"{len(spans)} runs come one after the other",
-        fix="Repeat the runs one after the other.",
-    )
+    for before, after in pairwise(sorted(spans)):
+        if after[0] < before[1]:
+            yield f"{after[2]} starts {(before[1] - after[0]).total_seconds():g} s before {before[2]} ends"
 
 
 RULES: Final = (
@@ -523,7 +483,24 @@ RULES: Final = (
         ),
         passes="97 % utilization, 96.9 % of the rate that the accelerators can compute",
         fails="90 % utilization, 99 % of the rate",
-        judge=_judge_rate_against_utilization,
+        judge=check(
+            lambda case: {
+                "share": 100 * samples_per_second(case.run) / _maximum_rate(case),
+                "utilization": utilization_percent(case.run),
+            },
+            lambda it: (
+                it.utilization - _MAX_UTILIZATION_GAP <= it.share <= it.utilization + _UTILIZATION_TOLERANCE
+            ),
+            at=SUMMARY,
+            show=("{share:.6g} %", "{utilization:.6g} %"),
+            proof="the rate is {share:.6g} % of the accelerators', the utilization {utilization:.6g} %",
+            fix=lambda it: (
+                _AS_WRITTEN
+                if it.share > it.utilization
+                else "Let the reviewer see from the run's log which of the two is true."
+            ),
+            otherwise=lambda it: Verdict.FAIL if it.share > it.utilization else _verdict_on_low_rate(it.case),
+        ),
     ),
     Rule(
         id="epochs.recorded",
@@ -534,7 +511,14 @@ RULES: Final = (
         passes="5 rates, and epochs 1 to 5",
         fails="5 rates, and a file without epochs",
         unless=_unless_no_statistics,
-        judge=_judge_epochs,
+        judge=check(
+            lambda case: {"epochs": len(_epochs(case)), "rates": len(case.run.summary.numbers(*_RATES))},
+            lambda it: it.epochs == it.rates,
+            at=lambda case: case.run.epochs.file,
+            show=("{epochs} epochs", "{rates} epochs"),
+            proof="the statistics have {epochs} epochs, the summary has rates of {rates}",
+            fix="Hand in the statistics as the benchmark wrote them.",
+        ),
     ),
     Rule(
         id="rates.files",
@@ -575,7 +559,13 @@ RULES: Final = (
         formula="the rates of all epochs of a run, and its start, differ from those of each other run",
         passes="five runs with rates of their own",
         fails="run4 with the rates of run3",
-        judge=_judge_copies,
+        judge=nothing(
+            _find_copies,
+            at=NAME,
+            show="{} copies",
+            proof="each run has rates and a start of its own",
+            fix="Repeat the runs that are copies.",
+        ),
     ),
     Rule(
         id="runs.overlap",
@@ -586,6 +576,12 @@ RULES: Final = (
         formula="in order of their starts, each run starts after the end of the one before",
         passes="10:00 to 10:03, 10:04 to 10:07",
         fails="10:00 to 10:03, 10:02 to 10:05",
-        judge=_judge_overlap,
+        judge=nothing(
+            _find_overlaps,
+            at=NAME,
+            show="{} overlap",
+            proof=lambda case: f"{len(case.result.runs)} runs come one after the other",
+            fix="Repeat the runs one after the other.",
+        ),
     ),
 )

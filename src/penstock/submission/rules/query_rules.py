@@ -5,14 +5,14 @@ defaults.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
 from penstock.submission import query_runs
 from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.query_runs import CacheCommand, read_commands
-from penstock.submission.result_files import ResultDir
+from penstock.submission.result_files import ResultDir, ResultRun
 from penstock.submission.rules.rule import (
     METADATA,
     NAME,
@@ -22,9 +22,11 @@ from penstock.submission.rules.rule import (
     Judge,
     Rule,
     Scope,
+    check,
     free_in_open,
     limit,
     nothing,
+    require_runs,
 )
 from penstock.submission.rules.tree_rules import SOLUTION, require_description
 from penstock.submission.tree_layout import SUMMARY as SUMMARY_FILE
@@ -57,21 +59,6 @@ def _file_problems(case: Case) -> list[str]:
     elif name.lower() != SUMMARY_FILE:
         problems.append(f"its summary is called {name}")
     return problems
-
-
-def _judge_num_cache_runs(case: Case) -> Iterator[Finding]:
-    if not case.result.runs:
-        raise MissingFact("there are no runs", where=case.name)
-    names = [folder.name for folder in case.result.location.run_folders]
-    yield pass_if(
-        len(names) == 1,
-        evidence=case.name,
-        value=len(names),
-        limit=1,
-        proof=f"{', '.join(names)}: {case.result.runs[0].name} counts",
-        fix="Hand in the one run that counts, or give each a system of its own.",
-        otherwise=Verdict.WARNING,
-    )
 
 
 def _losses(case: Case) -> list[str]:
@@ -334,6 +321,11 @@ def _loading(case: Case) -> ResultDir:
     return case.result.datagen[-1]
 
 
+def _runs(case: Case) -> tuple[ResultRun, ...]:
+    require_runs(case.result)
+    return case.result.runs
+
+
 def _index(case: Case) -> str:
     return case.run.summary.text("index_type").upper()
 
@@ -356,56 +348,6 @@ def _judge_vector_files(case: Case) -> Iterator[Finding]:
     )
 
 
-def _summary(
-    names: tuple[str, ...],
-    holds: Callable[..., bool],
-    *,
-    show: Callable[..., tuple[object, object]],
-    proof: Callable[..., str],
-    fix: str,
-) -> Judge:
-    """Judge numbers of the summary; the functions get them in the order of `names`."""
-
-    def judge(case: Case) -> Iterator[Finding]:
-        numbers: list[Any] = [case.run.summary.number(name) for name in names]
-        value, most = show(*numbers)
-        yield pass_if(
-            holds(*numbers),
-            evidence=case.run.summary.file,
-            value=value,
-            limit=most,
-            proof=proof(*numbers),
-            fix=fix,
-        )
-
-    return judge
-
-
-def _judge_scale(case: Case) -> Iterator[Finding]:
-    vectors, dimension = (case.run.summary.integer(name) for name in ("num_vectors", "dimension"))
-    yield pass_if(
-        vectors > 0 and dimension > 0,
-        evidence=case.run.summary.file,
-        value=f"{vectors:,} x {dimension:,}",
-        limit="more than 0",
-        proof=f"{vectors:,} vectors of {dimension:,} dimensions",
-        fix="Repeat the run on vectors.",
-    )
-
-
-def _judge_dimension(case: Case) -> Iterator[Finding]:
-    loaded, searched = _loading(case).summary.integer("dimension"), case.run.summary.integer("dimension")
-    asked = case.run.metadata.integer("args", "vector_dim")
-    yield pass_if(
-        loaded == searched == asked,
-        evidence=case.run.summary.file,
-        value=searched,
-        limit=loaded,
-        proof=f"{loaded} dimensions loaded, {searched} searched, {asked} asked for",
-        fix="Search the vectors that were loaded.",
-    )
-
-
 def _judge_inserted(case: Case) -> Iterator[Finding]:
     for directory in (_loading(case), case.run):
         inserted, asked = (directory.summary.integer(name) for name in ("inserted_vectors", "num_vectors"))
@@ -417,32 +359,6 @@ def _judge_inserted(case: Case) -> Iterator[Finding]:
             proof=f"{inserted:,} vectors were inserted, of {asked:,}",
             fix="Load all vectors, and repeat the runs.",
         )
-
-
-def _judge_index(case: Case) -> Iterator[Finding]:
-    built, searched = _loading(case).summary.text("index_type").upper(), _index(case)
-    folder = case.result.location.model.upper()
-    yield pass_if(
-        built == searched == folder,
-        evidence=case.run.summary.file,
-        value=searched,
-        limit=built,
-        proof=f"{built} was built, {searched} searched, the folder is called {folder}",
-        fix="Search the index that was built, and name the folder by it.",
-    )
-
-
-def _judge_recall(case: Case) -> Iterator[Finding]:
-    recall = case.run.summary.number("recall")
-    mean = case.run.aggregate.number("recall", "mean_recall")
-    yield pass_if(
-        0 < recall <= 1 and math.isclose(recall, mean, rel_tol=case.edition.means.relative_tolerance),
-        evidence=case.run.summary.file,
-        value=f"{recall:g}",
-        limit="more than 0",
-        proof=f"recall is {recall:g}, the mean over all queries {mean:g}",
-        fix="Build the ground truth from the vectors that were loaded, and repeat the runs.",
-    )
 
 
 def _judge_truth(case: Case) -> Iterator[Finding]:
@@ -573,7 +489,19 @@ RULES: Final = (
         formula="one result directory in run/ (else a warning that names the one that counts)",
         passes="run/20260701_100000/",
         fails="run/20260701_100000/ and run/20260702_100000/ (a warning)",
-        judge=_judge_num_cache_runs,
+        judge=check(
+            lambda case: {
+                "counted": _runs(case)[0].name,
+                "names": ", ".join(folder.name for folder in case.result.location.run_folders),
+                "number": len(case.result.location.run_folders),
+            },
+            lambda it: it.number == 1,
+            at=NAME,
+            show=("{number}", "1"),
+            proof="{names}: {counted} counts",
+            fix="Hand in the one run that counts, or give each a system of its own.",
+            otherwise=Verdict.WARNING,
+        ),
     ),
     Rule(
         id="kvcache.complete",
@@ -830,7 +758,14 @@ RULES: Final = (
         formula="num_vectors and dimension of the summary are positive",
         passes="1,000,000 vectors of 1,536 dimensions",
         fails="num_vectors 0",
-        judge=_judge_scale,
+        judge=check(
+            lambda case: {name: case.run.summary.integer(name) for name in ("num_vectors", "dimension")},
+            lambda it: it.num_vectors > 0 and it.dimension > 0,
+            at=SUMMARY,
+            show=("{num_vectors:,} x {dimension:,}", "more than 0"),
+            proof="{num_vectors:,} vectors of {dimension:,} dimensions",
+            fix="Repeat the run on vectors.",
+        ),
     ),
     Rule(
         id="vectors.dimension",
@@ -840,7 +775,18 @@ RULES: Final = (
         formula="dimension of the loading == dimension of the run == args.vector_dim",
         passes="1,536 loaded, 1,536 searched",
         fails="1,536 loaded, 768 searched",
-        judge=_judge_dimension,
+        judge=check(
+            lambda case: {
+                "loaded": _loading(case).summary.integer("dimension"),
+                "searched": case.run.summary.integer("dimension"),
+                "asked": case.run.metadata.integer("args", "vector_dim"),
+            },
+            lambda it: it.loaded == it.searched == it.asked,
+            at=SUMMARY,
+            show=("{searched}", "{loaded}"),
+            proof="{loaded} dimensions loaded, {searched} searched, {asked} asked for",
+            fix="Search the vectors that were loaded.",
+        ),
     ),
     Rule(
         id="vectors.inserted",
@@ -860,7 +806,18 @@ RULES: Final = (
         formula="index_type of the loading == index_type of the run == the folder's name, in any case",
         passes="DISKANN built, DISKANN searched, milvus/DISKANN/",
         fails="DISKANN built, HNSW searched",
-        judge=_judge_index,
+        judge=check(
+            lambda case: {
+                "built": _loading(case).summary.text("index_type").upper(),
+                "searched": _index(case),
+                "folder": case.result.location.model.upper(),
+            },
+            lambda it: it.built == it.searched == it.folder,
+            at=SUMMARY,
+            show=("{searched}", "{built}"),
+            proof="{built} was built, {searched} searched, the folder is called {folder}",
+            fix="Search the index that was built, and name the folder by it.",
+        ),
     ),
     Rule(
         id="vectors.recall",
@@ -870,7 +827,18 @@ RULES: Final = (
         formula="0 < recall <= 1, and == the mean over all queries",
         passes="recall 0.95",
         fails="recall 0.0",
-        judge=_judge_recall,
+        judge=check(
+            lambda case: {
+                "recall": case.run.summary.number("recall"),
+                "mean": case.run.aggregate.number("recall", "mean_recall"),
+                "tolerance": case.edition.means.relative_tolerance,
+            },
+            lambda it: 0 < it.recall <= 1 and math.isclose(it.recall, it.mean, rel_tol=it.tolerance),
+            at=SUMMARY,
+            show=("{recall:g}", "more than 0"),
+            proof="recall is {recall:g}, the mean over all queries {mean:g}",
+            fix="Build the ground truth from the vectors that were loaded, and repeat the runs.",
+        ),
     ),
     Rule(
         id="vectors.queries",
@@ -880,15 +848,18 @@ RULES: Final = (
         formula="query_count > 0, and == throughput_qps x total_time_seconds to 1e-6",
         passes="3,607,200 queries in 62.6 s, 57,620 a second",
         fails="1,000 queries in 62.6 s, 57,620 a second",
-        judge=_summary(
-            ("query_count", "throughput_qps", "total_time_seconds"),
-            lambda queries, rate, seconds: (
-                queries > 0 and math.isclose(queries, rate * seconds, rel_tol=1e-6)
-            ),
-            show=lambda queries, rate, seconds: (f"{queries:,.0f}", f"{rate * seconds:,.0f}"),
-            proof=lambda queries, rate, seconds: (
-                f"{queries:,.0f} queries; {rate:g} a second x {seconds:g} s = {rate * seconds:,.0f}"
-            ),
+        judge=check(
+            lambda case: {
+                "queries": case.run.summary.number("query_count"),
+                "rate": case.run.summary.number("throughput_qps"),
+                "seconds": case.run.summary.number("total_time_seconds"),
+                "product": case.run.summary.number("throughput_qps")
+                * case.run.summary.number("total_time_seconds"),
+            },
+            lambda it: it.queries > 0 and math.isclose(it.queries, it.product, rel_tol=1e-6),
+            at=SUMMARY,
+            show=("{queries:,.0f}", "{product:,.0f}"),
+            proof="{queries:,.0f} queries; {rate:g} a second x {seconds:g} s = {product:,.0f}",
             fix=_RESTORE_SUMMARY,
         ),
     ),
@@ -900,14 +871,16 @@ RULES: Final = (
         formula="throughput_qps and four latencies are positive; p95 <= p99 <= p999",
         passes="6.3 ms on average, 19.6, 107.4 and 160.1 ms",
         fails="p99 107 ms, p999 16 ms",
-        judge=_summary(
-            ("throughput_qps", *_LATENCIES),
-            lambda rate, mean, *tail: min(rate, mean, *tail) > 0 and list(tail) == sorted(tail),
-            show=lambda _, *latencies: (", ".join(f"{each:g}" for each in latencies), "in order"),
-            proof=lambda rate, *latencies: (
-                f"{rate:g} queries a second; mean, p95, p99, p999: "
-                f"{', '.join(f'{each:g}' for each in latencies)} ms"
-            ),
+        judge=check(
+            lambda case: {
+                "rate": case.run.summary.number("throughput_qps"),
+                "latencies": [case.run.summary.number(name) for name in _LATENCIES],
+                "listed": ", ".join(f"{case.run.summary.number(name):g}" for name in _LATENCIES),
+            },
+            lambda it: min(it.rate, *it.latencies) > 0 and it.latencies[1:] == sorted(it.latencies[1:]),
+            at=SUMMARY,
+            show=("{listed}", "in order"),
+            proof="{rate:g} queries a second; mean, p95, p99, p999: {listed} ms",
             fix=_RESTORE_SUMMARY,
         ),
     ),

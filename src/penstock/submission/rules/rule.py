@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, Final, Literal, Required, TypedDict
 
 from penstock.submission.edition import (
@@ -228,6 +229,37 @@ def limit(
         if lenient_in_warm_up and case.is_warm_up and finding.verdict is Verdict.FAIL:
             finding = replace(finding, verdict=Verdict.WARNING, proof=f"{finding.proof} (in the warm-up)")
         yield finding
+
+    return judge
+
+
+def check(
+    facts: Callable[[Case], Mapping[str, Any]],
+    holds: Callable[[Any], bool],
+    *,
+    at: Read,
+    show: tuple[str, str],
+    proof: str | Callable[[Any], str],
+    fix: str | Callable[[Any], str],
+    otherwise: Verdict | Callable[[Any], Verdict] = Verdict.FAIL,
+) -> Judge:
+    """Judge several facts together: `holds` and other functions get them as attributes, texts by {name}.
+
+    check(lambda case: {"hosts": ..., "ranks": ...}, lambda it: it.ranks >= it.hosts, proof="{ranks} ranks")
+    """
+
+    def judge(case: Case) -> Iterator[Finding]:
+        known = facts(case)
+        it = SimpleNamespace(**known, case=case)
+        yield pass_if(
+            holds(it),
+            evidence=at(case),
+            value=show[0].format(**known),
+            limit=show[1].format(**known),
+            proof=proof(it) if callable(proof) else proof.format(**known),
+            fix=fix(it) if callable(fix) else fix.format(**known),
+            otherwise=otherwise(it) if callable(otherwise) else otherwise,
+        )
 
     return judge
 

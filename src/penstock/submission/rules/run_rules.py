@@ -23,11 +23,14 @@ from penstock.submission.rules.rule import (
     FIRST,
     LATER,
     NAME,
+    OVERRIDES,
     SUMMARY,
     Case,
     Rule,
     Scope,
+    check,
     limit,
+    nothing,
     num_accelerators,
     num_hosts,
     require_all_hosts,
@@ -192,20 +195,6 @@ def _judge_pauses(case: Case) -> Iterator[Finding]:
         )
 
 
-def _judge_hosts_alone(case: Case) -> Iterator[Finding]:
-    hosts, accelerators = num_hosts(case.run), num_accelerators(case)
-    recommended = case.timed.min_accelerators_alone
-    yield pass_if(
-        hosts > 1 or accelerators >= recommended,
-        evidence=case.run.summary.file,
-        value=accelerators,
-        limit=recommended,
-        proof=f"{accelerators} accelerators on {hosts} hosts; one host should have {recommended}",
-        fix="Simulate more accelerators on this host.",
-        otherwise=Verdict.WARNING,
-    )
-
-
 def _judge_single_host(case: Case) -> Iterator[Finding]:
     hosts, names = num_hosts(case.run), case.run.metadata.value("args", "hosts")
     if isinstance(names, str):
@@ -307,38 +296,6 @@ def _compare_with_meminfo(summary: ParsedFile) -> Finding:
             f"{'it' if holds else f'{max(listed):.6g} GiB at most, and no multiple of it'}"
         ),
         fix=_ONE_RUN,
-    )
-
-
-def _judge_allowed_parameters(case: Case) -> Iterator[Finding]:
-    division = case.division
-    changed = case.run.settings().keys() - {"workload"}
-    forbidden = ", ".join(sorted(changed - case.parameters.allowed(division)))
-    yield pass_if(
-        not forbidden,
-        evidence=case.run.overrides.file,
-        value=forbidden,
-        limit=f"the free keys of {division.value}",
-        proof=(
-            f"{forbidden}: not free in {division.value}"
-            if forbidden
-            else f"all {len(changed)} keys are free in {division.value}"
-        ),
-        fix="Repeat the runs without these.",
-    )
-
-
-def _judge_odirect(case: Case) -> Iterator[Finding]:
-    family, _ = case.run.workload()
-    allowed = case.timed.odirect_workloads
-    is_set = case.run.settings().get("reader.odirect", "false").lower() == "true"
-    yield pass_if(
-        not is_set or family in allowed,
-        evidence=case.run.overrides.file,
-        value=f"{family}, odirect {'on' if is_set else 'off'}",
-        limit=", ".join(sorted(allowed)),
-        proof=f"reader.odirect is {'set' if is_set else 'not set'} for {family}",
-        fix="Repeat the runs without reader.odirect.",
     )
 
 
@@ -521,25 +478,10 @@ def _plain(value: Any) -> Any:
         return str(value).lower()
 
 
-def _judge_report_identity(case: Case) -> Iterator[Finding]:
-    report, result = case.result.report, case.result
-    require_runs(result)
-    report.value("overall")
-    problems = list(_find_other_identity(case))
-    if report.has("runs"):
-        problems += _find_other_rates(case)
-    yield pass_if(
-        not problems,
-        evidence=report.file,
-        value=f"{len(problems)} differ",
-        limit="0 differ",
-        proof="; ".join(problems) or f"it says what its {len(result.runs)} runs do",
-        fix="Write the report from these runs (penstock submission report --write).",
-    )
-
-
 def _find_other_identity(case: Case) -> Iterator[str]:
+    require_runs(case.result)
     report, run = case.result.report, case.result.runs[0]
+    report.value("overall")
     first, per_dir = run.dirs[0], {run_dir.summary.integer("num_accelerators") for run_dir in run.dirs}
     family, accelerator = first.workload()
     entries = report.value("runs") if report.has("runs") else {}
@@ -561,6 +503,8 @@ def _find_other_identity(case: Case) -> Iterator[str]:
             if report.has(*place, key) and report.integer(*place, key) not in allowed:
                 shown = " or ".join(map(str, sorted(allowed)))
                 yield f"{where}.{key} is {report.integer(*place, key):,}, the runs have {shown}"
+    if report.has("runs"):
+        yield from _find_other_rates(case)
 
 
 def _find_other_rates(case: Case) -> Iterator[str]:
@@ -717,7 +661,19 @@ RULES: Final = (
         formula="num_hosts > 1, or num_accelerators >= the edition's number (else warning)",
         passes="one host, 4 accelerators",
         fails="one host, 3 accelerators (a warning)",
-        judge=_judge_hosts_alone,
+        judge=check(
+            lambda case: {
+                "hosts": num_hosts(case.run),
+                "ranks": num_accelerators(case),
+                "least": case.timed.min_accelerators_alone,
+            },
+            lambda it: it.hosts > 1 or it.ranks >= it.least,
+            at=SUMMARY,
+            show=("{ranks}", "{least}"),
+            proof="{ranks} accelerators on {hosts} hosts; one host should have {least}",
+            fix="Simulate more accelerators on this host.",
+            otherwise=Verdict.WARNING,
+        ),
     ),
     Rule(
         id="hosts.single",
@@ -785,7 +741,24 @@ RULES: Final = (
         formula="keys in overrides.yaml are in the division's list or set by the benchmark's own script",
         passes="closed, ++workload.reader.read_threads=16",
         fails="closed, ++workload.reader.batch_size=1",
-        judge=_judge_allowed_parameters,
+        judge=check(
+            lambda case: {
+                "division": case.division.value,
+                "changed": len(case.run.settings().keys() - {"workload"}),
+                "forbidden": ", ".join(
+                    sorted(case.run.settings().keys() - {"workload"} - case.parameters.allowed(case.division))
+                ),
+            },
+            lambda it: not it.forbidden,
+            at=OVERRIDES,
+            show=("{forbidden}", "the free keys of {division}"),
+            proof=lambda it: (
+                f"{it.forbidden}: not free in {it.division}"
+                if it.forbidden
+                else f"all {it.changed} keys are free in {it.division}"
+            ),
+            fix="Repeat the runs without these.",
+        ),
     ),
     Rule(
         id="parameters.odirect",
@@ -795,7 +768,18 @@ RULES: Final = (
         formula="reader.odirect is set only for workloads of the edition's list",
         passes="unet3d, ++workload.reader.odirect=True",
         fails="retinanet, ++workload.reader.odirect=True",
-        judge=_judge_odirect,
+        judge=check(
+            lambda case: {
+                "family": case.run.workload()[0],
+                "allowed": ", ".join(sorted(case.timed.odirect_workloads)),
+                "state": case.run.settings().get("reader.odirect", "false").lower(),
+            },
+            lambda it: it.state != "true" or it.family in it.case.timed.odirect_workloads,
+            at=OVERRIDES,
+            show=("{family}, odirect {state}", "{allowed}"),
+            proof="reader.odirect is {state} for {family}",
+            fix="Repeat the runs without reader.odirect.",
+        ),
     ),
     Rule(
         id="parameters.configuration",
@@ -847,7 +831,13 @@ RULES: Final = (
         ),
         passes='"train_num_accelerators": "10", runs on 10 accelerators',
         fails="a report of 12 accelerators beside runs on one",
-        judge=_judge_report_identity,
+        judge=nothing(
+            _find_other_identity,
+            at=lambda case: case.result.report.file,
+            show="{} differ",
+            proof=lambda case: f"it says what its {len(case.result.runs)} runs do",
+            fix="Write the report from these runs (penstock submission report --write).",
+        ),
     ),
     Rule(
         id="files.keys",
