@@ -36,7 +36,7 @@ from harness import Ratio, compare, ratio_of
 from parity import BareRank
 from penstock.checkpoint import DoubleParity, Flush, Manager, Single, Xor
 from penstock.checkpoint.commit.catalog import StepCatalog
-from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
+from penstock.checkpoint.levels.flush import FlushFolder
 from penstock.checkpoint.levels.options import Scheme
 from penstock.storage.uri import open_here
 
@@ -184,8 +184,9 @@ class Beside:
 
     def written_bytes(self) -> int:
         """What the daemon has given to devices, as the kernel counts it; 0 where there is none."""
-        pid = FlushFolder(self.cache).daemon_pid() if self.by == "daemon" else None
-        if pid is None:
+        folder = FlushFolder(self.cache)
+        pid = folder.progress().pid
+        if self.by != "daemon" or not folder.is_locked():
             return 0
         lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))

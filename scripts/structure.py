@@ -50,7 +50,7 @@ ENTERED = {
 BROAD_EXCEPT = {
     "bench/own_loader/own_loader_run.py": "whatever a user's own loader or step raises",
     "bench/own_loader/user_code.py": "whatever a user's own factory raises",
-    "checkpoint/levels/redundancy/ring.py": "a failed member, whose group waits for its blocks",
+    "checkpoint/levels/protection.py": "a failed member, whose group waits for its blocks",
     "cli/app.py": "the command line's edge",
     "cluster/comm.py": "the gather of all ranks' failures, where all wait for each other",
     "cluster/supervision/rank_process.py": "the same for a rank's whole program",

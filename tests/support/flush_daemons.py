@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-DAEMON = b"penstock.checkpoint.levels.flush.daemon"
+DAEMON = b"penstock.checkpoint.levels.flush import main"
 LIMIT_S = 120.0
 
 

@@ -8,14 +8,13 @@ Invariant: an engine fails on all ranks or on none, except for errors that `Stag
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.checkpoint.state.walk import NamePatterns
 from penstock.errors import PenstockError
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -183,33 +182,3 @@ class PreparedSave(Protocol):
 
         `facts` go into the manifest; a step's checkpoint has at least `step`.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressState:
-    """The progress of a save on this rank."""
-
-    phase: str
-    done: float
-    total: float
-
-
-class SaveProgress(Progress):
-    """The `Progress` of one save: remembers the latest `state`, and forwards to another `Progress`."""
-
-    def __init__(self, forward_to: Progress | None) -> None:
-        self.state = ProgressState("waiting", 0.0, 0.0)
-        self._forward_to = forward_to or Silent()
-        self._lock = threading.Lock()
-
-    def begin(self, phase: str, total: float) -> None:
-        """Begin a phase."""
-        with self._lock:
-            self.state = ProgressState(phase, 0.0, total)
-        self._forward_to.begin(phase, total)
-
-    def advance(self, amount: float) -> None:
-        """Advance within the phase."""
-        with self._lock:
-            self.state = replace(self.state, done=self.state.done + amount)
-        self._forward_to.advance(amount)

@@ -85,22 +85,62 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
     predictions = efficiency_model.predict_all(
         strategies, interval_s=options.interval_s, random=np.random.default_rng(options.seed)
     )
-    options.page.write(lambda: _draw(predictions), terminal)
+    options.page.write(lambda: _report(predictions), terminal)
     terminal.result(_document(predictions), table("What is left for training", _rows(predictions)))
-    for prediction in predictions:
-        for warning in prediction.strategy.warnings:
-            terminal.note(f"{prediction.strategy.name}: {warning}")
-        if not prediction.agrees:
-            terminal.note(
-                f"{prediction.strategy.name}: the simulation says {prediction.simulated:.1%}, as failures "
-                "come faster than the formula assumes; trust the simulation"
+    for doubt in _list_doubts(predictions):
+        terminal.note(doubt)
+
+
+def _report(predictions: Sequence[Prediction]) -> Report:
+    """What is left for training with each strategy."""
+    from penstock.reports.report import Banner, Look, Report, bar_chart, table_section
+
+    best = max(predictions, key=lambda one: one.efficiency)
+    strategy, interval = best.strategy, format_seconds(best.interval_s)
+    letters = [chr(ord("A") + number) for number in range(len(predictions))]
+    note = "; ".join(
+        f"{letter} {one.strategy.name}" for letter, one in zip(letters, predictions, strict=True)
+    )
+    failing = [failure for failure in strategy.failures if failure.mtbf_s < math.inf]
+    worst = min(failing, key=lambda failure: failure.mtbf_s, default=None)
+    charts = {
+        ("Lost to checkpoints and failures, simulated", "%"): [
+            100 * (1 - one.simulated) for one in predictions
+        ],
+        ("Training waits at each checkpoint", "s"): [one.strategy.blocked_s for one in predictions],
+    }
+    return Report(
+        title="What checkpoints leave for training",
+        subtitle=f"{len(predictions)} strategies, each at its interval, by formula and by simulated failures",
+        banner=Banner(
+            verdict="best",
+            look=Look.PLAIN,
+            figure=f"{strategy.name}, every {interval}: {best.efficiency:.1%} of the time is left for "
+            f"training ({best.simulated:.1%} by the simulation)",
+            limited_by=f"{format_seconds(strategy.blocked_s)} that training waits at each checkpoint"
+            + ("" if worst is None else f", and {worst.name} failures every {format_seconds(worst.mtbf_s)}"),
+            since="the first checkpoint",
+            to_do=f"Save every {interval} with {strategy.name}.",
+            troubles=_list_doubts(predictions),
+        ),
+        highlights=[
+            bar_chart(title, "plan", dict(zip(letters, values, strict=True)), unit, note=note)
+            for (title, unit), values in charts.items()
+        ],
+        sections=[table_section("strategies", "All strategies", _rows(predictions))],
+    )
+
+
+def _list_doubts(predictions: Sequence[Prediction]) -> list[str]:
+    doubts = []
+    for one in predictions:
+        doubts += [f"{one.strategy.name}: {warning}" for warning in one.strategy.warnings]
+        if not one.agrees:
+            doubts.append(
+                f"{one.strategy.name}: the simulation gives {one.simulated:.1%}, as failures come faster "
+                "than the formula assumes; trust the simulation"
             )
-
-
-def _draw(predictions: Sequence[Prediction]) -> Report:
-    from penstock.workflows.levels_page import make_plan_page
-
-    return make_plan_page(predictions, _rows(predictions))
+    return doubts
 
 
 def _build_strategies(options: _PlanOptions) -> Sequence[Strategy]:

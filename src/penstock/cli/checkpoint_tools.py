@@ -299,8 +299,8 @@ def _view_conversion(report: Conversion) -> View:
 
 @dataclass(frozen=True, kw_only=True)
 class _RemoveOptions:
-    path: str = argument("PATH", URI, "Directory or URI of a committed checkpoint.")
-    even_last: bool = flag("--even-last", "Remove even the last complete checkpoint of a run.")
+    path: str = argument("PATH", URI, "Directory or URI of a committed checkpoint, or of a step in a cache.")
+    even_last: bool = flag("--even-last", "Allow removing the only complete checkpoint that is left.")
     no_verify: bool = flag("--no-verify", "Check only files and sizes of the checkpoint that remains.")
 
 
@@ -309,20 +309,28 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
     """Remove a checkpoint: its name first, in one durable step, then its files.
 
     The last complete checkpoint of a run is kept unless --even-last is given: another one, the newest first,
-    is verified to its last byte before anything is removed.
+    is verified to its last byte before anything is removed. A step in a cache must be durable.
 
     Examples:
 
       penstock checkpoint rm /pfs/run/step-100
 
       penstock checkpoint rm s3://bucket/run/step-100 --even-last --json
+
+      srun --ntasks-per-node=1 penstock checkpoint rm /local/ssd/run/step-100
     """
+    from penstock.checkpoint.commit.catalog import open_parent
+    from penstock.checkpoint.levels import cache_tools
     from penstock.checkpoint.tools import remove
 
+    storage, name = open_parent(options.path)
     with terminal.progress() as progress:
-        removed = remove.remove(
-            options.path, even_last=options.even_last, verified=not options.no_verify, progress=progress
-        )
+        if cache_tools.is_cache(storage):
+            removed = cache_tools.remove_cached(storage, name, even_last=options.even_last)
+        else:
+            removed = remove.remove(
+                options.path, even_last=options.even_last, verified=not options.no_verify, progress=progress
+            )
     remaining = f"; {removed.stays} is complete and remains" if removed.stays else ""
     text = f"removed {removed.uri}: {removed.num_files} files, {format_bytes(removed.size_bytes)}{remaining}"
     terminal.result(asdict(removed), [text])

@@ -1,7 +1,10 @@
-"""`penstock checkpoint status`, `flush`, `drop`, `rebuild`, `scavenge`, `halt`: what a dead job left."""
+"""`penstock checkpoint status`, `flush`, `rm` of cached steps, `halt`: what a dead job left."""
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +15,21 @@ import torch
 from click.testing import CliRunner
 from tests.support.command_line import CommandResult, run_command
 from tests.support.flush_daemons import ending_daemons
-from tests.support.flush_orders import order
+from tests.support.gloo_ranks import on_gloo_ranks
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from penstock.checkpoint.commit.protocol import WriterLease
+from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.levels.flush import FlushFolder, FlushNote
+from penstock.checkpoint.levels.options import Xor
 from penstock.checkpoint.manager.manager import Manager
 from penstock.cli.app import app
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage import process_id
 from penstock.storage.process_id import current_process
 from penstock.storage.uri import open_here
+
+HOSTS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -40,19 +49,26 @@ def document_of(*words: object) -> Any:
     return json.loads(stdout)
 
 
+def note(root: Path, step: int) -> None:
+    """Note that a cached step is to become durable."""
+    manifest = read_manifest((root / f"cache/step-{step}/penstock.json").read_bytes(), "here")
+    noted = FlushNote(save_id=manifest.save_id, durable=f"file://{root}/durable")
+    FlushFolder(root / "cache").put(step, noted)
+
+
 @pytest.fixture
-def left(tmp_path: Path) -> Path:
-    """Two cached steps, of which the second was handed over and nobody flushed it."""
+def cached(tmp_path: Path) -> Path:
+    """Two cached steps, neither of them durable, and no flush."""
     with Manager(tmp_path / "durable", cache=tmp_path / "cache", flush=None) as manager:
         for step in (1, 2):
             manager.save(step, {"weight": torch.full((50_000,), step)})
     (tmp_path / "durable").mkdir(exist_ok=True)
-    order(tmp_path, 2)
     return tmp_path
 
 
-def test_status_shows_levels_and_pending_flushes(left: Path) -> None:
-    words = ("status", left / "durable", "--cache", left / "cache")
+def test_status_shows_levels_and_pending_flushes(cached: Path) -> None:
+    note(cached, 2)
+    words = ("status", cached / "durable", "--cache", cached / "cache")
     found = document_of(*words)
     assert found["durable"] == []
     assert [(each["step"], each["num_shares"], each["scheme"]) for each in found["cached"]] == [
@@ -66,31 +82,42 @@ def test_status_shows_levels_and_pending_flushes(left: Path) -> None:
     assert code == 0
     assert "1 of 1 shares" in stdout
     assert "0 (single)" in stdout
-    assert "given 0 %" in stdout
+    assert "given" in stdout
     assert "no daemon; 1 step to flush" in stderr
 
 
-def test_flush_makes_pending_steps_of_a_dead_job_durable(left: Path) -> None:
-    (states,) = document_of("flush", left / "cache")["caches"].values()
-    assert {step: state["phase"] for step, state in states.items()} == {"2": "durable"}
-    found = document_of("status", left / "durable", "--cache", left / "cache", "--watch")
-    assert found["durable"] == [2]
-    assert found["flushes"][0]["states"]["2"]["phase"] == "durable"
+def test_flush_makes_pending_steps_and_the_newest_one_durable(cached: Path) -> None:
+    note(cached, 1)
+    document = document_of("flush", cached / "cache")
+    (states,) = document["caches"].values()
+    assert {step: state["phase"] for step, state in states.items()} == {"1": "durable", "2": "durable"}
+    assert [(each["step"], each["outcome"]) for each in document["steps"]] == [(2, "whole"), (1, "whole")]
+    status = document_of("status", cached / "durable", "--cache", cached / "cache", "--watch")
+    assert status["durable"] == [1, 2]
     # Again, with nothing to do.
-    assert document_of("flush", left / "cache") == {
+    assert document_of("flush", cached / "cache") == {
         "schema": "checkpoint-flush/1",
-        "caches": {str(left / "cache"): {}},
+        "caches": {str(cached / "cache"): {}},
+        "steps": [],
     }
 
 
-def test_steps_that_stay_undurable_are_reported_with_the_reason(left: Path) -> None:
-    (left / "durable/step-2").mkdir()
-    (left / "durable/step-2/notes.txt").write_text("mine")
-    code, _, stderr = call("flush", left / "cache", "--timeout", "5s")
+def test_flush_of_one_step_to_another_run(cached: Path) -> None:
+    words = ("flush", cached / "cache", "--step", 1, "--to", cached / "other")
+    (states,) = document_of(*words)["caches"].values()
+    assert list(states) == ["1"]
+    assert [path.name for path in (cached / "other").glob("step-*")] == ["step-1"]
+    assert not list((cached / "durable").glob("step-*"))
+
+
+def test_steps_that_stay_undurable_are_reported_with_the_reason(cached: Path) -> None:
+    (cached / "durable/step-2").mkdir()
+    (cached / "durable/step-2/notes.txt").write_text("mine")
+    code, _, stderr = call("flush", cached / "cache", "--timeout", "5s")
     assert code == 1
     assert "step 2 is not durable" in stderr
     assert "notes.txt" in stderr
-    code, _, stderr = call("status", left / "durable", "--cache", left / "cache")
+    code, _, stderr = call("status", cached / "durable", "--cache", cached / "cache")
     assert code == 1
     assert "notes.txt" in stderr
 
@@ -109,16 +136,6 @@ def checkpoint(*words: object) -> CommandResult:
     return run_command("checkpoint", *words)
 
 
-@pytest.fixture
-def cached(tmp_path: Path) -> Path:
-    """Two cached steps, neither of them durable, and no flush."""
-    with Manager(tmp_path / "durable", cache=tmp_path / "cache", flush=None) as manager:
-        for step in (1, 2):
-            manager.save(step, {"weight": torch.full((1000,), step)})
-    (tmp_path / "durable").mkdir(exist_ok=True)
-    return tmp_path
-
-
 def rows(text: str) -> list[list[str]]:
     """The cells of each line below a table's rule."""
     lines = text.split("── \n", 1)[-1].splitlines()
@@ -135,88 +152,137 @@ def test_status_without_flushes_shows_caches_alone(cached: Path) -> None:
     assert result.stderr.endswith("no daemon; nothing to flush\n")
 
 
-def test_rebuild_reports_the_outcome_of_each_step(cached: Path) -> None:
-    result = checkpoint("rebuild", cached / "cache")
-    assert result.returncode == 0
-    assert rows(result.stdout) == [["1", "whole", "-", "-"], ["2", "whole", "-", "-"]]
-    (step,) = checkpoint("rebuild", cached / "cache", "--step", "2", "--json").document["steps"]
-    assert (step["step"], step["outcome"], step["reason"]) == (2, "whole", "")
-
-
-def test_rebuild_exits_with_1_for_what_cannot_be_rebuilt(cached: Path) -> None:
-    for file in (cached / "cache").rglob("*.distcp"):
-        if "step-2" in str(file) or "2" in file.parent.name:
-            file.unlink()
-    result = checkpoint("rebuild", cached / "cache")
-    assert result.returncode == 1
-    assert "step 2: " in result.stderr
-    assert "step 1: " not in result.stderr
-
-
-@pytest.mark.parametrize("verb", [("rebuild",), ("scavenge", "--to", "durable")])
-def test_recovery_names_what_the_caches_lack(cached: Path, verb: tuple[str, ...]) -> None:
-    command, *more = verb
-    absent = checkpoint(command, cached / "cache", *more, "--step", "7")
+def test_flush_names_what_the_caches_lack(cached: Path) -> None:
+    absent = checkpoint("flush", cached / "cache", "--step", "7")
     assert absent.returncode == 2
-    assert "Step 7 is in none of these caches. The caches hold: 1, 2." in absent.stderr
-    too_many = checkpoint(command, cached / "cache", cached / "cache", *more)
+    assert "Step 7 is in none of these caches. They hold 1, 2" in absent.stderr
+    too_many = checkpoint("flush", cached / "cache", cached / "cache")
     assert too_many.returncode == 2
-    assert "2 caches for 1 ranks" in too_many.stderr
+    assert "2 caches for 1 rank" in too_many.stderr
+    assert "--ranks 2" in too_many.stderr
     (cached / "empty").mkdir()
-    empty = checkpoint(command, cached / "empty", *more)
+    empty = checkpoint("flush", cached / "empty")
     assert empty.returncode == 2
     assert "No step is in these caches" in empty.stderr
 
 
-def test_scavenge_makes_the_newest_step_durable(cached: Path) -> None:
-    result = checkpoint("scavenge", cached / "cache", "--to", cached / "durable")
-    assert result.returncode == 0
-    assert result.stdout.startswith("step 2 is durable: file://")
-    assert (cached / "durable" / "step-2" / ".metadata").exists()
-    status = document_of("status", cached / "durable", "--cache", cached / "cache")
-    assert status["durable"] == [2]
-
-
-def test_scavenge_exits_with_1_if_nothing_can_be_recovered(cached: Path) -> None:
+def test_flush_exits_with_1_if_nothing_can_be_recovered(cached: Path) -> None:
     for file in (cached / "cache").rglob("*.distcp"):
         file.unlink()
-    result = checkpoint("scavenge", cached / "cache", "--to", cached / "durable")
+    result = checkpoint("flush", cached / "cache")
     assert result.returncode == 1
-    assert result.stdout == "nothing to scavenge\n"
     assert "step 2: " in result.stderr
+    assert "step 1: " in result.stderr
 
 
-def test_drop_needs_durable_copies_or_force(cached: Path) -> None:
-    cache, durable = cached / "cache", cached / "durable"
-    assert checkpoint("drop", cache).returncode == 2
-    assert checkpoint("drop", cache, "--step", "1", "--all").returncode == 2
-    dry = checkpoint("drop", cache, "--all", "--durable", durable, "--dry-run")
-    assert dry.stdout.startswith("would be dropped")
-    assert [(row[0], row[3]) for row in rows(dry.stdout)] == [("1", "no"), ("2", "no")]
-    refused = checkpoint("drop", cache, "--all", "--durable", durable)
-    assert refused.returncode == 2
-    assert "nothing was dropped" in refused.stderr
-    document = checkpoint("drop", cache, "--step", "1", "--force", "--json").document
-    assert document["dropped"] is True
-    assert [entry["step"] for entry in document["steps"]] == [1]
-    assert checkpoint("scavenge", cache, "--to", durable).returncode == 0
-    dropped = checkpoint("drop", cache, "--all", "--durable", durable)
-    assert dropped.stdout.startswith("dropped")
-    assert [(row[0], row[3], row[4]) for row in rows(dropped.stdout)] == [("2", "yes", "-")]
-    assert checkpoint("rebuild", cache).returncode == 2
-
-
-@pytest.mark.parametrize("verb", ["drop --all --force", "rebuild", "scavenge --to durable"])
+@pytest.mark.parametrize("verb", ["rm", "flush"])
 def test_steps_of_a_cache_that_a_living_job_saves_to_are_left_alone(cached: Path, verb: str) -> None:
     parent = replace(
         current_process(), pid=os.getppid(), started=process_id._read_start_ticks(os.getppid()) or ""
     )
     WriterLease(open_here(cached / "cache"), owner=lambda: parent).hold()
-    name, *options = verb.split()
-    refused = checkpoint(name, cached / "cache", *options)
+    words = {"rm": ["rm", cached / "cache/step-1", "--even-last"], "flush": ["flush", cached / "cache"]}
+    refused = checkpoint(*words[verb])
     assert refused.returncode == 2
     assert f"Process {os.getppid()} on {parent.host} saves steps here, too" in refused.stderr
     assert (cached / "cache/step-1").is_dir()
+
+
+def test_a_cached_step_is_removed_if_it_is_durable_or_may_be_lost(cached: Path) -> None:
+    first, second = (cached / f"cache/step-{step}" for step in (1, 2))
+    refused = checkpoint("rm", first)
+    assert refused.returncode == 2
+    assert f"step-1 is not durable in file://{cached}/durable; nothing was removed" in refused.stderr
+    note(cached, 1)
+    assert checkpoint("rm", first, "--even-last").returncode == 0
+    assert FlushFolder(cached / "cache").notes() == {}
+    assert checkpoint("flush", cached / "cache").returncode == 0
+    removed = checkpoint("rm", second, "--json").document
+    assert (removed["step"], removed["stays"]) == (2, f"file://{cached}/durable/step-2")
+    assert not first.exists()
+    assert not second.exists()
+
+
+def save_on_hosts(rank: int, root: Path) -> None:
+    with Manager(
+        root / "durable",
+        cache=root / f"host-{rank}",
+        redundancy=Xor(group=HOSTS),
+        failure_domain=f"host-{rank}",
+        flush=None,
+        timeout_s=60,
+    ) as manager:
+        for step in (1, 2):
+            manager.save(step, {f"rank_{rank}": torch.arange(20_000) * (rank + 1) + step})
+
+
+@pytest.fixture(scope="module")
+def saved_on_hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hosts")
+    on_gloo_ranks(HOSTS, save_on_hosts, root)
+    return root
+
+
+@pytest.fixture
+def hosts(saved_on_hosts: Path, tmp_path: Path) -> Path:
+    """Caches of three hosts with two steps that were never flushed, to be damaged."""
+    ignored = shutil.ignore_patterns(".penstock-run")  # it names where they were before
+    return Path(shutil.copytree(saved_on_hosts, tmp_path / "run", ignore=ignored))
+
+
+def flush_hosts(root: Path, *hosts: int) -> tuple[int, Any, str]:
+    places = [str(root / f"host-{host}") for host in hosts]
+    command = [sys.executable, "-m", "penstock", "checkpoint", "flush", *places, "--ranks", str(len(hosts))]
+    command += ["--to", str(root / "durable"), "--json", "--timeout", "5s"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    return done.returncode, json.loads(done.stdout or "null"), done.stderr
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def require_durable(root: Path, step: int) -> None:
+    wanted = {f"rank_{rank}": torch.arange(20_000) * (rank + 1) + step for rank in range(HOSTS)}
+    found = {name: torch.zeros_like(value) for name, value in wanted.items()}
+    stock_load(found, checkpoint_id=str(root / f"durable/step-{step}"), no_dist=True)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_surviving_hosts_rebuild_a_lost_one_and_make_the_newest_step_durable(hosts: Path) -> None:
+    before = {path.name: path.read_bytes() for path in (hosts / "host-2/step-2").iterdir()}
+    shutil.rmtree(hosts / "host-2")
+    (hosts / "host-2").mkdir()
+    code, document, stderr = flush_hosts(hosts, 0, 1, 2)
+    assert code == 0, stderr
+    (step,) = document["steps"]
+    assert (step["step"], step["outcome"], step["missing"]) == (2, "rebuilt", [2])
+    assert {path.name: path.read_bytes() for path in (hosts / "host-2/step-2").iterdir()} == before
+    require_durable(hosts, 2)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_older_step_becomes_durable_if_the_newest_is_beyond_repair(hosts: Path) -> None:
+    shutil.rmtree(hosts / "host-0/step-2")
+    flip(next((hosts / "host-1/step-2").glob("*1*.distcp")))
+    code, document, stderr = flush_hosts(hosts, 0, 1, 2)
+    assert code == 0, stderr
+    outcomes = [(each["step"], each["outcome"]) for each in document["steps"]]
+    assert outcomes == [(2, "beyond repair"), (1, "whole")]
+    assert document["steps"][0]["damaged"] == [1]
+    assert "xor survives 1 loss" in stderr
+    require_durable(hosts, 1)
+
+
+def test_one_loss_too_many_is_reported_and_leaves_nothing(hosts: Path) -> None:
+    code, document, stderr = flush_hosts(hosts, 1)
+    assert code == 1
+    assert [each["step"] for each in document["steps"]] == [2, 1]
+    assert "ranks 0, 2 of one group lost their files" in stderr
+    assert not (hosts / "durable").exists() or not list((hosts / "durable").iterdir())
 
 
 def test_halt_of_a_directory_that_no_job_has_is_refused(tmp_path: Path) -> None:

@@ -8,16 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support.browser import Browser
 from tests.support.page_checks import check_page, read_banner
 from tests.support.recorded_runs import CheckpointStory, TrainingStory, record_checkpoints, record_training
 
-from penstock.checkpoint.levels.cache_tools import CachedStep, CacheFlush, LevelsOverview
-from penstock.checkpoint.levels.flush.flusher import FlushState
+from penstock.checkpoint.manager.manager import Manager
 from penstock.cli import main
 from penstock.reports.page import write_report
 from penstock.workflows.accelerator_sweep import SweepRun, find_most_accelerators, make_sweep_page
-from penstock.workflows.levels_page import make_status_page
 
 
 def trained(parent: Path, *, slow: bool = False) -> Path:
@@ -74,15 +73,12 @@ def planned(parent: Path) -> Path:
 
 
 def levels(parent: Path) -> Path:
-    cached = CachedStep(
-        step=20, size_bytes=1 << 30, num_shares=4, num_ranks=4, scheme="xor", losses=1, lost=(), reason=""
-    )
-    states = {20: FlushState(phase="copying", size_bytes=1 << 30, copied_bytes=1 << 28)}
-    flush = CacheFlush(
-        cache="/ssd", daemon=7, flushing=20, bytes_per_s=float(1 << 28), is_paused=False, states=states
-    )
-    overview = LevelsOverview(durable=(10,), cached=(cached,), flushes=(flush,))
-    write_report(make_status_page("/pfs/run", overview, [{"step": "20"}]), parent / "page.html")
+    run, cache = parent / "run", parent / "cache"
+    with Manager(run, cache=cache, flush=None) as manager:
+        manager.save(20, {"weight": torch.zeros(1000)})
+    run.mkdir(exist_ok=True)
+    words = ["--cache", str(cache), "--page", str(parent / "page.html")]
+    assert main(["checkpoint", "status", str(run), *words]) == 0
     return parent / "page.html"
 
 
@@ -136,11 +132,11 @@ PAGES: dict[str, tuple[Callable[[Path], Path], dict[str, str]]] = {
     "levels": (
         levels,
         {
-            "Passed?": "copying",
-            "How much": "newest durable step 10, newest of all 20; 768 MiB to copy",
-            "Limited by": "flushes with 256 MiB/s: done in about 3.00 s",
-            "Since": "step 20 is not durable yet",
-            "To do": "Wait, or run `penstock checkpoint flush` on each node.",
+            "Passed?": "durable",
+            "How much": "newest durable step none, newest of all 20; 0 B to copy",
+            "Limited by": "no flush is under way",
+            "Since": "every pending step is durable",
+            "To do": "Nothing.",
         },
     ),
     "cluster": (

@@ -107,6 +107,11 @@ class Draft:
         return f"{self.folder}/{file_name}"
 
 
+def name_draft(name: str, save_id: str) -> Draft:
+    """The draft of a save on a file system, which each rank can name by itself."""
+    return Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
     """A complete and durable checkpoint called `name`, with its files below `folder`.
@@ -332,7 +337,7 @@ class FolderDraftStore(DraftStore):
         # In this order: a draft without a lease would look dead to another process that sweeps.
         is_there = require_replaceable(self._storage, self._tree, name)
         self._older[save_id] = read_identity(self._storage, name) if is_there else b""
-        draft = Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
+        draft = name_draft(name, save_id)
         with ExitStack() as undo:
             undo.callback(self._clear_up, draft)  # Raises nothing in the place of what failed.
             self.renew(draft)

@@ -13,53 +13,60 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.checkpoint.commit.catalog import CheckpointRef, open_catalog
-from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Draft, Seal
+from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, open_catalog, parse_step
+from penstock.checkpoint.commit.protocol import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Committed,
+    Draft,
+    Seal,
+    name_draft,
+)
 from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
 from penstock.checkpoint.formats.checkpoint_source import DescribedStorage
-from penstock.checkpoint.levels import agreement
+from penstock.checkpoint.formats.manifest import checksum_object, read_manifest
+from penstock.checkpoint.levels.flush import FlushFolder, FlushNote
 from penstock.checkpoint.levels.options import Partner, Scheme, check_schemes, scheme_for
-from penstock.checkpoint.levels.redundancy.parity_layout import build_layout, fit_scheme
-from penstock.checkpoint.levels.redundancy.protector import (
-    GroupPlan,
-    KeyOf,
-    Protector,
-    ReportedShare,
-    build_records,
-)
-from penstock.checkpoint.levels.redundancy.redundancy_record import (
+from penstock.checkpoint.levels.parity import BLOCK_BYTES, Layout, build_layout, fit_scheme
+from penstock.checkpoint.levels.protection import FirstFailure, Protector
+from penstock.checkpoint.levels.records import (
     Assessment,
+    GroupMember,
     GroupRecord,
     NodeShares,
+    RecordedFile,
+    assess,
+    list_members,
     read_record,
-    record_bytes,
 )
-from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES
-from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks
-from penstock.errors import ObjectNotFound, StorageError, Unavailable, UsageError
+from penstock.checkpoint.tools.verify import find_damage
+from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0, run_on_all_ranks, run_on_rank0
+from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable, UsageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import FolderTree, defer_sync, find_folder_tree, prefer_direct_access
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import parse_uri
+from penstock.storage.volumes import find_room
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
     from penstock.progress import Progress
 
-
 RECORD_PREFIX: Final = "redundancy-"
 DOUBT_PREFIX: Final = ".penstock-doubt-"
-"""Prefix of a note beside a step, until all nodes are known to have committed it."""
+"""Prefix of a note next to a step, until all nodes are known to have committed it."""
 RUN_NOTE: Final = ".penstock-run"
 """The durable level of the run whose steps are in a cache."""
+
+logger = logging.getLogger(__name__)
 
 
 class NodeCache:
@@ -75,10 +82,14 @@ class NodeCache:
         self._drafts, self._catalog = open_draft_store(storage), open_catalog(storage)
         self._tree = require_folders(storage)
         self._run = ""
-        self._begun: Draft | None = None
+        self.flushes = FlushFolder(local_path(storage, ""))
+
+    def steps(self) -> list[int]:
+        """The steps of which this node has committed a share, ascending."""
+        return sorted(step for name in self._catalog.names() if (step := parse_step(name)) is not None)
 
     def names(self) -> list[str]:
-        """The steps of which this node has committed a share, in no particular order."""
+        """The same by name, in no particular order."""
         return self._catalog.names()
 
     def find(self, name: str) -> CheckpointRef:
@@ -104,12 +115,22 @@ class NodeCache:
         """What this node can contribute to a step."""
         try:
             share = self.find(name)
-            sizes = self.sizes(share)
-            records = self._records(share, sizes)
+            sizes, records = self.sizes(share), {}
+            for file_name in sizes:
+                if file_name.startswith(RECORD_PREFIX):
+                    number = int(file_name.removeprefix(RECORD_PREFIX).removesuffix(".json"))
+                    content = read_object(self.storage, share.key(file_name))
+                    records[number] = read_record(content, f"{self.storage.uri}/{share.key(file_name)}")
         except StorageError as error:
             logger.info("The cache %s does not have %s: %s", self.storage.uri, name, error)
-            return NodeShares(ranks=self.ranks)
-        return NodeShares(ranks=self.ranks, sizes=sizes, records=records)
+            sizes, records = {}, {}
+        return NodeShares(
+            ranks=self.ranks,
+            sizes=sizes,
+            records={number: _with_domains(record, ()) for number, record in records.items()},
+            domains=next((record.domains for record in records.values()), ()),
+            room_bytes=find_room(local_path(self.storage, "")),
+        )
 
     def claim(self, run: str) -> None:
         """From now on, save steps of this run; `UsageError` if the cache has those of another."""
@@ -121,61 +142,56 @@ class NodeCache:
             raise UsageError(
                 f"This cache has steps of another run, {owner}, and not of {run}",
                 where=self.storage.uri,
-                fix="Give each run a cache of its own, or empty this one (`penstock checkpoint drop`); "
+                fix="Give each run a cache of its own, or remove these steps (`penstock checkpoint rm`); "
                 f"if the run was moved, remove {RUN_NOTE} there.",
             )
         self._run = "" if owner == run else run
 
-    def start(self, name: str, save_id: str) -> Draft:
+    def start(self, draft: Draft) -> None:
         """Begin a draft of a step, after sweeping what dead saves left."""
         sweep_dead_saves(self._drafts, self.storage)
         if self._run:
             write_object(self.storage, RUN_NOTE, [self._run.encode()])
             self._run = ""
-        self._begun = self._drafts.start(name, save_id)
-        return self._begun
-
-    def drop_begun(self, save_id: str) -> None:
-        """Remove the draft of a save that another node could not begin, if this one has."""
-        if self._begun is not None and self._begun.save_id == save_id:
-            self.drop(self._begun)
+        self._drafts.start(draft.name, draft.save_id)
 
     def drop(self, draft: Draft) -> None:
         """Remove a draft."""
         try:
             self._drafts.drop(draft)
+        except ObjectNotFound:
+            logger.debug("%s was never begun", draft.folder)
         except StorageError as error:
             logger.warning("Could not remove the unfinished %s: %s", draft.folder, error)
 
     def publish(
         self,
         draft: Draft,
-        manifest: bytes,
-        metadata: bytes,
+        seal: tuple[bytes, bytes],
         records: Mapping[int, GroupRecord],
         saved: Collection[int],
     ) -> None:
         """Commit the shares of the ranks in `saved`, with the records of their groups."""
         sizes: dict[str, int] = {}
         for number, record in records.items():
-            if set(record.ranks).isdisjoint(saved):
-                continue
-            # Publishing makes the names of all files of the draft durable.
-            storage = defer_sync(self.storage, "names")
-            written = write_object(storage, draft.key(_record_name(number)), [record_bytes(record)])
-            sizes[_record_name(number)] = written.size_bytes
-            for place, rank in enumerate(record.ranks):
-                if rank in saved:
-                    sizes.update({file.name: file.size_bytes for file in record.stored_files(place)})
-        self._drafts.publish(draft, Seal(manifest=manifest, metadata=metadata, sizes=sizes))
+            here = [place for place, rank in enumerate(record.ranks) if rank in saved]
+            if here:
+                name = f"{RECORD_PREFIX}{number}.json"
+                # Publishing makes the names of all files of the draft durable.
+                storage = defer_sync(self.storage, "names")
+                text = record.model_dump_json().encode()
+                sizes[name] = write_object(storage, draft.key(name), [text]).size_bytes
+            for place in here:
+                sizes.update({file.name: file.size_bytes for file in record.stored_files(place)})
+        self._drafts.publish(draft, Seal(manifest=seal[0], metadata=seal[1], sizes=sizes))
 
     def unconfirmed(self) -> set[str]:
         """The steps that this node has committed without knowing that all nodes did."""
         notes = {entry.name.removeprefix(DOUBT_PREFIX) for entry in self._tree.entries(prefix=DOUBT_PREFIX)}
         return notes & set(self.names())
 
-    def mark_unconfirmed(self, draft: Draft) -> None:
-        """Note, before committing, that other nodes may not: after a crash, nothing else would say so."""
+    def doubt(self, draft: Draft) -> None:
+        """Note, before committing, that other nodes may not: after a crash, nothing else would show it."""
         write_object(self.storage, DOUBT_PREFIX + draft.name, [draft.save_id.encode()])
 
     def confirm(self, name: str) -> None:
@@ -187,28 +203,25 @@ class NodeCache:
         try:
             self.confirm(draft.name)
             committed = self._catalog.find(draft.name)
-            if draft.save_id.encode() in read_object(self.storage, committed.key(MANIFEST_NAME)):
+            manifest = read_manifest(
+                read_object(self.storage, committed.key(MANIFEST_NAME)), self.storage.uri
+            )
+            if manifest.save_id == draft.save_id:
                 self._catalog.hide(committed)()
         except StorageError as error:
             logger.debug("Nothing to roll back of %s: %s", draft.name, error)
 
     def hide(self, name: str) -> Callable[[], None]:
-        """Take the name of this node's share of a step away; the call that this gives removes its files."""
+        """Take the name of this node's share of a step away; the returned call removes its files."""
         try:
             return self._catalog.hide(self._catalog.find(name))
         except ObjectNotFound:
             logger.debug("%s was not in the cache %s", name, self.storage.uri)
             return lambda: None
 
-    def _records(self, share: CheckpointRef, names: Iterable[str]) -> dict[int, GroupRecord]:
-        """The records in a share, by the number of the group."""
-        records = {}
-        for name in names:
-            if name.startswith(RECORD_PREFIX):
-                number = int(name.removeprefix(RECORD_PREFIX).removesuffix(".json"))
-                content = read_object(self.storage, share.key(name))
-                records[number] = read_record(content, f"{self.storage.uri}/{share.key(name)}")
-        return records
+
+def _with_domains(record: GroupRecord, domains: tuple[str, ...]) -> GroupRecord:
+    return record.model_copy(update={"domains": domains})
 
 
 def require_folders(storage: Storage) -> FolderTree:
@@ -223,29 +236,18 @@ def require_folders(storage: Storage) -> FolderTree:
     return tree
 
 
-def _record_name(group: int) -> str:
-    return f"{RECORD_PREFIX}{group}.json"
-
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedSave:
-    """A step that was just saved to the caches, with what a flush needs to know of it."""
-
-    name: str
-    save_id: str
-    files: tuple[Mapping[str, int], ...]
-    """By rank: the sizes of its files."""
-    stats: tuple[RankSaveStats, ...]
-    """By rank."""
-    seal: Seal | None
-    """Of the whole step, over all nodes; on rank 0."""
+def identify_cache(storage: Storage, rank: int) -> tuple[str, int, int]:
+    """Identifies a cache: the running kernel, and the folder on it."""
+    require_folders(storage)
+    root = parse_uri(storage.uri).root
+    with translate_os_errors("Making the cache's folder", storage.uri):
+        os.makedirs(root, exist_ok=True)  # noqa: PTH103 - the storage's own root, which may not be there yet
+        facts = os.stat(root)  # noqa: PTH116 - likewise
+    return current_process().kernel or f"rank {rank}", facts.st_dev, facts.st_ino
 
 
 class CacheLevel:
-    """One rank's view of all caches; `node` is that of its own. All is collective but `drop` and `remove`.
+    """One rank's view of all caches; `node` is the one of its own node. All calls but `drop` are collective.
 
     `domain` names what fails together with this rank; ranks of one domain never protect each other.
     """
@@ -261,53 +263,42 @@ class CacheLevel:
     ) -> None:
         check_schemes(schemes)
         self.storage = storage
-        self._comm = comm
+        self.comm = comm
         self._schemes = tuple(schemes)
         self._block_bytes = block_bytes
         awaiting = "all ranks to name their caches"
         own = run_on_all_ranks(comm, lambda: identify_cache(storage, comm.rank), awaiting=awaiting)
-        self._nodes = agreement.locate_caches(comm, own, domain or comm.host, awaiting=awaiting)
-        self._lead = self._nodes.leads[comm.rank]
-        self._fitted = {scheme: fit_scheme(scheme, self._nodes.domains) for scheme in self._schemes}
+        places = comm.gather((own, domain or comm.host), awaiting=awaiting)
+        self._domains = tuple(domain for _, domain in places)
+        first: dict[tuple[str, int, int], int] = {}
+        self.leads = [first.setdefault(identity, rank) for rank, (identity, _) in enumerate(places)]
+        """By rank: the lowest rank that uses the same cache; it acts for its node."""
+        self.is_lead = self.leads[comm.rank] == comm.rank
+        self._fitted = {scheme: fit_scheme(scheme, self._domains) for scheme in self._schemes}
+        self.shortfalls = [fitted.shortfall for fitted in self._fitted.values() if fitted.shortfall]
+        """Why other schemes are used than the chosen ones, and what they survive."""
         self._protector = Protector(storage, comm)
-        self.node = NodeCache(storage, self._nodes.ranks_of[self._lead])
+        here = [rank for rank, lead in enumerate(self.leads) if lead == self.leads[comm.rank]]
+        self.node = NodeCache(storage, tuple(here))
 
-    def claim(self, run: str) -> None:
-        """Save steps of this run; `UsageError` if a node's cache has those of another. Writes nothing yet."""
-        run_on_all_ranks(
-            self._comm,
-            lambda: self.node.claim(run) if self.is_lead else None,
-            awaiting="all nodes to look whose steps their caches have",
-        )
-
-    @property
-    def shortfalls(self) -> list[str]:
-        """Why schemes are not the ones that were chosen, and what they survive."""
-        return [fitted.shortfall for fitted in self._fitted.values() if fitted.shortfall]
-
-    @property
-    def is_lead(self) -> bool:
-        """Whether this rank acts for its node."""
-        return self._lead == self._comm.rank
-
-    @property
-    def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each cache, in the order of their lowest ones."""
-        return tuple(self._nodes.ranks_of.values())
+    def close(self) -> None:
+        """Close the connections between ranks."""
+        self._protector.close()
 
     def start(self, name: str, only: Collection[int] | None = None) -> Draft:
         """Begin a draft with the same save ID on every node, or on the nodes of some ranks."""
-        save_id = self._comm.broadcast(secrets.token_hex(8), awaiting="rank 0 to name the save")
-        leads = {self._nodes.leads[rank] for rank in only} if only is not None else self._nodes.ranks_of
-        awaiting = f"all nodes to make room for {name}"
+        save_id = run_on_rank0(self.comm, lambda: secrets.token_hex(8), awaiting="rank 0 to name the save")
+        draft = name_draft(name, save_id)
+        leads = set(self.leads if only is None else (self.leads[rank] for rank in only))
         with ExitStack() as undo:
-            undo.callback(self.node.drop_begun, save_id)
-            is_asked = self.is_lead and self._lead in leads
-            begin = partial(self.node.start, name, save_id) if is_asked else lambda: None
-            draft = run_on_all_ranks(self._comm, begin, awaiting=awaiting)
+            undo.callback(self.drop, draft)
+            run_on_all_ranks(
+                self.comm,
+                lambda: self.node.start(draft) if self.is_lead and self.comm.rank in leads else None,
+                awaiting=f"all nodes to make room for {name}",
+            )
             undo.pop_all()
-        folders = self._comm.gather(draft.folder if draft else "", awaiting=awaiting)
-        return draft or Draft(name=name, folder=folders[self._lead], save_id=save_id)
+        return draft
 
     def complete(
         self,
@@ -318,59 +309,83 @@ class CacheLevel:
         number: int,
         facts: dict[str, Any],
         progress: Progress | None = None,
-    ) -> CachedSave:
+    ) -> tuple[RankSaveStats, ...]:
         """Write into a draft on all nodes, protect and commit it; on failure, the draft is removed.
 
-        `number` counts checkpoints, from 1, and decides which scheme protects this one.
+        `number` counts checkpoints, from 1, and decides which scheme protects this one. Returns what the save
+        cost each rank.
         """
+        comm, name = self.comm, draft.name
+        fitted = self._fitted[scheme_for(number, self._schemes)]
+        scheme, storage = fitted.scheme, prefer_direct_access(self.storage)
+        group = next(ranks for ranks in fitted.groups if comm.rank in ranks)
+        layouts: dict[tuple[int, ...], Layout] = {}
+        kept_files: tuple[RecordedFile, ...] = ()
         with ExitStack() as undo:
             undo.callback(staged.cancel)
             undo.callback(self.drop, draft)
-            fitted = self._fitted[scheme_for(number, self._schemes)]
-            group = next(ranks for ranks in fitted.groups if self._comm.rank in ranks)
-            plan = self._plan_group(draft, staged, fitted.scheme, group)
-            awaiting = f"all ranks to write their files of {draft.name} and protect them"
-            protected = run_on_all_ranks(
-                self._comm,
-                lambda: self._protector.write(
-                    staged, prefer_direct_access(self.storage), draft.key, plan, progress
-                ),
-                awaiting=awaiting,
+            if scheme.losses:
+                counted = all_gather_results(
+                    comm,
+                    lambda: staged.count_bytes(self.storage, draft.key),
+                    awaiting=f"all ranks to count what they write of {name}",
+                )
+                parities = 0 if isinstance(scheme, Partner) else scheme.losses
+                for ranks in fitted.groups:
+                    largest_bytes = max(counted[rank] for rank in ranks)
+                    layouts[ranks] = build_layout(
+                        len(ranks), parities, largest_bytes, block_bytes=self._block_bytes
+                    )
+                sizes, layout = [counted[rank] for rank in group], layouts[group]
+                share, order, kept = run_on_all_ranks(
+                    comm,
+                    lambda: self._protector.write(
+                        staged, storage, draft.key, ranks=group, sizes=sizes, layout=layout, progress=progress
+                    ),
+                    awaiting=f"all ranks to write their files of {name} and protect them",
+                )
+                kept_files = (kept,)
+            else:
+                share = run_on_all_ranks(
+                    comm,
+                    lambda: staged.write_to(storage, draft.key, progress),
+                    awaiting=f"all ranks to write their files of {name}",
+                )
+                order = ()
+            files = tuple(
+                RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="") for file in share.files
             )
-            share = protected.share
-            reports = self._comm.gather(ReportedShare.of(protected, plan), awaiting=awaiting)
-            # A node keeps the records of the groups that one of its ranks is in.
-            kept = {
-                rank: reports[rank]
-                for ranks in fitted.groups
-                if any(self._nodes.leads[member] == self._comm.rank for member in ranks)
-                for rank in ranks
-            }
-            records = build_records(draft, fitted, kept, self._nodes.domains)
-            written = self._comm.gather(
-                ({file.name: file.size_bytes for file in share.files}, share.stats), awaiting=awaiting
-            )
-            # Only rank 0 needs to know where each tensor went, and leads the files that describe it.
+            own = GroupMember(rank=comm.rank, domain=self._domains[comm.rank], files=files, order=order)
+            told = comm.gather((own, kept_files, share.stats), awaiting="all ranks to report what they wrote")
+            # Only rank 0 needs to know where each tensor is, and the leads get the files that describe it.
             seal = decide_on_rank0(
-                self._comm,
+                comm,
                 lambda: share,
                 lambda shares: prepared.seal(shares, {**facts, "save_id": draft.save_id}),
                 awaiting="rank 0 to write the manifest",
             )
-            told = (seal.manifest, seal.metadata) if self.is_lead else None
-            self._publish(draft, told, records)
+            records = {
+                number: GroupRecord(
+                    step=name,
+                    save_id=draft.save_id,
+                    domains=self._domains,
+                    scheme=scheme.name,
+                    losses=scheme.losses,
+                    chunk_bytes=layouts[ranks].chunk_bytes if scheme.losses else 0,
+                    block_bytes=layouts[ranks].block_bytes if scheme.losses else BLOCK_BYTES,
+                    members=tuple(told[rank][0] for rank in ranks),
+                    kept=tuple(file for rank in ranks for file in told[rank][1]),
+                )
+                for number, ranks in enumerate(fitted.groups)
+                if not set(ranks).isdisjoint(self.node.ranks)
+            }
+            self._publish(draft, (seal.manifest, seal.metadata), records)
             undo.pop_all()
-        return CachedSave(
-            name=draft.name,
-            save_id=draft.save_id,
-            files=tuple(files for files, _ in written),
-            stats=tuple(stats for _, stats in written),
-            seal=seal if self._comm.rank == 0 else None,
-        )
+        return tuple(stats for _, _, stats in told)
 
     def drop(self, draft: Draft) -> None:
         """Remove an unfinished draft: the lead of each node its own."""
-        if self.is_lead and draft.folder:
+        if self.is_lead:
             self.node.drop(draft)
 
     def names(self) -> list[str]:
@@ -379,12 +394,18 @@ class CacheLevel:
         A step that a crash kept from being committed on all nodes counts if what exists is enough, else it is
         removed.
         """
-        confirmed, doubted = agreement.list_names(self._comm, self.node)
-        for name in sorted(doubted):
+        answers = all_gather_results(
+            self.comm,
+            lambda: (self.node.names(), self.node.unconfirmed()) if self.is_lead else ([], set()),
+            awaiting="all nodes to list their caches",
+        )
+        confirmed = {name for names, doubted in answers for name in names if name not in doubted}
+        for name in sorted({name for names, _ in answers for name in names} - confirmed):
             reason = self.assess(name).reason
             if reason:
                 logger.warning("Removing %s, which was never committed on all nodes: %s", name, reason)
-                self.remove(name)
+                if self.is_lead:
+                    self.node.hide(name)()
             else:
                 confirmed.add(name)
             if self.is_lead:
@@ -392,32 +413,57 @@ class CacheLevel:
         return sorted(confirmed)
 
     def assess(self, name: str, *, damaged: Collection[int] = ()) -> Assessment:
-        """What the caches can provide of a step; the files of `damaged` ranks count as lost.
+        """What the caches can provide of a step; the files of `damaged` ranks count as lost."""
+        return decide_on_rank0(
+            self.comm,
+            lambda: self.node.shares(name) if self.is_lead else None,
+            lambda nodes: assess([node for node in nodes if node is not None], damaged=damaged),
+            awaiting=f"all nodes to list their files of {name}",
+        )
 
-        Of a step that is whole where it is needed, it has the records of this node alone.
+    def find_damaged(self, name: str, assessment: Assessment) -> tuple[int, ...]:
+        """The ranks that saved and whose files differ from their checksums.
+
+        If the manifest of a node is damaged itself, all of its shares count as damaged.
         """
-        awaiting = f"all nodes to list their files of {name}"
-        own = run_on_all_ranks(self._comm, lambda: self.node.shares(name), awaiting=awaiting)
-        if not damaged:
-            whole = agreement.agree_on_whole(self._comm, self._nodes, own, awaiting=awaiting)
-            if whole is not None:
-                return whole
-        return agreement.assess_all(self._comm, own, damaged, awaiting)
 
-    def assess_all(self, name: str) -> Assessment:
-        """The same with the records of all groups, always."""
-        awaiting = f"all nodes to list their files of {name}"
-        own = run_on_all_ranks(self._comm, lambda: self.node.shares(name), awaiting=awaiting)
-        return agreement.assess_all(self._comm, own, (), awaiting)
+        def check_own() -> list[int]:
+            held = [rank for rank, holder in assessment.holders.items() if holder == self.comm.rank]
+            own_ranks = [rank for rank in held if rank not in assessment.lost]
+            if not own_ranks:
+                return []
+            share = self.node.find(name)
+            try:
+                manifest, _ = share.read_seal()
+            except StorageError as error:
+                logger.warning("%s: %s", share.uri, error)
+                return own_ranks
+            damaged = []
+            for rank in own_ranks:
+                wanted = {file.name: file.sum for file in assessment.files_of(rank)}
+                files = [file for file in manifest.files if file.name in wanted]
+                damage = list(map(str, find_damage(share.storage, share.committed.folder, manifest, files)))
+                damage += [
+                    f"{name}: its checksum differs"
+                    for name in wanted.keys() - {file.name for file in files}
+                    if checksum_object(share.storage, share.key(name)).hex() != wanted[name]
+                ]
+                for text in damage:
+                    logger.warning("%s: %s", share.uri, text)
+                damaged += [rank] if damage else []
+            return damaged
+
+        answers = all_gather_results(self.comm, check_own, awaiting=f"all ranks to check the files of {name}")
+        return tuple(sorted(rank for ranks in answers for rank in ranks))
 
     def view(self, name: str, assessment: Assessment) -> CheckpointRef:
         """A complete step as this rank can read it: the files of its node, the others through other ranks.
 
         Manifest and metadata come from one node that has them undamaged, as this node may have nothing.
         """
-        lacking = [rank for rank, lead in enumerate(self._nodes.leads) if not assessment.shares.get(lead)]
-        seal = agreement.fetch_seal(self._comm, self.node, name, assessment, lacking)
-        if seal is None:
+        lacking = [rank for rank, lead in enumerate(self.leads) if not assessment.shares.get(lead)]
+        seal = self._fetch_seal(name, assessment) if lacking else None
+        if seal is None or self.comm.rank not in lacking:
             share = self.node.find(name)
             return replace(share, readable=tuple(self.node.sizes(share)))
         folder = Committed(name=name, folder=name)
@@ -426,36 +472,24 @@ class CacheLevel:
 
     def repair(self, name: str, assessment: Assessment) -> None:
         """Compute the lost shares and commit them to the caches that miss them, or to others with room."""
-        placed = agreement.place_lost_shares(name, assessment, self._comm, self.node, self.nodes)
-        holders = {**assessment.holders, **placed}
-
-        def rebuild(from_key: KeyOf, to_key: KeyOf) -> None:
-            self._protector.rebuild_into(
-                assessment.records,
-                assessment.lost,
-                holders=holders,
-                from_key=from_key,
-                to_key=to_key,
-            )
-
-        self._refill(name, assessment, placed, rebuild)
+        for rank, holder in assessment.moved.items():
+            if self.comm.rank == 0:
+                logger.warning(
+                    "%s: the cache of rank %d is full, so the files of rank %d are rebuilt in the cache of "
+                    "rank %d; remove old steps (`penstock checkpoint rm`), or keep fewer (keep_cached=)",
+                    *(name, assessment.homes[rank], rank, holder),
+                )
+        self._refill(name, assessment, {rank: assessment.holders[rank] for rank in assessment.lost})
 
     def relocate_shares(self, name: str, assessment: Assessment) -> CheckpointRef:
         """A complete step as this rank can read it, after moving each share to the node of its home rank."""
         away = {
             rank: home
             for rank, home in assessment.homes.items()
-            if rank not in assessment.shares.get(self._nodes.leads[home], ())
+            if rank not in assessment.shares.get(self.leads[home], ())
         }
         if away:
-            self._refill(
-                name,
-                assessment,
-                away,
-                lambda from_key, to_key: self._protector.transfer_shares(
-                    assessment.records, away, holders=assessment.holders, from_key=from_key, to_key=to_key
-                ),
-            )
+            self._refill(name, assessment, away)
             assessment = self.assess(name)
         return self.view(name, assessment)
 
@@ -464,95 +498,108 @@ class CacheLevel:
         if self.is_lead:
             self.node.hide(name)()
 
-    def close(self) -> None:
-        """Close the connections between ranks."""
-        self._protector.close()
+    def spread_note(self, step: int, note: FlushNote) -> None:
+        """Let every node with a share of this save know that it is to become durable. Not collective."""
+        if self.is_lead and step in self.node.steps() and step not in self.node.flushes.notes():
+            self.node.flushes.put(step, note)
 
-    def _refill(
-        self,
-        name: str,
-        assessment: Assessment,
-        gains: Mapping[int, int],
-        fill: Callable[[KeyOf, KeyOf], None],
-    ) -> None:
+    def _refill(self, name: str, assessment: Assessment, gains: Mapping[int, int]) -> None:
         """Give the nodes of some ranks shares that they do not have; `gains` is by the rank that saved.
 
-        `fill` writes them, from what is on this node or comes from others. A node keeps what it has: a
-        committed checkpoint is never written to, so its old shares are copied into the new draft.
+        They are written from what is on this node or comes from others. A node keeps what it has: a committed
+        checkpoint is never written to, so its old files are linked into the new draft.
         """
-        own = assessment.shares.get(self._lead, frozenset())
-        leads = self._nodes.leads
-        gained = {rank for rank, home in gains.items() if leads[home] == self._lead}
-        seal = agreement.fetch_seal(
-            self._comm, self.node, name, assessment, {leads[home] for home in gains.values()}
-        )
+        own = assessment.shares.get(self.leads[self.comm.rank], frozenset())
+        gaining = {self.leads[home] for home in gains.values()}
+        gained = {rank for rank, home in gains.items() if self.leads[home] == self.leads[self.comm.rank]}
+        seal = self._fetch_seal(name, assessment)
         draft = self.start(name, only=gains.values())
         with ExitStack() as undo:
             undo.callback(self.drop, draft)
-            from_key = self.node.find(name).key if own else draft.key
-            run_on_all_ranks(
-                self._comm,
-                lambda: fill(from_key, draft.key),
-                awaiting=f"all missing files of {name} to be there",
-            )
+
+            def fill() -> None:
+                from_key = self.node.find(name).key if own else draft.key
+                failure = FirstFailure()
+                for _, record in sorted(assessment.records.items()):
+                    self._protector.restore(
+                        record,
+                        assessment.lost,
+                        holders=assessment.holders,
+                        targets=gains,
+                        from_key=from_key,
+                        to_key=draft.key,
+                        failure=failure,
+                    )
+                failure.raise_noted()
+
+            run_on_all_ranks(self.comm, fill, awaiting=f"all missing files of {name} to be there")
 
             def commit() -> None:
-                if seal is not None:
-                    self._protector.carry_over(assessment.records, own, from_key=from_key, to_key=draft.key)
-                    self.node.publish(draft, *seal, assessment.records, own | gained)
+                if not self.is_lead or self.comm.rank not in gaining:
+                    return
+                for record, place in list_members(assessment.records, own - gained):
+                    old, new = self.node.find(name), local_path(self.storage, draft.folder)
+                    for file in record.stored_files(place):
+                        _link_or_copy(str(local_path(self.storage, old.key(file.name))), str(new / file.name))
+                records = {
+                    number: _with_domains(record, assessment.domains)
+                    for number, record in assessment.records.items()
+                }
+                self.node.publish(draft, seal, records, own | gained)
 
-            run_on_all_ranks(self._comm, commit, awaiting=f"all nodes to commit {name}")
+            run_on_all_ranks(self.comm, commit, awaiting=f"all nodes to commit {name}")
             undo.pop_all()
 
-    def _plan_group(
-        self, draft: Draft, staged: StagedSave, scheme: Scheme, group: tuple[int, ...]
-    ) -> GroupPlan | None:
-        """How this rank's group protects what it is about to write; None if nothing is kept for others."""
-        if not scheme.losses:
-            return None
-        awaiting = f"all ranks to count what they write of {draft.name}"
-        own = run_on_all_ranks(
-            self._comm, lambda: staged.count_bytes(self.storage, draft.key), awaiting=awaiting
-        )
-        all_sizes = self._comm.gather(own, awaiting=awaiting)
-        sizes = tuple(all_sizes[rank] for rank in group)
-        return GroupPlan(
-            ranks=group,
-            sizes=sizes,
-            layout=build_layout(len(group), scheme.losses, max(sizes)),
-            is_copy=isinstance(scheme, Partner),
-            block_bytes=self._block_bytes,
-        )
+    def _fetch_seal(self, name: str, assessment: Assessment) -> tuple[bytes, bytes]:
+        """Manifest and metadata of a step, from the first node that has them undamaged; else `DataDamaged`.
 
-    def _publish(
-        self, draft: Draft, seal: tuple[bytes, bytes] | None, records: Mapping[int, GroupRecord]
-    ) -> None:
+        A share whose manifest is lost still counts for a rebuild, so the first node need not have it.
+        """
+        awaiting = f"all nodes to look for the manifest of {name}"
+        has_share = bool(assessment.shares.get(self.comm.rank))
+        own = run_on_all_ranks(
+            self.comm, lambda: self.node.seal(name) if has_share else None, awaiting=awaiting
+        )
+        has_seal = self.comm.gather(own is not None, awaiting=awaiting)
+        if not any(has_seal):
+            raise DataDamaged(f"No cache has manifest and .metadata of {name} undamaged")
+        first = has_seal.index(True)
+        seals = self.comm.gather(own if self.comm.rank == first else None, awaiting=awaiting)
+        seal = seals[first]
+        assert seal is not None, "that node has it"
+        return seal
+
+    def _publish(self, draft: Draft, seal: tuple[bytes, bytes], records: Mapping[int, GroupRecord]) -> None:
         """Commit on all nodes; if one cannot, roll back on all.
 
         Between the first and the last node's commit, a crash leaves the step on some nodes only. A note
-        beside it says that it is unconfirmed, until all nodes are known to have it.
+        next to it keeps it in doubt, until all nodes are known to have it.
         """
 
         def publish() -> None:
-            if seal is not None:
-                self.node.mark_unconfirmed(draft)
-                self.node.publish(draft, *seal, records, self.node.ranks)
+            if self.is_lead:
+                self.node.doubt(draft)
+                self.node.publish(draft, seal, records, self.node.ranks)
 
         with ExitStack() as undo:
             if self.is_lead:
                 # Leads alone: the other ranks of a node have written files, but never commit.
                 undo.callback(self.node.rollback, draft)
-            run_on_all_ranks(self._comm, publish, awaiting=f"all nodes to commit {draft.name}")
+            run_on_all_ranks(self.comm, publish, awaiting=f"all nodes to commit {draft.name}")
             undo.pop_all()
         if self.is_lead:
             self.node.confirm(draft.name)
 
 
-def identify_cache(storage: Storage, rank: int) -> tuple[str, int, int]:
-    """Identifies a cache: the running kernel, and the folder on it."""
-    require_folders(storage)
-    root = parse_uri(storage.uri).root
-    with translate_os_errors("Making the cache's folder", storage.uri):
-        os.makedirs(root, exist_ok=True)  # noqa: PTH103 - the storage's own root, which may not be there yet
-        facts = os.stat(root)  # noqa: PTH116 - likewise
-    return current_process().kernel or f"rank {rank}", facts.st_dev, facts.st_ino
+def _link_or_copy(old: str, new: str) -> None:
+    try:
+        os.link(old, new)
+    except OSError as error:
+        logger.debug("%s is copied, as it cannot be linked: %s", old, error)
+        with translate_os_errors("Copying", new):
+            shutil.copyfile(old, new)
+            descriptor = os.open(new, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

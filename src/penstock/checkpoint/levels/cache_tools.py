@@ -1,31 +1,42 @@
-"""What operators do with caches from outside the job: status, dropping steps, flushing to the end.
+"""What operators do with caches from outside the job: status, flushing what is left, removing steps.
 
-Works on the caches that can be reached from here, without a process group. Invariant: status changes nothing;
-a dropped step goes from all named caches with its flush orders, or the refusal names it and nothing was
-removed.
+Status and removal work on the caches that can be reached from here, without other ranks; flushing has a rank
+on each node, so that lost files can be rebuilt. Invariant: status changes nothing; nothing leaves a cache by
+a flush; what becomes durable was verified first and has the same manifest as its save.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.commit.catalog import StepCatalog, parse_step, step_dirname
-from penstock.checkpoint.levels.cache import NodeCache, identify_cache
-from penstock.checkpoint.levels.flush.daemon_client import DaemonWatchdog, read_flush_states
-from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrder, JournalReader
-from penstock.checkpoint.levels.flush.flusher import FlushState
-from penstock.checkpoint.levels.redundancy.redundancy_record import assess
-from penstock.errors import ObjectNotFound, UsageError
+from penstock.checkpoint.commit.protocol import WriterLease
+from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.checkpoint.levels.cache import RUN_NOTE, CacheLevel, NodeCache
+from penstock.checkpoint.levels.flush import Flusher, FlushNote, FlushState, is_committed
+from penstock.checkpoint.levels.options import Single
+from penstock.checkpoint.levels.records import assess
+from penstock.checkpoint.tools.remove import RemovedCheckpoint
+from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks
+from penstock.errors import ObjectNotFound, RankFailed, StorageError, UsageError
 from penstock.storage.capabilities import find_local_paths
+from penstock.storage.protocol import exists, read_object
 from penstock.storage.uri import find_local_paths_at, open_here
 
 if TYPE_CHECKING:
-    from penstock.progress import RunProgress
+    from penstock.progress import Progress
+    from penstock.storage import Storage
+
+LONGEST_FLUSH_S: Final = 7 * 86400.0
+"""How long ranks wait for the flushers of other nodes, each of which gives up when nothing moves."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +59,15 @@ class CachedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFlush:
-    """The daemon of one cache and its flushes."""
+    """The flusher of one cache, and the steps that are to become durable."""
 
     cache: str
     daemon: int | None
-    """Its PID; None if none is running."""
+    """The PID of the flusher; None if none is working."""
     flushing: int | None
     """The step that it is copying."""
     bytes_per_s: float
-    is_paused: bool
     states: Mapping[int, FlushState]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all its steps are durable or superseded."""
-        return all(state.is_over for state in self.states.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,24 +77,6 @@ class LevelsOverview:
     durable: tuple[int, ...]
     cached: tuple[CachedStep, ...]
     flushes: tuple[CacheFlush, ...]
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps of all levels and those being flushed, ascending."""
-        flushing = {
-            step for flush in self.flushes for step, state in flush.states.items() if not state.is_over
-        }
-        return sorted({*self.durable, *(cached.step for cached in self.cached), *flushing})
-
-    @property
-    def left_bytes(self) -> int:
-        """The bytes still to be copied."""
-        return sum(
-            state.size_bytes - state.copied_bytes
-            for flush in self.flushes
-            for state in flush.states.values()
-            if not state.is_over
-        )
 
 
 def require_cache_folder(path: str) -> Path:
@@ -121,217 +108,209 @@ def inspect_levels(run: str, caches: Sequence[str]) -> LevelsOverview:
             uri=durable.uri,
             fix="Give the one that the manager was made with, or its caches with --cache.",
         )
+    nodes = [NodeCache(open_here(os.fspath(folder)), (number,)) for number, folder in enumerate(folders)]
+    cached = []
+    for step in sorted({step for node in nodes for step in node.steps()}):
+        shares = [node.shares(step_dirname(step)) for node in nodes]
+        found = assess(shares)
+        record = next(iter(found.records.values()), None)
+        cached.append(
+            CachedStep(
+                step=step,
+                size_bytes=sum(sum(node.sizes.values()) for node in shares),
+                num_shares=len({rank for ranks in found.shares.values() for rank in ranks}),
+                num_ranks=len(found.domains),
+                scheme=record.scheme if record else "",
+                losses=record.losses if record else 0,
+                lost=found.lost,
+                reason=found.reason,
+            )
+        )
     return LevelsOverview(
         durable=tuple(StepCatalog(durable).committed()),
-        cached=tuple(_inspect_steps(folders)),
-        flushes=tuple(inspect_flush(folder) for folder in folders),
+        cached=tuple(cached),
+        flushes=tuple(_inspect_flush(node) for node in nodes),
     )
 
 
-def inspect_flush(cache: Path) -> CacheFlush:
-    """The progress of the daemon of one cache."""
-    folder = FlushFolder(cache)
-    daemon = folder.daemon_pid()
-    now = folder.progress() if daemon is not None else None
+def _inspect_flush(node: NodeCache) -> CacheFlush:
+    folder, states = node.flushes, node.flushes.states()
+    now = folder.progress()
+    is_working = folder.is_locked()
+    if not is_working:
+        reason = "no flusher works: the next job flushes it, or `penstock checkpoint flush`"
+        states = {
+            step: state
+            if state.phase == "failing"
+            else state.model_copy(update={"phase": "given", "reason": reason})
+            for step, state in states.items()
+        }
     return CacheFlush(
-        cache=os.fspath(cache),
-        daemon=daemon,
-        flushing=now.step if now else None,
-        bytes_per_s=now.bytes_per_s if now else 0.0,
-        is_paused=now.is_paused if now else False,
-        states={**_read_due(folder), **read_flush_states(folder, JournalReader(folder.journal))},
-    )
-
-
-def _read_due(folder: FlushFolder) -> dict[int, FlushState]:
-    """The steps that a trainer's threads are to flush: it does so now, or ended before."""
-    steps = folder.due.all()
-    if not steps:
-        return {}
-    if folder.trainers.any_alive():
-        return dict.fromkeys(steps, FlushState(phase="given", reason="a trainer flushes it"))
-    reason = (
-        "it is cached, and the trainer that was to flush it has ended; the next one of its run flushes it, "
-        "or `penstock checkpoint scavenge --step`"
-    )
-    return dict.fromkeys(steps, FlushState(phase="failing", reason=reason))
-
-
-def _inspect_steps(folders: Sequence[Path]) -> list[CachedStep]:
-    nodes = [_open_node(folder, number) for number, folder in enumerate(folders)]
-    steps = sorted(
-        {step for node in nodes for name in node.names() if (step := parse_step(name)) is not None}
-    )
-    return [_inspect_step(step, nodes) for step in steps]
-
-
-def _inspect_step(step: int, nodes: Sequence[NodeCache]) -> CachedStep:
-    shares = [node.shares(step_dirname(step)) for node in nodes]
-    assessment = assess(shares)
-    record = next(iter(assessment.records.values()), None)
-    return CachedStep(
-        step=step,
-        size_bytes=sum(sum(node.sizes.values()) for node in shares),
-        num_shares=len({rank for ranks in assessment.shares.values() for rank in ranks}),
-        num_ranks=len(record.domains) if record else 0,
-        scheme=record.scheme if record else "",
-        losses=record.losses if record else 0,
-        lost=assessment.lost,
-        reason=assessment.reason,
+        cache=os.fspath(folder.cache),
+        daemon=now.pid if is_working else None,
+        flushing=now.step if is_working else None,
+        bytes_per_s=now.bytes_per_s if is_working else 0.0,
+        states=states,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DroppableStep:
-    """A step in the caches."""
+class StepRepair:
+    """The condition of a cached step before a flush, and whether it was rebuilt."""
 
     step: int
-    size_bytes: int
-    is_durable: bool | None
-    """None if no durable level was named."""
-    is_ordered: bool
-    """Whether it is still to be flushed."""
+    missing: tuple[int, ...] = ()
+    """The ranks that saved and whose shares no cache had."""
+    damaged: tuple[int, ...] = ()
+    """The ranks that saved and whose files were damaged."""
+    reason: str = ""
+    """Why the caches cannot provide the step; empty if they can."""
+
+    @property
+    def outcome(self) -> str:
+        """The outcome in at most two words."""
+        if self.reason:
+            return "beyond repair"
+        return "rebuilt" if self.missing or self.damaged else "whole"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheContent:
-    """What one cache has of which steps; ranks send this to each other."""
+def flush_caches(
+    storage: Storage,
+    comm: Comm,
+    *,
+    steps: Sequence[int] = (),
+    durable: str | None = None,
+    timeout_s: float,
+    progress: Progress,
+) -> tuple[list[StepRepair], dict[int, FlushState]]:
+    """Make durable what the caches of all ranks can give: pending steps, and the newest one that is whole.
 
-    identity: tuple[object, ...]
-    """The same for two paths if they lead to the same folder."""
-    size_bytes: Mapping[int, int]
-    """By step."""
-    ordered: frozenset[int]
-    """The steps still to be flushed."""
+    With `steps`, these and no others. Every file is verified first, and lost ones are rebuilt. Collective;
+    returns what was looked at, and the state of each step in this rank's cache.
+    """
+    run_on_all_ranks(
+        comm, WriterLease(storage).require_free, awaiting="all ranks to see that no job saves to their caches"
+    )
+    level = CacheLevel(storage, comm, schemes=[Single()])
+    try:
+        node, looked_at, has_newest = level.node, list[StepRepair](), bool(steps)
+        own = run_on_all_ranks(
+            comm, lambda: (node.steps(), node.flushes.notes()), awaiting="all nodes to list their caches"
+        )
+        answers = comm.gather(own, awaiting="all nodes to list their caches")
+        cached = sorted({step for there, _ in answers for step in there}, reverse=True)
+        pending = {step: note for _, notes in answers for step, note in notes.items()}
+        absent = sorted(set(steps) - set(cached))
+        if absent or not cached:
+            raise ObjectNotFound(
+                f"Step {absent[0]} is in none of these caches" if absent else "No step is in these caches",
+                fix=f"They hold {', '.join(map(str, reversed(cached))) or 'no step'}; "
+                "name the directory of cache= on each rank's node.",
+            )
+        for step in cached:
+            if step not in (steps or pending) and has_newest:
+                continue
+            note = _make_note(level, step, pending.get(step), durable)
+            if note is None:  # durable already
+                has_newest = True
+                continue
+            looked_at.append(_repair(level, step))
+            if not looked_at[-1].reason:
+                has_newest = True
+                spread = partial(level.spread_note, step, note)
+                run_on_all_ranks(comm, spread, awaiting="all nodes to note the step")
+        states = run_on_all_ranks(
+            comm,
+            lambda: Flusher(storage, progress=progress).run(patience_s=timeout_s) if level.is_lead else {},
+            awaiting="all nodes to flush their caches",
+            timeout_s=LONGEST_FLUSH_S,
+        )
+        return looked_at, states
+    finally:
+        level.close()
 
 
-def list_content(cache: Path, rank: int = 0) -> CacheContent:
-    """The steps of a cache that `rank` can reach."""
-    node = _open_node(cache)
-    steps = [step for name in node.names() if (step := parse_step(name)) is not None]
-    folder = FlushFolder(cache)
-    return CacheContent(
-        identity=identify_cache(node.storage, rank),
-        size_bytes={step: sum(node.shares(step_dirname(step)).sizes.values()) for step in steps},
-        ordered=frozenset((*folder.orders.steps(), *folder.due.all())),
+def _make_note(level: CacheLevel, step: int, note: FlushNote | None, durable: str | None) -> FlushNote | None:
+    """What is to become of a step, the same on all ranks; None if this very save is durable already."""
+    name = step_dirname(step)
+
+    def look() -> tuple[FlushNote | None, bool]:
+        node = level.node
+        if not level.is_lead or step not in node.steps():
+            return None, False
+        if (seal := node.seal(name)) is None:
+            return None, False
+        run = durable or (note.durable if note else _read_run(node.storage))
+        save_id = read_manifest(seal[0], name).save_id
+        found = (note or FlushNote(save_id=save_id, durable=run)).model_copy(update={"durable": run})
+        return found, is_committed(open_here(run), name, seal[0])
+
+    answers = all_gather_results(level.comm, look, awaiting="all nodes to look at the durable level")
+    found = [each for each, _ in answers if each is not None]
+    if any(is_durable for _, is_durable in answers):
+        return None
+    return found[0] if found else note
+
+
+def _repair(level: CacheLevel, step: int) -> StepRepair:
+    """Rebuild the files of a step that are lost, or differ from their checksums. Collective."""
+    name = step_dirname(step)
+    found = level.assess(name)
+    repaired = StepRepair(step=step, missing=found.lost, reason=found.reason)
+    if found.reason:
+        return repaired
+    if damaged := level.find_damaged(name, found):
+        found = level.assess(name, damaged=damaged)
+        repaired = replace(repaired, damaged=damaged, reason=found.reason)
+    if found.is_rebuildable:
+        try:
+            level.repair(name, found)
+        except (StorageError, RankFailed) as error:
+            return replace(repaired, reason=f"it could not be rebuilt: {error}")
+    return repaired
+
+
+def is_cache(storage: Storage) -> bool:
+    """Whether a folder is the cache of a run."""
+    return exists(storage, RUN_NOTE)
+
+
+def remove_cached(storage: Storage, name: str, *, even_last: bool) -> RemovedCheckpoint:
+    """Remove a step from this cache, and the note that it is to become durable.
+
+    `UsageError` if this save of it is not durable, unless `even_last`, or if a living job saves to the cache.
+    """
+    WriterLease(storage).require_free()
+    node, step = NodeCache(storage, (0,)), parse_step(name)
+    share, run = node.find(name), _read_run(storage)
+    seal = node.seal(name)
+    is_durable = seal is not None and is_committed(open_here(run), name, seal[0])
+    if not (is_durable or even_last):
+        raise UsageError(
+            f"{name} is not durable in {run}; nothing was removed",
+            where=storage.uri,
+            fix="Run `penstock checkpoint flush` first, or give --even-last to lose it.",
+        )
+    sizes = node.sizes(share)
+    if step is not None and step in node.flushes.notes():
+        node.flushes.remove(step, node.flushes.notes()[step].save_id)
+    node.hide(name)()
+    node.confirm(name)
+    return RemovedCheckpoint(
+        uri=share.uri,
+        step=step,
+        size_bytes=sum(sizes.values()),
+        num_files=len(sizes),
+        stays=f"{run}/{name}" if is_durable else "",
     )
 
 
-def find_droppable(
-    contents: Sequence[CacheContent], steps: Collection[int] | None, durable: str | None
-) -> list[DroppableStep]:
-    """What caches have of `steps`, or of all steps, ascending; `ObjectNotFound` if one is in none."""
-    caches = {content.identity: content for content in contents}.values()
-    cached_steps = {step for cache in caches for step in cache.size_bytes}
-    absent = sorted(set(steps or ()) - cached_steps)
-    if absent:
+def _read_run(storage: Storage) -> str:
+    try:
+        return bytes(read_object(storage, RUN_NOTE)).decode()
+    except ObjectNotFound as error:
         raise ObjectNotFound(
-            f"Step {absent[0]} is in none of these caches",
-            fix=f"They hold {', '.join(map(str, sorted(cached_steps))) or 'no step'}.",
-        )
-    known = None if durable is None else set(StepCatalog(open_here(durable)).committed())
-    return [
-        DroppableStep(
-            step=step,
-            size_bytes=sum(cache.size_bytes.get(step, 0) for cache in caches),
-            is_durable=None if known is None else step in known,
-            is_ordered=any(step in cache.ordered for cache in caches),
-        )
-        for step in sorted(cached_steps if steps is None else steps)
-    ]
-
-
-def require_durable(steps: Sequence[DroppableStep]) -> None:
-    """`UsageError` if a step might exist nowhere else."""
-    for step in steps:
-        if not step.is_durable:
-            doubt = "is not durable" if step.is_durable is False else "may not be durable"
-            raise UsageError(
-                f"Step {step.step} {doubt}; nothing was dropped",
-                fix="Flush or scavenge it first and name the durable level by --durable, or give --force.",
-            )
-
-
-def drop(caches: Sequence[Path], steps: Collection[int]) -> None:
-    """Remove steps from these caches: their orders first, so that no daemon looks for removed files."""
-    for cache in caches:
-        folder = FlushFolder(cache)
-        flush_orders = folder.orders
-        for step, order in flush_orders.all().items():
-            if step in steps and isinstance(order, FlushOrder):
-                flush_orders.remove(order)
-        for step, save_id in folder.due.all().items():
-            if step in steps:
-                folder.due.remove(step, save_id)
-        node = _open_node(cache)
-        for step in steps:
-            node.hide(step_dirname(step))()
-            node.confirm(step_dirname(step))
-
-
-def _open_node(cache: Path, number: int = 0) -> NodeCache:
-    return NodeCache(open_here(os.fspath(cache)), ranks=(number,))
-
-
-POLL_S: Final = 0.1
-
-States = dict[int, "FlushState"]
-"""By step."""
-
-
-class _CacheDrain:
-    """One cache whose orders are flushed to the end."""
-
-    def __init__(self, cache: Path) -> None:
-        self._folder = FlushFolder(cache)
-        self._journal = JournalReader(self._folder.journal)
-        self._watchdog = DaemonWatchdog(self._folder)
-        self.steps = frozenset(self._folder.orders.steps())
-
-    def states(self) -> States:
-        states = read_flush_states(self._folder, self._journal)
-        return {
-            **_read_due(self._folder),
-            **{step: state for step, state in states.items() if step in self.steps},
-        }
-
-    def is_over(self) -> bool:
-        return not self.steps & set(self._folder.orders.steps())
-
-    def ensure_running(self) -> None:
-        """Start its daemon if it is not running and orders are left."""
-        if not self.is_over():
-            self._watchdog.ensure_running()
-
-
-def drain_caches(
-    caches: Sequence[Path],
-    progress: RunProgress,
-    *,
-    timeout_s: float,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> dict[Path, States]:
-    """Let the daemons of these caches finish all orders; the state of each step, by cache.
-
-    Returns early if nothing has moved for `timeout_s`: a slow flush continues, one that waits for other nodes
-    does not hold up the caller. What is not finished then continues without this process.
-    """
-    drains = {cache: _CacheDrain(cache) for cache in caches}
-    num_bytes = sum(state.size_bytes for drain in drains.values() for state in drain.states().values())
-    progress.begin("flush", num_bytes)
-    progress.enter("working", unit="written_bytes")
-    copied_bytes, num_left, moved_at_s = 0, -1, clock()
-    while True:
-        for drain in drains.values():
-            drain.ensure_running()
-        # Orders before states: an order is removed only after its outcome is in the journal.
-        now_left = sum(not drain.is_over() for drain in drains.values())
-        states = {cache: drain.states() for cache, drain in drains.items()}
-        now_bytes = sum(state.copied_bytes for of_cache in states.values() for state in of_cache.values())
-        if now_bytes != copied_bytes or now_left != num_left:
-            progress.advance(max(now_bytes - copied_bytes, 0))
-            copied_bytes, num_left, moved_at_s = now_bytes, now_left, clock()
-        if not num_left or clock() - moved_at_s > timeout_s:
-            return states
-        sleep(POLL_S)
+            "The cache does not name the run that its steps belong to",
+            uri=storage.uri,
+            fix="Name the durable directory or URI of its manager by --to.",
+        ) from error

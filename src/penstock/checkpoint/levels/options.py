@@ -1,6 +1,6 @@
 """What users choose for levels: redundancy schemes for the caches, and which steps are flushed how fast.
 
-Pure settings, imported by every `Manager`. `parity_layout` derives groups and stripes from a scheme.
+Pure settings, imported by every `Manager`; `parity` derives groups and stripes from a scheme.
 """
 
 from __future__ import annotations
@@ -173,19 +173,17 @@ def check_schemes(schemes: Sequence[Scheme]) -> None:
 class Flush:
     """Which checkpoints become durable, and how fast: `Flush(every=10, bandwidth="2GiB/s", threads=4)`.
 
-    `bandwidth` limits what one node writes, as a rate or in bytes per second; None is no limit. Without
-    `background`, a save returns only when its step is durable. `pause_while_saving` leaves the disks to saves
-    to the caches.
+    `bandwidth` limits what one node writes, as a rate or in bytes per second; None is no limit. `threads` is
+    how many files a node copies at once. Without `background`, a save returns when its step is durable.
 
-    Files are copied `by` a daemon, a process on each node that continues when the trainer dies, or by threads
-    of the trainer, which end with it. Only the trainer can flush to object services.
+    Files are copied `by` a daemon, a process on each node that goes on when the trainer dies, or by a thread
+    of the "trainer", which ends with it. Only the trainer can flush to object services.
     """
 
     every: int = 1
     background: bool = True
     bandwidth: str | float | None = None
     threads: int = 2
-    pause_while_saving: bool = False
     by: Literal["daemon", "trainer"] = "daemon"
 
     def __post_init__(self) -> None:

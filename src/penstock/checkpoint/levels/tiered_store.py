@@ -7,12 +7,15 @@ next before an older step is; a step that is to become durable stays in the cach
 from __future__ import annotations
 
 import logging
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from penstock.checkpoint.commit.catalog import (
     CheckpointRef,
@@ -22,124 +25,83 @@ from penstock.checkpoint.commit.catalog import (
     step_dirname,
     tolerating_leftovers,
 )
-from penstock.checkpoint.commit.protocol import Draft, WriterLease
-from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
-from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
-from penstock.checkpoint.levels.flush.daemon_client import DaemonFlusher
-from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
-from penstock.checkpoint.levels.flush.flusher import Flusher, TrainerFlusher, require_durable
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Draft, Seal, WriterLease
+from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, WrittenShare
+from penstock.checkpoint.formats.manifest import WrittenFile, read_manifest
+from penstock.checkpoint.levels.cache import CacheLevel
+from penstock.checkpoint.levels.flush import Flusher, FlushNote, copy_file, start_detached
 from penstock.checkpoint.levels.options import Flush, Scheme
-from penstock.checkpoint.levels.recovery import FetchedFiles, find_damaged_shares, resume_flushes
-from penstock.checkpoint.levels.redundancy import gf256
-from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
+from penstock.checkpoint.levels.records import Assessment, choose_home_rank
 from penstock.checkpoint.manager import step_store
+from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
 from penstock.cluster.comm import run_on_all_ranks, run_on_rank0
 from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage
-from penstock.storage.capabilities import find_folder_tree, find_local_root
-from penstock.storage.uri import has_option, parse_uri
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.state.process_group import RankGroup
-
+from penstock.storage.capabilities import find_folder_tree, find_local_root, prefer_direct_access
+from penstock.storage.protocol import read_object
+from penstock.storage.uri import parse_uri
 
 logger = logging.getLogger(__name__)
-
-
-def _open_flusher(
-    cache: CacheLevel,
-    durable: step_store.DurableStore,
-    members: RankGroup,
-    settings: Flush,
-    *,
-    path: str | None,
-) -> Flusher:
-    """The flusher for these settings: the daemon of each node if it can, else the trainer. Collective.
-
-    `path` is the path or URI of the durable level, if it was given as one: the daemon opens it again. All
-    ranks choose alike, and log why it is not the daemon.
-    """
-    if settings.by == "daemon":
-        obstacle = _explain_no_daemon(durable, path)
-        answers = members.comm.gather(obstacle, awaiting="all ranks to check whether a daemon can flush")
-        obstacles = [answer for answer in answers if answer]
-        if not obstacles and path is not None:
-            return DaemonFlusher(cache, durable, _build_daemon_uri(path), members, settings)
-        step_store.warn_once_per_job(
-            logger, members.comm.rank, "Flushing in the trainer instead of a daemon: %s", obstacles[0]
-        )
-    return TrainerFlusher(cache, durable, members, settings)
-
-
-def _explain_no_daemon(durable: step_store.DurableStore, path: str | None) -> str:
-    if path is None:
-        return "the durable level was given as an open storage, which another process cannot use"
-    if find_folder_tree(durable.catalog.storage) is None:
-        return f"{durable.uri} is not a file system"
-    if "?" in parse_uri(path).root:
-        return f"{path!r} cannot be written as a URI"
-    return ""
-
-
-def _build_daemon_uri(path: str) -> str:
-    """The absolute URI of a path, with two writes in flight: one block is read while another is written."""
-    location = parse_uri(path)
-    if "writes_in_flight" not in location.options and has_option(path, "writes_in_flight"):
-        location = location.with_options(writes_in_flight="2")
-    return location.text
-
-
-def _require_apart(cache: Storage, durable: Storage) -> None:
-    """`UsageError` if the cache, which exists, is the durable folder: old steps would leave both at once."""
-    own, shared = find_local_root(cache), find_local_root(durable)
-    if own is None or shared is None:
-        return
-    with suppress(OSError):
-        # What cannot be looked at is not the cache, which could.
-        if own.samefile(shared):
-            raise UsageError(
-                f"The cache is the durable folder itself, {durable.uri}",
-                where=cache.uri,
-                fix="Give a folder of the node's own as cache=, or none.",
-            )
 
 
 def open_tiered_store(
     durable: step_store.DurableStore,
     cache: Storage,
-    flushers: RankGroup,
     *,
     schemes: Sequence[Scheme],
     flush: Flush | None,
     keep_cached: int | None,
     domain: str | None,
-    path: str | None,
+    uri: str | None,
 ) -> TieredStore:
-    """The step store of a run with caches in front of its durable steps at `path`. Collective."""
-    if any(scheme.losses > 1 for scheme in schemes):
-        # Compiled now, while the run starts, and not in its first save.
-        gf256.load_loops()
-    flushers.comm.timeout_s = durable.timeout_s
-    level = CacheLevel(cache, durable.comm, schemes=schemes, domain=domain)
-    run_on_all_ranks(
-        durable.comm,
-        lambda: _require_apart(cache, durable.catalog.storage),
-        awaiting="all ranks to see that their caches are not the durable folder",
-    )
-    level.claim(durable.uri)
+    """The step store of a run with caches in front of its durable steps. Collective.
+
+    `uri` is the durable level's, if it was given as one: a detached process opens it again.
+    """
+    comm = durable.comm
+    level = CacheLevel(cache, comm, schemes=schemes, domain=domain)
+
+    def look() -> str:
+        """Refuse a cache that exists and is the durable folder: old steps would leave both at once."""
+        own, shared = find_local_root(cache), find_local_root(durable.catalog.storage)
+        # What cannot be looked at is another folder than the cache, which could.
+        with suppress(OSError):
+            if own is not None and shared is not None and own.samefile(shared):
+                raise UsageError(
+                    f"The cache is the durable folder itself, {durable.uri}",
+                    where=cache.uri,
+                    fix="Give a folder of the node's own as cache=, or none.",
+                )
+        if level.is_lead:
+            level.node.claim(durable.uri)
+        if flush is None or flush.by == "trainer":
+            return ""
+        if uri is None:
+            return "the durable level was given as an open storage, which another process cannot use"
+        if find_folder_tree(durable.catalog.storage) is None:
+            return f"{durable.uri} is not a file system"
+        return f"{uri!r} cannot be written as a URI" if "?" in parse_uri(uri).root else ""
+
+    awaiting = "all nodes to check their caches"
+    obstacles = comm.gather(run_on_all_ranks(comm, look, awaiting=awaiting), awaiting=awaiting)
     for shortfall in level.shortfalls:
-        step_store.warn_once_per_job(logger, durable.comm.rank, "Redundancy: %s", shortfall)
-    flusher = None if flush is None else _open_flusher(level, durable, flushers, flush, path=path)
-    if flusher is not None:
-        resume_flushes(level, durable.comm, flusher, durable.catalog)
-    return TieredStore(level, durable, flusher, flush=flush, keep_cached=keep_cached)
+        step_store.warn_once_per_job(logger, comm.rank, "Redundancy: %s", shortfall)
+    is_detached = flush is not None and flush.by == "daemon" and not any(obstacles)
+    if any(obstacles):
+        reason = next(filter(None, obstacles))
+        step_store.warn_once_per_job(
+            logger, comm.rank, "Flushing in the trainer instead of a daemon: %s", reason
+        )
+    store = TieredStore(level, durable, flush, uri=uri, is_detached=is_detached, keep_cached=keep_cached)
+    store.resume()
+    return store
 
 
 class TieredStore:
-    """A `StepStore` with caches in front of a durable level.
+    """A `StepStore` with caches in front of a durable level; without `flush`, nothing becomes durable.
 
-    Saving and restoring use the group of the `durable` store; without a `flusher` nothing becomes durable.
+    The lead rank of each node starts the flusher of its cache: a thread of its own, or a detached process.
     The newest `keep_cached` steps stay in the caches; None keeps all.
     """
 
@@ -147,28 +109,33 @@ class TieredStore:
         self,
         cache: CacheLevel,
         durable: step_store.DurableStore,
-        flusher: Flusher | None,
-        *,
         flush: Flush | None,
+        *,
         keep_cached: int | None,
+        uri: str | None = None,
+        is_detached: bool = False,
     ) -> None:
-        self.uri = cache.storage.uri
-        self._cache = cache
+        self.uri = durable.uri
+        self.cache = cache
         self._durable = durable
         self._catalog = durable.catalog
         self._comm = durable.comm
-        self._flusher = flusher
         self._flush = flush
+        self._flushes = cache.node.flushes
+        self._durable_uri = durable.uri if uri is None else parse_uri(uri).text
+        self._is_detached = is_detached
         self._keep_cached = keep_cached
         self._lease = WriterLease(cache.storage)
-        self._due = FlushFolder(local_path(cache.storage, "")).due
         self._num_saves = 0
         self._saved: int | None = None
+        self._own_steps: set[int] = set()
+        self._reported: dict[int, str] = {}
+        self._thread: ThreadPoolExecutor | None = None
         self._is_open = True
 
     def steps(self) -> list[int]:
         """The durable steps and those in this node's cache."""
-        return sorted({*self._catalog.committed(), *self._local_steps()})
+        return sorted({*self._catalog.committed(), *self.cache.node.steps()})
 
     def open(self, name: str, *, is_last: bool = False) -> step_store.StepSlot:
         """A draft in all caches; results, which are not steps, go to the durable level at once."""
@@ -176,53 +143,64 @@ class TieredStore:
             return self._durable.open(name)
         run_on_all_ranks(
             self._comm,
-            lambda: self._lease.hold() if self._cache.is_lead else None,
+            lambda: self._lease.hold() if self.cache.is_lead else None,
             awaiting="all nodes to see that no other job saves to their caches",
         )
-        with ExitStack() as undo:
-            if self._flusher:
-                undo.enter_context(self._flusher.saving())
-            return CachedSlot(
-                self, self._cache, self._cache.start(name), is_last=is_last, until=undo.pop_all()
-            )
+        return CachedSlot(self, self.cache.start(name), is_last=is_last)
 
     def save(
         self,
         draft: Draft,
         prepared: PreparedSave,
         staged: StagedSave,
-        progress: Progress,
+        progress: Progress | None,
         *,
         is_last: bool,
-    ) -> CachedSave:
-        """Complete a draft with the redundancy for this save's number, and hand it to the flusher."""
+    ) -> tuple[RankSaveStats, ...]:
+        """Complete a draft with the redundancy for this save's number, and flush it if its turn has come."""
         self._num_saves += 1
         step = parse_step(draft.name)
         assert step is not None, "only steps are saved to caches"
-        cached = self._cache.complete(
+        stats = self.cache.complete(
             draft, prepared, staged, number=self._num_saves, facts={"step": step}, progress=progress
         )
-        if self._flusher and self._flush and (is_last or self._num_saves % self._flush.every == 0):
-            self._flusher.hand_over(step, cached)
-            if not self._flush.background:
-                self._flusher.wait(self._durable.timeout_s)
-                require_durable(self._flusher, step)
         self._saved = step
-        return cached
+        if self._flush and (is_last or self._num_saves % self._flush.every == 0):
+            if self.cache.is_lead:
+                self._hand_over(step, draft.save_id)
+            if not self._flush.background:
+                run_on_all_ranks(
+                    self._comm, lambda: self._await_durable(step), awaiting=f"step {step} to be durable"
+                )
+        elif self.cache.is_lead and step in self._flushes.notes():
+            # An older save of this step was to become durable, and is gone.
+            self._flushes.remove(step, self._flushes.notes()[step].save_id)
+        return stats
 
-    def candidates(self, wanted: int | None) -> list[int]:
+    def candidates(self) -> list[int]:
         """The steps of all levels."""
-        cached = {step for name in self._cache.names() if (step := parse_step(name)) is not None}
-        durable = run_on_rank0(
-            self._comm, self._catalog.committed, awaiting="rank 0 to list the durable steps"
-        )
-        return step_store.select_steps(sorted({*cached, *durable}), wanted, self._catalog.storage.uri)
+        cached = {step for name in self.cache.names() if (step := parse_step(name)) is not None}
+        awaiting = "rank 0 to list the durable steps"
+        return sorted(cached.union(run_on_rank0(self._comm, self._catalog.committed, awaiting=awaiting)))
 
-    def copies(self, step: int) -> Iterator[step_store.StepCopy | step_store.MissingCopy]:
-        """The caches' copy, rebuilt if files are lost or damaged; then that of the durable level."""
-        assessment = self._cache.assess(step_dirname(step))
-        if assessment.records:
-            yield from self._cached(step, assessment)
+    def copies(self, step: int) -> Iterator[step_store.StepCopy | str]:
+        """The caches' copy, rebuilt if files are lost or damaged; then the one of the durable level."""
+        name = step_dirname(step)
+        found = self.cache.assess(name)
+        has_records = bool(found.records)
+        if has_records:
+            found = self._repaired(name, found)
+            if not found.reason:
+                yield self._cached_copy("cache", name, found)
+                # Resumed, because the first copy could not be loaded: damaged shares now count as lost.
+                if damaged := self.cache.find_damaged(name, found):
+                    found = self._repaired(name, self.cache.assess(name, damaged=damaged))
+                    if not found.reason:
+                        yield self._cached_copy("cache, rebuilt", name, found)
+            if found.reason:
+                message = "%s: the caches cannot provide it, other levels may: %s"
+                step_store.warn_once_per_job(logger, self._comm.rank, message, name, found.reason)
+                yield f"caches: {found.reason}"
         is_durable = run_on_rank0(
             self._comm,
             lambda: step in self._catalog.committed(),
@@ -234,22 +212,66 @@ class TieredStore:
                 open=partial(self._catalog.find, step),
                 localize=partial(self._fetch, step),
             )
-        elif not assessment.records:
-            yield step_store.MissingCopy("no level has it")
+        elif not has_records:
+            yield "no level has it"
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
-        """Failed flushes: their steps are still in the caches."""
-        return self._flusher.unreported_failures() if self._flusher else {}
+        """Failed flushes: their steps are still in the caches. Failures of an earlier job are only logged."""
+        new_failures: dict[int, BaseException] = {}
+        if self._flush is None or not self.cache.is_lead:
+            return new_failures
+        for step, state in self._flushes.states().items():
+            if state.is_lasting and self._reported.get(step) != state.reason:
+                self._reported[step] = state.reason
+                if step in self._own_steps:
+                    new_failures[step] = StorageError(state.reason)
+                else:
+                    logger.warning("Step %d of an earlier job is not durable: %s", step, state.reason)
+        return new_failures
+
+    def resume(self) -> None:
+        """Let this job flush what an earlier one did not, rebuilt first where files are lost. Collective.
+
+        A kill may have left the note of a step on some nodes only, and the nodes that had its files may be
+        gone: all nodes that have a share now get the note.
+        """
+        own = run_on_all_ranks(
+            self._comm,
+            lambda: self._flushes.notes() if self.cache.is_lead else {},
+            awaiting="all nodes to list what is still to become durable",
+        )
+        answers = self._comm.gather(own, awaiting="all nodes to list what is still to become durable")
+        pending = {step: note for notes in answers for step, note in notes.items()}
+        for step, note in sorted(pending.items()):
+            found = self._repaired(step_dirname(step), self.cache.assess(step_dirname(step)))
+            message = "Step %d of an earlier job is not durable yet: %s"
+            what = (
+                "flushing it"
+                if self._flush
+                else "run `penstock checkpoint flush`, as this job flushes nothing"
+            )
+            if found.reason:
+                what = f"it is cached, and waits for the nodes that are missing: {found.reason}"
+            step_store.warn_once_per_job(logger, self._comm.rank, message, step, what)
+            if found.save_id == note.save_id and not found.reason:
+                self.cache.spread_note(step, note)
+        if self._flush and self.cache.is_lead and self._flushes.notes():
+            self._start_flusher()
 
     def close(self) -> None:
         """Wait until everything that is to become durable is, then release everything."""
-        if self._is_open:
-            self._is_open = False
-            if self._flusher:
-                self._flusher.close()
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            if self._flush and self.cache.is_lead:
+                if self._thread:
+                    self._thread.shutdown()
+                self._run_flusher(self._durable.timeout_s)
                 # The last save kept what was still to be flushed.
                 remove_leftovers(self._saved or 0, self.hide_surplus())
-            self._cache.close()
+        finally:
+            self.cache.close()
             self._lease.release()
             self._durable.close()
 
@@ -259,120 +281,121 @@ class TieredStore:
         As on the durable level, steps beyond the one saved last do not count; who saved none removes none.
         """
         saved = self._saved
-        if saved is None or self._keep_cached is None or not self._cache.is_lead:
+        if saved is None or self._keep_cached is None or not self.cache.is_lead:
             return []
-        states = self._flusher.states() if self._flusher else {}
-        flushing = {step for step, state in states.items() if not state.is_over}
-        surplus = [step for step in self._local_steps() if step <= saved][: -self._keep_cached]
-        due = self._due.all() if surplus else {}
+        pending = self._flushes.notes()
         hidden = []
-        for step in surplus:
-            if step not in flushing:
+        for step in [step for step in self.cache.node.steps() if step <= saved][: -self._keep_cached]:
+            if step not in pending:
                 with tolerating_leftovers(saved):
-                    hidden.append(self._cache.node.hide(step_dirname(step)))
-                if step in due:
-                    logger.warning(
-                        "Step %d leaves the cache %s before it is durable: its trainer ended first, and none "
-                        "could flush it since",
-                        step,
-                        self.uri,
-                    )
-                    self._due.remove(step, due[step])
+                    hidden.append(self.cache.node.hide(step_dirname(step)))
         return hidden
 
-    def _local_steps(self) -> list[int]:
-        return sorted(step for name in self._cache.node.names() if (step := parse_step(name)) is not None)
+    def _hand_over(self, step: int, save_id: str) -> None:
+        """Note that this node's share is to become durable, and see to it that a flusher works.
 
-    def _cached(
-        self, step: int, assessment: Assessment
-    ) -> Iterator[step_store.StepCopy | step_store.MissingCopy]:
-        name = step_dirname(step)
-        assessment = self._repaired(name, assessment)
-        if assessment.reason:
-            yield self._report_missing(name, assessment.reason)
-            return
-        yield self._describe_copy("cache", name, assessment)
-        # Resumed, because the first copy could not be loaded: damaged shares count as lost ones from here.
-        damaged = find_damaged_shares(self._cache, self._comm, name, assessment)
-        if not damaged:
-            return
-        assessment = self._repaired(name, self._cache.assess(name, damaged=damaged))
-        if assessment.reason:
-            yield self._report_missing(name, assessment.reason)
-            return
-        yield self._describe_copy("cache, rebuilt", name, assessment)
-
-    def _repaired(self, name: str, assessment: Assessment) -> Assessment:
-        """Rebuild the step if that is needed and possible; on failure, `reason` says why not."""
-        if not assessment.is_rebuildable:
-            return assessment
-        step_store.warn_once_per_job(
-            logger,
-            self._comm.rank,
-            "%s: rebuilding the lost files of ranks %s",
-            name,
-            ", ".join(map(str, assessment.lost)),
+        A failure is reported with others of the background: raised here, on one rank alone, it would claim
+        that the step was not saved.
+        """
+        assert self._flush is not None, "something is flushed"
+        self._own_steps.add(step)
+        self._reported.pop(step, None)
+        note = FlushNote(
+            save_id=save_id,
+            durable=self._durable_uri,
+            keep=self._durable.keep,
+            bytes_per_s=self._flush.bytes_per_s,
+            threads=self._flush.threads,
         )
         try:
-            self._cache.repair(name, assessment)
+            self._flushes.put(step, note)
+        except OSError as error:
+            logger.warning("Step %d is cached, but will not become durable: %s", step, error)
+            return
+        self._start_flusher()
+
+    def _start_flusher(self) -> None:
+        if self._is_detached:
+            try:
+                start_detached(self._flushes)
+            except (OSError, subprocess.SubprocessError) as error:
+                logger.warning("The detached flusher cannot be started, so the trainer flushes: %s", error)
+                self._is_detached = False
+        if not self._is_detached:
+            self._thread = self._thread or step_store.start_lasting_worker("penstock-flush")
+            self._thread.submit(self._run_flusher, self._durable.timeout_s)
+
+    def _run_flusher(self, patience_s: float) -> None:
+        Flusher(self.cache.storage, durable=self._catalog.storage).run(patience_s=patience_s)
+
+    def _await_durable(self, step: int) -> None:
+        """Flush in this thread, or follow the flusher; raise if the step cannot become durable."""
+        if not self.cache.is_lead:
+            return
+        self._run_flusher(self._durable.timeout_s)
+        state = self._flushes.states().get(step)
+        if state is not None:
+            self._reported[step] = state.reason
+            raise StorageError(
+                f"Step {step} is cached, but not durable: {state.reason or state.phase}",
+                fix="Fix the problem it reports, then run `penstock checkpoint flush`.",
+            )
+
+    def _repaired(self, name: str, found: Assessment) -> Assessment:
+        """Rebuild the step if that is needed and possible; on failure, `reason` gives the cause."""
+        if not found.is_rebuildable:
+            return found
+        ranks = ", ".join(map(str, found.lost))
+        message = "%s: rebuilding the lost files of ranks %s"
+        step_store.warn_once_per_job(logger, self._comm.rank, message, name, ranks)
+        try:
+            self.cache.repair(name, found)
         except (StorageError, RankFailed) as error:
-            return replace(assessment, reason=f"it could not be rebuilt: {error}")
-        return self._cache.assess(name)
+            return replace(found, reason=f"it could not be rebuilt: {error}")
+        return self.cache.assess(name)
 
-    def _report_missing(self, name: str, reason: str) -> step_store.MissingCopy:
-        step_store.warn_once_per_job(
-            logger, self._comm.rank, "%s: the caches cannot provide it, other levels may: %s", name, reason
-        )
-        return step_store.MissingCopy(f"caches: {reason}")
-
-    def _describe_copy(self, level: str, name: str, assessment: Assessment) -> step_store.StepCopy:
+    def _cached_copy(self, level: str, name: str, found: Assessment) -> step_store.StepCopy:
         return step_store.StepCopy(
             level=level,
-            open=partial(self._cache.view, name, assessment),
-            localize=partial(self._cache.relocate_shares, name, assessment),
+            open=partial(self.cache.view, name, found),
+            localize=partial(self.cache.relocate_shares, name, found),
         )
 
     def _fetch(self, step: int) -> CheckpointRef:
         """Copy user files from the durable level into the caches, and protect them there again."""
-        files = FetchedFiles(self._catalog.find(step), rank=self._comm.rank, num_ranks=self._comm.size)
+        name = step_dirname(step)
+        files = _FetchedFiles(self._catalog.find(step), rank=self._comm.rank, num_ranks=self._comm.size)
         try:
             # Number 0 is a multiple of every interval, so the scheme with the largest one protects it.
-            draft = self._cache.start(step_dirname(step))
-            self._cache.complete(draft, files, files, number=0, facts={})
+            self.cache.complete(self.cache.start(name), files, files, number=0, facts={})
         except (StorageError, RankFailed) as error:
-            logger.warning(
-                "%s is read from the durable level, as it could not be fetched: %s", step_dirname(step), error
-            )
+            logger.warning("%s is read from the durable level, as it could not be fetched: %s", name, error)
             return self._durable.find_local(step)
-        return self._cache.relocate_shares(step_dirname(step), self._cache.assess(step_dirname(step)))
+        return self.cache.relocate_shares(name, self.cache.assess(name))
 
 
 class CachedSlot:
-    """A `StepSlot` in all caches. Flushing may pause until it is completed or abandoned."""
+    """A `StepSlot` in all caches."""
 
-    def __init__(
-        self, store: TieredStore, cache: CacheLevel, draft: Draft, *, is_last: bool, until: ExitStack
-    ) -> None:
+    def __init__(self, store: TieredStore, draft: Draft, *, is_last: bool) -> None:
         self._store = store
-        self._cache = cache
         self._draft = draft
         self._is_last = is_last
-        self._until = until
+        self._is_over = False
         self._hidden: list[Callable[[], None]] = []
 
     def path(self, file_name: str) -> Path:
         """A path in this node's draft."""
-        return local_path(self._cache.storage, self._draft.key(file_name))
+        return local_path(self._store.cache.storage, self._draft.key(file_name))
 
     def complete(
-        self, prepared: PreparedSave, staged: StagedSave, progress: Progress
+        self, prepared: PreparedSave, staged: StagedSave, progress: Progress | None
     ) -> tuple[str, tuple[RankSaveStats, ...]]:
-        """Protect and commit it, and hand it to the flusher if its turn has come."""
-        with self._until:
-            cached = self._store.save(self._draft, prepared, staged, progress, is_last=self._is_last)
-            self._hidden = self._store.hide_surplus()
-        self._draft = replace(self._draft, folder="")
-        return f"{self._store.uri}/{cached.name}", cached.stats
+        """Protect and commit it, and flush it if its turn has come."""
+        self._is_over = True  # on failure, the level removes the draft
+        stats = self._store.save(self._draft, prepared, staged, progress, is_last=self._is_last)
+        self._hidden = self._store.hide_surplus()
+        return f"{self._store.cache.storage.uri}/{self._draft.name}", stats
 
     def clear_up(self) -> None:
         """Remove what is hidden now of this node's cache."""
@@ -380,5 +403,61 @@ class CachedSlot:
 
     def abandon(self) -> None:
         """Remove this node's draft."""
-        with self._until:
-            self._cache.drop(self._draft)
+        if not self._is_over:
+            self._is_over = True
+            self._store.cache.drop(self._draft)
+
+
+class _FetchedFiles(FinishedFiles):
+    """Copies a durable step of user files to the caches, in place of a save, with the same manifest.
+
+    What is copied is not verified here: a restart verifies all files.
+    """
+
+    def __init__(self, stored: CheckpointRef, *, rank: int, num_ranks: int) -> None:
+        self._stored = stored
+        self._rank = rank
+        manifest = read_manifest(read_object(stored.storage, stored.key(MANIFEST_NAME)), stored.uri)
+        self._mine = [
+            file
+            for file in manifest.files
+            if choose_home_rank(parse_writer_rank(manifest, file), manifest.world_size, num_ranks) == rank
+        ]
+
+    def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:  # noqa: ARG002 - as saved
+        """The sizes of this rank's files."""
+        return sum(file.size_bytes for file in self._mine)
+
+    def write_to(
+        self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
+    ) -> WrittenShare:
+        """Copy this rank's files."""
+        nothing, files = np.zeros(0, dtype=np.int64), []
+        for file in self._mine:
+            key = self._stored.key(file.name)
+            source = prefer_direct_access(self._stored.storage, reads=key)
+            copy_file(source, key, storage, key_of(file.name))
+            if progress is not None:
+                progress.advance(file.size_bytes)
+            files.append(
+                WrittenFile(
+                    name=file.name,
+                    size_bytes=file.size_bytes,
+                    item_offset=nothing,
+                    item_bytes=nothing,
+                    payload_offset=nothing,
+                    sums=b"",
+                )
+            )
+        size_bytes = sum(file.size_bytes for file in self._mine)
+        stats = RankSaveStats(rank=self._rank, payload_bytes=size_bytes, file_bytes=size_bytes)
+        return WrittenShare(rank=self._rank, files=tuple(files), stats=stats)
+
+    def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:  # noqa: ARG002 - as saved
+        """The manifest and metadata of the durable step."""
+        stored = self._stored
+        manifest, metadata = (
+            bytes(read_object(stored.storage, stored.key(name))) for name in (MANIFEST_NAME, METADATA_NAME)
+        )
+        sizes = {file.name: file.size_bytes for file in read_manifest(manifest, stored.uri).files}
+        return Seal(manifest=manifest, metadata=metadata, sizes=sizes)

@@ -1,31 +1,29 @@
 """The checkpoints of one run: saved, kept, found again and restored by one object that all ranks have.
 
-The whole way stands here: `save` -> `_start` (agree, stage) -> `_complete` (write, commit, retention) on a
-thread of its own, and `restore` -> `RestoreSearch` -> `Engine.load`. A `StepStore` knows where steps are, an
-`Engine` how a state's bytes move. Invariant: what `restore` returns was committed and loaded completely; a
-failed save is raised by `SaveHandle.result`, or on all ranks by the next collective call, at the latest.
+The whole way is here: `save` -> `_start` (agree, stage; then write, commit and retention on a thread of its
+own), and `restore`, which tries the copies of a `RestoreSearch` until one can be loaded. A `StepStore` knows
+where steps are, an `Engine` how a state's bytes move. Invariant: what `restore` returns was committed and
+loaded completely; a failed save is raised by `SaveHandle.result`, or on all ranks by the next collective
+call, at the latest.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
-from penstock.checkpoint.commit.catalog import AnyPath, StepCatalog, step_dirname
+from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, StepCatalog, step_dirname
 from penstock.checkpoint.commit.transaction import stage_on_all_ranks
 from penstock.checkpoint.engine import (
     Engine,
     LoadChoice,
-    PreparedSave,
     Replicas,
     SaveChoice,
-    SaveProgress,
-    StagedSave,
     State,
     Urgency,
 )
@@ -33,8 +31,8 @@ from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single, requ
 from penstock.checkpoint.manager import save_policy as policies
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
-from penstock.checkpoint.manager.save_handle import SaveHandle, SaveReport, SavesInFlight, log_failure
-from penstock.checkpoint.state.process_group import RankGroup, make_own_group
+from penstock.checkpoint.manager.save_handle import SaveHandle, SaveReport, SavesInFlight
+from penstock.checkpoint.state.process_group import make_own_group
 from penstock.checkpoint.state.walk import NamePatterns
 from penstock.cluster.comm import run_on_all_ranks
 from penstock.errors import RankError, UsageError
@@ -115,12 +113,11 @@ class Manager:
             self._store = open_tiered_store(
                 durable_store,
                 _open_storage(cache, self._rank),
-                make_own_group(process_group),
                 schemes=[redundancy] if isinstance(redundancy, Scheme) else redundancy or [Single()],
                 flush=flush,
                 keep_cached=keep_cached,
                 domain=failure_domain,
-                path=os.fspath(durable) if isinstance(durable, str | os.PathLike) else None,
+                uri=os.fspath(durable) if isinstance(durable, str | os.PathLike) else None,
             )
         self._scheduler = policies.SaveScheduler(save_policy)
         self._stop = GracefulStop(stop, self._storage, self._rank)
@@ -128,7 +125,7 @@ class Manager:
         self._restart: Restart | None = None
         self._in_flight = SavesInFlight(self._front.comm, self._storage.uri, timeout_s)
         self._num_saves = 0
-        self._worker = step_store.start_lasting_worker("penstock-save", self._in_flight.tell)
+        self._worker = step_store.start_lasting_worker("penstock-save", self._in_flight.print_failures)
         self._owner: int | None = os.getpid()
         self.skipped_steps: tuple[step_store.SkippedStep, ...] = ()
         """Those that the last `restore` could not load, newest first."""
@@ -200,27 +197,30 @@ class Manager:
         self, step: int, state: State, choice: SaveChoice, progress: Progress | None, *, urgent: Urgency
     ) -> SaveHandle:
         """The part of a save that the caller waits for: agree who writes what, and begin to copy."""
-        self._sync(f"saving {step_dirname(step)}")
+        name, is_last = step_dirname(step), bool(self.stop_reason)
+        self._sync(f"saving {name}")
         prepared = self._engine.prepare(state, self._front, choice)
-        meter = SaveProgress(progress)
         staged = stage_on_all_ranks(prepared, urgent, self._front.comm)
-        later: list[Callable[[], None]] = []
-        open_slot = partial(self._store.open, step_dirname(step), is_last=bool(self.stop_reason))
-        complete = partial(
-            _complete, step, open_slot, prepared, staged, meter=meter, rank=self._rank, later=later
-        )
         if self._rank == 0 and not self._num_saves:
             self._worker.submit(step_store.warn_of_newer_steps, self._store, step)
+        self._num_saves += 1
+        handle = SaveHandle(step, self._num_saves, staged, timeout_s=self._timeout_s)
+
+        def complete() -> None:
+            """Write, commit, hide older steps; on one thread, so that ranks save in the same order."""
+            with ExitStack() as undo:
+                undo.callback(staged.cancel)
+                slot = self._store.open(name, is_last=is_last)
+                uri, stats = slot.complete(prepared, staged, progress)
+                undo.pop_all()
+            logger.info("Committed %s", handle.commit(SaveReport(step, uri, stats)).format_line(self._rank))
+            # When nobody waits any more: files may take as long to remove as to write.
+            slot.clear_up()
+
         with ExitStack() as undo:
             undo.callback(staged.cancel)
-            future = self._worker.submit(self._stop.time_save, complete)
+            self._worker.submit(self._stop.time_save, complete).add_done_callback(handle.end)
             undo.pop_all()
-        # When nobody waits any more: files may take as long to remove as to write.
-        removal = self._worker.submit(lambda: [clear_up() for clear_up in later])
-        removal.add_done_callback(partial(log_failure, "Not all old steps were removed"))
-        future.add_done_callback(partial(log_failure, f"Step {step} was not saved"))
-        self._num_saves += 1
-        handle = SaveHandle(step, self._num_saves, staged, future, meter=meter, timeout_s=self._timeout_s)
         self._in_flight.add(handle)
         return handle
 
@@ -248,19 +248,26 @@ class Manager:
         self.skipped_steps = ()
         self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}", waits=True)
         choice = LoadChoice(only, exclude, rename, strict=strict, convert_dtypes=convert_dtypes, trust=trust)
-        search = step_store.RestoreSearch(self._store, step, self._rank)
-        while copy := search.next_copy():
-            load = partial(_load, copy, self._engine, state, self._front, choice, progress, verify=verify)
-            reason = step_store.load_on_all_ranks(self._front.comm, load, search.step)
-            if reason is None:
+        search = step_store.RestoreSearch(self._store, step, self._front.comm)
+        for copy in search:
+            with search:
+                checkpoint = copy.open()
+                if verify:
+                    self._verify(checkpoint)
+                try:
+                    self._engine.load(state, checkpoint, self._front, choice, progress)
+                except (UsageError, RankError) as error:
+                    from penstock.checkpoint.manager import user_files  # noqa: PLC0415 - rarely needed
+
+                    user_files.explain_missing_state(checkpoint, error)
+                    raise
+            if search.has_loaded:
+                logger.info("Restored step %d from: %s", search.step, copy.level)
                 break
-            search.reject(reason)
         self.skipped_steps = search.skipped_steps
-        if copy is not None:
-            logger.info("Restored step %d from: %s", search.step, copy.level)
+        if search.has_loaded:
             return search.step
-        if self.skipped_steps:
-            raise step_store.build_restore_error(self.skipped_steps, self._storage.uri)
+        search.require_any()
         return None
 
     def output(self, name: str | int, *, checkpoint: bool = True) -> UserOutput:
@@ -295,13 +302,14 @@ class Manager:
         Its files were verified. If a rank calls `found.mark_invalid()`, the next call returns the next copy
         or an older step. `found.step` is None if no step was ever committed.
         """
-        from penstock.checkpoint.manager.user_files import find_restart  # noqa: PLC0415 - loads `verify`
+        from penstock.checkpoint.manager.user_files import Restart  # noqa: PLC0415 - loads `verify`
 
         self._sync(f"restarting from {'the newest step' if step is None else step_dirname(step)}", waits=True)
-        search = step_store.RestoreSearch(self._store, step, self._rank)
         if self._restart and not self._restart.is_valid:
             search = self._restart.search
-        self._restart = find_restart(search, self._front.comm, self._storage.uri)
+        else:
+            search = step_store.RestoreSearch(self._store, step, self._front.comm)
+        self._restart = Restart(search, self._front.comm)
         self.skipped_steps = search.skipped_steps
         return self._restart
 
@@ -338,42 +346,27 @@ class Manager:
     def _sync(self, activity: str, *, waits: bool = False) -> None:
         """Wait until all ranks make the same call; raise on all what failed on any and was not reported."""
         if self._owner != os.getpid():
-            is_of = "was closed" if self._owner is None else f"is of process {self._owner}, not of its fork,"
-            raise UsageError(f"This manager {is_of} before {activity}", fix="Make a new Manager.")
+            state = (
+                "was closed" if self._owner is None else f"belongs to process {self._owner}, not to its fork,"
+            )
+            raise UsageError(f"This manager {state} before {activity}", fix="Make a new Manager.")
         if waits:
             self._in_flight.wait()
         self._in_flight.sync_and_raise(activity, self._store.unreported_failures())
+
+    def _verify(self, checkpoint: CheckpointRef) -> None:
+        """Verify all bytes of a checkpoint, a part on each rank."""
+        from penstock.checkpoint.tools.verify import require_verified  # noqa: PLC0415 - rarely asked for
+
+        comm = self._front.comm
+        check = partial(require_verified, checkpoint, comm.rank, comm.size)
+        run_on_all_ranks(comm, check, awaiting="all ranks to verify their parts")
 
     def _close_resources(self) -> None:
         self._owner = None
         self._worker.shutdown()
         for part in (self._stop, self._store, self._engine, self._front, self._back):
             part.close()
-
-
-def _complete(
-    step: int,
-    open_slot: Callable[[], step_store.StepSlot],
-    prepared: PreparedSave,
-    staged: StagedSave,
-    *,
-    meter: SaveProgress,
-    rank: int,
-    later: list[Callable[[], None]],
-) -> SaveReport:
-    """The rest of a save: write, commit, hide older steps; `later` gets what removes their files.
-
-    Runs on the worker's one thread, so that saves follow each other in the same order on all ranks.
-    """
-    with ExitStack() as undo:
-        undo.callback(staged.cancel)
-        slot = open_slot()
-        uri, stats = slot.complete(prepared, staged, meter)
-        undo.pop_all()
-    report = SaveReport(step=step, uri=uri, ranks=stats)
-    logger.info("Committed %s", report.format_line(rank))
-    later.append(slot.clear_up)
-    return report
 
 
 def _open_storage(location: AnyPath | Storage, rank: int) -> Storage:
@@ -392,21 +385,3 @@ def _open_torch_engine(
 
     options = SaveOptions(writers=writers, separation_hint=separation_hint)
     return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES, replicas=replicas)
-
-
-def _load(
-    copy: step_store.StepCopy, engine: Engine, state: State, group: RankGroup, *options: Any, verify: bool
-) -> None:
-    checkpoint, comm = copy.open(), group.comm
-    if verify:
-        from penstock.checkpoint.tools.verify import require_verified  # noqa: PLC0415 - rarely asked for
-
-        check = partial(require_verified, checkpoint, comm.rank, comm.size)
-        run_on_all_ranks(comm, check, awaiting="all ranks to verify their parts")
-    try:
-        engine.load(state, checkpoint, group, *options)
-    except (UsageError, RankError) as error:
-        from penstock.checkpoint.manager.user_files import explain_missing_state  # noqa: PLC0415 - rare
-
-        explain_missing_state(checkpoint, error)
-        raise

@@ -1,29 +1,28 @@
 """Saves in the background: the handle that a program has of each, and what failed without being asked for.
 
 Invariant: a failure is raised once by `SaveHandle.result`, or on all ranks by the next collective call of the
-manager, or else told on stderr when the program ends.
+manager, or else printed to stderr when the program ends.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from penstock.checkpoint.engine import ProgressState, RankSaveStats, SaveCancelled, SaveProgress, StagedSave
+from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, StagedSave
 from penstock.cluster.comm import Comm, format_cause
 from penstock.errors import RankFailed, UsageError, WaitTimeout
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SaveReport:
     """The result of a save: the `step`, its `uri`, and the statistics of the `ranks`, in rank order."""
 
@@ -44,28 +43,16 @@ class SaveReport:
 class SaveHandle:
     """A save in the background, by `save_async(step, state)`. Any thread may call; nothing is collective.
 
-    `number` counts the saves of a manager from 1, the same on all ranks; `staged`, `future`, `meter` and
-    `timeout_s` come from the manager.
+    `number` counts the saves of a manager from 1, alike on all ranks; the manager calls `commit` and `end`.
     """
 
-    def __init__(
-        self,
-        step: int,
-        number: int,
-        staged: StagedSave,
-        future: Future[SaveReport],
-        *,
-        meter: SaveProgress,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, step: int, number: int, staged: StagedSave, *, timeout_s: float) -> None:
         self.step = step
         self.number = number
         self._staged = staged
-        self._future = future
-        self._meter = meter
+        self._future: Future[SaveReport] = Future()
         self._timeout_s = timeout_s
         self._is_reported = False
-        self._is_cancelled = False
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when the tensors may change; `WaitTimeout` after `timeout` or the manager's limit, in s."""
@@ -80,16 +67,9 @@ class SaveHandle:
 
         `WaitTimeout` after `timeout` seconds. Without one, only the time limits of the save itself apply.
         """
-        try:
-            return self._future.result(timeout)
-        except FutureTimeout as error:
-            # The save itself may have failed with a time-out of the system.
-            if not self._future.done():
-                raise WaitTimeout(f"step {self.step} to be committed", timeout or 0.0) from error
-            raise
-        finally:
-            # Whatever it raised, the caller has it.
-            self._is_reported |= self._future.done()
+        self.wait_done(timeout)
+        self._is_reported = True
+        return self._future.result()
 
     @property
     def done(self) -> bool:
@@ -102,39 +82,48 @@ class SaveHandle:
         is_committed = self._future.done() and self._future.exception() is None
         return self._future.result() if is_committed else None
 
-    @property
-    def progress(self) -> ProgressState:
-        """The progress of this rank's share."""
-        return self._meter.state
-
     def cancel(self) -> None:
         """Cancel the save on all ranks; an older checkpoint of this step is unaffected.
 
         `result` then raises. Has no effect once this rank's files are written: the step will be committed.
         """
-        self._is_cancelled = True
+        self._is_reported = True
         self._staged.cancel()
+
+    def wait_done(self, timeout_s: float | None) -> None:
+        """Return when it is over, successful or not; `WaitTimeout` after `timeout_s`."""
+        try:
+            self._future.exception(timeout_s)
+        except FutureTimeout as error:
+            raise WaitTimeout(f"step {self.step} to be committed", timeout_s or 0.0) from error
 
     def unreported_error(self) -> BaseException | None:
         """Its error, if it failed and no call has raised it yet."""
-        if self._is_reported or self._is_cancelled or not self._future.done():
-            return None
-        return self._future.exception()
+        return None if self._is_reported or not self._future.done() else self._future.exception()
 
     def mark_reported(self) -> None:
         """Note that its failure is being raised elsewhere."""
         self._is_reported = True
 
-    def wait_done(self, timeout_s: float) -> None:
-        """Return when it is over, successful or not; `WaitTimeout` after `timeout_s`."""
-        try:
-            self._future.exception(timeout_s)
-        except FutureTimeout as error:
-            raise WaitTimeout(f"step {self.step} to be committed", timeout_s) from error
+    def commit(self, report: SaveReport) -> SaveReport:
+        """Note that the step is committed."""
+        self._future.set_result(report)
+        return report
+
+    def end(self, work: Future[None]) -> None:
+        """Note how the save has ended, and log a failure: the program may end before it asks for it."""
+        error = work.exception()
+        if error is None:
+            return
+        if self._future.done():
+            logger.error("Not all old steps were removed: %s", format_cause(error))
+            return
+        self._future.set_exception(error)
+        log_failure(f"Step {self.step} was not saved", work)
 
 
 MOST_PENDING = 8
-"""So many background saves may be pending on a rank."""
+"""The most background saves that may be pending on a rank."""
 
 
 class SavesInFlight:
@@ -145,8 +134,7 @@ class SavesInFlight:
         self._folder = folder
         self._timeout_s = timeout_s
         self.handles: list[SaveHandle] = []
-        self._has_told = False
-        self.tell = partial(_tell_of_failures, self.handles)
+        self._has_warned = False
 
     def add(self, handle: SaveHandle) -> None:
         """Watch one more save. Wait if too many are pending: each has threads, and is lost in a crash."""
@@ -154,8 +142,8 @@ class SavesInFlight:
         if len(self.handles) <= MOST_PENDING:
             return
         first = self.handles[-MOST_PENDING - 1]
-        if not (first.done or self._has_told):
-            self._has_told = True
+        if not (first.done or self._has_warned):
+            self._has_warned = True
             logger.warning(
                 "Saves take longer than the time between them: %d are pending, so calls wait", MOST_PENDING
             )
@@ -220,18 +208,20 @@ class SavesInFlight:
                 handle.mark_reported()
         self.handles[:] = [handle for handle in self.handles if not handle.done or handle.unreported_error()]
 
+    def print_failures(self) -> None:
+        """Print to stderr which failures no call has raised, wherever the log goes; the exit code stays."""
+        for handle in self.handles:
+            if (error := handle.unreported_error()) is not None:
+                cause = format_cause(error)
+                with suppress(OSError, ValueError):
+                    print(  # noqa: T201 - whatever becomes of the log
+                        f"penstock: step {handle.step} was not saved, and nobody asked: {cause}",
+                        file=sys.stderr,
+                    )
 
-def log_failure(what: object, future: Future[Any]) -> None:
-    """Log a failure: the program may end before it asks for the result."""
-    error = None if future.cancelled() else future.exception()
+
+def log_failure(what: str, work: Future[Any]) -> None:
+    """Log a failure of work in the background, unless it was cancelled."""
+    error = None if work.cancelled() else work.exception()
     if error is not None and not isinstance(error, SaveCancelled):
         logger.error("%s: %s", what, format_cause(error))
-
-
-def _tell_of_failures(handles: Sequence[SaveHandle]) -> None:
-    """Say on stderr what nobody has asked for, wherever the log goes; the exit code is the program's own."""
-    for handle in handles:
-        if (error := handle.unreported_error()) is not None:
-            told = f"penstock: step {handle.step} was not saved, and nobody asked: {format_cause(error)}"
-            with suppress(OSError, ValueError):
-                print(told, file=sys.stderr)  # noqa: T201 - whatever becomes of the log

@@ -1,6 +1,6 @@
 """Where the steps of a run are kept, and the search for the one to restore.
 
-A `StepStore` has one durable level (`DurableStore`) or caches in front of it (`levels.TieredStore`). Its
+A `StepStore` has one durable level (`DurableStore`) or caches in front of it (`levels.tiered_store`). Its
 `open` and its slots are called on the manager's save thread, everything else by the manager's caller.
 Invariant: copies that a store hands out were committed, and all ranks restore the same one or raise the same
 error; whether a copy can be loaded is only known by loading it.
@@ -11,12 +11,13 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from penstock.checkpoint.commit.catalog import (
     CheckpointRef,
@@ -27,12 +28,7 @@ from penstock.checkpoint.commit.catalog import (
 )
 from penstock.checkpoint.commit.protocol import WriterLease
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save, write_into
-from penstock.cluster.comm import (
-    Comm,
-    all_gather_results,
-    format_cause,
-    run_on_rank0,
-)
+from penstock.cluster.comm import Comm, all_gather_results, format_cause, run_on_rank0
 from penstock.errors import (
     ObjectNotFound,
     PenstockError,
@@ -46,10 +42,6 @@ from penstock.errors import (
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
     from penstock.progress import Progress
-
-Fault = Literal["checkpoint", "caller", "elsewhere"]
-"""What caused a failed load: the checkpoint (an older step may work), the caller (no step will), or an error
-that another rank knows."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +57,6 @@ class StepCopy:
     """The same, after making the files that each rank wrote available by a path on its node."""
 
 
-@dataclass(frozen=True, slots=True)
-class MissingCopy:
-    """A level that cannot provide a step, and why."""
-
-    reason: str
-
-
 class StepSlot(Protocol):
     """Room for one step on all ranks, which no reader sees until it is completed."""
 
@@ -79,7 +64,7 @@ class StepSlot(Protocol):
         """The path for a file that the program writes itself. Not collective."""
 
     def complete(
-        self, prepared: PreparedSave, staged: StagedSave, progress: Progress
+        self, prepared: PreparedSave, staged: StagedSave, progress: Progress | None
     ) -> tuple[str, tuple[RankSaveStats, ...]]:
         """Write what is staged and commit it; its URI and the statistics of each rank. Collective."""
 
@@ -101,11 +86,11 @@ class StepStore(Protocol):
     def open(self, name: str, *, is_last: bool = False) -> StepSlot:
         """Make room for a step, or for results of another name. The last step of a job is always flushed."""
 
-    def candidates(self, wanted: int | None) -> list[int]:
-        """The steps to try, newest first, or the one wanted; `ObjectNotFound` if that does not exist."""
+    def candidates(self) -> list[int]:
+        """The committed steps that any rank can see, ascending."""
 
-    def copies(self, step: int) -> Iterator[StepCopy | MissingCopy]:
-        """The copies of a step, the fastest first."""
+    def copies(self, step: int) -> Iterator[StepCopy | str]:
+        """The copies of a step, the fastest first; text gives the reason why a level has none."""
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
         """What failed after `save` had returned, by step; each failure is returned once."""
@@ -123,7 +108,7 @@ class DurableStore:
         self.comm = comm
         self.keep = keep
         self.timeout_s = timeout_s
-        self._lease = WriterLease(catalog.storage)
+        self.lease = WriterLease(catalog.storage)
 
     def steps(self) -> list[int]:
         """All committed steps."""
@@ -131,21 +116,21 @@ class DurableStore:
 
     def open(self, name: str, *, is_last: bool = False) -> DurableSlot:  # noqa: ARG002 - all are durable
         """A draft on the durable level."""
-        return DurableSlot(self, begin_save(self.catalog.storage, name, self.comm, lease=self._lease))
+        return DurableSlot(self, begin_save(self.catalog.storage, name, self.comm, lease=self.lease))
 
-    def candidates(self, wanted: int | None) -> list[int]:
+    def candidates(self) -> list[int]:
         """The steps that rank 0 sees."""
 
-        def select() -> list[int]:
+        def list_steps() -> list[int]:
             committed = self.catalog.committed()
             if not committed:
                 # A wrong folder must not look like the beginning of a run.
                 self.catalog.require_run()
-            return select_steps(committed, wanted, self.uri)
+            return committed
 
-        return run_on_rank0(self.comm, select, awaiting="rank 0 to list the steps")
+        return run_on_rank0(self.comm, list_steps, awaiting="rank 0 to list the steps")
 
-    def copies(self, step: int) -> Iterator[StepCopy | MissingCopy]:
+    def copies(self, step: int) -> Iterator[StepCopy | str]:
         """The only copy."""
         yield StepCopy(
             level="durable", open=partial(self.catalog.find, step), localize=partial(self.find_local, step)
@@ -163,7 +148,7 @@ class DurableStore:
 
     def close(self) -> None:
         """Give the lease back."""
-        self._lease.release()
+        self.lease.release()
 
 
 class DurableSlot:
@@ -172,14 +157,15 @@ class DurableSlot:
     def __init__(self, store: DurableStore, transaction: SaveTransaction) -> None:
         self._store = store
         self._transaction = transaction
-        self._remove_hidden: Callable[[], None] = lambda: None
+        self.clear_up: Callable[[], None] = lambda: None
+        self.abandon = transaction.abandon
 
     def path(self, file_name: str) -> Path:
         """A path in the draft itself."""
         return local_path(self._transaction.storage, self._transaction.key(file_name))
 
     def complete(
-        self, prepared: PreparedSave, staged: StagedSave, progress: Progress
+        self, prepared: PreparedSave, staged: StagedSave, progress: Progress | None
     ) -> tuple[str, tuple[RankSaveStats, ...]]:
         """Write and commit, then hide the steps that are no longer kept."""
         store, step = self._store, parse_step(self._transaction.draft.name)
@@ -198,47 +184,8 @@ class DurableSlot:
         else:
             with store.catalog.pointing_to(step) as show_latest:
                 committed, stats = write()
-                self._remove_hidden = apply_retention(store.catalog, step, store.keep, show_latest)
+                self.clear_up = apply_retention(store.catalog, step, store.keep, show_latest)
         return f"{store.uri}/{committed.name}", stats
-
-    def clear_up(self) -> None:
-        """Remove what is hidden now."""
-        self._remove_hidden()
-
-    def abandon(self) -> None:
-        """Remove the draft."""
-        self._transaction.abandon()
-
-
-def warn_once_per_job(own_logger: logging.Logger, rank: int, message: str, *values: object) -> None:
-    """Log a warning on rank 0; the other ranks' logs have it as information."""
-    own_logger.log(logging.WARNING if rank == 0 else logging.INFO, message, *values)
-
-
-def require_number_kept(**options: Any) -> None:
-    """`UsageError` for an option that says how many steps stay, and cannot."""
-    for name, number in options.items():
-        if number is not None and (not isinstance(number, int) or number < 1):
-            raise UsageError(
-                f"{name} must be a whole number from 1 or None, not {number!r}", fix="None keeps all steps."
-            )
-
-
-def warn_of_newer_steps(store: StepStore, step: int) -> None:
-    """Say at a job's first save that the folder has steps beyond it, of a run that was left."""
-    try:
-        newer = [str(each) for each in store.steps() if each > step]
-    except StorageError as error:
-        logger.warning("The steps of %s could not be listed: %s", store.uri, error)
-        return
-    if newer:
-        logger.warning(
-            "Step %d is saved to %s, which has newer steps: %s. A restart restores the newest, not this one:"
-            " remove them (`penstock checkpoint rm`), or use another folder",
-            step,
-            store.uri,
-            name_some(newer),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,23 +196,43 @@ class SkippedStep:
     reason: str
 
 
-class RestoreSearch:
-    """Goes through the copies of the candidate steps, the best first, and remembers why each was rejected."""
+Fault = Literal["checkpoint", "caller", "elsewhere"]
+"""What caused a failed load: the checkpoint (an older step may work), the caller (no step will), or an error
+that another rank knows."""
 
-    def __init__(self, store: StepStore, wanted: int | None, rank: int) -> None:
+LIMITS_OF_PROCESSES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""With these, an older step that happens to load would replace a newer one that is whole."""
+
+
+class RestoreSearch:
+    """Goes through the copies of the candidate steps, the best first, and remembers why each was rejected.
+
+    >>> for copy in search:
+    ...     with search:
+    ...         load(copy.open())
+    ...     if search.has_loaded:
+    ...         break
+
+    All ranks enter the block. At its end all of them have loaded the copy, or reject it because the
+    checkpoint is at fault on one of them, or raise, because no older step would change what is wrong.
+    """
+
+    def __init__(self, store: StepStore, wanted: int | None, comm: Comm) -> None:
         self._store = store
-        self._rank = rank
+        self._comm = comm
         self._reasons: dict[int, list[str]] = {}
         self._copies = self._find_copies(wanted)
         self.step = -1
         """The step of the copy last returned."""
+        self.has_loaded = False
 
-    def next_copy(self) -> StepCopy | None:
-        """The next copy; None if no more are left. Collective."""
-        return next(self._copies, None)
+    def __iter__(self) -> Iterator[StepCopy]:
+        """The copies that are left. Collective."""
+        return self._copies
 
     def reject(self, reason: str) -> None:
         """Reject the copy last returned."""
+        self.has_loaded = False
         self._reasons.setdefault(self.step, []).append(reason)
 
     @property
@@ -277,100 +244,118 @@ class RestoreSearch:
             if step != self.step
         )
 
+    def require_any(self) -> None:
+        """Raise if steps were committed and all candidates were rejected."""
+        skipped, uri = self.skipped_steps, self._store.uri
+        fix = "`penstock checkpoint verify` lists all damage"
+        if len(skipped) == 1:
+            message = f"Step {skipped[0].step} cannot be restored: {skipped[0].reason}"
+            raise StorageError(message, uri=uri, fix=f"{fix}.")
+        if skipped:
+            reasons = "; ".join(f"step {each.step}: {each.reason}" for each in skipped)
+            raise StorageError(
+                f"None of the {len(skipped)} committed steps can be restored. {reasons}",
+                uri=uri,
+                fix=f"{fix}; copy a step back from elsewhere, or begin again.",
+            )
+
+    def __enter__(self) -> None:
+        self.has_loaded = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if kind is not None and not issubclass(kind, Exception):
+            return False  # Ctrl-C: the other ranks notice the end of this one
+
+        def report() -> tuple[Fault, RankFailed] | None:
+            if error is None:
+                return None
+            if not isinstance(error, PenstockError):
+                raise error
+            if isinstance(error, RankFailed):
+                return _classify_fault(error), error  # it knows on which rank it began
+            return _classify_fault(error), RankFailed(self._comm.rank, self._comm.host, format_cause(error))
+
+        answers = all_gather_results(self._comm, report, awaiting=f"all ranks to load step {self.step}")
+        failures = [answer for answer in answers if answer is not None]
+        for fault, failure in failures:
+            if fault == "caller":
+                if error is not None and _classify_fault(error) == "caller":
+                    return False
+                raise failure
+        # The rank at fault knows the reason; the others only know that some rank failed.
+        reasons = [failure.cause for fault, failure in failures if fault == "checkpoint"]
+        if reasons:
+            self.reject(reasons[0])
+            return True
+        if failures:
+            # A rank that died or was left, which no older step would bring back.
+            if error is not None:
+                return False
+            raise failures[0][1]
+        self.has_loaded = True
+        return False
+
     def _find_copies(self, wanted: int | None) -> Iterator[StepCopy]:
-        for step in self._store.candidates(wanted):
+        committed = self._store.candidates()
+        if wanted is not None and wanted not in committed:
+            newest = ", ".join(map(str, committed[-5:])) or "none"
+            raise ObjectNotFound(
+                f"Step {wanted} is not committed",
+                uri=self._store.uri,
+                fix=f"Restore a committed step (the newest: {newest}).",
+            )
+        for step in [wanted] if wanted is not None else sorted(committed, reverse=True):
             self.step = step
             for copy in self._store.copies(step):
-                if isinstance(copy, MissingCopy):
-                    self.reject(copy.reason)
+                if isinstance(copy, str):
+                    self.reject(copy)
                 else:
                     yield copy
             reasons = "; ".join(self._reasons.get(step, ()))
-            warn_once_per_job(logger, self._rank, "Skipping step %d: %s", step, reasons)
+            warn_once_per_job(logger, self._comm.rank, "Skipping step %d: %s", step, reasons)
         self.step = -1
-
-
-def select_steps(committed: Sequence[int], wanted: int | None, uri: str) -> list[int]:
-    """The steps to try, in this order; `ObjectNotFound` if the one wanted is not committed."""
-    if wanted is None:
-        return sorted(committed, reverse=True)
-    if wanted not in committed:
-        newest = ", ".join(map(str, committed[-5:])) or "none"
-        raise ObjectNotFound(
-            f"Step {wanted} is not committed",
-            uri=uri,
-            fix=f"Restore a committed step (the newest: {newest}).",
-        )
-    return [wanted]
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadFailure:
-    fault: Fault
-    rank: int
-    host: str
-    reason: str
-
-
-def load_on_all_ranks(comm: Comm, load: Callable[[], Any], step: int) -> str | None:
-    """None if all ranks have loaded the step; the reason if the checkpoint is at fault. Collective.
-
-    If the state does not fit, which no older step would change, all ranks raise.
-    """
-    own_error: PenstockError | None = None
-
-    def attempt() -> _LoadFailure | None:
-        nonlocal own_error
-        try:
-            load()
-        except PenstockError as error:
-            own_error = error
-            # A failure of all ranks says itself on which one it began.
-            if isinstance(error, RankFailed):
-                return _LoadFailure(_classify_fault(error), error.rank, error.host, error.cause)
-            return _LoadFailure(_classify_fault(error), comm.rank, comm.host, format_cause(error))
-        return None
-
-    awaiting = f"all ranks to load step {step}"
-    outcomes = all_gather_results(comm, attempt, awaiting=awaiting)
-    failures = [outcome for outcome in outcomes if outcome is not None]
-    for failure in failures:
-        if failure.fault == "caller":
-            if own_error is not None and _classify_fault(own_error) == "caller":
-                raise own_error
-            raise RankFailed(failure.rank, failure.host, failure.reason)
-    # The rank at fault knows the reason; the others only know that some rank failed.
-    reasons = [failure.reason for failure in failures if failure.fault == "checkpoint"]
-    if failures and not reasons:
-        # A rank that died or was left, which no older step would bring back.
-        raise own_error or RankFailed(failures[0].rank, failures[0].host, failures[0].reason)
-    return reasons[0] if reasons else None
-
-
-_LIMITS_OF_PROCESSES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""With these, an older step that happens to load would replace a newer one that is whole."""
 
 
 def _classify_fault(error: BaseException) -> Fault:
     if isinstance(error, StorageError):
-        return "caller" if error.errno in _LIMITS_OF_PROCESSES else "checkpoint"
+        return "caller" if error.errno in LIMITS_OF_PROCESSES else "checkpoint"
     if not isinstance(error, RankError):
         return "caller"
     # On the rank where it began, the failure of all ranks has the original error as its cause.
     return "elsewhere" if error.__cause__ is None else _classify_fault(error.__cause__)
 
 
-def build_restore_error(skipped: Sequence[SkippedStep], uri: str) -> StorageError:
-    """The error for a search that skipped all candidate steps."""
-    if len(skipped) == 1:
-        message = f"Step {skipped[0].step} cannot be restored: {skipped[0].reason}"
-        return StorageError(message, uri=uri, fix="`penstock checkpoint verify` lists all damage.")
-    reasons = "; ".join(f"step {step.step}: {step.reason}" for step in skipped)
-    return StorageError(
-        f"None of the {len(skipped)} committed steps can be restored. {reasons}",
-        uri=uri,
-        fix="`penstock checkpoint verify` lists all damage; copy a step back from elsewhere, or start anew.",
-    )
+def warn_once_per_job(own_logger: logging.Logger, rank: int, message: str, *values: object) -> None:
+    """Log a warning on rank 0; the other ranks' logs have it as information."""
+    own_logger.log(logging.WARNING if rank == 0 else logging.INFO, message, *values)
+
+
+def require_number_kept(**options: Any) -> None:
+    """`UsageError` for an option that is no number of steps to keep."""
+    for name, number in options.items():
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise UsageError(
+                f"{name} must be a whole number from 1 or None, not {number!r}", fix="None keeps all steps."
+            )
+
+
+def warn_of_newer_steps(store: StepStore, step: int) -> None:
+    """Warn at a job's first save if the folder has newer steps, of a run that was abandoned."""
+    try:
+        newer = [str(each) for each in store.steps() if each > step]
+    except StorageError as error:
+        logger.warning("The steps of %s could not be listed: %s", store.uri, error)
+        return
+    if newer:
+        logger.warning(
+            "Saving step %d to %s, which already contains newer steps (%s). A restart will restore the "
+            "newest of those, not this one: remove them (`penstock checkpoint rm`), or use another folder",
+            step,
+            store.uri,
+            name_some(newer),
+        )
 
 
 def start_lasting_worker(name: str, at_end: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:

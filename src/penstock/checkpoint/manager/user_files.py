@@ -14,11 +14,8 @@ import logging
 import os
 import stat
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -39,32 +36,20 @@ from penstock.checkpoint.formats.manifest import (
     manifest_bytes,
     read_manifest,
 )
-from penstock.checkpoint.levels.redundancy.redundancy_record import choose_home_rank
+from penstock.checkpoint.levels.records import choose_home_rank
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions
 from penstock.checkpoint.tools.verify import find_damage
 from penstock.cluster.comm import Comm, format_cause
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError, name_some
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.files.durable import sync_open_file
 from penstock.storage.protocol import check_key, read_object
 
-_CONTENT: Final = "content"
-_FILES: Final = "files"
-_WRITER: Final = "rank "
 _OURS: Final = (MANIFEST_NAME, METADATA_NAME, "parity-", "redundancy-")
 
-
-def check_file_name(name: str) -> None:
-    """`UsageError` for a name that a file of a step cannot have."""
-    check_key(name, "path")
-    if "/" in name or name.startswith((".", *_OURS)):
-        raise UsageError(
-            f"Invalid file name {name!r}",
-            where="path",
-            fix="Use a plain name such as rank_0.pt; all files of a step are in one folder.",
-        )
+logger = logging.getLogger(__name__)
 
 
 class FinishedFiles:
@@ -81,13 +66,12 @@ class FinishedFiles:
         """Do nothing: no copy is in flight."""
 
 
-class UserFilesSave(FinishedFiles):
-    """What one rank has written into a draft."""
+class _WrittenFiles(FinishedFiles):
+    """The files that one rank has written into a draft."""
 
-    def __init__(self, names: Sequence[str], *, rank: int, num_ranks: int) -> None:
-        self._names = tuple(names)
-        self._rank = rank
-        self._num_ranks = num_ranks
+    def __init__(self, names: Sequence[str], comm: Comm) -> None:
+        self._names = names
+        self._comm = comm
 
     def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:
         """The sizes of all files; one that is missing counts nothing, and is refused when it is written."""
@@ -99,39 +83,61 @@ class UserFilesSave(FinishedFiles):
     ) -> WrittenShare:
         """Make the files durable in place, then read and checksum them."""
         begin_s = time.monotonic()
-        sizes = [_sync_user_file(local_path(storage, key_of(name)), self._rank) for name in self._names]
-        progress = progress or Silent()
-        progress.begin("bytes", sum(sizes))
+        sizes = [_sync_file(local_path(storage, key_of(name)), self._comm.rank) for name in self._names]
         synced_s = time.monotonic()
         files = tuple(
-            _checksum_file(storage, key_of(name), name, size_bytes, progress)
+            WrittenFile(
+                name=name,
+                size_bytes=size_bytes,
+                item_offset=np.zeros(1, dtype=np.int64),
+                item_bytes=np.array([size_bytes], dtype=np.int64),
+                payload_offset=np.zeros(1, dtype=np.int64),
+                sums=checksum_object(storage, key_of(name), progress.advance if progress else lambda _: None),
+            )
             for name, size_bytes in zip(self._names, sizes, strict=True)
         )
         stats = RankSaveStats(
-            rank=self._rank,
+            rank=self._comm.rank,
             payload_bytes=sum(sizes),
             file_bytes=sum(sizes),
             write_s=time.monotonic() - synced_s,
             sync_s=synced_s - begin_s,
         )
-        return WrittenShare(rank=self._rank, files=files, stats=stats)
+        return WrittenShare(rank=self._comm.rank, files=files, stats=stats)
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
-        """A manifest of whole files, and metadata without tensors."""
+        """A manifest of whole files, each one item that is named after its rank; metadata without tensors."""
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
-        metadata = metadata_bytes(_empty_index())
+        nothing = np.zeros(0, dtype=np.int64)
+        stored = StoredRegions(
+            Regions.concatenated([]),
+            file=nothing,
+            item_offset=nothing,
+            item_bytes=nothing,
+            payload_offset=nothing,
+            packed=np.zeros(0, dtype=np.bool_),
+        )
+        metadata = metadata_bytes(CheckpointIndex((), stored, (), ()))
         manifest = Manifest(
             step=step if isinstance(step, int) else None,
             save_id=save_id,
             written_by=f"penstock {__version__}",
-            world_size=self._num_ranks,
-            facts={_CONTENT: _FILES},
+            world_size=self._comm.size,
+            facts={"content": "files"},
             metadata_bytes=len(metadata),
             metadata_sum=checksum_of(metadata),
-            names=tuple(f"{_WRITER}{share.rank}" for share in shares),
+            names=tuple(f"rank {share.rank}" for share in shares),
             files=tuple(
-                _build_manifest_file(file, place)
-                for place, share in enumerate(shares)
+                ManifestFile(
+                    name=file.name,
+                    size_bytes=file.size_bytes,
+                    item_name=np.array([writer], dtype=np.int64),
+                    item_offset=file.item_offset,
+                    item_bytes=file.item_bytes,
+                    payload_offset=file.payload_offset,
+                    sums=file.sums,
+                )
+                for writer, share in enumerate(shares)
                 for file in share.files
             ),
         )
@@ -142,17 +148,7 @@ class UserFilesSave(FinishedFiles):
         )
 
 
-def holds_user_files(manifest: Manifest) -> bool:
-    """Whether a step consists of files that a program wrote itself."""
-    return manifest.facts.get(_CONTENT) == _FILES
-
-
-def parse_writer_rank(manifest: Manifest, file: ManifestFile) -> int:
-    """The rank that wrote such a file."""
-    return int(manifest.names[int(file.item_name[0])].removeprefix(_WRITER))
-
-
-def _sync_user_file(path: Path, rank: int) -> int:
+def _sync_file(path: Path, rank: int) -> int:
     """Make one file durable and return its size."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -172,58 +168,13 @@ def _sync_user_file(path: Path, rank: int) -> int:
     return facts.st_size
 
 
-def _checksum_file(storage: Storage, key: str, name: str, size_bytes: int, progress: Progress) -> WrittenFile:
-    return WrittenFile(
-        name=name,
-        size_bytes=size_bytes,
-        item_offset=np.zeros(1, dtype=np.int64),
-        item_bytes=np.array([size_bytes], dtype=np.int64),
-        payload_offset=np.zeros(1, dtype=np.int64),
-        sums=checksum_object(storage, key, progress.advance),
-    )
-
-
-def _build_manifest_file(file: WrittenFile, writer: int) -> ManifestFile:
-    return ManifestFile(
-        name=file.name,
-        size_bytes=file.size_bytes,
-        item_name=np.array([writer], dtype=np.int64),
-        item_offset=file.item_offset,
-        item_bytes=file.item_bytes,
-        payload_offset=file.payload_offset,
-        sums=file.sums,
-    )
-
-
-def _empty_index() -> CheckpointIndex:
-    nothing = np.zeros(0, dtype=np.int64)
-    regions = Regions.concatenated([])
-    stored = StoredRegions(
-        regions,
-        file=nothing,
-        item_offset=nothing,
-        item_bytes=nothing,
-        payload_offset=nothing,
-        packed=np.zeros(0, dtype=np.bool_),
-    )
-    return CheckpointIndex((), stored, (), ())
+def parse_writer_rank(manifest: Manifest, file: ManifestFile) -> int:
+    """The rank that wrote such a file."""
+    return int(manifest.names[int(file.item_name[0])].removeprefix("rank "))
 
 
 InTurn = Callable[[Callable[[], Any]], Any]
 """Runs its argument on the save thread, between background saves, and returns its result."""
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _BlockEnd:
-    """How one rank left its block."""
-
-    host: str
-    names: tuple[str, ...]
-    is_valid: bool
-    cause: str
-    """Of the error raised in the block; empty if there was none."""
 
 
 class UserOutput:
@@ -246,7 +197,7 @@ class UserOutput:
         self._in_turn = in_turn
         self._timed = timed
         self._slot: step_store.StepSlot | None = None
-        self._names: dict[str, Path] = {}
+        self._paths: dict[str, Path] = {}
         self._is_valid = True
 
     @property
@@ -260,10 +211,16 @@ class UserOutput:
             raise UsageError(
                 "path() was called outside its block", where=self.name, fix="Call it inside the `with`."
             )
-        check_file_name(file_name)
-        if file_name not in self._names:
-            self._names[file_name] = self._slot.path(file_name)
-        return self._names[file_name]
+        check_key(file_name, "path")
+        if "/" in file_name or file_name.startswith((".", *_OURS)):
+            raise UsageError(
+                f"Invalid file name {file_name!r}",
+                where="path",
+                fix="Use a plain name such as rank_0.pt; all files of a step are in one folder.",
+            )
+        if file_name not in self._paths:
+            self._paths[file_name] = self._slot.path(file_name)
+        return self._paths[file_name]
 
     def mark_invalid(self) -> None:
         """Discard the files of all ranks at the end of the block, because this rank's are not usable."""
@@ -283,19 +240,32 @@ class UserOutput:
             if kind is not None and not issubclass(kind, Exception):
                 # Ctrl-C: this program ends without another collective call; the other ranks notice its end.
                 return
-            view = _BlockEnd(
-                self._comm.host,
-                tuple(self._names),
-                self._is_valid,
-                "" if error is None else format_cause(error),
+            cause = "" if error is None else format_cause(error)
+            ends = self._comm.gather(
+                (self._comm.host, tuple(self._paths), self._is_valid, cause),
+                awaiting=f"all ranks to finish writing {self.name}",
             )
-            views = self._comm.gather(view, awaiting=f"all ranks to finish writing {self.name}")
-            if error is not None or not _is_good(views, self.name):
+            if error is not None:
                 return
+            writers: dict[str, int] = {}
+            for rank, (host, _, _, other_cause) in enumerate(ends):
+                if other_cause:
+                    raise RankFailed(rank, host, f"writing {self.name}: {other_cause}")
+            if bad := [rank for rank, (_, _, is_valid, _) in enumerate(ends) if not is_valid]:
+                logger.warning("%s is discarded: rank %d marked its files invalid", self.name, bad[0])
+                return
+            for rank, (_, names, _, _) in enumerate(ends):
+                for name in names:
+                    if (first := writers.setdefault(name, rank)) != rank:
+                        raise UsageError(
+                            f"Ranks {first} and {rank} both wrote {name}",
+                            where=self.name,
+                            fix="Put the rank into the file names: all files of a step are in one folder.",
+                        )
             undo.pop_all()
-        files = UserFilesSave(tuple(self._names), rank=self._comm.rank, num_ranks=self._comm.size)
+        files = _WrittenFiles(tuple(self._paths), self._comm)
         with self._timed:
-            self.uri, _ = self._in_turn(lambda: slot.complete(files, files, Silent()))
+            self.uri, _ = self._in_turn(lambda: slot.complete(files, files, None))
             self._in_turn(slot.clear_up)
         logger.info("Committed %s", self.uri)
 
@@ -316,46 +286,37 @@ def check_output_name(name: str | int, *, checkpoint: bool) -> str:
     return name
 
 
-def _is_good(views: Sequence[_BlockEnd], name: str) -> bool:
-    """Whether to commit; raises on all ranks if one of them raised or two wrote the same file."""
-    for rank, view in enumerate(views):
-        if view.cause:
-            raise RankFailed(rank, view.host, f"writing {name}: {view.cause}")
-    bad = [rank for rank, view in enumerate(views) if not view.is_valid]
-    if bad:
-        logger.warning("%s is discarded: rank %d marked its files invalid", name, bad[0])
-        return False
-    counts = Counter(file_name for view in views for file_name in view.names)
-    shared = [file_name for file_name, count in counts.items() if count > 1]
-    if shared:
-        ranks = [rank for rank, view in enumerate(views) if shared[0] in view.names]
-        raise UsageError(
-            f"Ranks {ranks[0]} and {ranks[1]} both wrote {shared[0]}",
-            where=name,
-            fix="Put the rank into the file names: all files of a step are in one folder.",
-        )
-    return True
-
-
 class Restart:
     """One rank's view of a step to restart from. `path` and `mark_invalid` are not collective."""
 
-    def __init__(
-        self,
-        search: step_store.RestoreSearch,
-        comm: Comm,
-        *,
-        step: int | None = None,
-        checkpoint: CheckpointRef | None = None,
-        manifest: Manifest | None = None,
-    ) -> None:
-        self.step = step
+    def __init__(self, search: step_store.RestoreSearch, comm: Comm) -> None:
+        """Find the next copy whose files are all there and undamaged. Collective."""
+        self.step: int | None = None
         """None if no step was ever committed."""
         self.search = search
         self._comm = comm
-        self._checkpoint = checkpoint
-        self._manifest = manifest
         self._is_valid = True
+        for copy in search:
+            with search:
+                manifest = _read_manifest(copy.open())
+                if manifest.facts.get("content") != "files":
+                    raise DataDamaged(
+                        "It contains a state, and no files of manager.output()",
+                        fix="manager.restore() loads it.",
+                    )
+                stored = copy.localize()
+                writers = {file.name: parse_writer_rank(manifest, file) for file in manifest.files}
+                homes = {
+                    name: choose_home_rank(writer, manifest.world_size, comm.size)
+                    for name, writer in writers.items()
+                }
+                own = [file for file in manifest.files if homes[file.name] == comm.rank]
+                if damage := find_damage(stored.storage, stored.committed.folder, manifest, own):
+                    raise DataDamaged(f"{damage[0]}", where=stored.uri)
+            if search.has_loaded:
+                self.step, self._stored, self._homes = search.step, stored, homes
+                return
+        search.require_any()
 
     @property
     def is_valid(self) -> bool:
@@ -364,24 +325,23 @@ class Restart:
 
     def path(self, file_name: str) -> Path:
         """The path of a file; `ObjectNotFound` if the step or this node does not have it."""
-        if self._checkpoint is None or self._manifest is None:
+        if self.step is None:
             raise UsageError("No step was ever committed", fix="Check `found.step` first: it is None.")
-        checkpoint = self._checkpoint
-        writers = {file.name: parse_writer_rank(self._manifest, file) for file in self._manifest.files}
-        if file_name not in writers:
+        stored, homes = self._stored, self._homes
+        if file_name not in homes:
             raise ObjectNotFound(
                 f"Step {self.step} has no file {file_name}",
-                uri=checkpoint.uri,
-                fix=f"It has {len(writers)} files: {name_some(sorted(writers), 5)}.",
+                uri=stored.uri,
+                fix=f"It has {len(homes)} files: {name_some(sorted(homes), 5)}.",
             )
-        if checkpoint.readable is not None and file_name not in checkpoint.readable:
-            home = choose_home_rank(writers[file_name], self._manifest.world_size, self._comm.size)
+        if stored.readable is not None and file_name not in stored.readable:
+            home = homes[file_name]
             raise ObjectNotFound(
                 f"{file_name} is on the node of rank {home}, not on that of rank {self._comm.rank}",
-                uri=checkpoint.uri,
+                uri=stored.uri,
                 fix=f"Read it on rank {home} and broadcast it; each rank has the files that it wrote.",
             )
-        return local_path(checkpoint.storage, checkpoint.key(file_name))
+        return local_path(stored.storage, stored.key(file_name))
 
     def mark_invalid(self) -> None:
         """Reject this step: all ranks leave it at the end of the block."""
@@ -395,38 +355,18 @@ class Restart:
     ) -> None:
         if self.step is None or (kind is not None and not issubclass(kind, Exception)):
             return
-        own_cause = "" if error is None else format_cause(error)
-        views = self._comm.gather(
-            (self._is_valid, own_cause, self._comm.host),
+        ends = self._comm.gather(
+            (self._is_valid, "" if error is None else format_cause(error), self._comm.host),
             awaiting=f"all ranks to restart from step {self.step}",
         )
-        bad = [rank for rank, (is_valid, _, _) in enumerate(views) if not is_valid]
+        bad = [rank for rank, (is_valid, _, _) in enumerate(ends) if not is_valid]
         self._is_valid = not bad
         if bad:
             self.search.reject(f"rank {bad[0]} marked it invalid")
             logger.warning("Step %d is rejected: rank %d marked it invalid", self.step, bad[0])
-        for rank, (_, cause, host) in enumerate(views):
+        for rank, (_, cause, host) in enumerate(ends):
             if cause and error is None:
                 raise RankFailed(rank, host, f"restarting from step {self.step}: {cause}")
-
-
-def find_restart(search: step_store.RestoreSearch, comm: Comm, uri: str) -> Restart:
-    """The next copy whose files are all there and undamaged. Collective."""
-    checked: tuple[CheckpointRef, Manifest] | None = None
-
-    def check(copy: step_store.StepCopy) -> None:
-        nonlocal checked
-        checked = _localize_and_verify(copy, comm)
-
-    while copy := search.next_copy():
-        reason = step_store.load_on_all_ranks(comm, partial(check, copy), search.step)
-        if reason is None and checked is not None:
-            checkpoint, manifest = checked
-            return Restart(search, comm, step=search.step, checkpoint=checkpoint, manifest=manifest)
-        search.reject(reason or "it was not checked")
-    if search.skipped_steps:
-        raise step_store.build_restore_error(search.skipped_steps, uri)
-    return Restart(search, comm)
 
 
 def explain_missing_state(checkpoint: CheckpointRef, error: PenstockError) -> None:
@@ -435,30 +375,12 @@ def explain_missing_state(checkpoint: CheckpointRef, error: PenstockError) -> No
         manifest = _read_manifest(checkpoint)
     except PenstockError:
         return
-    if holds_user_files(manifest):
+    if manifest.facts.get("content") == "files":
         raise DataDamaged(
             "It contains files that a program wrote, and no state",
             where=checkpoint.uri,
             fix="manager.restart() returns their paths.",
         ) from error
-
-
-def _localize_and_verify(copy: step_store.StepCopy, comm: Comm) -> tuple[CheckpointRef, Manifest]:
-    manifest = _read_manifest(copy.open())
-    if not holds_user_files(manifest):
-        raise DataDamaged(
-            "It contains a state, and no files of manager.output()", fix="manager.restore() loads it."
-        )
-    checkpoint = copy.localize()
-    own_files = [
-        file
-        for file in manifest.files
-        if choose_home_rank(parse_writer_rank(manifest, file), manifest.world_size, comm.size) == comm.rank
-    ]
-    damage = find_damage(checkpoint.storage, checkpoint.committed.folder, manifest, own_files)
-    if damage:
-        raise DataDamaged(f"{damage[0]}", where=checkpoint.uri)
-    return checkpoint, manifest
 
 
 def _read_manifest(checkpoint: CheckpointRef) -> Manifest:

@@ -17,10 +17,10 @@ from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.commit.protocol import Draft
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
-from penstock.checkpoint.levels import agreement
-from penstock.checkpoint.levels.cache import CachedSave, CacheLevel, NodeCache
+from penstock.checkpoint.levels import cache
+from penstock.checkpoint.levels.cache import CacheLevel, NodeCache
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
-from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
+from penstock.checkpoint.levels.records import Assessment
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.errors import OutOfSpace, PenstockError, RankFailed, UsageError
 from penstock.storage import Storage, open_storage
@@ -43,12 +43,12 @@ def _level(comm: ThreadComm, folder: Path, schemes: list[Scheme]) -> CacheLevel:
     return CacheLevel(storage, comm, schemes=schemes, block_bytes=BLOCK_BYTES)
 
 
-def _save(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 1) -> CachedSave:
+def _save(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 1) -> None:
     engine = BytesEngine()
     prepared = engine.prepare({"bytes": _content(comm.rank, step)}, RankGroup(comm), SaveChoice())
     level = _level(comm, folder, schemes)
     facts = {"step": step}
-    return level.complete(level.start(f"step-{step}"), prepared, prepared.stage(), number=step, facts=facts)
+    level.complete(level.start(f"step-{step}"), prepared, prepared.stage(), number=step, facts=facts)
 
 
 def _recover(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 1) -> tuple[Assessment, bool]:
@@ -57,7 +57,7 @@ def _recover(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 
     found = level.assess(f"step-{step}")
     if found.is_rebuildable:
         level.repair(f"step-{step}", found)
-        assert level.assess(f"step-{step}").is_complete
+        assert not level.assess(f"step-{step}").lost
     if found.reason:
         return found, False
     state = {"bytes": bytearray(SIZES[comm.rank])}
@@ -101,7 +101,7 @@ def test_a_share_whose_cache_is_full_is_rebuilt_in_another(
     lost = (tmp_path / "host-1/step-1/__2_0.distcp").read_bytes()
     shutil.rmtree(tmp_path / "host-1")
     room = {"host-0": 600_000, "host-1": 100_000, "host-2": 5_000_000, "host-3": 600_000}
-    monkeypatch.setattr(agreement, "find_room", lambda folder: room[folder.name])
+    monkeypatch.setattr(cache, "find_room", lambda folder: room[folder.name])
 
     def repair(comm: ThreadComm) -> Assessment:
         level = _level(comm, tmp_path, [scheme])
@@ -109,10 +109,13 @@ def test_a_share_whose_cache_is_full_is_rebuilt_in_another(
         return level.assess("step-1")
 
     found = _run(repair)[0]
-    assert found.is_complete
+    assert not found.lost
     assert (found.holders[2], found.holders[3]) == (4, 3), "what is small enough stays at home"
     assert (tmp_path / "host-2/step-1/__2_0.distcp").read_bytes() == lost
-    assert "the cache of host-1 is full, so the files of rank 2 are rebuilt in that of host-2" in caplog.text
+    assert (
+        "the cache of rank 2 is full, so the files of rank 2 are rebuilt in the cache of rank 4"
+        in caplog.text
+    )
 
 
 class CountedReads(WrappedStorage):
@@ -223,10 +226,10 @@ def test_a_node_that_cannot_begin_leaves_no_node_with_a_draft(
 ) -> None:
     start = NodeCache.start
 
-    def start_unless_full(node: NodeCache, name: str, save_id: str) -> Draft:
+    def start_unless_full(node: NodeCache, draft: Draft) -> None:
         if node.ranks[0] == 4:
             raise OutOfSpace("The disk is full", uri="file:///full", errno=errno.ENOSPC)
-        return start(node, name, save_id)
+        start(node, draft)
 
     monkeypatch.setattr(NodeCache, "start", start_unless_full)
 

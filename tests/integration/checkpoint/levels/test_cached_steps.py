@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from tests.support.gloo_ranks import on_gloo_ranks
 
-from penstock.checkpoint.levels.cache_tools import drain_caches, inspect_flush
+from penstock.checkpoint.levels.flush import FlushFolder
 from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Scheme, Single, Xor
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.manager.save_policy import EverySteps
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import PenstockError, UsageError
-from penstock.progress import Silent
 
 HOSTS = 4
 
@@ -236,29 +235,27 @@ def test_a_failed_flush_is_reported_and_the_step_stays_cached(tmp_path: Path) ->
 
 def test_what_a_trainer_could_not_flush_the_next_one_does(tmp_path: Path) -> None:
     on_gloo_ranks(2, flush_badly, tmp_path, Xor(group=2))
-    first = tmp_path / "host-0"
-    for states in (inspect_flush(first).states, drain_caches([first], Silent(), timeout_s=5)[first]):
-        assert "the trainer that was to flush it has ended" in states[1].reason
-        assert not states[1].is_over
+    folder = FlushFolder(tmp_path / "host-0")
+    state = folder.states()[1]
+    assert (state.phase, state.is_lasting) == ("failing", True)
+    assert "notes.txt" in state.reason
     shutil.rmtree(tmp_path / "durable/step-1")
     # Whatever is lost meanwhile is rebuilt before it is flushed.
     lose(tmp_path, 1)
     assert on_gloo_ranks(2, restore, tmp_path, Xor(group=2)) == [(1, [])] * 2
     assert verify(str(tmp_path / "durable/step-1")).is_whole
-    assert inspect_flush(first).is_over
+    assert folder.notes() == {}
 
 
-def test_a_step_that_was_to_become_durable_does_not_leave_a_cache_in_silence(
+def test_a_step_that_is_to_become_durable_stays_cached_until_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     flush_badly(0, tmp_path, Single())
     with manager_of(0, tmp_path, Single(), flush=None, keep_cached=1) as manager:
-        manager.save(2, state_of(0, 2))
-    assert "Step 1 leaves the cache" in caplog.text
-    caplog.clear()
-    with manager_of(0, tmp_path, Single(), flush=None, keep_cached=1) as manager:
-        manager.save(3, state_of(0, 3))
-    assert "leaves the cache" not in caplog.text, "step 2 was not to become durable"
+        for step in (2, 3):
+            manager.save(step, state_of(0, step))
+    assert "Step 1 of an earlier job is not durable yet: run `penstock checkpoint flush`" in caplog.text
+    assert sorted(path.name for path in tmp_path.glob("host-0/step-*")) == ["step-1", "step-3"]
 
 
 def save_when_due(rank: int, root: Path) -> list[int]:

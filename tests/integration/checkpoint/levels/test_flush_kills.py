@@ -17,7 +17,7 @@ from tests.support.child_processes import FunctionRef, clean_context, ending
 from tests.support.flush_daemons import daemons_below, ending_daemons, wait_until
 from tests.support.gloo_ranks import as_rank, on_gloo_ranks
 
-from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
+from penstock.checkpoint.levels.flush import FlushFolder
 from penstock.checkpoint.levels.options import Flush, Partner
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
@@ -73,9 +73,10 @@ def committed(folder: Path) -> set[int]:
 
 
 def given(root: Path) -> set[int]:
-    """The steps that all daemons had been given when everything died."""
-    orders = [set(FlushFolder(root / f"host-{host}").orders.steps()) for host in range(HOSTS)]
-    return set.intersection(*orders) - committed(root / "durable")
+    """The steps that all caches had and were to make durable when everything died."""
+    hosts = [root / f"host-{host}" for host in range(HOSTS)]
+    pending = [set(FlushFolder(host).notes()) & committed(host) for host in hosts]
+    return set.intersection(*pending) - committed(root / "durable")
 
 
 def kill(pid: int | None) -> None:

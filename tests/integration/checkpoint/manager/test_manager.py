@@ -22,7 +22,7 @@ from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, find_surplus, step_dirname
 from penstock.checkpoint.commit.protocol import FolderCatalog
-from penstock.checkpoint.engine import ProgressState, SaveCancelled, SaveProgress
+from penstock.checkpoint.engine import SaveCancelled
 from penstock.checkpoint.levels.options import Single
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import (
@@ -33,6 +33,7 @@ from penstock.errors import (
     UsageError,
     WaitTimeout,
 )
+from penstock.progress import Silent
 from penstock.storage.files.folders import FileFolderTree
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.uri import open_here
@@ -223,7 +224,7 @@ def test_a_fork_cannot_use_the_manager_and_leaves_its_saves_alone(tmp_path: Path
             signal.alarm(20)
             with suppress(BaseException), manager:
                 for call in (lambda: manager.save(2, state_of(2)), lambda: manager.restore(state_of(0))):
-                    with pytest.raises(UsageError, match=r"is of process \d+, not of its fork, before"):
+                    with pytest.raises(UsageError, match=r"belongs to process \d+, not to its fork, before"):
                         call()
                 manager.close()
                 os._exit(0)
@@ -358,8 +359,8 @@ def test_a_job_that_begins_anew_keeps_its_steps_and_is_told_of_newer_ones(
             manager.save(step, state_of(step))
             assert step in manager.steps()
         assert manager.steps() == [2, 3, 900, 1000]
-    assert caplog.text.count("Step 1 is saved to") == 1
-    assert caplog.text.count("newer steps: 900, 1000") == 1
+    assert caplog.text.count("Saving step 1 to") == 1
+    assert caplog.text.count("newer steps (900, 1000)") == 1
 
 
 def test_a_run_is_not_empty_when_its_step_is_replaced_by_a_newer_one_as_it_is_listed(
@@ -447,14 +448,21 @@ def test_an_unreadable_folder_is_an_error_and_not_an_empty_run(tmp_path: Path) -
         manager.restore(state_of(0))
 
 
-def test_progress_is_seen_on_the_handle_and_passed_on(tmp_path: Path) -> None:
-    seen = SaveProgress(None)
-    with held_manager(tmp_path) as (manager, go_on):
-        handle = manager.save_async(1, state_of(1), progress=seen)
-        go_on.set()
-        handle.result(60)
-        assert handle.progress == seen.state == ProgressState("writing", 5000.0, 5000.0)
-        assert manager.save_async(2, state_of(2)).result().step == 2
+def test_progress_is_passed_on(tmp_path: Path) -> None:
+    class Seen(Silent):
+        phases: tuple[str, float] = ("", 0.0)
+        done = 0.0
+
+        def begin(self, phase: str, total: float) -> None:
+            self.phases = phase, total
+
+        def advance(self, amount: float) -> None:
+            self.done += amount
+
+    seen = Seen()
+    with Manager(tmp_path, engine=BytesEngine()) as manager:
+        manager.save_async(1, state_of(1), progress=seen).result(60)
+    assert (*seen.phases, seen.done) == ("writing", 5000.0, 5000.0)
 
 
 def test_steps_are_folders_in_the_root_of_the_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +14,15 @@ from tests.support.rank_threads import ThreadComm, on_ranks
 from penstock.checkpoint.engine import RankSaveStats, WrittenShare
 from penstock.checkpoint.formats.manifest import WrittenFile, checksum_of
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Xor
-from penstock.checkpoint.levels.redundancy.gf256 import multiply
-from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout, build_layout
-from penstock.checkpoint.levels.redundancy.protector import GroupPlan, Protector, parity_file_name
-from penstock.checkpoint.levels.redundancy.redundancy_record import (
-    ConcatenatedReader,
-    ConcatenatedWriter,
-    GroupMember,
-    GroupRecord,
-    RecordedFile,
+from penstock.checkpoint.levels.parity import Layout, build_layout, multiply
+from penstock.checkpoint.levels.protection import (
+    FirstFailure,
+    MemberReader,
+    MemberWriter,
+    Protector,
+    parity_file_name,
 )
+from penstock.checkpoint.levels.records import GroupMember, GroupRecord, RecordedFile
 from penstock.errors import OutOfSpace, StorageError
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -98,29 +98,32 @@ class Staged:
         return WrittenShare(rank=self.rank, files=files, stats=stats)
 
 
-def _plan(sizes: Sizes, parities: int) -> GroupPlan:
-    totals = tuple(sum(each) for each in sizes)
-    return GroupPlan(
-        ranks=tuple(range(len(sizes))),
-        sizes=totals,
-        layout=build_layout(len(sizes), max(parities, 1), max(totals), align_bytes=64),
-        is_copy=parities == 0,
-        block_bytes=BLOCK_BYTES,
-    )
+def _layout(sizes: Sizes, parities: int) -> Layout:
+    largest = max(sum(each) for each in sizes)
+    return build_layout(len(sizes), parities, largest, block_bytes=BLOCK_BYTES)
+
+
+def _write(
+    comm: ThreadComm, staged: "Staged", storage: Storage, sizes: Sizes, parities: int
+) -> tuple[Any, ...]:
+    totals = [sum(each) for each in sizes]
+    layout = _layout(sizes, parities)
+    ranks = range(len(sizes))
+    return Protector(storage, comm).write(staged, storage, _old, ranks=ranks, sizes=totals, layout=layout)
 
 
 def _protected(sizes: Sizes, parities: int) -> tuple[GroupRecord, list[dict[str, bytes]]]:
     """The record of a group that has saved, and the files of each member."""
-    plan = _plan(sizes, parities)
+    layout = _layout(sizes, parities)
     storages = [MemoryStorage(f"mem://member-{rank}") for rank in range(len(sizes))]
 
-    def save(comm: ThreadComm) -> tuple[GroupMember, RecordedFile | None]:
+    def save(comm: ThreadComm) -> tuple[GroupMember, RecordedFile]:
         staged, storage = Staged(comm.rank, sizes[comm.rank]), storages[comm.rank]
-        written = Protector(storage, comm).write(staged, storage, _old, plan, None)
+        share, order, kept = _write(comm, staged, storage, sizes, parities)
         files = tuple(
-            RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="") for file in written.share.files
+            RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="") for file in share.files
         )
-        return GroupMember(rank=comm.rank, domain="", files=files, order=written.order), written.kept
+        return GroupMember(rank=comm.rank, domain="", files=files, order=order), kept
 
     saved = on_ranks(len(sizes), save)
     record = GroupRecord(
@@ -129,10 +132,10 @@ def _protected(sizes: Sizes, parities: int) -> tuple[GroupRecord, list[dict[str,
         domains=("",) * len(sizes),
         scheme=SCHEMES[parities].name,
         losses=max(parities, 1),
-        chunk_bytes=0 if plan.is_copy else plan.layout.chunk_bytes,
-        block_bytes=BLOCK_BYTES,
+        chunk_bytes=layout.chunk_bytes if parities else 0,
+        block_bytes=layout.block_bytes,
         members=tuple(member for member, _ in saved),
-        kept=tuple(kept for _, kept in saved if kept is not None),
+        kept=tuple(kept for _, kept in saved),
     )
     return record, [_files_below("old", storage) for storage in storages]
 
@@ -156,13 +159,20 @@ def _rebuild(
 
     def rebuild(comm: ThreadComm) -> None:
         holders = {member: member % actors for member in range(len(files))}
-        Protector(storages[comm.rank], comm).rebuild_into(
-            {0: record}, lost, holders=holders, from_key=_old, to_key=_new
-        )
+        _restore(Protector(storages[comm.rank], comm), record, lost, holders)
 
     on_ranks(actors, rebuild)
     found = {name: content for storage in storages for name, content in _files_below("new", storage).items()}
     assert found == {name: content for member in lost for name, content in files[member].items()}
+
+
+def _restore(protector: Protector, record: GroupRecord, lost: Sequence[int], holders: dict[int, int]) -> None:
+    failure = FirstFailure()
+    targets = {member: holders[member] for member in lost}
+    protector.restore(
+        record, lost, holders=holders, targets=targets, from_key=_old, to_key=_new, failure=failure
+    )
+    failure.raise_noted()
 
 
 def _lose_and_rebuild(sizes: Sizes, parities: int, lost: tuple[int, ...], actors: int | None = None) -> None:
@@ -184,19 +194,21 @@ def _sequence(member: GroupMember, files: Mapping[str, bytes]) -> bytes:
     return b"".join(parts)
 
 
-def _summed(layout: ParityLayout, sequences: Sequence[bytes], place: int) -> bytes:
+def _summed(layout: Layout, sequences: Sequence[bytes], place: int) -> bytes:
     """The parity that a member keeps, from the arithmetic of single elements."""
     whole = [np.frombuffer(each.ljust(1 << 20, b"\0"), np.uint8) for each in sequences]
     kept = b""
-    for start in range(0, layout.chunk_bytes, BLOCK_BYTES):
-        length = min(BLOCK_BYTES, layout.chunk_bytes - start)
-        for stripe, is_weighted in [(place, False), ((place - 1) % layout.members, True)][: layout.parities]:
+    for start, length in layout.blocks():
+        for number, stripe in enumerate(layout.kept_stripes(place)):
             total = np.zeros(length, np.uint8)
-            for piece in layout.data(stripe):
-                factor = layout.weight(piece) if is_weighted else 1
+            for chunk in range(layout.num_chunks):
+                (member,) = (
+                    each for each in range(layout.members) if layout.stripe_of(each, chunk) == stripe
+                )
+                factor = 2 ** (layout.num_chunks - 1 - chunk) if number else 1
                 table = np.array([multiply(factor, element) for element in range(256)], np.uint8)
-                begin = layout.position(piece.chunk, start, length)
-                total ^= table[whole[piece.member][begin : begin + length]]
+                begin = layout.position(chunk, start, length)
+                total ^= table[whole[member][begin : begin + length]]
             kept += total.tobytes()
     return kept
 
@@ -240,13 +252,12 @@ class FullStorage(WrappedStorage):
 @pytest.mark.parametrize("full", ["file-1-0", "parity-1.bin"])
 def test_a_rank_without_room_fails_alone_and_no_rank_waits_for_it(full: str) -> None:
     sizes = [[90_000], [60_000], [80_000]]
-    plan = _plan(sizes, 1)
 
     def save(comm: ThreadComm) -> str:
         comm.timeout_s = 10
         storage = FullStorage(MemoryStorage(f"mem://member-{comm.rank}"), full)
         try:
-            Protector(storage, comm).write(Staged(comm.rank, sizes[comm.rank]), storage, _old, plan, None)
+            _write(comm, Staged(comm.rank, sizes[comm.rank]), storage, sizes, 1)
         except OutOfSpace as error:
             return str(error)
         return "written"
@@ -264,7 +275,7 @@ def test_a_rank_that_cannot_restore_its_files_fails_alone_and_no_rank_waits_for_
             write_object(storage, _old(name), [content])
         protector = Protector(FullStorage(storage, "file-1-0"), comm)
         try:
-            protector.rebuild_into({0: record}, [1], holders={0: 0, 1: 1, 2: 2}, from_key=_old, to_key=_new)
+            _restore(protector, record, [1], {0: 0, 1: 1, 2: 2})
         except OutOfSpace as error:
             return str(error)
         return "helped"
@@ -282,11 +293,9 @@ def test_a_file_that_parity_has_not_seen_whole_is_an_error() -> None:
         ) -> WrittenShare:
             return super().write_to(getattr(storage, "inside"), key_of, progress)  # noqa: B009 - past the feed
 
-    plan = _plan([[10], [10]], 1)
-
     def save(comm: ThreadComm) -> None:
         storage = MemoryStorage(f"mem://member-{comm.rank}")
-        Protector(storage, comm).write(Forgetful(comm.rank, [10]), storage, _old, plan, None)
+        _write(comm, Forgetful(comm.rank, [10]), storage, [[10], [10]], 1)
 
     with pytest.raises(StorageError, match="Parity has not seen the 10 bytes of file-"):
         on_ranks(2, save)
@@ -336,7 +345,7 @@ def _stored(sizes: list[int]) -> tuple[MemoryStorage, tuple[RecordedFile, ...]]:
 def test_concatenated_files_are_followed_by_zeros() -> None:
     storage, files = _stored([10, 0, 6])
     whole = b"".join(bytes(read_object(storage, file.name)) for file in files)
-    with ConcatenatedReader(files, storage.open) as run:
+    with MemberReader(files, storage.open) as run:
         buffer = memoryview(bytearray(b"x" * 32))
         run.read_into(0, buffer)
         assert bytes(buffer) == whole + bytes(16)
@@ -346,10 +355,26 @@ def test_concatenated_files_are_followed_by_zeros() -> None:
 
 def test_a_failed_write_leaves_no_file() -> None:
     storage = MemoryStorage("mem://half")
-    with ConcatenatedWriter([("a", 4), ("b", 4)], storage.create) as out:
+    with MemberWriter([("a", 4), ("b", 4)], storage.create) as out:
         out.write(memoryview(b"12345"))
     assert [info.key for info in storage.list()] == ["a"]
 
 
-def test_the_chunks_of_a_layout_hold_the_largest_member() -> None:
-    assert build_layout(4, 1, 10) == ParityLayout(members=4, parities=1, chunk_bytes=4096)
+def test_a_share_moves_to_another_rank_bit_for_bit() -> None:
+    record, files = _protected([[5000, 12], [7000], [9000]], 2)
+    storages = [MemoryStorage(f"mem://actor-{rank}") for rank in range(3)]
+    for member, held in enumerate(files):
+        for name, content in held.items():
+            write_object(storages[member], _old(name), [content])
+
+    def move(comm: ThreadComm) -> None:
+        failure, holders = FirstFailure(), {0: 0, 1: 1, 2: 2}
+        Protector(storages[comm.rank], comm).restore(
+            record, (), holders=holders, targets={0: 2, 1: 1}, from_key=_old, to_key=_new, failure=failure
+        )
+        failure.raise_noted()
+
+    on_ranks(3, move)
+    assert _files_below("new", storages[2]) == files[0]
+    assert _files_below("new", storages[1]) == files[1]
+    assert _files_below("new", storages[0]) == {}

@@ -1,13 +1,14 @@
 """What all nodes together conclude of a step, from what each says it holds."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.levels.redundancy.parity_layout import choose_groups
-from penstock.checkpoint.levels.redundancy.redundancy_record import (
+from penstock.checkpoint.levels.parity import choose_groups
+from penstock.checkpoint.levels.records import (
     GroupMember,
     GroupRecord,
     NodeShares,
@@ -26,7 +27,7 @@ def records_of(scheme: str, losses: int, members: int, save_id: str = "a") -> di
         number: GroupRecord(
             step="step-1",
             save_id=save_id,
-            domains=DOMAINS,
+            domains=(),
             scheme=scheme,
             losses=losses,
             chunk_bytes=64 if losses else 0,
@@ -52,7 +53,7 @@ def node(ranks: tuple[int, ...], saved: Sequence[int], records: dict[int, GroupR
     sizes = {f"__{rank}_0.distcp": 100 + rank for rank in saved}
     sizes |= {f"parity-{rank}.bin": 64 for rank in saved}
     known = {number: record for number, record in records.items() if set(record.ranks) & set(saved)}
-    return NodeShares(ranks=ranks, sizes=sizes, records=known)
+    return NodeShares(ranks=ranks, sizes=sizes, records=known, domains=DOMAINS)
 
 
 def at_home(records: dict[int, GroupRecord], lost_hosts: Sequence[int] = ()) -> list[NodeShares]:
@@ -71,7 +72,7 @@ def test_as_many_losses_as_the_scheme_survives_are_rebuildable_and_one_more_is_n
             for hosts in combinations(range(4), num_lost):
                 found = assess(at_home(records, hosts))
                 assert found.lost == tuple(rank for rank in range(NUM_SAVED) if rank // 2 in hosts)
-                assert found.is_complete is (num_lost == 0)
+                assert (not found.lost and not found.reason) is (num_lost == 0)
                 assert found.is_rebuildable is (0 < num_lost <= losses)
                 assert bool(found.reason) is (num_lost > losses)
 
@@ -96,7 +97,7 @@ def test_ranks_that_moved_find_their_shares_and_who_acts_for_them() -> None:
     records = records_of("xor", 1, 4)
     moved = [node((2 * host, 2 * host + 1), (7 - 2 * host, 6 - 2 * host), records) for host in range(4)]
     found = assess(moved)
-    assert found.is_complete
+    assert (found.lost, found.reason) == ((), "")
     assert {rank: actor // 2 for rank, actor in found.holders.items()} == {
         rank: (7 - rank) // 2 for rank in range(NUM_SAVED)
     }
@@ -116,6 +117,15 @@ def test_of_two_saves_of_a_step_the_one_that_can_be_restored_counts() -> None:
     assert found.save_id == "new"
     assert found.lost == (6, 7)
     assert found.is_rebuildable
+
+
+def test_a_share_goes_to_the_node_with_most_room_if_its_own_is_full() -> None:
+    nodes = at_home(records_of("double-parity", 2, 4), (1,))
+    rooms = (200, 200, 5000, 200)
+    found = assess([replace(node, room_bytes=room) for node, room in zip(nodes, rooms, strict=True)])
+    assert found.lost == (2, 3)
+    assert found.moved == {3: 5}, "the first of them fits into its own cache"
+    assert (found.holders[2], found.holders[3]) == (2, 5)
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

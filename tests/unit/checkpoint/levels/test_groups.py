@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
-from penstock.checkpoint.levels.redundancy.parity_layout import choose_groups, fit_scheme
+from penstock.checkpoint.levels.parity import choose_groups, fit_scheme
 from penstock.errors import UsageError
 
 domains = st.lists(st.sampled_from([f"host-{number}" for number in range(6)]), min_size=1, max_size=60)

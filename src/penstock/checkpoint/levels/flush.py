@@ -1,0 +1,632 @@
+"""From a cache to the durable level: which steps are to become durable, and the flusher that makes them so.
+
+The same `Flusher` runs in a thread of the trainer, in a detached process that outlives it, and behind
+`penstock checkpoint flush`. It learns from folders what is to be done, so that any of them can be killed at
+any moment and the next one goes on:
+
+    CACHE/.penstock-flush/step-N.json     a note: this save of the step is to become durable, and where
+    CACHE/.penstock-flush/lock            held by the one flusher of this cache
+    CACHE/.penstock-flush/progress.json   what that flusher has done, for `status` and for the trainer
+    RUN/.penstock-save-ID-step-N          the draft that the flushers of all nodes copy their files into
+
+Each flusher copies the files of its cache; whichever finds the draft complete publishes it. Invariant: a file
+in the draft under its own name is whole and durable, and equal to its checksums; a note goes when its step is
+durable, or when retention would remove it at once; a step with a note stays in the cache.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from threading import Event, Lock
+from typing import Annotated, Final, Literal
+
+import psutil
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import penstock
+from penstock.checkpoint.commit import protocol
+from penstock.checkpoint.commit.catalog import (
+    CheckpointRef,
+    StepCatalog,
+    apply_retention,
+    local_path,
+    open_catalog,
+    parse_step,
+    step_dirname,
+)
+from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
+from penstock.checkpoint.formats.manifest import ManifestFile, start_checksum
+from penstock.errors import AlreadyThere, DataDamaged, ObjectNotFound, PenstockError, StorageError
+from penstock.progress import Progress, Silent
+from penstock.storage import Storage
+from penstock.storage.aligned import PAGE_BYTES, aligned_buffer
+from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
+from penstock.storage.files.durable import sync_folder, write_durably
+from penstock.storage.process_id import current_process
+from penstock.storage.protocol import write_object
+from penstock.storage.uri import open_here
+
+FOLDER: Final = ".penstock-flush"
+BLOCK_BYTES: Final = 16 << 20
+SMALLEST_BLOCK_BYTES: Final = 256 << 10
+BURST_S: Final = 0.5
+"""How much unused time a flush may catch up on: waiting for disks, or between two steps."""
+POLL_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 5.0
+RETRY_S: Final = 60.0
+"""How long a failure that may pass by itself is retried before it is reported."""
+PATIENCE_S: Final = 3600.0
+"""How long a detached flusher retries failures or waits for other nodes before it gives up."""
+IDENTITY_BYTES: Final = 80
+"""A manifest begins with its own checksum: this many bytes tell it from any other."""
+GRACE_S: Final = 30.0
+"""How long the files of a draft may be out of sight before they count as lost and are copied again."""
+LOG_BYTES: Final = 4 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FlushNote(_Strict):
+    """Which save of a step is to become durable, where, and how. JSON on disk."""
+
+    save_id: str
+    durable: str
+    """The URI of the durable level, with its options."""
+    keep: Annotated[int, Field(ge=1)] | None = None
+    """How many durable steps stay."""
+    bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    threads: Annotated[int, Field(ge=1)] = 2
+
+
+FlushPhase = Literal["given", "copying", "waiting", "durable", "superseded", "failing"]
+"""The phase of a step. Waiting: for files of other nodes. Superseded: retention would remove it at once."""
+
+
+class FlushState(_Strict):
+    """The progress of this node's share of a step."""
+
+    phase: FlushPhase = "given"
+    size_bytes: int = 0
+    copied_bytes: int = 0
+    reason: str = ""
+    """Why it is failing, or what it waits for."""
+    is_lasting: bool = False
+    """It has failed for a minute, or somebody has to fix the cause before another try can succeed."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the caches may remove the step."""
+        return self.phase in ("durable", "superseded")
+
+
+class FlushProgress(_Strict):
+    """What a flusher does, as it reported last."""
+
+    pid: int = 0
+    step: int | None = None
+    """The step that it is copying."""
+    bytes_per_s: float = 0.0
+    states: dict[int, FlushState] = {}
+
+
+class FlushFolder:
+    """The notes, the lock and the progress of one cache; any process may read them."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self.path = cache / FOLDER
+        self.log = self.path / "log"
+
+    def put(self, step: int, note: FlushNote) -> None:
+        """Note that a save of a step is to become durable, in place of an older save of it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_durably(self._note(step), note.model_dump_json().encode())
+
+    def notes(self) -> dict[int, FlushNote]:
+        """The steps that are to become durable, the newest first. A note that cannot be parsed is logged."""
+        found = {}
+        for name in self.path.glob("step-*.json"):
+            step = parse_step(name.stem)
+            try:
+                if step is not None:
+                    found[step] = FlushNote.model_validate_json(name.read_bytes())
+            except FileNotFoundError:
+                continue
+            except ValidationError as error:
+                logger.warning(
+                    "%s cannot be parsed, and its step is not flushed: %s", name, error.errors()[0]
+                )
+        return dict(sorted(found.items(), reverse=True))
+
+    def remove(self, step: int, save_id: str) -> None:
+        """Remove the note of a save, unless a newer save of its step has replaced it."""
+        with suppress(FileNotFoundError, ValidationError):
+            if FlushNote.model_validate_json(self._note(step).read_bytes()).save_id == save_id:
+                self._note(step).unlink()
+                sync_folder(self.path)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the flusher of this cache; `BlockingIOError` while another process, or thread, is."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+
+    def is_locked(self) -> bool:
+        """Whether a flusher works on this cache now."""
+        try:
+            with (self.path / "lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def write_progress(self, progress: FlushProgress) -> None:
+        """Report to other processes; not worth an fsync."""
+        unfinished = self.path / f".progress-{secrets.token_hex(4)}"
+        with suppress(OSError):
+            unfinished.write_text(progress.model_dump_json())
+            unfinished.replace(self.path / "progress.json")
+
+    def progress(self) -> FlushProgress:
+        """What the flusher reported last."""
+        try:
+            return FlushProgress.model_validate_json((self.path / "progress.json").read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return FlushProgress()
+
+    def states(self) -> dict[int, FlushState]:
+        """The state of each step that is to become durable."""
+        known = self.progress().states
+        return {step: known.get(step, FlushState()) for step in reversed(self.notes())}
+
+    def _note(self, step: int) -> Path:
+        return self.path / f"{step_dirname(step)}.json"
+
+
+@dataclass(slots=True)
+class RateLimiter:
+    """Limits the rate of bytes over all threads; each waits for the time that those before it have taken.
+
+    Unused time is kept for `burst_s`, so that waiting for the disk does not lower the rate.
+    """
+
+    bytes_per_s: float | None
+    burst_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _lock: Lock = field(default_factory=Lock)
+    _free_at_s: float | None = None
+
+    def take(self, num_bytes: int) -> None:
+        """Return when `num_bytes` more may pass."""
+        if self.bytes_per_s is None:
+            return
+        with self._lock:
+            now_s = self.clock()
+            free_at_s = now_s if self._free_at_s is None else self._free_at_s
+            begins_s = max(free_at_s, now_s - self.burst_s)
+            self._free_at_s = begins_s + num_bytes / self.bytes_per_s
+        if begins_s > now_s:
+            self.sleep(begins_s - now_s)
+
+
+def copy_file(
+    source: Storage,
+    from_key: str,
+    target: Storage,
+    to_key: str,
+    *,
+    see: Callable[[memoryview], None] = lambda _: None,
+    block_bytes: int = BLOCK_BYTES,
+) -> None:
+    """Copy one file with two buffers: one is read into while the other is written. `see` gets each block."""
+    with closing(source.open(from_key)) as file, ExitStack() as undo:
+        size_bytes = file.size_bytes
+        sink = target.create(to_key, size_bytes)
+        undo.callback(sink.abort)
+        buffers = [(aligned_buffer(min(block_bytes, max(size_bytes, 1))), Event()) for _ in range(2)]
+        for _, free in buffers:
+            free.set()
+        for number, start in enumerate(range(0, size_bytes, block_bytes)):
+            buffer, free = buffers[number % 2]
+            free.wait()
+            free.clear()
+            block = buffer[: min(block_bytes, size_bytes - start)]
+            file.read_into(start, block)
+            see(block)
+            sink.submit(block, free.set)
+        sink.finish()
+        undo.pop_all()
+
+
+class StreamChecksums:
+    """Verifies the items of a file against their checksums, from its blocks in order."""
+
+    def __init__(self, file: ManifestFile) -> None:
+        self._file = file
+        self._item = start_checksum()
+        self._row = 0
+        self._at = 0
+        self._wrong: list[int] = []
+
+    def see(self, block: memoryview) -> None:
+        """Add the next block."""
+        end = self._at + block.nbytes
+        while self._row < len(self._file):
+            begins = int(self._file.item_offset[self._row])
+            ends = begins + int(self._file.item_bytes[self._row])
+            if begins >= end and ends > end:
+                break
+            self._item.update(block[max(begins - self._at, 0) : max(min(ends, end) - self._at, 0)])
+            if ends > end:
+                break
+            if self._item.digest() != self._file.sum_at(self._row):
+                self._wrong.append(self._row)
+            self._item = start_checksum()
+            self._row += 1
+        self._at = end
+
+    def require_right(self, where: str) -> None:
+        """Raise `DataDamaged` if an item differs from its checksum."""
+        if self._wrong:
+            raise DataDamaged(
+                f"{self._file.name} is damaged in the cache: {len(self._wrong)} of {len(self._file)} items "
+                "differ from their checksums, the first at byte "
+                f"{int(self._file.item_offset[self._wrong[0]])}",
+                where=where,
+                fix="Run `penstock checkpoint flush` on all nodes: it rebuilds what its redundancy allows.",
+            )
+
+
+class Flusher:
+    """Makes the noted steps of one cache durable, the newest first. Called by one thread at a time."""
+
+    def __init__(
+        self, cache: Storage, *, durable: Storage | None = None, progress: Progress | None = None
+    ) -> None:
+        """`durable` is used in place of the notes' URI: an open storage cannot be opened again."""
+        self._cache = cache
+        self._folder = FlushFolder(local_path(cache, ""))
+        self._durable = durable
+        self._progress = progress or Silent()
+        self._pace = RateLimiter(None)
+        self._lock = Lock()
+        self._now = FlushProgress(pid=os.getpid())
+        self._opened: dict[str, Storage] = {}
+        self._failing_since_s: dict[int, float] = {}
+        self._waiting_since_s: dict[int, float] = {}
+        self._reported_s = self._renewed_s = 0.0
+        self._began_s, self._moved_bytes = 0.0, 0
+
+    def run(self, *, patience_s: float, persists: bool = False) -> dict[int, FlushState]:
+        """Flush until nothing is left, or nothing has moved for `patience_s`; what became of each step.
+
+        While another flusher works on this cache, follow it, and go on if it ends. Return when only failures
+        that last are left, unless this flusher `persists`.
+        """
+        moved, moved_s, is_ours, is_stuck = object(), time.monotonic(), False, False
+        with ExitStack() as undo:
+            while (notes := self._folder.notes()) and not is_stuck:
+                if not is_ours:
+                    with suppress(BlockingIOError):
+                        undo.enter_context(self._folder.locked())
+                        is_ours, self._now = True, FlushProgress(pid=os.getpid())
+                if is_ours:
+                    self._try_all(notes)
+                else:
+                    self._now = self._folder.progress()
+                movement = {
+                    step: (state.phase, state.copied_bytes) for step, state in self._now.states.items()
+                }
+                if movement != moved:
+                    moved, moved_s = movement, time.monotonic()
+                waited_s = time.monotonic() - moved_s
+                is_stuck = waited_s > patience_s
+                if notes := self._folder.notes():
+                    is_stuck |= not persists and all(self._state(step).is_lasting for step in notes)
+                    # The longer it has been, the longer: shared storage is asked each time.
+                    time.sleep(0 if is_stuck else min(max(POLL_S, waited_s / 10), LONGEST_PAUSE_S))
+        # A trainer that saw the lock may have put a note after the last look.
+        has_more = not is_stuck and bool(self._folder.notes())
+        return self.run(patience_s=patience_s, persists=persists) if has_more else self._now.states
+
+    def _try_all(self, notes: dict[int, FlushNote]) -> None:
+        """Take each noted step as far as it goes now."""
+        durable_steps: list[int] = []
+        over: list[tuple[int, str]] = []
+        for step, note in notes.items():
+            if note.keep is not None and len(durable_steps) >= note.keep:
+                newer = ", ".join(map(str, durable_steps[: note.keep]))
+                self._set(step, phase="superseded", reason=f"{newer} are durable and no more are kept")
+                self._folder.remove(step, note.save_id)
+                continue
+            try:
+                if self._flush(step, note):
+                    durable_steps.append(step)
+                    over.append((step, note.save_id))
+                self._failing_since_s.pop(step, None)
+            except (PenstockError, OSError) as error:
+                if self._state(step).reason != str(error):
+                    logger.warning("%s: %s", step_dirname(step), error)
+                since_s = self._failing_since_s.setdefault(step, time.monotonic())
+                may_pass = isinstance(error, StorageError | OSError) and not isinstance(error, DataDamaged)
+                is_lasting = not may_pass or time.monotonic() - since_s > RETRY_S
+                self._set(step, phase="failing", reason=str(error), is_lasting=is_lasting)
+        # Last: until the older steps know that they are superseded, the newer ones must count.
+        for step, save_id in over:
+            self._folder.remove(step, save_id)
+
+    def _flush(self, step: int, note: FlushNote) -> bool:
+        """Copy this cache's files of a step, and publish it if all are there; True if its note may go."""
+        name = step_dirname(step)
+        try:
+            share = CheckpointRef(self._cache, open_catalog(self._cache).find(name))
+        except ObjectNotFound:
+            return True  # removed on purpose
+        manifest, seal = share.read_seal()
+        if manifest.save_id != note.save_id:
+            return True  # the step was saved again, and that save is not to become durable
+        durable = self._durable or self._opened.setdefault(note.durable, open_here(note.durable))
+        draft = _SharedDraft(durable, name, note.save_id)
+        if is_committed(durable, name, seal.manifest):
+            draft.clear_up()
+            self._set(step, phase="durable", reason="")
+            return True
+        here = {path.name for path in (self._folder.cache / share.committed.folder).iterdir()}
+        files = [file for file in manifest.files if file.name in here]
+        size_bytes = sum(file.size_bytes for file in files)
+        there = draft.sizes()
+        left = [file for file in files if there.get(file.name) != file.size_bytes]
+        was_waiting = self._state(step).phase == "waiting"
+        if left and was_waiting and time.monotonic() - self._waiting_since_s[step] < GRACE_S:
+            return False  # another flusher has taken the draft, and is about to publish it
+        copied_bytes = size_bytes - sum(file.size_bytes for file in left)
+        self._set(
+            step,
+            phase="copying",
+            size_bytes=size_bytes,
+            copied_bytes=copied_bytes,
+            reason="",
+            is_lasting=False,
+        )
+        if left or time.monotonic() - self._renewed_s > protocol.LEASE_S / 4:
+            self._renewed_s = time.monotonic()
+            draft.join()
+        if left:
+            self._copy(step, note, share, left, draft)
+        self._waiting_since_s[step] = time.monotonic()
+        if any(draft.sizes().get(name) != size_bytes for name, size_bytes in seal.sizes.items()):
+            self._set(step, phase="waiting", copied_bytes=size_bytes, reason="the files of other nodes")
+            return is_committed(durable, name, seal.manifest)
+        if draft.publish(seal):
+            apply_retention(StepCatalog(durable), step, note.keep)()
+        is_durable = is_committed(durable, name, seal.manifest)
+        self._set(step, phase="durable" if is_durable else "waiting", copied_bytes=size_bytes, reason="")
+        logger.info("%s is %s", name, self._state(step).phase)
+        return is_durable
+
+    def _copy(
+        self, step: int, note: FlushNote, share: CheckpointRef, files: list[ManifestFile], draft: _SharedDraft
+    ) -> None:
+        """Copy files, several at a time, past the page cache; each is durable when it has its name."""
+        if self._pace.bytes_per_s != note.bytes_per_s:
+            self._pace = RateLimiter(note.bytes_per_s, BURST_S)
+        self._now = self._now.model_copy(update={"step": step})
+        self._began_s, self._moved_bytes = time.monotonic(), 0
+        block_bytes = BLOCK_BYTES
+        if note.bytes_per_s is not None:
+            # At most a tenth of a second of the rate, so that it is kept evenly.
+            wanted = int(note.bytes_per_s / 10) // PAGE_BYTES * PAGE_BYTES
+            block_bytes = max(min(wanted, BLOCK_BYTES), SMALLEST_BLOCK_BYTES)
+        source = prefer_direct_access(self._cache, reads=share.key(files[0].name))
+
+        def copy_one(file: ManifestFile) -> None:
+            sums = StreamChecksums(file)
+
+            def see(block: memoryview) -> None:
+                sums.see(block)
+                self._pace.take(block.nbytes)
+                self._count(step, block.nbytes)
+                if time.monotonic() - self._renewed_s > protocol.LEASE_S / 4:
+                    self._renewed_s = time.monotonic()
+                    draft.renew()
+
+            with draft.adding(file.name) as (target, key):
+                copy_file(source, share.key(file.name), target, key, see=see, block_bytes=block_bytes)
+                sums.require_right(share.uri)
+
+        try:
+            with ThreadPoolExecutor(note.threads, thread_name_prefix="penstock-flush") as threads:
+                for copied in as_completed([threads.submit(copy_one, file) for file in files]):
+                    copied.result()
+        finally:
+            self._now = self._now.model_copy(update={"step": None, "bytes_per_s": 0.0})
+
+    def _count(self, step: int, num_bytes: int) -> None:
+        with self._lock:
+            self._moved_bytes += num_bytes
+            self._progress.advance(num_bytes)
+            rate = self._moved_bytes / max(time.monotonic() - self._began_s, 1e-3)
+            self._now = self._now.model_copy(update={"bytes_per_s": rate})
+            self._set(step, copied_bytes=self._state(step).copied_bytes + num_bytes)
+
+    def _state(self, step: int) -> FlushState:
+        return self._now.states.get(step, FlushState())
+
+    def _set(self, step: int, **facts: object) -> None:
+        states = {**self._now.states, step: self._state(step).model_copy(update=facts)}
+        self._now = self._now.model_copy(update={"states": states})
+        self._report(now="phase" in facts)
+
+    def _report(self, *, now: bool) -> None:
+        if now or time.monotonic() - self._reported_s > 0.25:
+            self._reported_s = time.monotonic()
+            self._folder.write_progress(self._now)
+
+
+def is_committed(durable: Storage, name: str, manifest: bytes) -> bool:
+    """Whether the checkpoint of this name is the one with this manifest."""
+    try:
+        key = open_catalog(durable).find(name).key(protocol.MANIFEST_NAME)
+        with closing(durable.open(key)) as source:
+            beginning = bytearray(min(IDENTITY_BYTES, source.size_bytes))
+            source.read_into(0, memoryview(beginning))
+    except ObjectNotFound:
+        return False
+    return beginning == manifest[: len(beginning)] and len(beginning) > 0
+
+
+class _SharedDraft:
+    """A draft that flushers of several nodes fill; any of them may publish it, so none needs to survive."""
+
+    def __init__(self, durable: Storage, name: str, save_id: str) -> None:
+        self._durable = durable
+        self._drafts = open_draft_store(durable)
+        self._tree = find_folder_tree(durable)
+        self._draft = protocol.name_draft(name, save_id)
+        if self._tree is None:
+            self._draft = replace(self._draft, folder=f"{name}/{save_id}")
+
+    def join(self) -> None:
+        """Make the draft, unless another node has."""
+        sweep_dead_saves(self._drafts, self._durable)
+        if self._tree is not None:
+            protocol.require_replaceable(self._durable, self._tree, self._draft.name)
+        self.renew()
+        if self._tree is not None:
+            with suppress(AlreadyThere):
+                self._tree.make(self._draft.folder, keep_name=False)
+
+    def renew(self) -> None:
+        """Renew the lease, for all nodes: its age tells whether all of them are dead."""
+        # It names no process that can be looked up: the death of one must not end the work of others.
+        nobody = replace(current_process(), kernel="", numbering="")
+        write_object(self._durable, self._draft.folder + protocol.LEASE_ENDING, [protocol.lease_text(nobody)])
+
+    def sizes(self) -> dict[str, int]:
+        """The files that are whole, with their sizes."""
+        if self._tree is not None:
+            return {entry.name: entry.size_bytes for entry in self._tree.entries(self._draft.folder)}
+        objects = self._durable.list(self._draft.folder)
+        return {info.key.rpartition("/")[2]: info.size_bytes for info in objects}
+
+    @contextmanager
+    def adding(self, name: str) -> Iterator[tuple[Storage, str]]:
+        """A storage and a key for a file, which gets its name when the block ends well."""
+        if self._tree is None:
+            yield self._durable, self._draft.key(name)  # an object appears as a whole
+            return
+        part = self._draft.key(f".penstock-part-{secrets.token_hex(8)}-{name}")
+        with ExitStack() as undo:
+            undo.callback(self._tree.remove, part)
+            yield prefer_direct_access(self._durable), part
+            with suppress(AlreadyThere):  # another flusher copied the same file
+                self._tree.move(part, self._draft.key(name))
+                undo.pop_all()
+
+    def publish(self, seal: protocol.Seal) -> bool:
+        """Commit the draft, which is complete; False if another flusher does."""
+        if self._tree is None:
+            self._drafts.publish(self._draft, seal)
+            return True
+        # Of several flushers one takes the folder away from the others, and then goes on as any save does.
+        own = protocol.name_draft(self._draft.name, secrets.token_hex(8))
+        self._drafts.renew(own)
+        with ExitStack() as undo:
+            undo.callback(self._end_lease, own)
+            try:
+                self._tree.move(self._draft.folder, own.folder)
+            except ObjectNotFound:
+                return False
+            with ExitStack() as give_back:
+                give_back.callback(self._tree.move, own.folder, self._draft.folder)
+                for entry in list(self._tree.entries(own.folder)):
+                    if entry.name not in seal.sizes:
+                        self._tree.remove(own.key(entry.name))  # what a killed flusher left half copied
+                self._tree.sync(own.folder)
+                self._drafts.publish(own, seal)
+                give_back.pop_all()
+        self._end_lease(self._draft)
+        return True
+
+    def clear_up(self) -> None:
+        """Remove what a late flusher made anew of a draft that another has published."""
+        if self._tree is not None and self.sizes():
+            self._tree.remove(self._draft.folder)
+        self._end_lease(self._draft)
+
+    def _end_lease(self, draft: protocol.Draft) -> None:
+        with suppress(ObjectNotFound):
+            self._durable.delete(draft.folder + protocol.LEASE_ENDING)
+
+
+def main(cache: str) -> None:
+    """Be the detached flusher of this cache: with the lowest priority, until nothing is left to do."""
+    folder = FlushFolder(Path(cache))
+    handler = RotatingFileHandler(folder.log, maxBytes=LOG_BYTES, backupCount=1, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
+    try:
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
+    except (psutil.Error, OSError) as error:
+        logger.info("The I/O priority cannot be set here: %s", error)
+    logger.info("Process %d flushes %s", os.getpid(), cache)
+    Flusher(open_here(cache)).run(patience_s=PATIENCE_S, persists=True)
+    logger.info("Process %d ends", os.getpid())
+
+
+_PROGRAM: Final = """\
+import os, sys
+sys.path.append({packages!r})
+if os.fork():
+    os._exit(0)
+from penstock.checkpoint.levels.flush import main
+main({cache!r})
+"""
+"""Forks before anything is loaded: a fork copies only the thread that calls it, so locks that other threads
+hold would stay locked. The parent exits at once, so that init adopts the flusher: it is not a child of the
+trainer, whose launcher may wait for, or kill, all of its children."""
+
+
+def start_detached(folder: FlushFolder) -> None:
+    """Start a flusher of this cache in a process that outlives this one, unless one works already.
+
+    In a session of its own and without a parent, so that no signal to the job or its terminal reaches it.
+    Raises `OSError` or `subprocess.SubprocessError` if no process can be started.
+    """
+    if folder.is_locked():
+        return
+    packages = Path(penstock.__file__).resolve().parent.parent
+    program = _PROGRAM.format(packages=str(packages), cache=str(folder.cache))
+    with folder.log.open("ab") as log:
+        subprocess.run(
+            [sys.executable, "-P", "-c", program],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            start_new_session=True,
+            timeout=120,
+        )

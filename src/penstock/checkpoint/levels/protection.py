@@ -1,0 +1,601 @@
+"""From a rank's files to its group and back: writing them protected, restoring them, moving them.
+
+    write     files -> storage, and a copy of their bytes -> blocks -> the members that keep parity of them
+    restore   blocks of surviving members -> weighted sums -> the files of the members that lost theirs
+
+Parity does not know files: it sees the bytes of a member's files in the order in which they were written,
+followed by zeros. All members of a group take the same steps, in each of which a member sends one block and
+receives one for each parity, so none needs more memory than a few blocks. Invariant: files are written only
+under the keys that were passed in; a rank whose part fails goes on until the others are through, so that a
+failure leaves no rank waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Final, Self
+
+import numpy as np
+
+from penstock.checkpoint.formats.manifest import start_checksum
+from penstock.checkpoint.levels import parity
+from penstock.checkpoint.levels.records import GroupRecord, Order, RecordedFile
+from penstock.cluster.comm import Comm, PendingTransfer, PointToPoint
+from penstock.errors import StorageError, WaitTimeout
+from penstock.storage import Storage
+from penstock.storage.aligned import aligned_buffer, copy_bytes, flat
+from penstock.storage.capabilities import no_thread, prefer_direct_access, submit_or_run
+from penstock.storage.protocol import Release, Sink, Source, WrappedSink, WrappedSource, WrappedStorage
+from penstock.transfer.buffers import WarmMemory
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.engine import StagedSave, WrittenShare
+    from penstock.checkpoint.formats.manifest import WrittenFile
+    from penstock.checkpoint.levels.parity import Layout
+    from penstock.progress import Progress
+
+KeyOf = Callable[[str], str]
+
+NUM_FED: Final = 3
+"""Blocks between the files and parity: one is sent while another is filled."""
+NUM_SUMS: Final = 4
+"""Blocks of sums: one is added to, one gets the first block of the next stripe, two are written."""
+NUM_SPARE: Final = 2
+"""Blocks that arrive: one is added to a sum while the next one arrives."""
+TAGS: Final = 4
+"""Tags of one exchange: two parities in two steps that follow each other."""
+DISTINCT_EXCHANGES: Final = 4096
+"""A message of an exchange that failed never answers one of the next 4,096 exchanges; MPI has few tags."""
+
+logger = logging.getLogger(__name__)
+
+
+def parity_file_name(rank: int) -> str:
+    """The file of the parity or copy that a rank keeps for its group."""
+    return f"parity-{rank}.bin"
+
+
+# The bytes of a member's files as one sequence.
+
+
+def _list_extents(sizes: Sequence[int], order: Order) -> list[tuple[int, int, int]]:
+    """The bytes of files in an order: number of the file, offset in it, length."""
+    offsets, extents = [0] * len(sizes), []
+    for number, length in order or enumerate(sizes):
+        if length:
+            extents.append((number, offsets[number], length))
+            offsets[number] += length
+    return extents
+
+
+class MemberReader:
+    """Reads a member's files as one endless sequence of bytes: zeros follow the last ones."""
+
+    def __init__(
+        self, files: Sequence[RecordedFile], open_file: Callable[[str], Source], order: Order = ()
+    ) -> None:
+        self._extents = _list_extents([file.size_bytes for file in files], order)
+        self._ends = np.cumsum([length for _, _, length in self._extents], dtype=np.int64)
+        self._names = [file.name for file in files]
+        self._open_file = open_file
+        self._sources: dict[int, Source] = {}
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` of the sequence."""
+        while buffer.nbytes:
+            place = int(np.searchsorted(self._ends, offset, side="right"))
+            if place == len(self._extents):
+                np.frombuffer(buffer, np.uint8)[:] = 0
+                return
+            number, begin, length = self._extents[place]
+            if number not in self._sources:
+                self._sources[number] = self._open_file(self._names[number])
+            inside = offset - (int(self._ends[place]) - length)
+            part = buffer[: length - inside]
+            self._sources[number].read_into(begin + inside, part)
+            offset, buffer = offset + part.nbytes, buffer[part.nbytes :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for source in self._sources.values():
+            source.close()
+
+
+class MemberWriter:
+    """Writes a sequence of bytes to the files that they belong to; what follows the last ones is dropped.
+
+    Each file is finished as soon as it is full. Leaving the block before that aborts it.
+    """
+
+    def __init__(
+        self, files: Sequence[tuple[str, int]], create: Callable[[str, int], Sink], order: Order = ()
+    ) -> None:
+        self._files = files
+        self._create = create
+        self._extents = deque(_list_extents([size for _, size in files], order))
+        self._left = [size for _, size in files]
+        self._sinks: dict[int, Sink] = {}
+        self._sums = [start_checksum() for _ in files]
+        self._written: dict[int, RecordedFile] = {}
+
+    def write(self, buffer: memoryview) -> None:
+        """Write the next bytes; `buffer` may change once this returns."""
+        while buffer.nbytes and self._extents:
+            number, offset, length = self._extents.popleft()
+            part = buffer[:length]
+            self._append(number, part)
+            if part.nbytes < length:
+                self._extents.appendleft((number, offset + part.nbytes, length - part.nbytes))
+            buffer = buffer[part.nbytes :]
+
+    def finish(self) -> list[RecordedFile]:
+        """Write the files without bytes, too; all files that are finished."""
+        for number, (_, size_bytes) in enumerate(self._files):
+            if not size_bytes:
+                self._append(number, memoryview(b""))
+        return [file for _, file in sorted(self._written.items())]
+
+    def _append(self, number: int, part: memoryview) -> None:
+        name, size_bytes = self._files[number]
+        if number not in self._sinks:
+            self._sinks[number] = self._create(name, size_bytes)
+        if part.nbytes:
+            released = threading.Event()
+            self._sinks[number].submit(part, released.set)
+            self._sums[number].update(part)
+            released.wait()
+            self._left[number] -= part.nbytes
+        if not self._left[number]:
+            self._sinks[number].finish()
+            del self._sinks[number]
+            found = self._sums[number].digest().hex()
+            self._written[number] = RecordedFile(name=name, size_bytes=size_bytes, sum=found)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sink in self._sinks.values():
+            sink.abort()
+
+
+# The same bytes while a save writes them: parity never opens a file.
+
+
+class ByteFeed:
+    """The bytes that a save writes, in blocks, in the order in which they come; zeros follow the last ones.
+
+    Any thread puts bytes in, and waits while all blocks are full; one takes blocks and gives them back.
+    """
+
+    def __init__(self, blocks: Sequence[memoryview]) -> None:
+        self._free: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._full: SimpleQueue[memoryview | None] = SimpleQueue()
+        for block in blocks:
+            self._free.put(block)
+        self._lock = threading.Lock()
+        self._filling: memoryview | None = None
+        self._filled = 0
+        self._has_ended = self._is_abandoned = False
+        self._extents: list[tuple[str, int]] = []
+
+    def put(self, key: str, content: memoryview) -> None:
+        """Copy the next bytes of a file, so that its buffer is free when the storage has written it."""
+        with self._lock:
+            if content.nbytes and self._extents and self._extents[-1][0] == key:
+                self._extents[-1] = key, self._extents[-1][1] + content.nbytes
+            elif content.nbytes:
+                self._extents.append((key, content.nbytes))
+            while content.nbytes and not self._is_abandoned:
+                if self._filling is None:
+                    self._filling, self._filled = self._free.get(), 0
+                    continue  # it may have been abandoned meanwhile
+                part = content[: self._filling.nbytes - self._filled]
+                copy_bytes(self._filling[self._filled : self._filled + part.nbytes], part)
+                self._filled, content = self._filled + part.nbytes, content[part.nbytes :]
+                if self._filled == self._filling.nbytes:
+                    self._full.put(self._filling)
+                    self._filling = None
+
+    def close(self) -> None:
+        """Note that nothing more will be put in."""
+        with self._lock:
+            if self._filling is not None:
+                np.frombuffer(self._filling[self._filled :], np.uint8)[:] = 0
+                self._full.put(self._filling)
+                self._filling = None
+            self._full.put(None)
+
+    def take(self) -> memoryview | None:
+        """The next block, waiting for it; None if only zeros follow."""
+        block = None if self._has_ended else self._full.get()
+        self._has_ended = block is None
+        return block
+
+    def give_back(self, block: memoryview) -> None:
+        """Let a block that was taken be filled again."""
+        self._free.put(block)
+
+    def abandon(self) -> None:
+        """Let nobody wait for free blocks any more: nobody will take them."""
+        self._is_abandoned = True
+        self._free.put(None)
+
+    def order_of(self, files: Sequence[WrittenFile], keys: Sequence[str]) -> Order:
+        """The order in which the bytes of these files came; `StorageError` if each was not seen once."""
+        numbers = {key: number for number, key in enumerate(keys)}
+        seen: Counter[str] = Counter()
+        for key, length in self._extents:
+            seen[key] += length
+        for key, file in zip(keys, files, strict=True):
+            if seen.pop(key, 0) != file.size_bytes:
+                raise StorageError(
+                    f"Parity has not seen the {file.size_bytes} bytes of {file.name} once, in their order",
+                    uri=key,
+                    fix="Write each file of a save once, from its beginning to its end.",
+                )
+        if seen:
+            raise StorageError("A save wrote a file that it does not name", uri=next(iter(seen)))
+        order = tuple((numbers[key], length) for key, length in self._extents)
+        return () if [number for number, _ in order] == sorted({number for number, _ in order}) else order
+
+
+class _FedStorage(WrappedStorage):
+    """A storage that shows a feed the bytes of new objects, and of objects that are read once."""
+
+    def __init__(self, inside: Storage, feed: ByteFeed) -> None:
+        super().__init__(inside)
+        self._feed = feed
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        return _FedSink(super().create(key, size_bytes), partial(self._feed.put, key))
+
+    def open(self, key: str) -> Source:
+        return _FedSource(super().open(key), partial(self._feed.put, key))
+
+
+class _FedSink(WrappedSink):
+    def __init__(self, inside: Sink, put: Callable[[memoryview], None]) -> None:
+        super().__init__(inside)
+        self._put = put
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        # The feed first: afterwards the buffer may be another's.
+        self._put(flat(buffer))
+        self.inside.submit(buffer, release)
+
+
+class _FedSource(WrappedSource):
+    def __init__(self, inside: Source, put: Callable[[memoryview], None]) -> None:
+        super().__init__(inside)
+        self._put = put
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self.inside.read_into(offset, buffer)
+        self._put(flat(buffer))
+
+
+class FirstFailure:
+    """The first error of a rank's part in an exchange with others.
+
+    The rank goes on, with whatever bytes it has, so that the others are not left waiting for it.
+    """
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note an error of the block, but for a rank that does not answer: nobody waits for it twice."""
+        try:
+            yield
+        except WaitTimeout:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised once the others have what they wait for
+            self._error = self._error or error
+
+    def attempt(self, work: Callable[..., object], *arguments: object) -> None:
+        """Do this, unless something has failed before."""
+        if self._error is None:
+            with self.noted():
+                work(*arguments)
+
+    def raise_noted(self) -> None:
+        """Raise the error, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+
+class Protector:
+    """One rank's part in protecting and rebuilding steps; making and closing one is collective."""
+
+    def __init__(self, storage: Storage, comm: Comm) -> None:
+        self._storage = storage
+        self._comm = comm
+        self._transfer: PointToPoint | None = comm.transfer() if comm.size > 1 else None
+        self._memory: WarmMemory | None = None
+        self._num_exchanges = 0
+
+    def close(self) -> None:
+        """Close the connections between ranks."""
+        if self._transfer is not None:
+            self._transfer.close()
+
+    def write(
+        self,
+        staged: StagedSave,
+        storage: Storage,
+        key: KeyOf,
+        *,
+        ranks: Sequence[int],
+        sizes: Sequence[int],
+        layout: Layout,
+        progress: Progress | None = None,
+    ) -> tuple[WrittenShare, Order, RecordedFile]:
+        """Write this rank's files and, in step with its group, the parity or copy that it keeps for others.
+
+        `ranks` are the group's, and `sizes` the bytes that they will write.
+        """
+        blocks = self._take_memory(
+            NUM_FED + (NUM_SUMS + NUM_SPARE) * max(layout.parities, 1), layout.block_bytes
+        )
+        memory, self._memory = self._memory, None
+        feed = ByteFeed(blocks[:NUM_FED])
+        create = partial(self._create, storage, key)
+        encode = partial(
+            self._encode, feed, blocks[NUM_FED:], create, ranks=ranks, sizes=sizes, layout=layout
+        )
+        with ThreadPoolExecutor(1, thread_name_prefix="penstock-parity") as thread:
+            try:
+                encoding = thread.submit(encode)
+            except RuntimeError as error:
+                # The others of the group wait for blocks of this rank, with any content.
+                feed.close()
+                with suppress(StorageError):
+                    encode()
+                raise no_thread(error) from error
+            try:
+                share = staged.write_to(_FedStorage(storage, feed), key, progress)
+            finally:
+                feed.close()
+            kept = encoding.result()
+        # After a failure it is not used again: bytes may still arrive there.
+        self._memory = memory
+        return share, feed.order_of(share.files, [key(file.name) for file in share.files]), kept
+
+    def _encode(
+        self,
+        feed: ByteFeed,
+        blocks: Sequence[memoryview],
+        create: Callable[[str, int], Sink],
+        *,
+        ranks: Sequence[int],
+        sizes: Sequence[int],
+        layout: Layout,
+    ) -> RecordedFile:
+        """Send this member's blocks, add up the blocks that arrive, and write the sums by another thread."""
+        place, failure, zeros = ranks.index(self._comm.rank), FirstFailure(), bytearray(layout.block_bytes)
+        tag = self._next_tag()
+        width = max(layout.parities, 1)
+        sets = [blocks[start : start + width] for start in range(0, len(blocks), width)]
+        spare, free = sets[:NUM_SPARE], SimpleQueue[Sequence[memoryview]]()
+        for each in sets[NUM_SPARE:]:
+            free.put(each)
+        kept_bytes = layout.parities * layout.chunk_bytes if layout.parities else sizes[place - 1]
+        name = parity_file_name(self._comm.rank)
+        # The members that get a block of each chunk, and whose blocks arrive: one for each parity.
+        routes = [_route(layout, place, chunk) for chunk in range(layout.num_chunks)]
+
+        def receive(step: int, sums: Sequence[memoryview]) -> list[PendingTransfer]:
+            into = sums if step % len(routes) == 0 else spare[step % NUM_SPARE]
+            _, sources = routes[step % len(routes)]
+            peers = [(ranks[source], block) for source, block in zip(sources, into, strict=True)]
+            return self._begin(self._connected().receive, peers, tag + 2 * (step % 2), failure)
+
+        def write(out: MemberWriter, sums: Sequence[memoryview]) -> None:
+            for block in sums:
+                failure.attempt(out.write, block)
+            free.put(sums)
+
+        num_steps = len(routes) * (layout.chunk_bytes // layout.block_bytes)
+        with (
+            ExitStack() as undo,
+            MemberWriter([(name, kept_bytes)], create) as out,
+            ThreadPoolExecutor(1, thread_name_prefix="penstock-parity-file") as writing,
+        ):
+            undo.callback(feed.abandon)
+            pending: list[Future[None]] = []
+            sums = free.get()
+            arriving = receive(0, sums) if num_steps else []
+            for step in range(num_steps):
+                block = feed.take()
+                leaving = memoryview(zeros) if block is None else block
+                peers = [(ranks[target], leaving) for target in routes[step % len(routes)][0]]
+                sent = self._begin(self._connected().send, peers, tag + 2 * (step % 2), failure)
+                self._wait(arriving, "blocks for parity", failure)
+                is_last = step % len(routes) == len(routes) - 1
+                following = free.get() if is_last and step + 1 < num_steps else sums
+                # Before others send it, so that what arrives needs no buffer of the transport.
+                arriving = receive(step + 1, following) if step + 1 < num_steps else []
+                if step % len(routes):
+                    # The first chunk has the largest weight, so Horner's rule gives the others theirs.
+                    for total, piece, sum_up in zip(
+                        sums, spare[step % NUM_SPARE], (parity.add, parity.double_and_add), strict=False
+                    ):
+                        sum_up(total, piece)
+                if is_last:
+                    pending.append(submit_or_run(writing, write, out, sums))
+                    sums = following
+                self._wait(sent, "other ranks to take blocks for parity", failure)
+                if block is not None:
+                    feed.give_back(block)
+            for written in pending:
+                written.result()
+            found: list[RecordedFile] = []
+            failure.attempt(lambda: found.extend(out.finish()))
+            failure.raise_noted()
+        return found[0]
+
+    def restore(
+        self,
+        record: GroupRecord,
+        lost: Collection[int],
+        *,
+        holders: Mapping[int, int],
+        targets: Mapping[int, int],
+        from_key: KeyOf,
+        to_key: KeyOf,
+        failure: FirstFailure,
+    ) -> None:
+        """Take part in writing the shares of some of a group's ranks: those that are `lost`, or that move.
+
+        A share of `targets` is written by that rank: from sums of what the `holders` of the group's other
+        shares have if it is lost, else from its own holder. `from_key` gives the keys of files on this node,
+        `to_key` those of the files that are written.
+        """
+        tag, layout, rank = self._next_tag(), record.layout, self._comm.rank
+        missing = [place for place, each in enumerate(record.ranks) if each in lost]
+        wanted = {each: targets[each] for each in record.ranks if each in targets}
+        if not wanted or rank not in {*wanted.values(), *(holders[each] for each in record.ranks)}:
+            return
+        total, part = aligned_buffer(layout.block_bytes), aligned_buffer(layout.block_bytes)
+        with ExitStack() as opened:
+            readers = {
+                place: (
+                    opened.enter_context(
+                        MemberReader(
+                            member.files, lambda name: self._storage.open(from_key(name)), member.order
+                        )
+                    ),
+                    opened.enter_context(
+                        MemberReader(
+                            record.kept[place : place + 1], lambda name: self._storage.open(from_key(name))
+                        )
+                    ),
+                )
+                for place, member in enumerate(record.members)
+                if holders[member.rank] == rank and place not in missing
+            }
+            for place, member in enumerate(record.members):
+                if (target := wanted.get(member.rank)) is None:
+                    continue
+                create = partial(self._create, prefer_direct_access(self._storage), to_key)
+                writers = [
+                    opened.enter_context(
+                        MemberWriter([(file.name, file.size_bytes) for file in files], create, order)
+                    )
+                    for files, order in ((member.files, member.order), (record.kept[place : place + 1], ()))
+                ]
+                for is_kept, length, terms in list_blocks(record, layout, place, missing):
+                    if target == rank:
+                        np.frombuffer(total, np.uint8)[:length] = 0
+                    for source, from_kept, offset, factor in terms:
+                        block, holder = part[:length], holders[record.ranks[source]]
+                        if holder == rank:
+                            failure.attempt(readers[source][from_kept].read_into, offset, block)
+                        if holder == rank != target:
+                            sent = self._begin(self._connected().send, [(target, block)], tag, failure)
+                            self._wait(sent, f"rank {target} to take lost bytes", failure)
+                        elif holder != rank == target:
+                            received = self._begin(self._connected().receive, [(holder, block)], tag, failure)
+                            self._wait(received, f"lost bytes from rank {holder}", failure)
+                        if target == rank:
+                            parity.add_scaled(total[:length], part[:length], factor)
+                    if target == rank:
+                        failure.attempt(writers[is_kept].write, total[:length])
+                if target == rank:
+                    for writer in writers:
+                        failure.attempt(writer.finish)
+                    logger.info("Wrote %s of rank %d from its group", record.step, member.rank)
+
+    def _begin(
+        self,
+        begin: Callable[..., PendingTransfer],
+        peers: Sequence[tuple[int, memoryview]],
+        tag: int,
+        failure: FirstFailure,
+    ) -> list[PendingTransfer]:
+        """Begin to send or receive a block for each parity."""
+        pending = []
+        for number, (rank, block) in enumerate(peers):
+            with failure.noted():
+                pending.append(begin(rank, block, tag=tag + number))
+        return pending
+
+    def _wait(self, pending: Sequence[PendingTransfer], awaiting: str, failure: FirstFailure) -> None:
+        for each in pending:
+            with failure.noted():
+                each.wait(awaiting=awaiting, timeout_s=self._comm.timeout_s)
+
+    def _connected(self) -> PointToPoint:
+        assert self._transfer is not None, "several ranks have connections"
+        return self._transfer
+
+    def _next_tag(self) -> int:
+        self._num_exchanges += 1
+        return self._num_exchanges % DISTINCT_EXCHANGES * TAGS
+
+    def _create(self, storage: Storage, key: KeyOf, name: str, size_bytes: int) -> Sink:
+        return storage.create(key(name), size_bytes)
+
+    def _take_memory(self, number: int, block_bytes: int) -> list[memoryview]:
+        """Blocks for one save, in the memory of the last one if it fits: touching new memory takes time."""
+        if self._memory is None or self._memory.view.nbytes != number * block_bytes:
+            # Devices write from huge pages in fewer and larger requests.
+            self._memory = WarmMemory(number * block_bytes)
+            self._memory.touch()
+        view = self._memory.view
+        return [view[at * block_bytes : (at + 1) * block_bytes] for at in range(number)]
+
+
+def _route(layout: Layout, place: int, chunk: int) -> tuple[list[int], list[int]]:
+    """The members that get a member's block of a chunk, and whose blocks it gets meanwhile."""
+    if not layout.parities:
+        return [(place + 1) % layout.members], [(place - 1) % layout.members]
+    stripe = layout.stripe_of(place, chunk)
+    targets = [(stripe + number) % layout.members for number in range(layout.parities)]
+    sources = [(kept + layout.parities + chunk) % layout.members for kept in layout.kept_stripes(place)]
+    return targets, sources
+
+
+def list_blocks(
+    record: GroupRecord, layout: Layout, place: int, missing: Collection[int]
+) -> Iterator[tuple[bool, int, list[tuple[int, bool, int, int]]]]:
+    """The blocks of a member's share: whether each is kept for others, its length, and the sum it equals.
+
+    A term is a member, whether its bytes are kept for others, their offset there, and the factor. The share
+    of a member that is not missing is one term, itself.
+    """
+    own_bytes = record.members[place].size_bytes
+    kept_bytes = sum(file.size_bytes for file in record.kept[place : place + 1])
+    if place not in missing or not layout.parities:
+        before, after = (place - 1) % layout.members, (place + 1) % layout.members
+        for is_kept, size_bytes, giver in ((False, own_bytes, after), (True, kept_bytes, before)):
+            term = (place, is_kept) if place not in missing else (giver, not is_kept)
+            for start, length in layout.blocks(size_bytes):
+                yield is_kept, length, [(*term, start, 1)]
+        return
+
+    def terms_of(stripe: int, start: int, length: int) -> list[tuple[int, bool, int, int]]:
+        factors = layout.recover(stripe, missing, place)
+        return [
+            (member, *layout.locate(member, stripe, start, length), factor)
+            for member, factor in factors.items()
+        ]
+
+    chunks = range(layout.num_chunks)
+    rows = [(start, length, chunk) for start, length in layout.blocks() for chunk in chunks]
+    for start, length, chunk in sorted(rows, key=lambda row: layout.position(row[2], row[0], row[1])):
+        yield False, length, terms_of(layout.stripe_of(place, chunk), start, length)
+    for start, length in layout.blocks():
+        for stripe in layout.kept_stripes(place):
+            yield True, length, terms_of(stripe, start, length)
