@@ -1,9 +1,9 @@
-"""Planning the save of very many ranks: what it costs rank 0 once, and the others, in one process.
+"""Planning a save and a load of very many ranks: what it costs rank 0 once, and the others, in one process.
 
     python benchmarks/checkpoint_plan.py [ranks [tensors [replicas]]]      (1024 1000 1)
 
-Packs what each rank holds, plans on rank 0 as `plan.agree` does, and unpacks each rank's part. Only the
-messages are missing. 4,096 ranks take about 2 GiB of memory for what all ranks send and receive.
+Packs what each rank holds, plans on rank 0 as `plan.agree` does, and unpacks each rank's part; then does the
+same for a load of what was saved, by as many ranks. Only the messages are missing.
 """
 
 import pickle
@@ -11,12 +11,14 @@ import resource
 import statistics
 import sys
 import time
+from typing import Any
 
 import numpy as np
 
 from penstock.checkpoint.plan.agree import JobPlan, pack_holdings, plan_shares, summarize, unpack_part
+from penstock.checkpoint.plan.load_plan import LoadOptions, divide_plan, plan_load, plan_rank_load
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, SaveOptions
-from penstock.checkpoint.state.regions import Regions, TensorFacts
+from penstock.checkpoint.state.regions import Regions, StoredRegions, TensorFacts, element_sizes
 
 ROWS, COLUMNS = 16_384, 1024
 
@@ -65,6 +67,36 @@ def measure(size: int, num_tensors: int, replicas: int) -> None:
     print(f"  others: median {statistics.median(own_s):.4f}, most {max(own_s):.3f} CPU s; ", end="")
     print(f"{sent // size:,} bytes sent, {received // size:,} received")
     print(f"  an unchanged plan: {digest} bytes sent by a rank, and 4 received")
+
+    measure_load(plan, [pickle.loads(part) for part in parts], size, num_tensors, replicas)
+
+
+def measure_load(plan: JobPlan, parts: list[Any], size: int, num_tensors: int, replicas: int) -> None:
+    """Plan a load by ranks that want what they held, from one file of each rank."""
+    regions = Regions.concatenated(
+        [Regions(*(column.astype(np.int64) for column in part.regions)) for part in parts]
+    )
+    element_bytes = element_sizes(plan.tensors)
+    num_bytes = regions.num_bytes(element_bytes)
+    file = np.repeat(np.arange(size), [len(part.regions[0]) for part in parts])
+    begin = np.cumsum(num_bytes) - num_bytes
+    offset = begin - begin[np.searchsorted(file, file)]
+    stored = StoredRegions(regions, file, offset, num_bytes, offset, np.zeros(len(file), dtype=np.bool_))
+    wanted = [hold(rank, size, num_tensors, replicas, plan.tensors).regions for rank in range(size)]
+    before_bytes, start_s = peak_bytes(), time.process_time()
+    shared = plan_load(stored, element_bytes, wanted, LoadOptions())
+    divided = divide_plan(shared, size)
+    distinct = {id(part): pickle.dumps(part, pickle.HIGHEST_PROTOCOL) for part in divided}
+    rank0_s, grown = time.process_time() - start_s, peak_bytes() - before_bytes
+    own_s = []
+    for rank in range(0, size, max(1, size // 64)):
+        start_s = time.process_time()
+        part = pickle.loads(distinct[id(divided[rank])])
+        plan_rank_load(part, element_bytes, rank, LoadOptions())
+        own_s.append(time.process_time() - start_s)
+    received = sum(map(len, distinct.values())) // len(distinct)
+    print(f"  load: rank 0, once: {rank0_s:.1f} CPU s, {grown / 2**20:,.0f} MiB; ", end="")
+    print(f"others: most {max(own_s):.3f} CPU s, {received:,} bytes received")
 
 
 def plan_on_rank0(payloads: list[bytes]) -> tuple[JobPlan, list[bytes]]:

@@ -42,6 +42,7 @@ from penstock.checkpoint.loading.host_links import HostLinks, connect_host
 from penstock.checkpoint.loading.placement import Target, find_tied, item_targets, unpack, untie
 from penstock.checkpoint.loading.stateful_parts import LoadedParts, loading_into
 from penstock.checkpoint.plan import load_plan, region_arithmetic
+from penstock.checkpoint.plan.agree import LoadWish, agree_on_load
 from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import Ints, Regions, element_sizes
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
@@ -202,51 +203,44 @@ class CheckpointLoader:
         is_cached: bool,
         readable: Sequence[str] | None,
     ) -> tuple[load_plan.LoadPlan, HostLinks | None, int]:
-        """What this rank does, its links to the ranks of its host if they share bytes, and how many it has.
+        """Plan what this rank does, and connect it to the ranks of its host if they share bytes. Collective.
 
-        Collective.
+        Also returns how many ranks this host has.
         """
         nothing = Regions.from_rows(())
-        # A rank that finds everything in its page cache takes it from there: each exchange costs more.
-        own_wish = (nothing if is_cached else requests.regions, name_host() if comm.size > 1 else "")
-        wishes = comm.gather(own_wish, awaiting="what all ranks want of the checkpoint")
-        wanted = [regions for regions, _ in wishes]
         element_bytes, files = element_sizes(item_index.tensors), checkpoint.index.files
-        readable_by_rank = None
-        if readable is not None:
-            own_files = set(readable)
-            own = np.array([name in own_files for name in files], dtype=np.bool_)
-            readable_by_rank = np.stack(comm.gather(own, awaiting="which files each rank can open"))
+        own_files = set(files if readable is None else readable)
 
-        def plan_wanted(wanted: Sequence[Regions]) -> load_plan.SharedLoadPlan:
-            return load_plan.plan_load(
-                item_index.stored, element_bytes, wanted, self._options, readable=readable_by_rank
+        def wish() -> LoadWish:
+            # A rank that finds everything in its page cache takes it from there: each exchange costs more.
+            return LoadWish(
+                nothing if is_cached else requests.regions,
+                None if readable is None else np.array([name in own_files for name in files], dtype=np.bool_),
+                name_host() if comm.size > 1 else "",
             )
 
-        def plan_own(shared: load_plan.SharedLoadPlan, near: Ints | None) -> load_plan.LoadPlan:
-            return load_plan.plan_rank_load(shared, element_bytes, comm.rank, self._options, near=near)
+        shared = agree_on_load(comm, wish, item_index.stored, element_bytes, self._options)
+        if isinstance(shared, load_plan.UnreadableFile):
+            raise ObjectNotFound(
+                f"None of the {comm.size} ranks can open {files[shared.file]}",
+                uri=checkpoint.uri,
+                fix="Restore the file on one of their nodes, or load another step.",
+            ) from shared
+
+        def plan_own(plan: load_plan.SharedLoadPlan, near: Ints | None) -> load_plan.LoadPlan:
+            return load_plan.plan_rank_load(plan, element_bytes, comm.rank, self._options, near=near)
 
         links: HostLinks | None = None
-        hosts = [host for _, host in wishes]
-        named = [rank for rank, host in enumerate(hosts) if host and host == hosts[comm.rank]]
-        # Where all ranks find everything cached, as all of them know now, nothing is left to share.
-        if any(len(regions) for regions in wanted):
-            try:
-                shared = plan_wanted(wanted)
-            except load_plan.UnreadableFile as error:
-                raise ObjectNotFound(
-                    f"None of the {comm.size} ranks can open {files[error.file]}",
-                    uri=checkpoint.uri,
-                    fix="Restore the file on one of their nodes, or load another step.",
-                ) from error
-            near = np.array(named, dtype=np.int64)
-            may_share = len(set(hosts)) < comm.size and (readable is not None or shared.may_exchange)
-            planned = plan_own(shared, near) if may_share else None
-            links = None if planned is None else self._link(planned, element_bytes, near, comm)
+        num_near = len(shared.near) or 1
+        # Where all ranks find everything cached, nothing is left to share.
+        if shared.part is not None:
+            planned = plan_own(shared.part, shared.near) if shared.may_share_on_host else None
+            links = None if planned is None else self._link(planned, element_bytes, shared.near, comm)
             if not is_cached:
-                return planned if planned and links else plan_own(shared, None), links, len(named) or 1
+                return planned if planned and links else plan_own(shared.part, None), links, num_near
         wanted = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
-        return plan_own(plan_wanted(wanted), None), links, len(named) or 1
+        plan = load_plan.plan_load(item_index.stored, element_bytes, wanted, self._options)
+        return plan_own(plan, None), links, num_near
 
     def _link(
         self, plan: load_plan.LoadPlan, element_bytes: Ints, near: Ints, comm: Comm

@@ -1,9 +1,10 @@
-"""Lets all ranks of a job agree on the plan of a save: rank 0 makes it, and each rank gets its own share.
+"""Lets all ranks of a job agree on a plan: rank 0 makes it, and each rank gets its own share.
 
     each rank: what it holds, as columns -> rank 0: `save_plan.plan_job` -> each rank: what it writes
+    each rank: what it wants -> rank 0: `load_plan.plan_load` -> each rank: what it reads and exchanges
 
-A plan is kept while all ranks hold the same as when it was made: they then send rank 0 a digest each and get
-one answer. Invariant: all ranks return a share or all raise the same error.
+The plan of a save is kept while all ranks hold the same as when it was made: they then send rank 0 a digest
+each and get one answer. Invariant: all ranks return a share or all raise the same error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from typing import NamedTuple, cast
 import numpy as np
 import xxhash
 
+from penstock.checkpoint.plan.load_plan import (
+    LoadOptions,
+    SharedLoadPlan,
+    UnreadableFile,
+    divide_plan,
+    plan_load,
+)
 from penstock.checkpoint.plan.save_plan import (
     HeldObject,
     Holdings,
@@ -28,7 +36,7 @@ from penstock.checkpoint.plan.save_plan import (
     plan_job,
     rename_own_tensors,
 )
-from penstock.checkpoint.state.regions import Ints, Regions, TensorFacts
+from penstock.checkpoint.state.regions import Bools, Ints, Regions, StoredRegions, TensorFacts
 from penstock.cluster.comm import Comm, decide_on_rank0, divide_on_rank0
 from penstock.errors import PenstockError
 
@@ -384,3 +392,58 @@ def _compare_entries(packed: Sequence[bytes]) -> tuple[tuple[str, ...], str]:
     text = json.dumps({"names": some, "lacking": lacking}, separators=(",", ":"))
     parts = tuple(sorted({repr(name.partition(".")[0]) for name in some}))
     return parts, text if len(text) <= MOST_ENTRIES_BYTES else ""
+
+
+class LoadWish(NamedTuple):
+    """What one rank wants of a checkpoint."""
+
+    regions: Regions
+    readable: Bools | None
+    """Which of the checkpoint's files this rank can open; None: all ranks can open all of them."""
+    host: str
+    """Equal for ranks that can share memory; empty if that is unknown."""
+
+
+class LoadShare(NamedTuple):
+    """What one rank learns of the plan of a load."""
+
+    part: SharedLoadPlan | None
+    """None if no rank wants anything that it has to read from storage."""
+    near: Ints
+    """The ranks of this one's host."""
+    may_share_on_host: bool
+    """Whether ranks of one host may want the same bytes; equal on all ranks."""
+
+
+def agree_on_load(
+    comm: Comm, wish: Callable[[], LoadWish], stored: StoredRegions, element_bytes: Ints, options: LoadOptions
+) -> LoadShare | UnreadableFile:
+    """Plan a load on rank 0; return this rank's part, or the same error on all ranks. Collective."""
+
+    def divide(wishes: list[LoadWish]) -> Sequence[LoadShare | UnreadableFile]:
+        hosts = np.array([each.host for each in wishes])
+        parts: Sequence[SharedLoadPlan | None] = [None] * len(wishes)
+        may_share = False
+        if any(len(each.regions) for each in wishes):
+            readable = [each.readable for each in wishes if each.readable is not None]
+            try:
+                shared = plan_load(
+                    stored,
+                    element_bytes,
+                    [each.regions for each in wishes],
+                    options,
+                    readable=np.stack(readable) if readable else None,
+                )
+            except UnreadableFile as error:
+                return [error] * len(wishes)
+            parts = divide_plan(shared, len(wishes))
+            may_share = len(set(hosts.tolist())) < len(wishes) and (bool(readable) or shared.may_exchange)
+        near = {host: np.flatnonzero(hosts == host) for host in set(hosts.tolist()) if host}
+        nobody = np.zeros(0, dtype=np.int64)
+        known: dict[tuple[int, str], LoadShare] = {}
+        return [
+            known.setdefault((id(part), host), LoadShare(part, near.get(host, nobody), may_share))
+            for part, host in zip(parts, hosts.tolist(), strict=True)
+        ]
+
+    return divide_on_rank0(comm, wish, divide, awaiting="what all ranks want of the checkpoint")

@@ -1,8 +1,8 @@
 """Plans which rank reads which bytes of a checkpoint, and to which ranks it sends them.
 
-Pure: every rank calls `plan_load` with the same arguments and takes its own part. Bytes that several ranks
-want are read by one of them and sent to the others. Invariant: every wanted element has exactly one reader,
-which can open the file.
+Pure: rank 0 plans for all ranks with `plan_load` and divides the plan with `divide_plan`; each rank finds in
+its part, with `plan_rank_load`, what it does. Bytes that several ranks want are read by one of them and sent
+to the others. Invariant: every wanted element has exactly one reader, which can open the file.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ class SharedLoadPlan:
     Shares are in the order of files and of positions in them.
     """
 
-    stored: StoredRegions
     share_unit: Ints
     share_row: Ints
-    """The row of `stored` that a share is of."""
+    """The row of the stored regions that a share is of."""
     share_regions: Regions
     share_rank: Ints
     share_round: Ints
@@ -146,7 +145,6 @@ def plan_load(
     in_file = np.lexsort((start, stored.item_offset[share_row], stored.file[share_row]))
     share_rank, share_regions = shares.rank[part][in_file], parts.take(in_file)
     return SharedLoadPlan(
-        stored=stored,
         share_unit=share_unit[in_file],
         share_row=share_row[in_file],
         share_regions=share_regions,
@@ -155,6 +153,53 @@ def plan_load(
         pieces=pieces,
         requests=requests,
     )
+
+
+def divide_plan(shared: SharedLoadPlan, num_ranks: int) -> list[SharedLoadPlan]:
+    """Of each rank, the part of the plan that it takes part in: the units that it reads or wants a piece of.
+
+    Numbers and orders stay. Ranks that take part in the same units get the same object.
+    """
+    pieces, requests = shared.pieces, shared.requests
+    by_want = np.argsort(pieces.want, kind="stable")
+    begin, count = _ranges(pieces.want[by_want], requests.want)
+    request, place = expand_ranges(begin, count)
+    table = np.concatenate(
+        [
+            np.stack([shared.share_rank, shared.share_unit], axis=1),
+            np.stack([requests.rank[request], pieces.unit[by_want[place]]], axis=1),
+        ]
+    )
+    table = distinct(table)
+    ends = np.searchsorted(table[:, 0], np.arange(num_ranks + 1))
+    by_unit = np.argsort(shared.share_unit, kind="stable")
+    sorted_unit = shared.share_unit[by_unit]
+    known: dict[bytes, SharedLoadPlan] = {}
+    parts = []
+    for rank in range(num_ranks):
+        units = table[ends[rank] : ends[rank + 1], 1]
+        key = units.tobytes()
+        if key not in known:
+            shares = np.sort(by_unit[expand_ranges(*_ranges(sorted_unit, units))[1]])
+            rows = expand_ranges(*_ranges(pieces.unit, units))[1]
+            wants = expand_ranges(*_ranges(requests.want, distinct(pieces.want[rows])))[1]
+            known[key] = SharedLoadPlan(
+                share_unit=shared.share_unit[shares],
+                share_row=shared.share_row[shares],
+                share_regions=shared.share_regions.take(shares),
+                share_rank=shared.share_rank[shares],
+                share_round=shared.share_round[shares],
+                pieces=Pieces(pieces.want[rows], pieces.unit[rows], pieces.regions.take(rows)),
+                requests=Requests(requests.want[wants], requests.rank[wants], requests.row[wants]),
+            )
+        parts.append(known[key])
+    return parts
+
+
+def _ranges(column: Ints, values: Ints) -> tuple[Ints, Ints]:
+    """Where each value begins in an ascending column, and how often it occurs."""
+    begin = np.searchsorted(column, values)
+    return begin, np.searchsorted(column, values, side="right") - begin
 
 
 def _min_cut_bytes(total: int, num_ranks: int, options: LoadOptions) -> int:

@@ -10,6 +10,7 @@ from penstock.checkpoint.plan.load_plan import (
     LoadOptions,
     LoadPlan,
     UnreadableFile,
+    divide_plan,
     missing_elements,
     payload_starts,
     plan_load,
@@ -55,9 +56,12 @@ def plans_of(
     hosts: Ints | None = None,
 ) -> list[LoadPlan]:
     item_bytes = element_sizes(tensors)
-    shared = plan_load(stored, item_bytes, wanted, options)
+    parts = divide_plan(plan_load(stored, item_bytes, wanted, options), len(wanted))
     near = [None if hosts is None else np.flatnonzero(hosts == hosts[rank]) for rank in range(len(wanted))]
-    return [plan_rank_load(shared, item_bytes, rank, options, near=each) for rank, each in enumerate(near)]
+    return [
+        plan_rank_load(part, item_bytes, rank, options, near=each)
+        for rank, (part, each) in enumerate(zip(parts, near, strict=True))
+    ]
 
 
 def by_twos(wanted: list[Regions]) -> Ints:
@@ -91,6 +95,27 @@ def test_every_wanted_element_arrives_once(
             one = mine.take(np.array([number]))
             for count, expected in zip(counts, painted(tensors, one), strict=True):
                 assert (count == expected).all()
+
+
+@given(reshardings(), OPTIONS)
+def test_a_rank_finds_in_its_part_what_it_finds_in_the_whole_plan(
+    resharding: tuple[tuple[TensorFacts, ...], StoredRegions, list[Regions]], options: LoadOptions
+) -> None:
+    tensors, stored, wanted = resharding
+    item_bytes = element_sizes(tensors)
+    whole = plan_load(stored, item_bytes, wanted, options)
+    for plan in plans_of(tensors, stored, wanted, options):
+        expected = plan_rank_load(whole, item_bytes, plan.rank, options)
+        assert plan.row.tolist() == expected.row.tolist()
+        assert plan.reader.tolist() == expected.reader.tolist()
+        for own, other in (
+            (plan.local, expected.local),
+            (plan.sends, expected.sends),
+            (plan.receives, expected.receives),
+        ):
+            for column in ("peer", "want", "in_round", "message"):
+                assert getattr(own, column).tolist() == getattr(other, column).tolist()
+            assert own.regions.offsets.tolist() == other.regions.offsets.tolist()
 
 
 @given(reshardings(), OPTIONS)
