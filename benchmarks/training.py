@@ -27,8 +27,7 @@ import numpy as np
 from harness import Ratio, interleave
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
-from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
-from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES
+from penstock.bench.loader.native_loader import DEFAULT_BUFFER_BYTES, NativeLoader, NativeOptions
 from penstock.bench.training.harness_limit import EventsInMemory, ZeroCostStorage, measure_harness_limit
 from penstock.bench.training.training_loop import PreparedTraining, TrainingLoop, make_phase_works
 from penstock.bench.training.training_run import prepare_training

@@ -35,6 +35,8 @@ class CacheEviction:
     resident_bytes: int = 0
     total_bytes: int = 0
     elapsed_s: float = 0.0
+    path: Path | None = None
+    """How a checkpoint's objects are read; where the kernel gives no counts, all bytes count as resident."""
 
     @property
     def resident_share(self) -> float:
@@ -43,17 +45,10 @@ class CacheEviction:
 
     def document(self) -> dict[str, Any]:
         """As plain data."""
-        return asdict(self) | {"resident_share": self.resident_share}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectEviction(CacheEviction):
-    """The eviction of a checkpoint's objects, and the path that its read takes.
-
-    Where the kernel gives no counts, the path is "not known" and all bytes count as resident.
-    """
-
-    path: Path
+        found = {**asdict(self), "resident_share": self.resident_share}
+        if self.path is None:
+            del found["path"]
+        return found
 
     @property
     def is_cold(self) -> bool:
@@ -61,7 +56,7 @@ class ObjectEviction(CacheEviction):
         return self.resident_share <= WARM_SHARE
 
 
-def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: Comm) -> ObjectEviction:
+def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: Comm) -> CacheEviction:
     """Evict what this rank is about to read from its node's memory. Collective; the same on all ranks.
 
     Another rank may have written a file on this node. Each rank evicts what it reads itself, on the node on
@@ -69,9 +64,9 @@ def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: C
     """
     files = capabilities.find_local_paths(storage)
     if files is None:
-        return ObjectEviction(path="no page cache")
+        return CacheEviction(path="no page cache")
     if not files.uses_page_cache:
-        return ObjectEviction(path="past the page cache")
+        return CacheEviction(path="past the page cache")
     began_s = time.monotonic()
     paths = [files.local_path(object_.key) for object_ in planned]
     counts = all_gather_results(
@@ -81,7 +76,7 @@ def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: C
         timeout_s=max(MAX_EVICTION_S, comm.timeout_s),
     )
     known, before, resident, total = zip(*counts, strict=True)
-    return ObjectEviction(
+    return CacheEviction(
         path="page cache dropped" if all(known) else "not known",
         before_bytes=sum(before),
         resident_bytes=sum(resident),

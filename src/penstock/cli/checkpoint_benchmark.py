@@ -54,13 +54,10 @@ def run(options: CheckpointRunOptions, comm: Comm, terminal: Terminal) -> int:
 class _SizeOptions:
     model: ModelOptions = group(ModelOptions)
     ranks: int | None = option(
-        "--ranks", whole(1), "Lay the model out on this many ranks (default: the model's own)."
+        "--ranks", whole(1), "Number of ranks to lay the model out on (default: the model's own)."
     )
-    scale: Fraction = option("--scale", SCALE, "Calculate only this share of every file.", default="1")
+    scale: Fraction = option("--scale", SCALE, "Share of every file to calculate.", default="1")
     is_subset: bool = flag("--subset", "Use fewer ranks than the model needs; they carry a subset of it.")
-    checkpoints: int | None = option(
-        "--checkpoints", whole(1), "Keep this many checkpoints (default: the model's writes)."
-    )
 
 
 @verb(_SizeOptions)
@@ -76,7 +73,7 @@ def size(options: _SizeOptions, terminal: Terminal) -> None:
     model = options.model.load()
     terminal.notes(model.remarks)
     layout = plan_model_layout(model, ranks=options.ranks, scale=options.scale, is_subset=options.is_subset)
-    num_kept = options.checkpoints or model.workload.checkpoint.num_checkpoints_write or 1
+    num_kept = model.workload.checkpoint.num_checkpoints_write or 1
     proof = _proof(model, layout, scale=options.scale, num_kept=num_kept)
     document = _size_document(model, layout, num_kept=num_kept) | {"proof": proof}
     terminal.result(document, _view_size(model, layout, proof))

@@ -44,11 +44,9 @@ if TYPE_CHECKING:
 class PipelineOptions:
     """How each rank moves its files."""
 
-    streams: int = option("--streams", whole(1), "Keep this many files in flight on each rank.", default="2")
-    chunk_bytes: int = option("--chunk", SIZE, "Move bytes in I/O requests of this size.", default="16MiB")
-    buffer_bytes: int = option(
-        "--buffer-memory", SIZE, "Limit the buffer memory of each rank.", default="256MiB"
-    )
+    streams: int = option("--streams", whole(1), "Maximum files in flight per rank.", default="2")
+    chunk_bytes: int = option("--chunk", SIZE, "Size of an I/O request.", default="16MiB")
+    buffer_bytes: int = option("--buffer-memory", SIZE, "Maximum buffer memory per rank.", default="256MiB")
     verify: str = option(
         "--verify",
         choice("full", "sample", "off"),
@@ -74,33 +72,33 @@ class CheckpointRunOptions:
 
     model: ModelOptions = group(ModelOptions)
     destination: str = required(
-        "--to", URI, "Save checkpoints here: a directory, direct:///directory or s3://bucket/prefix."
+        "--to", URI, "Place for the checkpoints: a directory, direct:///directory or s3://bucket/prefix."
     )
     storage: BackendOptions = group(BackendOptions)
     results: ResultOptions = group(ResultOptions)
-    scale: Fraction = option("--scale", SCALE, "Write only this share of every file, e.g. 0.01.", default="1")
+    scale: Fraction = option("--scale", SCALE, "Share of every file to write, e.g. 0.01.", default="1")
     writes: int | None = option(
-        "--writes", whole(0), "Write this many checkpoints (default: the model's, 10)."
+        "--writes", whole(0), "Number of checkpoints to write (default: the model's, 10)."
     )
     reads: int | None = option(
-        "--reads", whole(0), "Read back this many checkpoints (default: the model's, 10)."
+        "--reads", whole(0), "Number of checkpoints to read back (default: the model's, 10)."
     )
     is_subset: bool = flag("--subset", "Run on fewer ranks than the model needs; they carry a subset of it.")
     fsync: bool | None = switch(
         "--fsync", "Make every file durable before its write counts as done (default: the model's)."
     )
     interval_s: float | None = option(
-        "--interval", TIME, "Pause for this time between two checkpoints (default: the model's, 5s)."
+        "--interval", TIME, "Pause between two checkpoints (default: the model's, 5s)."
     )
     pipeline: PipelineOptions = group(PipelineOptions)
-    seed: int | None = option("--seed", whole(0), "Seed the contents (default: random for each run).")
+    seed: int | None = option("--seed", whole(0), "Seed of the contents (default: random for each run).")
     resumes: bool = flag("--resume", "Continue an interrupted run: keep its complete checkpoints.")
     removes: bool = flag("--remove", "Delete the checkpoints at the end.")
     gates: GateOptions = group(GateOptions)
     accelerator: str = option(
         "--accelerator",
         TEXT,
-        "Name the accelerator whose memory is saved: b200 or mi355; needed with --submission.",
+        "Accelerator whose memory is saved, b200 or mi355; needed with --submission.",
         default="",
     )
 

@@ -14,7 +14,6 @@ from penstock.cli.training_request import TrainingRunOptions
 from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 from penstock.errors import UsageError
-from penstock.optional_libraries import explained_imports
 
 if TYPE_CHECKING:
     from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest
@@ -41,8 +40,8 @@ class _MaybeData(DataOptions):
     uri: str = option(
         "--data",
         URI,
-        "Use the data set here: a directory, direct:///directory or s3://bucket/prefix. With your own "
-        "loader: what it reads, so that it is evicted from the page cache before each epoch.",
+        "Data set: a directory, direct:///directory or s3://bucket/prefix. With your own loader: what it "
+        "reads, so that it is evicted from the page cache before each epoch.",
         default="",
     )
 
@@ -51,23 +50,17 @@ class _MaybeData(DataOptions):
 class OwnLoaderOptions:
     """What a user's own loader is run with."""
 
-    batch_time_s: float | None = option("--batch-time", TIME, "Work this long on each batch.")
-    compute_from: str | None = option(
-        "--compute-from",
-        TEXT,
-        "Work as long as the steps of this trace did, on average.",
-        metavar="TRACE",
-    )
+    batch_time_s: float | None = option("--batch-time", TIME, "Time that a step computes.")
     step: str | None = option(
-        "--step", NAME, "Run this function of yours on each batch.", metavar="MODULE:FUNCTION"
+        "--step", NAME, "Your own step, called with each batch.", metavar="MODULE:FUNCTION"
     )
-    epochs: int | None = option("--epochs", whole(1), "Run this many epochs over the loader.")
-    max_steps: int | None = option("--steps", whole(1), "Use at most this many batches of an epoch.")
+    epochs: int | None = option("--epochs", whole(1), "Number of epochs over the loader.")
+    max_steps: int | None = option("--steps", whole(1), "Maximum batches of an epoch.")
     batch_size: int | None = option(
-        "--batch-size", whole(1), "Count this many samples a batch (default: found in the batch)."
+        "--batch-size", whole(1), "Samples per batch (default: found in the batch)."
     )
     trials: tuple[str, ...] = repeated(
-        "--try", TEXT, "Run again with workers=N, prefetch=N or persistent=1 of its DataLoader, and compare."
+        "--try", TEXT, "Run again with workers=N, prefetch=N or persistent=1, and compare."
     )
 
 
@@ -164,10 +157,8 @@ def _refuse_unfitting(options: RunOptions) -> None:
                 f"{name} does not go with a loader of your own", where="--loader", fix=f"Leave {name} out."
             )
     own = options.own
-    ways = {"--batch-time": own.batch_time_s, "--compute-from": own.compute_from, "--step": own.step}
-    several = [name for name, value in ways.items() if value is not None]
-    if len(several) > 1:
-        raise UsageError(f"{' and '.join(several)} are mutually exclusive", fix="Give one of them.")
+    if own.batch_time_s is not None and own.step is not None:
+        raise UsageError("--batch-time and --step are mutually exclusive", fix="Give one of them.")
 
 
 def _load_workload(options: RunOptions, terminal: Terminal) -> Workload:
@@ -185,25 +176,6 @@ def _load_workload(options: RunOptions, terminal: Terminal) -> Workload:
     own = options.own
     if own.epochs is not None or not options.workload.name:
         train = replace(train, epochs=own.epochs or train.epochs)
-    if own.compute_from is not None:
-        train = replace(train, computation_time=Duration.fixed(_mean_computation_s(own.compute_from)))
-    elif own.batch_time_s is not None:
+    if own.batch_time_s is not None:
         train = replace(train, computation_time=Duration.fixed(own.batch_time_s))
     return replace(workload, train=train)
-
-
-def _mean_computation_s(trace: str) -> float:
-    """How long a step of the trace computed, on average."""
-    with explained_imports("trace"):
-        from penstock.trace.api import load
-
-        computes = "cat = 'compute' OR name LIKE '%compute%'"
-        with load(trace, where=computes) as opened:
-            found = opened.sql(f"SELECT avg(dur_us) FROM events WHERE {computes}").fetchall()  # noqa: S608
-    if not found or found[0][0] is None:
-        raise UsageError(
-            "This trace has no spans of computation",
-            where=trace,
-            fix="Give the time itself: --batch-time 250ms.",
-        )
-    return float(found[0][0]) / 1e6

@@ -148,10 +148,9 @@ def _measure(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> ProbeRes
 
 
 def _tell(report: ProbeResult) -> View:
-    from penstock.bench.probe.load_page import describe_shape, say_knee, say_limit
     from penstock.bench.probe.load_run import load_rows
     from penstock.bench.probe.metadata_rates import metadata_rows
-    from penstock.bench.probe.probe_page import say_feeds
+    from penstock.bench.probe.probe_page import describe_shape, say_feeds, say_knee, say_limit
     from penstock.bench.probe.probe_run import measurement_rows
 
     title = f"{report.uri} from {', '.join(report.hosts)}, {report.ranks} rank{'s' * (report.ranks > 1)}"

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import CLOSED_GATES, DataOptions, PageOption, WorkloadOptions
-from penstock.cli.options import arguments, group, option, required, verb
+from penstock.cli.options import arguments, group, required, verb
 from penstock.cli.own_loader import RunOptions, run_users_loader
 from penstock.cli.parsers import FOLDER_URI, TEXT, whole
 from penstock.cli.rank_options import ranked
@@ -60,13 +60,8 @@ class _SweepOptions:
         "[-- OPTIONS]", TEXT, "More options for each `penstock training run`.", is_required=False
     )
     data: DataOptions = group(DataOptions)
-    results: str = required("--results", FOLDER_URI, "Create a directory for each run below DIR.")
-    max_accelerators: int = required("--most", whole(1), "Try at most this many accelerators.")
-    threads: int | None = option(
-        "--threads",
-        whole(1),
-        "Keep this many reads in flight on each rank (default: the workload's reader.read_threads).",
-    )
+    results: str = required("--results", FOLDER_URI, "Directory below which each run has its own.")
+    max_accelerators: int = required("--most", whole(1), "Maximum number of accelerators to try.")
     page: PageOption = group(PageOption)
 
 
@@ -114,6 +109,5 @@ def _run_words(options: _SweepOptions) -> list[str]:
     words = [workload.name, "--data", data.uri, "--results", options.results]
     words += ["--accelerator", workload.accelerator] if workload.accelerator else []
     words += [word for setting in workload.settings for word in ("--set", setting)]
-    words += ["--threads", str(options.threads)] if options.threads else []
     words += [word for name, value in data.storage.assignments for word in ("--option", f"{name}={value}")]
     return [*words, *options.run_words]

@@ -32,16 +32,15 @@ class DatasetOptions:
 
     workload: WorkloadOptions = group(WorkloadOptions)
     data: DataOptions = group(DataOptions)
-    seed: int | None = option("--seed", whole(0), "Seed the contents (default: the workload's train.seed).")
-    threads: int = option("--threads", whole(1), "Keep this many files in flight on each rank.", default="4")
+    seed: int | None = option(
+        "--seed", whole(0), "Seed of the contents (default: the workload's train.seed)."
+    )
+    threads: int = option("--threads", whole(1), "Maximum files in flight per rank.", default="4")
     compressible: float = option(
         "--compressible",
         number(0, 1),
-        "Make this share of each 4 KiB block compressible, 0 to 1.",
+        "Share of each 4 KiB block that is compressible, 0 to 1.",
         default="0.0",
-    )
-    dedupable: float = option(
-        "--dedupable", number(0, 1), "Make this share of 4 KiB blocks duplicates, 0 to 1.", default="0.0"
     )
 
     def recipe(self, terminal: Terminal) -> DatasetRecipe:
@@ -53,7 +52,7 @@ class DatasetOptions:
         return DatasetRecipe(
             dataset=workload.dataset,
             seed=workload.train.seed if self.seed is None else self.seed,
-            reduction=Reduction(compressible=self.compressible, dedupable=self.dedupable),
+            reduction=Reduction(compressible=self.compressible),
         )
 
 
@@ -123,16 +122,14 @@ def _view_verified(uri: str, report: VerificationResult) -> View:
 @dataclass(frozen=True, kw_only=True)
 class _SizeOptions:
     workload: WorkloadOptions = group(WorkloadOptions)
-    accelerators: int = required(
-        "--accelerators", whole(1), "Plan for this many accelerators, on all hosts together."
-    )
+    accelerators: int = required("--accelerators", whole(1), "Number of accelerators, on all hosts together.")
     host_memory: tuple[int, ...] = required(
         "--host-memory",
         several(SIZE),
-        "Plan for hosts with this memory each; one value if all hosts are equal.",
+        "Memory of each host; one value if all hosts are equal.",
     )
     hosts: int | None = option(
-        "--hosts", whole(1), "Plan for this many hosts (default: as many as --host-memory has values)."
+        "--hosts", whole(1), "Number of hosts (default: as many as --host-memory has values)."
     )
 
     @property
@@ -186,9 +183,7 @@ def size(options: _SizeOptions, terminal: Terminal) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _WhatIfOptions:
     workload: WorkloadOptions = group(WorkloadOptions)
-    bandwidth: float = required(
-        "--bandwidth", RATE, "Assume this read bandwidth of the storage, e.g. 40GiB/s."
-    )
+    bandwidth: float = required("--bandwidth", RATE, "Read bandwidth of the storage, e.g. 40GiB/s.")
 
 
 @verb(_WhatIfOptions)
@@ -211,18 +206,18 @@ def whatif(options: _WhatIfOptions, terminal: Terminal) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _PlanOptions:
     workload: WorkloadOptions = group(WorkloadOptions)
-    ranks: int = option("--ranks", whole(1), "Plan for this many ranks; none is started.", default="1")
-    rank: int = option("--rank", whole(0), "Show the samples of this rank.", default="0")
-    epoch: int = option("--epoch", whole(1), "Show the samples of this epoch, counted from 1.", default="1")
-    head: int = option("--head", whole(0), "Show this many samples.", default="10")
+    ranks: int = option("--ranks", whole(1), "Number of ranks; none is started.", default="1")
+    rank: int = option("--rank", whole(0), "Rank whose samples are shown.", default="0")
+    epoch: int = option("--epoch", whole(1), "Epoch, counted from 1.", default="1")
+    head: int = option("--head", whole(0), "Number of samples to show.", default="10")
     division: Remainder = option(
         "--division",
         DIVISION,
-        "Handle samples that do not divide evenly among ranks in this way.",
+        "What to do with samples that do not divide evenly among ranks.",
         default="rotate",
     )
     seed: int | None = option(
-        "--seed", whole(0), "Seed the sample order (default: the workload's train.seed)."
+        "--seed", whole(0), "Seed of the sample order (default: the workload's train.seed)."
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.bench.device_counters import DeviceObserver
-from penstock.bench.page_cache_eviction import ObjectEviction
+from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import Comm, run_on_all_ranks
 from penstock.errors import ObjectNotFound
@@ -466,18 +466,18 @@ def _gather_timeline(
     return cache_figures.run_over_time(comm.gather(mine, awaiting="the run over time"), times.elapsed_ns)
 
 
-def _gather_cold(storage: Storage, engine: IoEngine, comm: Comm) -> ObjectEviction:
+def _gather_cold(storage: Storage, engine: IoEngine, comm: Comm) -> CacheEviction:
     """How much of what was read was in memory: the proof that reads were cold."""
     files, residue = capabilities.find_local_paths(storage), engine.residue
     counts = comm.gather(
         (residue.before_bytes, residue.after_bytes, residue.total_bytes), awaiting="what was in memory"
     )
     if files is None:
-        return ObjectEviction(path="no page cache")
+        return CacheEviction(path="no page cache")
     if not files.uses_page_cache:
-        return ObjectEviction(path="past the page cache")
+        return CacheEviction(path="past the page cache")
     before, resident, total = (sum(column) for column in zip(*counts, strict=True))
-    return ObjectEviction(
+    return CacheEviction(
         path="page cache dropped" if total else "not known",
         before_bytes=before,
         resident_bytes=resident,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.checkpoint.checkpoint_folder import KEY
+from penstock.bench.checkpoint.checkpoint_run import KEY
 from penstock.bench.page_cache_eviction import WARM_SHARE
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.results.run_folder import CHECKPOINTS_FILE

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.bench.checkpoint.checkpoint_folder import require_room
+from penstock.bench.checkpoint.checkpoint_run import require_room
 from penstock.bench.probe.probe_plan import ProbeRequest
 from penstock.bench.probe.probe_run import probe
 from penstock.checkpoint.commit.catalog import local_path, split_path

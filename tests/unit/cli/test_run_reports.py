@@ -11,7 +11,7 @@ from penstock.bench.checkpoint.checkpoint_result import (
     RoundFigures,
 )
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.page_cache_eviction import ObjectEviction
+from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.training.training_files import Validation
 from penstock.bench.training.training_result import CheckpointsTaken, HarnessLimit, Stages, TrainingResult
 from penstock.cli.run_reports import (
@@ -184,7 +184,7 @@ def phase(direction: Direction, duration_s: float, wrong_chunks: int = 0) -> Pip
 def figures(
     direction: Direction, number: int, duration_s: float, *, resident_bytes: int = 0, wrong_chunks: int = 0
 ) -> RoundFigures:
-    cold = ObjectEviction(path="page cache dropped", resident_bytes=resident_bytes, total_bytes=1000)
+    cold = CacheEviction(path="page cache dropped", resident_bytes=resident_bytes, total_bytes=1000)
     return RoundFigures(
         round=CheckpointRound(direction=direction, number=number, step=100 * number),
         began_at_s=0.0,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
-from penstock.bench.page_cache_eviction import ObjectEviction
+from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.state_layout import checkpoint_folder
 from penstock.bench.step_recorder import find_trace_folder
 from penstock.results import checkpoint_files, phase_figures
@@ -50,7 +50,7 @@ class RoundFigures:
     began_at_s: float
     ended_at_s: float
     phase: PipelineFigures
-    cold: ObjectEviction | None = None
+    cold: CacheEviction | None = None
     wrong: tuple[WrongByte, ...] = ()
     """Where the first of the wrong bytes are, `MAX_WRONG_PLACES` places at most."""
 
@@ -229,14 +229,6 @@ def _overall_rate(phases: Sequence[PipelineFigures], time_name: str) -> float | 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EarlierRun:
-    """Which earlier run wrote the checkpoints that this one read, and how long ago; by wall clocks."""
-
-    run_folder: str
-    kept_steps: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointResult:
     """One run. `gap_s` is from the last byte written, perhaps by an earlier run, to the first read."""
 
@@ -248,7 +240,8 @@ class CheckpointResult:
     seed: int
     rounds: tuple[RoundFigures, ...]
     gap_s: float | None
-    earlier: EarlierRun | None
+    earlier: Mapping[str, Any] | None
+    """The run folder and kept steps of the earlier run whose checkpoints this one read."""
     shift: int
     storage_options: Mapping[str, OptionValue]
     peak_rss_bytes: tuple[int, ...]
@@ -295,7 +288,7 @@ class CheckpointResult:
             "is_right": self.is_right,
             "from_memory": self.is_from_memory,
             "gap_s": self.gap_s,
-            "earlier": asdict(self.earlier) if self.earlier else None,
+            "earlier": dict(self.earlier) if self.earlier else None,
             "recovery_rank_shift": self.shift,
             "storage_options": dict(self.storage_options),
             "trace": self.trace_folder,

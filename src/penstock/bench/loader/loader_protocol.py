@@ -4,6 +4,8 @@ Planning (order, format) makes `BatchRequest`s; a `Loader` fulfils them some bat
 Batches arrive in the order of their requests, and each says what was really read for it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -52,18 +54,25 @@ class BatchRequest:
     preprocess_ns: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
-    """A loaded batch. Times are summed over its requests, which may have overlapped.
+    """A loaded batch, or what was read of it so far. Times are summed over requests, which may overlap.
 
     `decode_ns` is all work on what was read: decoding, checking and preprocessing.
     """
 
-    num_samples: int
-    read_bytes: int
-    num_reads: int
-    read_ns: int
+    num_samples: int = 0
+    read_bytes: int = 0
+    num_reads: int = 0
+    read_ns: int = 0
     decode_ns: int = 0
+
+    def add(self, other: Batch) -> None:
+        """Count what was read for another part of the batch, too."""
+        self.read_bytes += other.read_bytes
+        self.num_reads += other.num_reads
+        self.read_ns += other.read_ns
+        self.decode_ns += other.decode_ns
 
 
 SAMPLED: Final = 16

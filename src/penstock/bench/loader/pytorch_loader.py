@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from penstock.bench.loader.loader_protocol import Batch, BatchRequest, FormatDecoder, OpenStorage
-from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES, RangeReader, ReadTotals
+from penstock.bench.loader.native_loader import DEFAULT_BUFFER_BYTES, RangeReader
 from penstock.errors import PenstockError, Unavailable, UsageError
 from penstock.storage import Counters, Storage
 from penstock.workload.enums import ProcessStart
@@ -118,7 +118,7 @@ class PytorchLoader:
         """The batches of one epoch, in order; `Unavailable` where a worker has died."""
         yield from self._serve(requests)
 
-    def _serve(self, requests: Iterable[BatchRequest | _Change]) -> Iterator[Batch]:
+    def _serve(self, requests: Iterable[BatchRequest | OpenStorage]) -> Iterator[Batch]:
         self._requests.of_epoch = requests
         with self._deaths_told():
             self._arrivals = iter(self._torch)
@@ -127,7 +127,7 @@ class PytorchLoader:
     def change_storage(self, reopen: OpenStorage) -> None:
         """Let all workers open this storage, and wait until they have."""
         self._counted = {}
-        deque(self._serve([_Change(reopen)] * self._num_readers), maxlen=0)
+        deque(self._serve([reopen] * self._num_readers), maxlen=0)
         assert len(self._counted) == self._num_readers, "torch deals to its workers in turn"
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class PytorchLoader:
     def _start_workers(self, open_storage: OpenStorage) -> None:
         """Start all of them and wait until each has opened its storage; no sample is read."""
         others = set(multiprocessing.active_children())
-        self._requests.of_epoch = [_Change(open_storage)] * self._num_readers
+        self._requests.of_epoch = [open_storage] * self._num_readers
         with ExitStack() as undo:
             undo.callback(self._abandon_start, others)
             with _deaths_awaited(), _interrupts_blocked(), _advice_withheld():
@@ -192,19 +192,12 @@ class PytorchLoader:
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """Asks the worker that gets it to read from another storage."""
-
-    open_storage: OpenStorage
-
-
 class _Requests:
     """The sampler of torch's loader, which asks it anew each epoch."""
 
-    of_epoch: Iterable[BatchRequest | _Change] = ()
+    of_epoch: Iterable[BatchRequest | OpenStorage] = ()
 
-    def __iter__(self) -> Iterator[BatchRequest | _Change]:
+    def __iter__(self) -> Iterator[BatchRequest | OpenStorage]:
         return iter(self.of_epoch)
 
 
@@ -227,12 +220,12 @@ class _Reads(Dataset[_Arrival]):
         self._reader: RangeReader | None = None
         self._sample: torch.Tensor | None = None
 
-    def __getitem__(self, request: BatchRequest | _Change) -> _Arrival:
+    def __getitem__(self, request: BatchRequest | OpenStorage) -> _Arrival:
         info = get_worker_info()
         outcome: Batch | PenstockError
         samples = None
         try:
-            if isinstance(request, _Change):
+            if not isinstance(request, BatchRequest):
                 outcome = self._change(request)
             else:
                 outcome = self._read(request)
@@ -247,25 +240,25 @@ class _Reads(Dataset[_Arrival]):
         if self._reader is not None:
             self._reader.close()
 
-    def _change(self, change: _Change) -> Batch:
+    def _change(self, open_storage: OpenStorage) -> Batch:
         """Open another storage; what was open of the last one is closed."""
         self.close()
-        self._storage = change.open_storage()
+        self._storage = open_storage()
         if self._options.context is ProcessStart.FORK and get_worker_info() is not None:
             _require_forkable(self._storage)
         self._reader = RangeReader(self._storage, self._options.buffer_bytes, self._decoder)
-        return ReadTotals().of_batch(0)
+        return Batch()
 
     def _read(self, request: BatchRequest) -> Batch:
         assert self._reader is not None, "a storage comes first"
-        served = ReadTotals()
+        served = Batch(request.num_samples)
         for one in request.requests:
             self._reader.serve(one, served)
         if request.preprocess_ns:
             began_ns = time.monotonic_ns()
             time.sleep(sum(request.preprocess_ns) / 1e9)
             served.decode_ns += time.monotonic_ns() - began_ns
-        return served.of_batch(request.num_samples)
+        return served
 
     def _collate(self, num_samples: int) -> torch.Tensor | None:
         """A batch as large as the samples after decoding; in a worker, torch makes it in shared memory."""

@@ -10,11 +10,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from penstock.bench.checkpoint.checkpoint_folder import require_room
 from penstock.bench.checkpoint.checkpoint_result import CheckpointRound, RoundFigures
-from penstock.bench.checkpoint.checkpoint_rounds import RoundRunner, fit_pipe, plan_objects
+from penstock.bench.checkpoint.checkpoint_rounds import (
+    ProgressBoard,
+    RoundProgress,
+    RoundRunner,
+    fit_pipe,
+    plan_objects,
+)
+from penstock.bench.checkpoint.checkpoint_run import require_room
 from penstock.bench.loader.loader_protocol import OpenStorage
-from penstock.bench.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
 from penstock.bench.state_layout import LayoutRequest, StateLayout, plan_layout
 from penstock.bench.step_recorder import StepRecorder
 from penstock.bench.training.training_result import CheckpointsTaken
@@ -138,7 +143,6 @@ class TrainingCheckpoints:
         if num_due and sizes[comm.rank]:
             memory.touch()
             Content(request.seed, 0)
-        outputs = ProgressOutputs(progress=_OnTheWay(progress), heartbeat=heartbeat)
         runner = RoundRunner(
             comm=comm,
             layout=request.layout,
@@ -149,7 +153,10 @@ class TrainingCheckpoints:
             shift=0,
             syncs_ranks=request.when.rank_sync,
             progress=RoundProgress(
-                ProgressBoard(board, rank=comm.rank, num_ranks=comm.size), rank=comm.rank, outputs=outputs
+                ProgressBoard(board, rank=comm.rank, num_ranks=comm.size),
+                rank=comm.rank,
+                progress=_OnTheWay(progress),
+                heartbeat=heartbeat,
             ),
             recorder=recorder,
         )

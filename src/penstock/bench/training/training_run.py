@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.bench.checkpoint.checkpoint_rounds import PROGRESS_FILE
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import (
@@ -21,7 +22,6 @@ from penstock.bench.loader.loader_protocol import (
     OpenStorage,
 )
 from penstock.bench.page_cache_eviction import CacheEviction, evict_keys
-from penstock.bench.progress_board import PROGRESS_FILE
 from penstock.bench.run_settings import RunSettings
 from penstock.bench.step_recorder import RunTrace, StepRecorder, read_clocks
 from penstock.bench.training import harness_limit, training_files, training_loop, training_result

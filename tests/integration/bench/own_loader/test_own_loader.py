@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from tests.support.command_line import CommandResult, run_command
 
-from penstock.results.run_record import read_record
-
 pytest.importorskip("torch")
 
 LOADERS = """
@@ -232,23 +230,6 @@ def test_fewer_batches_than_the_length_promises_are_told(here: Path) -> None:
     )
     result = run("--loader", "my_lengths:make")
     assert "Epoch 1 ended after 2 of the 9 batches that the loader's length promises" in result.stderr
-
-
-def test_computation_comes_from_a_trace(here: Path) -> None:
-    spans = [
-        {"name": "compute", "cat": "compute", "ph": "X", "ts": at, "dur": 30_000 + at, "pid": 1, "tid": 1}
-        for at in (0, 20_000)
-    ]
-    (here / "steps.json").write_text(json.dumps({"traceEvents": spans}))
-    words = ("--loader", "my_loaders:generated", "--compute-from", "steps.json")
-    document, waits = measure(*words)
-    assert waits["consumer_s"] >= 4 * 0.04
-    record = read_record(Path(document["results_dir"]))
-    assert record.workload["train"]["computation_time"] == 0.04
-    (here / "steps.json").write_text(json.dumps({"traceEvents": [spans[0] | {"name": "io", "cat": "io"}]}))
-    refused = run(*words)
-    assert refused.returncode == 2
-    assert "no spans of computation" in refused.stderr
 
 
 def test_data_is_evicted_before_each_epoch(here: Path) -> None:

@@ -9,12 +9,11 @@ from penstock.bench.checkpoint.checkpoint_result import (
     CheckpointResult,
     CheckpointRound,
     Direction,
-    EarlierRun,
     RoundFigures,
     find_bottleneck,
     total_direction,
 )
-from penstock.bench.page_cache_eviction import ObjectEviction
+from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.storage import Counters
 from penstock.transfer.ledger import PipelineFigures, StreamRecord
 
@@ -46,7 +45,7 @@ def phase(direction: Direction, duration_s: float, **fields: Any) -> PipelineFig
 
 
 def rounds(
-    direction: Direction, *phases: PipelineFigures, cold: ObjectEviction | None = None
+    direction: Direction, *phases: PipelineFigures, cold: CacheEviction | None = None
 ) -> list[RoundFigures]:
     return [
         RoundFigures(
@@ -60,7 +59,7 @@ def rounds(
     ]
 
 
-WARM = ObjectEviction(path="page cache dropped", resident_bytes=500, total_bytes=1000)
+WARM = CacheEviction(path="page cache dropped", resident_bytes=500, total_bytes=1000)
 
 
 def test_all_bytes_over_all_time_and_the_mean_of_rates_are_two_figures() -> None:
@@ -140,7 +139,7 @@ def test_counters_of_all_rounds_add_up() -> None:
         seed=1,
         rounds=(*rounds("write", phase("write", 1.0)), *rounds("read", phase("read", 1.0))),
         gap_s=None,
-        earlier=EarlierRun(run_folder="/earlier", kept_steps=(1, 2)),
+        earlier={"run_folder": "/earlier", "kept_steps": (1, 2)},
         shift=0,
         storage_options={},
         peak_rss_bytes=(1, 2),

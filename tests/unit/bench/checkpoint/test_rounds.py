@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 from penstock.bench.checkpoint.checkpoint_result import CheckpointRound
 from penstock.bench.checkpoint.checkpoint_rounds import (
+    ProgressBoard,
     StateContent,
     choose_source_process,
+    name_last_rank,
     plan_objects,
     plan_rounds,
     rank_shift,
     seconds_between,
 )
-from penstock.bench.page_cache_eviction import ObjectEviction
-from penstock.bench.progress_board import ProgressBoard, name_last_rank
+from penstock.bench.page_cache_eviction import CacheEviction
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.errors import UsageError
 from penstock.transfer.pipeline import PlannedObject
@@ -87,9 +88,9 @@ def test_content_is_unlike_from_file_to_file_and_from_checkpoint_to_checkpoint()
 
 
 def test_a_read_is_cold_up_to_a_hundredth_in_memory() -> None:
-    assert ObjectEviction(path="page cache dropped", resident_bytes=10, total_bytes=1000).is_cold
-    assert not ObjectEviction(path="page cache dropped", resident_bytes=11, total_bytes=1000).is_cold
-    assert ObjectEviction(path="past the page cache").is_cold
+    assert CacheEviction(path="page cache dropped", resident_bytes=10, total_bytes=1000).is_cold
+    assert not CacheEviction(path="page cache dropped", resident_bytes=11, total_bytes=1000).is_cold
+    assert CacheEviction(path="past the page cache").is_cold
 
 
 def test_the_rank_that_is_last_is_named_unless_all_are_alike() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from penstock.bench.loader.pytorch_loader import PytorchLoader, PytorchOptions, _Arrival, _Change, _Reads
+from penstock.bench.loader.pytorch_loader import PytorchLoader, PytorchOptions, _Arrival, _Reads
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_an_object_read_in_ranges_is_let_go_at_the_end(storage: MemoryStorage) -
 
 def test_a_batch_arrives_as_a_tensor_of_its_samples_decoded_size(storage: MemoryStorage) -> None:
     reads = _Reads(PytorchOptions(workers=0, sample_bytes=48))
-    assert reads[_Change(lambda: storage)].samples is None
+    assert reads[lambda: storage].samples is None
     arrival = reads[_whole(1, 2, 3)]
     assert arrival.samples is not None
     assert (tuple(arrival.samples.shape), arrival.samples.dtype) == ((3, 48), torch.uint8)
@@ -101,7 +101,7 @@ def test_a_batch_arrives_as_a_tensor_of_its_samples_decoded_size(storage: Memory
 
 def test_an_error_travels_whole_beside_no_samples(storage: MemoryStorage) -> None:
     reads = _Reads(PytorchOptions(workers=0, sample_bytes=48))
-    assert reads[_Change(lambda: storage)].samples is None
+    assert reads[lambda: storage].samples is None
     arrival: _Arrival = pickle.loads(pickle.dumps(reads[_whole(77)]))
     assert arrival.samples is None
     assert isinstance(arrival.outcome, ObjectNotFound)

@@ -14,13 +14,13 @@ from penstock.bench.compute import PreprocessTimes
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import (
     SAMPLED,
+    Batch,
     BatchRequest,
     BlockRequest,
     ContentCheck,
     FormatDecoder,
 )
-from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
-from penstock.bench.loader.range_reader import RangeReader, ReadTotals
+from penstock.bench.loader.native_loader import NativeLoader, NativeOptions, RangeReader
 from penstock.bench.training.batch_requests import BatchPlanner
 from penstock.bench.training.training_files import TrainingFiles, open_files
 from penstock.bench.training.training_plan import RankEpoch, shard_training
@@ -120,7 +120,7 @@ def test_compressed_and_chunked_files_decode_too(dataset: Dataset) -> None:
     stage = Stage(dataset)
     reader = RangeReader(stage.storage, 4096, stage.decoder())
     blocks = list(blocks_of(stage.requests()))
-    served = [ReadTotals() for _ in blocks]
+    served = [Batch() for _ in blocks]
     for block, totals in zip(blocks, served, strict=True):
         reader.serve(block, totals)
     reader.close()
@@ -134,7 +134,7 @@ def test_blocks_travel_to_other_processes(kind: DataFormat) -> None:
     (first, *_) = blocks_of(stage.requests())
     decoder, block = pickle.loads(pickle.dumps((stage.decoder(), first)))
     reader = RangeReader(stage.storage, 4096, decoder)
-    totals = ReadTotals()
+    totals = Batch()
     reader.serve(block, totals)
     assert totals.read_bytes > 0
     reader.close()
@@ -183,9 +183,9 @@ def test_the_memory_of_a_block_serves_the_next_one() -> None:
 
     reader = RangeReader(stage.storage, 4096, Keeping(stage.files().kind, stage.recipe))
     first, second, _ = blocks_of(stage.requests())
-    reader.serve(first, ReadTotals())
+    reader.serve(first, Batch())
     before = bytes(kept[0][0].content)
-    reader.serve(second, ReadTotals())
+    reader.serve(second, Batch())
     assert bytes(kept[0][0].content) != before  # the same memory, read over
     reader.close()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench import progress_board as watching
-from penstock.bench.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
+from penstock.bench.checkpoint import checkpoint_rounds as watching
+from penstock.bench.checkpoint.checkpoint_rounds import ProgressBoard, RoundProgress
 from penstock.progress import Silent
 
 
@@ -36,7 +36,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_round_that_lasts_tells_how_far_all_ranks_are(hasty: None, tmp_path: Path) -> None:
     alive, bar = threading.Event(), _Bar()
     board = ProgressBoard(tmp_path / "progress", rank=0, num_ranks=2)
-    watch = RoundProgress(board, rank=0, outputs=ProgressOutputs(progress=bar, heartbeat=alive.set))
+    watch = RoundProgress(board, rank=0, progress=bar, heartbeat=alive.set)
     other = ProgressBoard(tmp_path / "progress", rank=1, num_ranks=2)
     with watch.track("writing checkpoint 3 of 10", [1000, 1000], unit="written_bytes"):
         other.note(100)
@@ -55,8 +55,12 @@ def test_a_round_that_lasts_tells_how_far_all_ranks_are(hasty: None, tmp_path: P
 
 def test_a_failed_round_does_not_come_to_its_end(tmp_path: Path) -> None:
     bar = _Bar()
-    outputs = ProgressOutputs(progress=bar, heartbeat=lambda: None)
-    watch = RoundProgress(ProgressBoard(tmp_path / "progress", rank=0, num_ranks=1), rank=0, outputs=outputs)
+    watch = RoundProgress(
+        ProgressBoard(tmp_path / "progress", rank=0, num_ranks=1),
+        rank=0,
+        progress=bar,
+        heartbeat=lambda: None,
+    )
     with pytest.raises(OSError, match="gone"), watch.track("reading", [10], unit="read_bytes"):
         raise OSError("gone")
     assert bar.moved == 0
@@ -64,9 +68,8 @@ def test_a_failed_round_does_not_come_to_its_end(tmp_path: Path) -> None:
 
 def test_other_ranks_only_note_their_own(hasty: None, tmp_path: Path) -> None:
     bar = _Bar()
-    outputs = ProgressOutputs(progress=bar, heartbeat=lambda: None)
     board = ProgressBoard(tmp_path / "progress", rank=1, num_ranks=2)
-    watch = RoundProgress(board, rank=1, outputs=outputs)
+    watch = RoundProgress(board, rank=1, progress=bar, heartbeat=lambda: None)
     with watch.track("reading", [10, 10], unit="read_bytes"):
         watch.advance(7)
         while board.read() != [0, 7]:
