@@ -16,7 +16,7 @@ from penstock.cluster.gates.gate_checks import (
     SHARED_MEMORY_WANTED,
 )
 from penstock.cluster.gates.gate_model import Gate
-from penstock.cluster.gates.shared_storage_check import PATIENCE_S
+from penstock.cluster.gates.preflight import PATIENCE_S
 from penstock.results.io_reconciliation import LEAST_BYTES, LEAST_SHARE
 
 PAGE = (Path(__file__).parents[3] / "docs" / "cluster.md").read_text(encoding="utf-8")
@@ -35,11 +35,11 @@ def test_every_check_is_on_the_page() -> None:
 
 def test_every_gate_is_on_the_page_with_its_limits() -> None:
     assert set(Gate) <= QUOTED
-    for need in NEEDS:
-        assert need.limit.partition(" ")[0] in PAGE
-    assert [f"{need.needed:,}" for need in NEEDS] == ["1,024", "256", f"{1 << 30:,}"]
+    for limit, _, _, _ in NEEDS:
+        assert limit.partition(" ")[0] in PAGE
+    assert [f"{needed:,}" for _, needed, _, _ in NEEDS] == ["1,024", "256", f"{1 << 30:,}"]
     assert "below 1024, 256, 1 GiB" in PAGE
-    assert [need.wanted for need in NEEDS] == [4096, 1024, 1 << 40]
+    assert [wanted for _, _, wanted, _ in NEEDS] == [4096, 1024, 1 << 40]
     assert "4096; processes: 1024; size of a file: 1 TiB" in PAGE
     assert f"/dev/shm has {SHARED_MEMORY_WANTED >> 30} GiB" in PAGE
     assert f"`kernel.shmmax` below {SEGMENTS_WANTED['shmmax'] >> 30} GiB" in PAGE

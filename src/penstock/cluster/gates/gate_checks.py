@@ -5,7 +5,6 @@ Pure. Invariant: the worst result of any rank is the verdict, and its rank or ho
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
@@ -13,13 +12,10 @@ from penstock.cluster.facts.homogeneity import LARGEST_SKEW_S, check_homogeneity
 from penstock.cluster.facts.host_facts import ClusterFacts
 from penstock.cluster.facts.read_host import BYTES_OF_A_FILE, OPEN_FILES, PROCESSES
 from penstock.cluster.gates.gate_model import (
-    ClockOffset,
     Gate,
     GateFinding,
     GateVerdict,
-    LoginSettings,
     RankReport,
-    StorageProbe,
     Volume,
 )
 from penstock.units import format_bytes, format_seconds
@@ -39,21 +35,12 @@ SEGMENTS_WANTED: Final[Mapping[str, int]] = {"shmmax": 1 << 30, "shmmni": 128}
 """System V limits, which some MPI libraries still need; current kernels have far more by default."""
 
 
-@dataclass(frozen=True, slots=True)
-class LimitRequirement:
-    """A limit of processes: below `needed` it fails, below `wanted` it warns."""
-
-    limit: str
-    needed: int
-    wanted: int
-    fix: str
-
-
 NEEDS: Final = (
-    LimitRequirement(OPEN_FILES, 1024, 4096, "ulimit -n 65536"),
-    LimitRequirement(PROCESSES, 256, 1024, "ulimit -u 4096"),
-    LimitRequirement(BYTES_OF_A_FILE, 1 << 30, 1 << 40, "ulimit -f unlimited"),
+    (OPEN_FILES, 1024, 4096, "ulimit -n 65536"),
+    (PROCESSES, 256, 1024, "ulimit -u 4096"),
+    (BYTES_OF_A_FILE, 1 << 30, 1 << 40, "ulimit -f unlimited"),
 )
+"""Limits of processes: the gate fails below the first number and warns below the second. Last, the fix."""
 _ORDER: Final = (GateVerdict.FAIL, GateVerdict.NOT_CHECKED, GateVerdict.WARNING, GateVerdict.PASS)
 
 
@@ -102,25 +89,27 @@ def check_versions(reports: Sequence[RankReport]) -> GateFinding:
     return _finding(Gate.VERSIONS, GateVerdict.PASS, found)
 
 
-def check_clock(offsets: Sequence[ClockOffset]) -> GateFinding:
-    """No clock further off than rank 0's than logs and gaps between runs bear."""
-    if len({offset.host for offset in offsets}) == 1:
+def check_clock(hosts: Sequence[str], bounds: Sequence[tuple[float, float]]) -> GateFinding:
+    """No clock is further off rank 0's than logs and gaps between runs tolerate.
+
+    `bounds` are those of `bound_offsets`, by rank; `hosts` are the hosts of ranks.
+    """
+    if len(set(hosts)) == 1:
         return _finding(Gate.CLOCK, GateVerdict.PASS, "all ranks are on one host")
-    stepped = [offset for offset in offsets if offset.low_s > offset.high_s]
+    stepped = [host for host, (low_s, high_s) in zip(hosts, bounds, strict=True) if low_s > high_s]
     if stepped:
-        found = f"a clock was set during the measurement: on {_hosts(stepped)}"
+        found = f"a clock was set during the measurement: on {', '.join(dict.fromkeys(stepped))}"
         return _finding(Gate.CLOCK, GateVerdict.NOT_CHECKED, found, "Repeat when the clocks are stable.")
     proven: dict[str, float] = defaultdict(float)
-    for offset in offsets:
-        proven[offset.host] = max(proven[offset.host], offset.low_s, -offset.high_s)
+    for host, (low_s, high_s) in zip(hosts, bounds, strict=True):
+        proven[host] = max(proven[host], low_s, -high_s)
     wrong = {host: skew_s for host, skew_s in proven.items() if skew_s > LARGEST_SKEW_S}
     if wrong:
         found = ", ".join(
-            f"{host} is off from {offsets[0].host} by at least {skew_s:.1f} s"
-            for host, skew_s in wrong.items()
+            f"{host} is off from {hosts[0]} by at least {skew_s:.1f} s" for host, skew_s in wrong.items()
         )
         return _finding(Gate.CLOCK, GateVerdict.FAIL, found, "Synchronise the clocks with chrony.")
-    widest_s = max(max(-offset.low_s, offset.high_s) for offset in offsets)
+    widest_s = max(max(-low_s, high_s) for low_s, high_s in bounds)
     if widest_s > LARGEST_SKEW_S:
         found = f"ranks answered so late that an offset of {widest_s:.1f} s cannot be excluded"
         return _finding(
@@ -132,14 +121,14 @@ def check_clock(offsets: Sequence[ClockOffset]) -> GateFinding:
 def check_limits(reports: Sequence[RankReport]) -> GateFinding:
     """Limits of processes: too low ones would stop a run."""
     verdicts, problems, fixes = [GateVerdict.PASS], [], []
-    for requirement in NEEDS:
-        for limit, hosts in _by_value(reports, partial(_get_limit, requirement.limit)).items():
-            if limit is None or limit >= requirement.wanted:
+    for name, needed, wanted, how in NEEDS:
+        for limit, hosts in _by_value(reports, partial(_limit, name)).items():
+            if limit is None or limit >= wanted:
                 continue
-            verdicts.append(GateVerdict.FAIL if limit < requirement.needed else GateVerdict.WARNING)
-            least = requirement.needed if limit < requirement.needed else requirement.wanted
-            problems.append(f"{requirement.limit}: {limit:,} on {', '.join(hosts)}, required: {least:,}")
-            fixes.append(requirement.fix)
+            verdicts.append(GateVerdict.FAIL if limit < needed else GateVerdict.WARNING)
+            least = needed if limit < needed else wanted
+            problems.append(f"{name}: {limit:,} on {', '.join(hosts)}, required: {least:,}")
+            fixes.append(how)
     found = "; ".join(problems) or "enough on all hosts"
     fix = f"In the shell that starts jobs: {'; '.join(dict.fromkeys(fixes))}" if fixes else ""
     return _finding(Gate.LIMITS, _worst(verdicts), found, fix)
@@ -159,7 +148,7 @@ def check_ipc(reports: Sequence[RankReport]) -> GateFinding:
             verdicts.append(GateVerdict.WARNING)
             problems.append(f"{small} on {', '.join(hosts)}")
             fixes.append("Raise kernel.shmmax and kernel.shmmni by sysctl, for MPI's messages within a host.")
-    losing = [report.host for report in reports if _loses_memory(report.login)]
+    losing = [report.host for report in reports if report.loses_shared_memory]
     if losing:
         verdicts.append(GateVerdict.WARNING)
         problems.append(
@@ -219,28 +208,34 @@ def check_space(reports: Sequence[RankReport]) -> GateFinding:
     return _finding(Gate.SPACE, GateVerdict.PASS, found or "no file system is written to")
 
 
-def check_storage(probe: StorageProbe) -> GateFinding:
-    """Every rank read rank 0's bytes."""
-    blind = [view for view in probe.views if view.digest is None]
-    differing = [view for view in probe.views if view.digest not in (None, probe.digest)]
+def check_storage(
+    where: str, digest: str, views: Sequence[tuple[str, str, str]], *, is_fresh: bool
+) -> GateFinding:
+    """Every rank read rank 0's bytes.
+
+    `views` has each rank's host, the digest of what it read, and why it read nothing. Bytes that were there
+    before (not `is_fresh`) could be a copy of rank 0's.
+    """
+    blind = [(rank, host, why) for rank, (host, found, why) in enumerate(views) if not found]
+    differing = [(rank, host) for rank, (host, found, _) in enumerate(views) if found not in ("", digest)]
     if blind or differing:
-        details = [f"{format_ranks([view.rank])} on {view.host}: {view.reason}" for view in blind[:3]]
-        details += [f"{format_ranks([view.rank])} on {view.host} reads other bytes" for view in differing[:3]]
+        details = [f"{format_ranks([rank])} on {host}: {why}" for rank, host, why in blind[:3]]
+        details += [f"{format_ranks([rank])} on {host} reads other bytes" for rank, host in differing[:3]]
         num_wrong = len(blind) + len(differing)
-        counts = f"{num_wrong} of {len(probe.views)} ranks do not see rank 0's bytes at {probe.where}"
+        counts = f"{num_wrong} of {len(views)} ranks do not see rank 0's bytes at {where}"
         found = f"{counts}: {'; '.join(details)}"
         return _finding(
             Gate.STORAGE, GateVerdict.FAIL, found, "Mount the same storage on all hosts, or name its URI."
         )
-    if not probe.is_fresh and len(probe.views) > 1:
+    if not is_fresh and len(views) > 1:
         return _finding(
             Gate.STORAGE,
             GateVerdict.WARNING,
-            f"all ranks read the same bytes at {probe.where}, which is read-only: "
+            f"all ranks read the same bytes at {where}, which is read-only: "
             "separate copies on each host would look the same",
             "Permit writing a probe of 4 KiB there, or check its mount to see that the storage is shared.",
         )
-    found = f"{_counted(len(probe.views), 'rank')} read the same bytes at {probe.where}"
+    found = f"{_counted(len(views), 'rank')} read the same bytes at {where}"
     return _finding(Gate.STORAGE, GateVerdict.PASS, found)
 
 
@@ -268,7 +263,7 @@ def _shared_memory(size: tuple[int, int] | None) -> tuple[GateVerdict, str]:
     return GateVerdict.PASS, ""
 
 
-def _get_limit(name: str, report: RankReport) -> int | None:
+def _limit(name: str, report: RankReport) -> int | None:
     return report.limits[name]
 
 
@@ -286,21 +281,12 @@ def _small_segments(report: RankReport) -> str:
     return ", ".join(small)
 
 
-def _loses_memory(login: LoginSettings) -> bool:
-    # logind spares system users, below 1000; where nothing is set, its own default is to remove.
-    return login.has_logind and login.user_id >= 1000 and login.removes_ipc is not False and not login.lingers
-
-
 def _by_value(reports: Sequence[RankReport], value: Callable[[RankReport], Value]) -> dict[Value, list[str]]:
     """The hosts, once each, by the value of their ranks."""
     groups: dict[Value, dict[str, None]] = defaultdict(dict)
     for report in reports:
         groups[value(report)][report.host] = None
     return {key: list(hosts) for key, hosts in groups.items()}
-
-
-def _hosts(offsets: Sequence[ClockOffset]) -> str:
-    return ", ".join(dict.fromkeys(offset.host for offset in offsets))
 
 
 def _worst(verdicts: Sequence[GateVerdict]) -> GateVerdict:

@@ -5,7 +5,7 @@ Invariant: a gate that could not be evaluated is "not checked", and is closed li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -122,20 +122,11 @@ class Volume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoginSettings:
-    """Whether shared memory survives its user's last logout. None is what could not be read."""
-
-    user_id: int
-    has_logind: bool
-    removes_ipc: bool | None
-    lingers: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """The report of one rank. A limit of None is no limit; a volume of None is no file system of this host.
 
-    `target` is the storage of data or checkpoints; `shared_segments` are the kernel's System V limits.
+    `target` is the storage of data or checkpoints; `shared_segments` are the kernel's System V limits;
+    `loses_shared_memory` after the last logout of the user, because logind removes it.
     """
 
     rank: int
@@ -144,50 +135,11 @@ class RankReport:
     limits: Mapping[str, int | None]
     shared_memory: Volume | None
     shared_segments: Mapping[str, int]
-    login: LoginSettings
+    loses_shared_memory: bool
     target: Volume | None
     results: Volume | None
     results_option: str = "--results"
     written_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MissingReport:
-    """A rank without a report, and why."""
-
-    rank: int
-    host: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClockOffset:
-    """How far a rank's wall clock is ahead of rank 0's: proven to be between these bounds."""
-
-    rank: int
-    host: str
-    low_s: float
-    high_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeView:
-    """What a rank read of a probe: the digest of its bytes, or why it read none."""
-
-    rank: int
-    host: str
-    digest: str | None
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageProbe:
-    """One probe of shared storage. If `is_fresh`, its bytes were written for it and cannot be a copy."""
-
-    where: str
-    digest: str
-    is_fresh: bool
-    views: Sequence[ProbeView]
 
 
 def parse_gate(text: str) -> Gate:

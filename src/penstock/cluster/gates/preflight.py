@@ -1,33 +1,47 @@
-"""Check all gates on every rank, before a run or alone: reports are gathered, and all ranks find the same.
+"""Check all gates on every rank, before a run or alone: ranks measure, and all ranks find the same.
 
-Invariant: collective, with the same findings on every rank; a gate for which some rank has no report is not
-checked and never passes.
+Collective. A gate for which some rank has no report is not checked and never passes.
 """
 
+import hashlib
+import os
+import platform
+import pwd
+import re
+import secrets
+import shutil
+import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, TypeVar
+from pathlib import Path
+from typing import Final, cast
 
+from penstock import __version__
 from penstock.cluster.comm import Comm
 from penstock.cluster.facts.collect_facts import collect_from_ranks
 from penstock.cluster.facts.host_facts import ClusterFacts
+from penstock.cluster.facts.read_host import soft_limits
 from penstock.cluster.gates import gate_checks
 from penstock.cluster.gates.gate_model import (
     ClusterState,
     Gate,
     GateFinding,
     GateVerdict,
-    MissingReport,
     Preflight,
     PreflightRequest,
     RankReport,
+    Volume,
 )
-from penstock.cluster.gates.rank_measurements import measure_clock_offsets, read_rank_report
-from penstock.cluster.gates.shared_storage_check import probe_storage
-from penstock.errors import PenstockError
-
-T = TypeVar("T")
+from penstock.errors import ObjectNotFound, PenstockError, StorageError
+from penstock.results.provenance import package_versions
+from penstock.storage import Storage
+from penstock.storage.capabilities import find_local_root
+from penstock.storage.files.file_storage import open_local
+from penstock.storage.protocol import write_object
+from penstock.storage.uri import find_local_paths_at
+from penstock.storage.volumes import nearest_folder, read_volume_id
 
 _REPORT_CHECKS: Final[dict[Gate, Callable[[Sequence[RankReport]], GateFinding]]] = {
     Gate.VERSIONS: gate_checks.check_versions,
@@ -39,7 +53,7 @@ _REPORT_CHECKS: Final[dict[Gate, Callable[[Sequence[RankReport]], GateFinding]]]
 """Gates that depend only on the reports of all ranks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PreflightResult:
     """The findings for the run's record, and the facts of its hosts, if that gate was checked."""
 
@@ -62,100 +76,272 @@ def run_preflight(
     """
     selected = [gate for gate in Gate if gate in gates and gate not in skips]
     cluster = (
-        collect_from_ranks(comm, request.environment, now=_now, root=request.root)
+        collect_from_ranks(comm, request.environment, now=lambda: datetime.now(UTC), root=request.root)
         if Gate.CLUSTER in selected
         else None
     )
-    reports: Sequence[RankReport | MissingReport] = ()
+    reports: Sequence[RankReport | str] = ()
     if set(selected) & _REPORT_CHECKS.keys():
-        reports = comm.gather(
-            _attempt(comm, lambda: read_rank_report(request, comm)), awaiting="the reports of all ranks"
-        )
-    inspector = _Inspector(request, comm, cluster, reports, is_private)
-    findings = {gate: inspector.find(gate) for gate in selected}
-    for gate in skips:
-        if gate in gates:
-            findings[gate] = GateFinding(gate=gate, verdict=GateVerdict.SKIPPED, found="skipped on request")
-    preflight = Preflight(
-        is_strict=is_strict,
-        cluster=_state(cluster),
-        findings=tuple(findings[gate] for gate in Gate if gate in findings),
-    )
-    return PreflightResult(preflight=preflight, cluster=cluster)
-
-
-@dataclass(frozen=True, slots=True)
-class _Inspector:
-    request: PreflightRequest
-    comm: Comm
-    cluster: ClusterFacts | None
-    reports: Sequence[RankReport | MissingReport]
-    is_private: bool
-
-    def find(self, gate: Gate) -> GateFinding:
-        """The finding of one gate, from the reports or by a measurement."""
-        lack = self._lack(gate)
-        if lack:
-            return GateFinding(gate=gate, verdict=GateVerdict.NOT_APPLICABLE, found=lack)
-        if gate is Gate.CLUSTER:
-            assert self.cluster is not None
-            return gate_checks.check_cluster(self.cluster)
-        if gate is Gate.CLOCK:
-            return gate_checks.check_clock(measure_clock_offsets(self.comm))
-        if gate is Gate.STORAGE:
-            return self._storage()
-        missing = [report for report in self.reports if isinstance(report, MissingReport)]
-        if missing:
-            reasons = "; ".join(
-                f"rank {report.rank} on {report.host}: {report.reason}" for report in missing[:3]
-            )
-            return GateFinding(
+        reports = comm.gather(_report(request, comm), awaiting="the reports of all ranks")
+    findings = {
+        gate: GateFinding(gate=gate, verdict=GateVerdict.SKIPPED, found="skipped on request")
+        for gate in skips
+        if gate in gates
+    }
+    for gate in selected:
+        if lack := _lack(gate, request, is_private=is_private):
+            findings[gate] = GateFinding(gate=gate, verdict=GateVerdict.NOT_APPLICABLE, found=lack)
+        elif gate is Gate.CLUSTER:
+            assert cluster is not None
+            findings[gate] = gate_checks.check_cluster(cluster)
+        elif gate is Gate.CLOCK:
+            bounds = measure_clock_offsets(comm)
+            hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
+            findings[gate] = gate_checks.check_clock(hosts, bounds)
+        elif gate is Gate.STORAGE:
+            assert request.uri is not None
+            assert request.reopen is not None
+            findings[gate] = check_shared_storage(comm, request.uri, request.reopen)
+        elif missing := [report for report in reports if isinstance(report, str)]:
+            findings[gate] = GateFinding(
                 gate=gate,
                 verdict=GateVerdict.NOT_CHECKED,
-                found=f"{len(missing)} of {len(self.reports)} ranks did not report: {reasons}",
+                found=f"{len(missing)} of {len(reports)} ranks did not report: {'; '.join(missing[:3])}",
                 fix="Fix the errors of these ranks.",
             )
-        return _REPORT_CHECKS[gate]([report for report in self.reports if isinstance(report, RankReport)])
-
-    def _lack(self, gate: Gate) -> str:
-        """Why a gate does not apply; "" where it does."""
-        doing = self.request
-        if gate is Gate.STORAGE and (doing.uri is None or doing.reopen is None):
-            return "no storage is used"
-        if gate is Gate.SPACE and doing.uri is None and doing.results is None:
-            return "nothing is written"
-        if gate is Gate.APART and (doing.uri is None or doing.results is None):
-            return "data or results are not used"
-        if gate is Gate.APART and self.is_private:
-            return "only results for a submission need a file system of their own"
-        return ""
-
-    def _storage(self) -> GateFinding:
-        assert self.request.uri is not None
-        assert self.request.reopen is not None
-        probe = probe_storage(self.comm, self.request.uri, self.request.reopen)
-        if isinstance(probe, str):
-            return GateFinding(
-                gate=Gate.STORAGE,
-                verdict=GateVerdict.NOT_CHECKED,
-                found=probe,
-                fix="Give rank 0 permission to write there, or at least to read an object.",
-            )
-        return gate_checks.check_storage(probe)
+        else:
+            whole = [report for report in reports if isinstance(report, RankReport)]
+            findings[gate] = _REPORT_CHECKS[gate](whole)
+    state: ClusterState = "unknown"
+    if cluster is not None and cluster.present:
+        state = "partial" if cluster.is_partial else "whole"
+    ordered = tuple(findings[gate] for gate in Gate if gate in findings)
+    return PreflightResult(Preflight(is_strict=is_strict, cluster=state, findings=ordered), cluster)
 
 
-def _attempt(comm: Comm, work: Callable[[], T]) -> T | MissingReport:
+def _lack(gate: Gate, doing: PreflightRequest, *, is_private: bool) -> str:
+    """The reason why a gate does not apply, or an empty string."""
+    if gate is Gate.STORAGE and (doing.uri is None or doing.reopen is None):
+        return "no storage is used"
+    if gate is Gate.SPACE and doing.uri is None and doing.results is None:
+        return "nothing is written"
+    if gate is Gate.APART and (doing.uri is None or doing.results is None):
+        return "data or results are not used"
+    if gate is Gate.APART and is_private:
+        return "only results for a submission need a file system of their own"
+    return ""
+
+
+def _report(request: PreflightRequest, comm: Comm) -> RankReport | str:
     try:
-        return work()
+        return read_rank_report(request, comm)
     except (OSError, ValueError, KeyError, PenstockError) as error:
-        return MissingReport(rank=comm.rank, host=comm.host, reason=f"{type(error).__name__}: {error}")
+        return f"rank {comm.rank} on {comm.host}: {type(error).__name__}: {error}"
 
 
-def _state(cluster: ClusterFacts | None) -> ClusterState:
-    if cluster is None or not cluster.present:
-        return "unknown"
-    return "partial" if cluster.is_partial else "whole"
+_LOGIND: Final = ("etc/systemd/logind.conf", "usr/lib/systemd/logind.conf")
+_REMOVE_IPC: Final = re.compile(r"^[ \t]*(#?)[ \t]*RemoveIPC[ \t]*=[ \t]*(\w+)", re.MULTILINE)
 
 
-def _now() -> datetime:
-    return datetime.now(UTC)
+def read_rank_report(request: PreflightRequest, comm: Comm) -> RankReport:
+    """The report of this rank. `OSError` where a fact cannot be read."""
+    root = request.root
+    shared_memory = root / "dev/shm"
+    return RankReport(
+        rank=comm.rank,
+        host=comm.host,
+        versions=_versions(comm),
+        limits=soft_limits(),
+        shared_memory=read_volume(shared_memory, comm.host) if shared_memory.is_dir() else None,
+        shared_segments=_shared_segments(root / "proc/sys/kernel"),
+        loses_shared_memory=read_loses_shared_memory(root),
+        target=_target_volume(request, comm.host),
+        results=None if request.results is None else read_volume(request.results, comm.host),
+        results_option=request.results_option,
+        written_bytes=request.written_bytes,
+    )
+
+
+def read_volume(path: Path, host: str) -> Volume:
+    """The file system of `path`, which need not exist yet, on `host`."""
+    folder = nearest_folder(path.absolute())
+    usage = shutil.disk_usage(folder)
+    device = folder.stat().st_dev
+    # XFS derives its identity from the device number, which may be equal on several hosts. Only file systems
+    # without a block device are shared.
+    identity = read_volume_id(folder)
+    return Volume(
+        identity=f"{host} {identity}" if os.major(device) else identity,
+        device=device,
+        folder=str(folder),
+        total_bytes=usage.total,
+        free_bytes=usage.free,
+    )
+
+
+def read_loses_shared_memory(root: Path, user_id: int | None = None) -> bool:
+    """Whether logind removes a user's shared memory after the last logout."""
+    user_id = os.getuid() if user_id is None else user_id
+    has_logind = (root / "run/systemd/system").is_dir()
+    lingers = (root / "var/lib/systemd/linger" / _user_name(user_id)).exists()
+    # logind spares system users, below 1000; where nothing is set, its own default is to remove.
+    return has_logind and user_id >= 1000 and not lingers and _removes_ipc(root) is not False
+
+
+def parse_remove_ipc(text: str) -> bool | None:
+    """The setting in a configuration file of logind; where it is commented out, the default shown there."""
+    settings = {
+        bool(comment): word.lower() in ("yes", "true", "1", "on")
+        for comment, word in _REMOVE_IPC.findall(text)
+    }
+    return settings.get(False, settings.get(True))
+
+
+def _shared_segments(folder: Path) -> dict[str, int]:
+    """The largest segment, in bytes, and the number of segments, where the kernel has such limits."""
+    paths = {name: folder / name for name in ("shmmax", "shmmni")}
+    return {name: int(path.read_text(encoding="ascii")) for name, path in paths.items() if path.is_file()}
+
+
+def _removes_ipc(root: Path) -> bool | None:
+    main = next((root / name for name in _LOGIND if (root / name).is_file()), None)
+    folders = [root / base / "systemd/logind.conf.d" for base in ("usr/lib", "run", "etc")]
+    # A file below /etc hides those of its name elsewhere; later names override earlier ones.
+    drop_ins = {path.name: path for folder in folders for path in sorted(folder.glob("*.conf"))}
+    removes = None
+    for path in ([main] if main else []) + [drop_ins[name] for name in sorted(drop_ins)]:
+        setting = parse_remove_ipc(path.read_text(encoding="utf-8", errors="replace"))
+        removes = removes if setting is None else setting
+    return removes
+
+
+def _user_name(user_id: int) -> str:
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:  # containers run as users without an entry
+        return str(user_id)
+
+
+def _versions(comm: Comm) -> dict[str, str]:
+    own = {"penstock": __version__, "Python": platform.python_version(), **package_versions()}
+    return {**own, "messages": comm.carrier} if comm.carrier else own
+
+
+def _target_volume(request: PreflightRequest, host: str) -> Volume | None:
+    if request.uri is None:
+        return None
+    paths = find_local_paths_at(request.uri, request.environment)
+    return None if paths is None else read_volume(Path(paths.local_root), host)
+
+
+NUM_ROUNDS: Final = 5
+"""The fastest of several rounds gives the tightest bound; each is a handful of messages."""
+
+ReadClock = Callable[[], float]
+
+
+def measure_clock_offsets(comm: Comm, *, wall_s: ReadClock = time.time) -> list[tuple[float, float]]:
+    """Bound the clock offset of every rank from rank 0's; the same result on all ranks. Collective."""
+    rounds = []
+    for _ in range(NUM_ROUNDS):
+        before_s = wall_s()
+        comm.broadcast(None, awaiting="rank 0 to query the clocks")
+        readings_s = comm.gather(wall_s(), awaiting="the time on all ranks")
+        rounds.append((before_s, readings_s, wall_s()))
+    return comm.broadcast(bound_offsets(rounds), awaiting="rank 0 to compare the clocks")
+
+
+def bound_offsets(rounds: Sequence[tuple[float, Sequence[float], float]]) -> list[tuple[float, float]]:
+    """By rank, how far its clock is ahead of rank 0's at least and at most. Pure.
+
+    A round is rank 0's clock before it sent, every rank's reading, and rank 0's clock after it received: a
+    rank reads its clock between the two, however slow the network is.
+    """
+    bounds = [
+        (
+            max(readings_s[rank] - after_s for _, readings_s, after_s in rounds),
+            min(readings_s[rank] - before_s for before_s, readings_s, _ in rounds),
+        )
+        for rank in range(len(rounds[0][1]))
+    ]
+    return [(0.0, 0.0), *bounds[1:]]
+
+
+PREFIX: Final = "penstock-gate-"
+PATIENCE_S: Final = 10.0
+"""Clients of network file systems may cache the content of a folder for seconds."""
+_POLL_S: Final = 0.1
+_PROBE_BYTES: Final = 4096
+_LONGEST_READ: Final = 1 << 20
+"""The part of an existing object that is compared, in bytes."""
+
+
+def check_shared_storage(
+    comm: Comm, uri: str, reopen: Callable[[], Storage], *, patience_s: float = PATIENCE_S
+) -> GateFinding:
+    """Let rank 0 write random bytes and every rank read them. The same finding on all ranks. Collective.
+
+    Contents are compared, because device numbers may differ between hosts of one file system and agree
+    between hosts of several. The probe is removed, and missing folders are not created: local files are
+    probed in the innermost folder that exists.
+    """
+
+    def open_place(folder: Path | None) -> Storage:
+        return reopen() if folder is None else open_local(folder)
+
+    def place_probe() -> tuple[Path | None, str, str, bool] | str:
+        """The folder, the key, the digest, and whether the bytes are new; or why there are none."""
+        key, content = PREFIX + secrets.token_hex(8), secrets.token_bytes(_PROBE_BYTES)
+        try:
+            root = find_local_root(reopen())
+            folder = None if root is None else nearest_folder(root)
+            storage = open_place(folder)
+            try:
+                write_object(storage, key, [content])
+            except StorageError as refusal:
+                other = next((info.key for info in storage.list() if not info.key.startswith(PREFIX)), None)
+                if other is None:
+                    return f"it is empty and cannot be written to: {refusal}"
+                return folder, other, _digest(storage, other), False
+        except PenstockError as error:
+            return str(error)
+        return folder, key, hashlib.sha256(content).hexdigest(), True
+
+    def look(folder: Path | None, key: str) -> tuple[str, str, str]:
+        """The host, the digest of what this rank reads, and why it reads nothing."""
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                return comm.host, _digest(open_place(folder), key), ""
+            except ObjectNotFound:
+                if time.monotonic() >= deadline_s:
+                    return comm.host, "", f"it does not appear within {patience_s:g} s"
+                time.sleep(_POLL_S)
+            except PenstockError as error:
+                return comm.host, "", str(error)
+
+    placed = place_probe() if comm.rank == 0 else None
+    probe = cast(
+        "tuple[Path | None, str, str, bool] | str",
+        comm.broadcast(placed, awaiting="rank 0 to write a probe to the storage"),
+    )
+    if isinstance(probe, str):
+        return GateFinding(
+            gate=Gate.STORAGE,
+            verdict=GateVerdict.NOT_CHECKED,
+            found=probe,
+            fix="Give rank 0 permission to write there, or at least to read an object.",
+        )
+    folder, key, digest, is_fresh = probe
+    views = comm.gather(look(folder, key), awaiting="all ranks to read the probe")
+    if comm.rank == 0 and is_fresh:
+        with suppress(ObjectNotFound):
+            open_place(folder).delete(key)
+    return gate_checks.check_storage(uri if folder is None else str(folder), digest, views, is_fresh=is_fresh)
+
+
+def _digest(storage: Storage, key: str) -> str:
+    with closing(storage.open(key)) as source:
+        content = bytearray(min(source.size_bytes, _LONGEST_READ))
+        source.read_into(0, memoryview(content))
+    return hashlib.sha256(content).hexdigest()

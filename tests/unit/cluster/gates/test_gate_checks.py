@@ -20,19 +20,15 @@ from penstock.cluster.gates.gate_checks import (
     format_ranks,
 )
 from penstock.cluster.gates.gate_model import (
-    ClockOffset,
     Gate,
     GateFinding,
     GateVerdict,
-    LoginSettings,
     Preflight,
-    ProbeView,
     RankReport,
-    StorageProbe,
     Volume,
     parse_gate,
 )
-from penstock.cluster.gates.rank_measurements import ClockRound, bound_offsets
+from penstock.cluster.gates.preflight import bound_offsets
 from penstock.errors import UsageError
 
 GIB = 1 << 30
@@ -60,7 +56,7 @@ def rank(number: int, **changed: object) -> RankReport:
         limits=LIMITS,
         shared_memory=volume("shm", total_bytes=4 * GIB, free_bytes=4 * GIB),
         shared_segments={"shmmax": 1 << 60, "shmmni": 4096},
-        login=LoginSettings(user_id=1000, has_logind=True, removes_ipc=False, lingers=False),
+        loses_shared_memory=False,
         target=volume("data", device=7),
         results=volume("home", device=8),
     )
@@ -140,22 +136,10 @@ def test_small_limits_of_system_v_are_warned_of(limits: dict[str, int], said: st
     assert said in found.found
 
 
-@pytest.mark.parametrize(
-    ("login", "loses"),
-    [
-        (LoginSettings(user_id=1000, has_logind=True, removes_ipc=True, lingers=False), True),
-        (LoginSettings(user_id=1000, has_logind=True, removes_ipc=None, lingers=False), True),
-        (LoginSettings(user_id=1000, has_logind=True, removes_ipc=True, lingers=True), False),
-        (LoginSettings(user_id=1000, has_logind=False, removes_ipc=True, lingers=False), False),
-        (LoginSettings(user_id=999, has_logind=True, removes_ipc=True, lingers=False), False),
-    ],
-)
-def test_semaphores_that_a_logout_deletes_are_warned_of(
-    login: LoginSettings,
-    loses: bool,  # noqa: FBT001 - a case of the table
-) -> None:
-    found = check_ipc([rank(0, login=login)])
-    assert (found.verdict is GateVerdict.WARNING) == loses
+def test_semaphores_that_a_logout_deletes_are_warned_of() -> None:
+    found = check_ipc([rank(0), rank(1, loses_shared_memory=True)])
+    assert found.verdict is GateVerdict.WARNING
+    assert "RemoveIPC" in found.found
 
 
 def test_results_beside_what_is_measured_are_refused_by_host() -> None:
@@ -182,13 +166,6 @@ def test_results_need_a_little_room_too() -> None:
     assert "/home" in found.found
 
 
-def _offsets(*pairs: tuple[float, float]) -> list[ClockOffset]:
-    return [
-        ClockOffset(rank=number, host=f"node{number}", low_s=low, high_s=high)
-        for number, (low, high) in enumerate([(0.0, 0.0), *pairs])
-    ]
-
-
 @pytest.mark.parametrize(
     ("pair", "verdict"),
     [
@@ -201,7 +178,7 @@ def _offsets(*pairs: tuple[float, float]) -> list[ClockOffset]:
     ],
 )
 def test_a_clock_is_wrong_only_where_that_is_proven(pair: tuple[float, float], verdict: GateVerdict) -> None:
-    assert check_clock(_offsets((0.0, 0.001), pair)).verdict is verdict
+    assert check_clock(["a", "b", "c"], [(0.0, 0.0), (0.0, 0.001), pair]).verdict is verdict
 
 
 @given(
@@ -211,27 +188,25 @@ def test_a_clock_is_wrong_only_where_that_is_proven(pair: tuple[float, float], v
 def test_bounds_always_hold_the_true_offset(skews: list[float], delays: list[tuple[float, float]]) -> None:
     offsets = [0.0, *skews]
     rounds = [
-        ClockRound(100.0, [100.0 + there + offset for offset in offsets], 100.0 + there + back)
+        (100.0, [100.0 + there + offset for offset in offsets], 100.0 + there + back)
         for there, back in delays
     ]
-    for offset, found in zip(offsets, bound_offsets(rounds, ["h"] * len(offsets)), strict=True):
-        assert found.low_s - 1e-6 <= offset <= found.high_s + 1e-6
-        assert found.high_s - found.low_s <= min(there + back for there, back in delays) + 1e-6
+    for offset, (low_s, high_s) in zip(offsets, bound_offsets(rounds), strict=True):
+        assert low_s - 1e-6 <= offset <= high_s + 1e-6
+        assert high_s - low_s <= min(there + back for there, back in delays) + 1e-6
 
 
-def _probe(*digests: str | None, is_fresh: bool = True) -> StorageProbe:
-    sights = [
-        ProbeView(
-            rank=number, host=f"node{number}", digest=digest, reason="" if digest else "it is not there"
-        )
+def _storage(*digests: str, is_fresh: bool = True) -> GateFinding:
+    views = [
+        (f"node{number}", digest, "" if digest else "it is not there")
         for number, digest in enumerate(digests)
     ]
-    return StorageProbe(where="/data", digest="abc", is_fresh=is_fresh, views=sights)
+    return check_storage("/data", "abc", views, is_fresh=is_fresh)
 
 
 def test_storage_is_shared_where_every_rank_reads_the_same_bytes() -> None:
-    assert check_storage(_probe("abc", "abc")).verdict is GateVerdict.PASS
-    found = check_storage(_probe("abc", None, "xyz"))
+    assert _storage("abc", "abc").verdict is GateVerdict.PASS
+    found = _storage("abc", "", "xyz")
     assert found.verdict is GateVerdict.FAIL
     assert "2 of 3 ranks" in found.found
     assert "rank 1 on node1: it is not there" in found.found
@@ -239,8 +214,8 @@ def test_storage_is_shared_where_every_rank_reads_the_same_bytes() -> None:
 
 
 def test_bytes_that_were_there_before_prove_less() -> None:
-    assert check_storage(_probe("abc", "abc", is_fresh=False)).verdict is GateVerdict.WARNING
-    assert check_storage(_probe("abc", is_fresh=False)).verdict is GateVerdict.PASS
+    assert _storage("abc", "abc", is_fresh=False).verdict is GateVerdict.WARNING
+    assert _storage("abc", is_fresh=False).verdict is GateVerdict.PASS
 
 
 def test_facts_of_some_hosts_are_not_checked_and_unlike_hosts_are_warned_of() -> None:

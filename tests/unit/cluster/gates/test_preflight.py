@@ -8,11 +8,15 @@ import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 from tests.unit.cluster.facts.known_hosts import machine
 
-from penstock.cluster.gates.gate_checks import check_storage
-from penstock.cluster.gates.gate_model import Gate, GateFinding, GateVerdict, LoginSettings, PreflightRequest
-from penstock.cluster.gates.preflight import PreflightResult, run_preflight
-from penstock.cluster.gates.rank_measurements import measure_clock_offsets, parse_remove_ipc, read_login
-from penstock.cluster.gates.shared_storage_check import probe_storage
+from penstock.cluster.gates.gate_model import Gate, GateFinding, GateVerdict, PreflightRequest
+from penstock.cluster.gates.preflight import (
+    PreflightResult,
+    check_shared_storage,
+    measure_clock_offsets,
+    parse_remove_ipc,
+    read_loses_shared_memory,
+    run_preflight,
+)
 from penstock.errors import AccessRefused
 from penstock.storage import Storage, open_storage
 from penstock.storage.in_memory import MemorySink, MemoryStorage
@@ -88,10 +92,9 @@ def test_unknown_memory_leaves_the_cluster_gate_unchecked_and_stops_a_strict_run
         assert seen.preflight.is_stopped
 
 
-def _sights(size: int, reopen: Callable[[int], Storage], uri: str = "mem://x") -> list[GateFinding | str]:
-    def look(comm: ThreadComm) -> GateFinding | str:
-        probe = probe_storage(comm, uri, lambda: reopen(comm.rank), patience_s=0.0)
-        return probe if isinstance(probe, str) else check_storage(probe)
+def _sights(size: int, reopen: Callable[[int], Storage], uri: str = "mem://x") -> list[GateFinding]:
+    def look(comm: ThreadComm) -> GateFinding:
+        return check_shared_storage(comm, uri, lambda: reopen(comm.rank), patience_s=0.0)
 
     return on_ranks(size, look)
 
@@ -99,7 +102,6 @@ def _sights(size: int, reopen: Callable[[int], Storage], uri: str = "mem://x") -
 def test_ranks_with_storages_of_their_own_are_found_out() -> None:
     shared, other = MemoryStorage(), MemoryStorage()
     for found in _sights(3, lambda rank: other if rank == 2 else shared):
-        assert isinstance(found, GateFinding)
         assert found.verdict is GateVerdict.FAIL
         assert "rank 2 on thread-2" in found.found
     assert list(shared.list()) == []
@@ -117,20 +119,18 @@ def test_where_nothing_can_be_written_what_lies_there_is_compared() -> None:
     shared = ReadOnly()
     shared.locked = True
     (nothing, _) = _sights(2, lambda _rank: shared)
-    assert isinstance(nothing, str)
-    assert "it is empty" in nothing
+    assert nothing.verdict is GateVerdict.NOT_CHECKED
+    assert "it is empty" in nothing.found
     shared.locked = False
     write_object(shared, "a", [b"bytes"])
     shared.locked = True
     (found, _) = _sights(2, lambda _rank: shared)
-    assert isinstance(found, GateFinding)
     assert found.verdict is GateVerdict.WARNING
 
 
 def test_a_missing_folder_is_probed_in_its_parent_and_not_created(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}/not/there"
     (found,) = _sights(1, lambda _rank: open_storage(uri, {}), uri)
-    assert isinstance(found, GateFinding)
     assert found.verdict is GateVerdict.PASS
     assert list(tmp_path.iterdir()) == []
 
@@ -138,14 +138,13 @@ def test_a_missing_folder_is_probed_in_its_parent_and_not_created(tmp_path: Path
 def test_a_clock_that_is_ahead_is_measured_through_the_ranks_own_messages() -> None:
     import time
 
-    def look(comm: ThreadComm) -> object:
+    def look(comm: ThreadComm) -> list[tuple[float, float]]:
         ahead_s = 3600.0 * comm.rank
         return measure_clock_offsets(comm, wall_s=lambda: time.time() + ahead_s)
 
     for offsets in on_ranks(3, look):
-        assert isinstance(offsets, tuple)
-        for each in offsets:
-            assert each.low_s <= 3600.0 * each.rank <= each.high_s
+        for rank, (low_s, high_s) in enumerate(offsets):
+            assert low_s <= 3600.0 * rank <= high_s
 
 
 @pytest.mark.parametrize(
@@ -173,6 +172,16 @@ def test_the_administrators_last_word_on_shared_memory_counts(tmp_path: Path) ->
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    login = read_login(tmp_path)
-    assert login == LoginSettings(user_id=login.user_id, has_logind=True, removes_ipc=False, lingers=False)
-    assert read_login(tmp_path / "empty").removes_ipc is None
+    assert not read_loses_shared_memory(tmp_path, 1000)
+    (tmp_path / "etc/systemd/logind.conf.d/10-a.conf").unlink()
+    assert read_loses_shared_memory(tmp_path, 1000)
+
+
+def test_system_users_lingering_users_and_other_systems_keep_shared_memory(tmp_path: Path) -> None:
+    assert not read_loses_shared_memory(tmp_path, 54_321)
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    assert read_loses_shared_memory(tmp_path, 54_321)  # logind's own default is to remove
+    assert not read_loses_shared_memory(tmp_path, 999)
+    (tmp_path / "var/lib/systemd/linger").mkdir(parents=True)
+    (tmp_path / "var/lib/systemd/linger/54321").touch()
+    assert not read_loses_shared_memory(tmp_path, 54_321)
