@@ -204,7 +204,7 @@ def flush(options: _FlushOptions, comm: Comm, terminal: Terminal) -> int:
         )
     path = options.caches[comm.rank if len(options.caches) > 1 else 0]
     folder = cache_tools.require_cache_folder(path)
-    with terminal.progress(options.following) as progress:
+    with terminal.progress(options.following.followers) as progress:
         progress.begin("flush", 0)
         progress.enter("working", unit="written_bytes")
         looked_at, states = cache_tools.flush_caches(

@@ -1,17 +1,15 @@
-"""What people see of work in progress: a bar, live figures, or a line every 30 s without a terminal."""
+"""The display of work in progress: a bar, live figures, or a line every 30 s without a terminal."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from penstock.environment import PROGRESS_COLUMNS, process_environment
 from penstock.errors import printable
-from penstock.results.run_meter import Follower, Meter
+from penstock.results.run_meter import Follower
 from penstock.results.run_status import (
     RUNNING,
     RunStatus,
@@ -27,15 +25,13 @@ from penstock.units import format_count
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.cli.option_groups import FollowOptions
-    from penstock.cluster.comm import RankWait
 
 LINE_INTERVAL_S: Final = 30.0
 _BAR_CELLS: Final = 40
 
 
 def make_display(*, shows_figures: bool, first_line_s: float = LINE_INTERVAL_S) -> Follower:
-    """What suits this process's stderr, or that of the process that launched it."""
+    """Make the display that suits the stderr of this process, or of the one that launched it."""
     columns = process_environment().get(PROGRESS_COLUMNS)
     if not (columns or sys.stderr.isatty()):
         return Lines(first_s=first_line_s)
@@ -48,18 +44,6 @@ def make_display(*, shows_figures: bool, first_line_s: float = LINE_INTERVAL_S) 
     if columns is not None:
         console.width = int(columns)
     return LiveFigures(console) if shows_figures else Bars(console)
-
-
-@contextmanager
-def open_meter(
-    following: FollowOptions | None, *, ranks: int, find_wait: Callable[[], RankWait | None]
-) -> Iterator[Meter]:
-    """Open what a command reports its progress to, and all who follow it."""
-    # A folder of metrics that does not exist is refused before a bar is drawn.
-    followers = following.followers() if following else []
-    followers.append(make_display(shows_figures=following is not None and following.shows_figures))
-    with Meter(followers, name=f"process-{os.getpid()}", ranks=ranks, find_wait=find_wait) as meter:
-        yield meter
 
 
 class Lines:

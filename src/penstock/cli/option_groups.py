@@ -195,20 +195,34 @@ def parse_gates(names: Iterable[str]) -> Sequence[Gate]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FollowOptions:
-    """How a run is followed while it lasts."""
+class MetricsOption:
+    """A file of metrics for monitoring."""
 
-    shows_figures: bool = flag("--watch", "Show live figures in place of a progress bar.")
-    metrics_folder: Path | None = option(
+    folder: Path | None = option(
         "--metrics-dir",
         FOLDER,
         "Keep the figures in DIR/penstock-RUN.prom, for node exporter's text collector.",
     )
 
     def followers(self) -> list[Follower]:
-        """The followers besides the terminal."""
-        if self.metrics_folder is None:
+        """The follower that keeps the file, if one is wanted."""
+        if self.folder is None:
             return []
         from penstock.results.run_status import TextCollectorFile
 
-        return [TextCollectorFile(self.metrics_folder)]
+        return [TextCollectorFile(self.folder)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowOptions:
+    """How a run is followed while it lasts."""
+
+    shows_figures: bool = flag("--watch", "Show live figures in place of a progress bar.")
+    metrics: MetricsOption = group(MetricsOption)
+
+    def followers(self) -> list[Follower]:
+        """The terminal's display, and monitoring."""
+        from penstock.cli.live_display import make_display
+
+        # A folder of metrics that does not exist is refused before a bar is drawn.
+        return [*self.metrics.followers(), make_display(shows_figures=self.shows_figures)]

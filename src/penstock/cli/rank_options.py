@@ -90,7 +90,7 @@ def ranked(
                     speaks=comm.rank == 0,
                     ranks=comm.size,
                     find_wait=comm.present_wait,
-                    following=fill(_FollowPanel, values).following if is_followed else None,
+                    open_followers=fill(_FollowPanel, values).following.followers if is_followed else None,
                 )
                 return function(fill(options, values), comm, terminal)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.cli.live_display import make_display, panel_lines
-from penstock.cli.option_groups import FollowOptions, ParentOption
+from penstock.cli.option_groups import MetricsOption, ParentOption
 from penstock.cli.options import flag, group, optional_argument, verb
 from penstock.cli.parsers import RUN
 from penstock.cli.results_show import show_folder
@@ -40,7 +40,7 @@ class _WatchOptions:
     )
     parent: ParentOption = group(ParentOption)
     is_once: bool = flag("--once", "Show the present figures and leave.")
-    following: FollowOptions = group(FollowOptions, panel="Following")
+    metrics: MetricsOption = group(MetricsOption)
 
 
 @verb(_WatchOptions)
@@ -63,7 +63,7 @@ def watch(options: _WatchOptions, terminal: Terminal) -> int:
     watched = _WatchedRun(_find_folder(options))
     status = watched.look()
     if not options.is_once and status.outcome == RUNNING:
-        status = _follow(watched, options.following, terminal)
+        status = _follow(watched, options.metrics, terminal)
     if status.outcome == "finished" and not (options.is_once or terminal.as_json):
         show_folder(watched.folder, terminal)
     else:
@@ -148,7 +148,7 @@ def _without_status(folder: Path, record: RunRecord) -> RunStatus:
     )
 
 
-def _follow(watched: _WatchedRun, options: FollowOptions, terminal: Terminal) -> RunStatus:
+def _follow(watched: _WatchedRun, options: MetricsOption, terminal: Terminal) -> RunStatus:
     """Show the run until it ends, or the user does not want to see more."""
     with ExitStack() as undo:
         followers: list[Follower] = [

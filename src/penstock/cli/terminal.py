@@ -6,6 +6,7 @@ With `--json` stdout carries exactly one JSON document. `live_display` draws pro
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 from click import get_current_context
 
 from penstock.errors import UsageError, printable
-from penstock.progress import RunProgress, Silent
+from penstock.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
     from rich.table import Table
 
-    from penstock.cli.option_groups import FollowOptions
     from penstock.cluster.comm import RankWait
+    from penstock.results.run_meter import Follower
 
 _WIDE = 1000
 _MANY_ROWS = 500
@@ -160,14 +161,14 @@ def _printable_piece(piece: str | tuple[str, str]) -> str | tuple[str, str]:
 class Terminal:
     """The output of one command on one rank; `speaks` is true on rank 0 only.
 
-    `find_wait` says what this rank waits for, `following` how the user wants to follow the command.
+    `find_wait` says what this rank waits for, `open_followers` opens what follows the command.
     """
 
     as_json: bool
     speaks: bool = True
     ranks: int = 1
     find_wait: Callable[[], RankWait | None] = lambda: None
-    following: FollowOptions | None = None
+    open_followers: Callable[[], list[Follower]] | None = None
 
     def result(self, document: Mapping[str, Any], view: View) -> None:
         """Print the result: `document` with `--json`, else `view`."""
@@ -189,14 +190,18 @@ class Terminal:
             self.note(str(text))
 
     @contextmanager
-    def progress(self, following: FollowOptions | None = None) -> Iterator[RunProgress]:
+    def progress(self, open_followers: Callable[[], list[Follower]] | None = None) -> Iterator[Progress]:
         """Show progress on stderr, as a bar on a terminal, else a line every 30 s, and to monitoring."""
         if not self.speaks:
-            yield Silent()
+            yield Progress()
             return
-        from penstock.cli.live_display import open_meter
+        from penstock.cli.live_display import make_display
+        from penstock.results.run_meter import Meter
 
-        with open_meter(following or self.following, ranks=self.ranks, find_wait=self.find_wait) as meter:
+        wanted = open_followers or self.open_followers
+        followers = wanted() if wanted else [make_display(shows_figures=False)]
+        name = f"process-{os.getpid()}"
+        with Meter(followers, name=name, ranks=self.ranks, find_wait=self.find_wait) as meter:
             yield meter
 
 
