@@ -111,7 +111,7 @@ class MlpstorageCommand:
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
-        """Whether an option was given."""
+        """Check whether an option was given."""
         return name in self.options
 
     def value(self, name: str) -> str | None:

@@ -149,7 +149,7 @@ class _ReportOptions:
     output: Path | None = option(
         "--output", FOLDER, "Write report.html, results.csv and results.json into this directory.", short="-o"
     )
-    writes_tree: bool = flag("--write", "Write each result's report into its tree, beside its runs.")
+    writes_tree: bool = flag("--write", "Write each result's report into its tree, next to its runs.")
     edition: str = option("--edition", EDITION, _EDITION_TEXT, default="auto")
 
 
@@ -157,7 +157,7 @@ class _ReportOptions:
 def report(options: _ReportOptions, terminal: Terminal) -> None:
     """Recompute every result's figures from its runs: mean, deviation, confidence interval, outliers.
 
-    Writes nothing without --output or --write. --write adds results.json and results.csv beside the runs (of
+    Writes nothing without --output or --write. --write adds results.json and results.csv next to the runs (of
     v1.0, mlperf_storage_report.json); files that another program wrote there are kept. Exits with 0 whatever
     the verdicts are: `penstock submission check` judges.
 

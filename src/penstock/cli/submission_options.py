@@ -71,7 +71,7 @@ class TreeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions:
-    """Where a run's results go: into a directory of their own, or into a submission tree.
+    """The destination of a run's results: a directory of their own, or a submission tree.
 
     `rehearsed_at` is no option: the scale of a rehearsal, None in earnest.
     """
@@ -154,7 +154,7 @@ def locate(series: Series, workload: Workload, uri: str) -> DataLocation:
 
 
 def open_session(submitted: SubmissionEntry, settings: Sequence[str], *, comm: Comm) -> ResultWriter:
-    """What all result directories of this command share; captures the program's image. Collective."""
+    """The shared part of all result directories of this command; captures the program's image. Collective."""
     from penstock.workflows.submission.result_draft import ResultWriter, capture_image
 
     def clock() -> datetime:
@@ -172,5 +172,5 @@ def open_session(submitted: SubmissionEntry, settings: Sequence[str], *, comm: C
 
 
 def parse_changes(settings: Iterable[str]) -> Mapping[str, Any]:
-    """What `--set` options change, under DLIO's keys."""
+    """The changes of `--set` options, under DLIO's keys."""
     return {dotted(canonical_path(setting.path)): setting.value for setting in parse_overrides(settings)}

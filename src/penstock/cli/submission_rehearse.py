@@ -46,7 +46,7 @@ class _RehearseOptions:
     workload: str = argument(
         "WORKLOAD", WORKLOAD, "Training workload (unet3d) or checkpointing model (llama3-8b)."
     )
-    folder: Path = argument("DIR", FOLDER, "New or empty directory, or that of a rehearsal to continue.")
+    folder: Path = argument("DIR", FOLDER, "New or empty directory, or a rehearsal to continue.")
     scale: Fraction = option(
         "--scale", SCALE, "Use this share of the data set's files, or of each checkpoint.", default="0.001"
     )
@@ -69,7 +69,7 @@ class _RehearseOptions:
 
     @property
     def place(self) -> str:
-        """Where the data set or the checkpoints are."""
+        """The place of the data set or the checkpoints."""
         return self.data or str(self.folder.absolute() / HIDDEN / "storage" / self.workload)
 
     @property
@@ -84,7 +84,7 @@ def _limits() -> CheckpointLimits:
 
 
 def _usual_ranks(values: Mapping[str, Any]) -> int | None:
-    """As many ranks as the model takes, where one host has so many accelerators."""
+    """The model's number of ranks, if one host has that many accelerators."""
     model = _limits().models.get(values["workload"])
     is_small = model is not None and model.closed_processes <= _MOST_LOCAL_RANKS
     return model.closed_processes if model is not None and is_small else None
@@ -248,7 +248,7 @@ def _report(options: _RehearseOptions, sizes: Sequence[str], terminal: Terminal)
 
 
 def _list_needs(options: _RehearseOptions, assessment: RehearsalAssessment) -> Iterator[str]:
-    """What a real submission needs besides size and time."""
+    """List the other needs of a real submission."""
     from penstock.submission.authoring.description_draft import find_placeholders, rehearsed_picture
 
     if assessment.excused["place"]:

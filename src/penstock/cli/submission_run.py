@@ -81,7 +81,7 @@ def checkpointing(options: CheckpointingOptions, comm: Comm, terminal: Terminal)
 
 
 def find_missing_checkpoints(options: CheckpointingOptions, *, comm: Comm) -> Mapping[str, int]:
-    """How many writes and reads the result lacks; the same on all ranks. Collective."""
+    """The numbers of writes and reads that the result lacks; the same on all ranks. Collective."""
     from penstock.submission.authoring.run_sequence import missing_checkpoints, read_series_state
 
     series = ResultOptions.in_tree(options.target).find_series(
@@ -153,7 +153,7 @@ def training(options: TrainingOptions, comm: Comm, terminal: Terminal) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeTraining:
-    """What is there of a training result, and how large its data set has to be."""
+    """The present part of a training result, and the size that its data set has to have."""
 
     workload: Workload
     series: Series
@@ -221,7 +221,7 @@ def _load_workload(options: option_groups.WorkloadOptions) -> Workload:
 
 
 def _count_missing_bytes(workload: Workload, series: Series, data: option_groups.DataOptions) -> int:
-    """What is still to be generated into a local folder; object services do not report their free space."""
+    """The bytes still to be generated into a local folder; object services report no free space."""
     from penstock.dataset.generate import missing_bytes
     from penstock.storage.capabilities import find_local_root
     from penstock.submission.authoring.run_sequence import read_series_state

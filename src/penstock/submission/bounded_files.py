@@ -83,7 +83,7 @@ def tree_of(path: Path, base: Path) -> str:
 
 
 def leads_out(folder: Path, tree: Path) -> bool:
-    """Whether links on the way lead a folder out of `tree`."""
+    """Check whether links on the way lead a folder out of `tree`."""
     return not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(tree))
 
 

@@ -29,7 +29,7 @@ POINTER: Final = ".mlps-code-image"
 DIGEST_FILE: Final = ".code-hash.json"
 ALGORITHM: Final = "md5-tree-v2"
 MAX_IMAGE_BYTES: Final = 128 << 20
-"""Of all files of an image; those of published rounds have a few MB."""
+"""The limit for all files of an image; published images have a few MB."""
 
 EMPTY_TREE: Final = hashlib.md5(usedforsecurity=False).hexdigest()
 """The digest of no files."""

@@ -28,7 +28,7 @@ class RequiredFolders(_Strict):
 
 
 class SizingLimits(_Strict):
-    """How large a data set must be; `rounding` is that of a fraction of a file.
+    """The size that a data set must have; `rounding` is for a fraction of a file.
 
     `host_memory` says how far the list in a summary can be trusted: `each` entry is a host's, or only their
     `sum` is right. `memory_tolerance` is how much of it whole GiB may leave out.
@@ -42,13 +42,13 @@ class SizingLimits(_Strict):
 
 
 class Tolerance(_Strict):
-    """How much a stated mean may differ from the recomputed one."""
+    """The tolerance between a stated mean and the recomputed one."""
 
     relative_tolerance: float
 
 
 class ParameterLists(_Strict):
-    """Which keys a run may set."""
+    """The keys that a run may set."""
 
     tool: frozenset[str]
     closed: frozenset[str]
@@ -98,7 +98,7 @@ class ModelLimits(_Strict):
 
 
 class SubsetLimits(_Strict):
-    """Where a subset of the ranks may represent all: the models in CLOSED, and how many accelerators."""
+    """The models whose ranks may be represented by a subset in CLOSED, and its number of accelerators."""
 
     models: frozenset[str]
     num_accelerators: int
@@ -123,7 +123,7 @@ class CheckpointLimits(_Strict):
 
 
 class CacheOption(_Strict):
-    """One of the fixed loads of a key-value cache; users are those of each rank."""
+    """One of the fixed loads of a key-value cache; users are per rank."""
 
     model: str
     num_users: int
@@ -184,11 +184,11 @@ class Edition(_Strict):
     vectors: VectorLimits | None = None
 
     def count_warm_ups(self, num_runs: int) -> int:
-        """How many of `num_runs` are warm-ups: none if the edition allows to leave them out, and they are."""
+        """The number of warm-ups in `num_runs`: none if the edition allows to leave them out."""
         return 0 if self.is_without_warm_ups(num_runs) else self.num_warm_ups
 
     def is_without_warm_ups(self, num_runs: int) -> bool:
-        """Whether `num_runs` are all runs but the warm-ups, in an edition that allows to leave these out."""
+        """Check whether only the warm-ups are missing, in an edition that allows it."""
         return self.lacks_warm_ups and num_runs == self.num_runs - self.num_warm_ups
 
     def of(self, _submitter: Path) -> Self:

@@ -1,7 +1,7 @@
 """Choose the edition whose rules judge a submitter, by files that only that edition has.
 
 A folder may hold submitters of several editions. Invariant: each is judged by its own edition; one whose
-files tell nothing is judged as those beside it.
+files have no mark is judged like the others in the folder.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class EditionChoice:
 
     @property
     def for_the_reviewer(self) -> tuple[str, ...]:
-        """What files cannot show, over all editions."""
+        """The points that files cannot show, over all editions."""
         return tuple(
             dict.fromkeys(point for edition in self._distinct() for point in edition.for_the_reviewer)
         )

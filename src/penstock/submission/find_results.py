@@ -142,7 +142,7 @@ def require_results(found: FoundTree, root: Path) -> tuple[ResultLocation, ...]:
         fix=(
             "Give a round's folder (with closed/ or open/), or a submitter's (with results/)."
             if submitter is None
-            else f"Give the submitter's folder, {submitter}: a result is judged with the files beside it."
+            else f"Give the submitter's folder, {submitter}: a result is judged with the other files there."
         ),
     )
 

@@ -1,4 +1,4 @@
-"""What a rule reports: verdict, evidence, figures, proof and the fix.
+"""The findings of a rule: verdict, evidence, figures, proof and the fix.
 
 Rules make findings, `check` collects them, `reports` writes them. Invariant: what cannot be judged is `not
 checked`, with the reason, and neither valid nor invalid.

@@ -14,7 +14,7 @@ _LEAVINGS: Final = frozenset({"__macosx", ".ds_store", "thumbs.db", "desktop.ini
 
 
 def is_leaving(name: str) -> bool:
-    """Whether an operating system, an editor or a file manager left such a file."""
+    """Check whether an operating system, an editor or a file manager left such a file."""
     return name.lower() in _LEAVINGS or name.startswith(("._", ".#", "~$")) or name.endswith(("~", ".swp"))
 
 
@@ -48,7 +48,7 @@ def list_linked_subfolders(folder: Path | None) -> list[Path]:
 
 
 def list_names(folder: Path | None) -> tuple[str, ...]:
-    """The names of the entries; those of folders end in a slash."""
+    """The names of the entries; folders end in a slash."""
     return tuple(f"{entry.name}/" if _is_folder(entry) else entry.name for entry in _scan(folder))
 
 

@@ -65,7 +65,7 @@ class ParsedFile:
 
     @property
     def is_missing(self) -> bool:
-        """Whether there is no such file, as opposed to one that cannot be read."""
+        """Check whether there is no such file, as opposed to one that cannot be read."""
         return self.problem == NO_FILE
 
     def value(self, *path: str) -> Any:
@@ -83,7 +83,7 @@ class ParsedFile:
         return here
 
     def has(self, *path: str) -> bool:
-        """Whether something other than null is at `path`; a file that cannot be read has nothing."""
+        """Check whether something other than null is at `path`; a file that cannot be read has nothing."""
         # Not by `value`: the search for a similar name takes longer than the rest of a rule.
         here = None if self.problem else self.content
         for key in path:

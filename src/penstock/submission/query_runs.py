@@ -161,7 +161,7 @@ def options_of(summary: ParsedFile) -> dict[int, ParsedFile]:
 
 
 def is_error_free(summary: ParsedFile) -> bool:
-    """Whether no rank's file is missing and no launch failed; rounds publish the latest such run."""
+    """Check whether no rank's file is missing and no launch failed; rounds publish the latest such run."""
     if summary.problem or not summary.has("options") or summary.content.get("trial_failures"):
         return False
     return not summary.has("partial_failure") or summary.value("partial_failure") is False

@@ -217,7 +217,7 @@ def read_interval(run_dir: ResultDir) -> Interval:
 
 
 def read_time(file: ParsedFile, key: str) -> datetime:
-    """The time of a field; one without a zone is taken for UTC."""
+    """The time of a field; without a zone it is UTC."""
     text = file.text(key)
     try:
         moment = datetime.fromisoformat(text)

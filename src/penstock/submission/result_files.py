@@ -414,7 +414,7 @@ def find_pool(submitter: Submitter) -> Path | None:
 
 
 def _is_pool(folder: Path) -> bool:
-    """Whether an organisation keeps its code images here: by the tool's mark, or by their names alone."""
+    """Check whether an organisation keeps its code images here: by the tool's mark, or by their names."""
     inner = list_subfolders(folder)
     return (folder / POOL_MARK).exists() or (
         bool(inner) and all(_IMAGE.fullmatch(entry.name) for entry in inner)

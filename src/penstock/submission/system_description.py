@@ -42,7 +42,7 @@ class _Part(BaseModel):
 
 
 class Architecture(_Part):
-    """How clients reach the storage."""
+    """The clients' way to the storage."""
 
     storage_location: Literal["remote", "local", "remote_and_local"]
     benchmark_API: Literal["file", "object"]  # noqa: N815 - the schema's name
@@ -58,7 +58,7 @@ class Architecture(_Part):
 
 
 class Capabilities(_Part):
-    """What several hosts can do at the same time, and how long remapping to other hosts takes."""
+    """Simultaneous access by several hosts, and the time that remapping to other hosts takes."""
 
     multi_host: bool
     simultaneous_write: bool
@@ -76,7 +76,7 @@ class Capabilities(_Part):
 
 
 class Solution(_Part):
-    """What is submitted; RDI is research, development or internal."""
+    """The submitted product; RDI is research, development or internal."""
 
     submission_name: Text
     friendly_description: Text
@@ -167,7 +167,7 @@ class DescribedDrive(_Part):
 
 
 class OperatingSystem(_Part):
-    """What runs on a node."""
+    """The operating system of a node."""
 
     name: Text
     version: Text
@@ -279,7 +279,7 @@ def _line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int:
 
 
 def _find_hardware_problems(description: ParsedFile) -> Iterator[SchemaProblem]:
-    """What the keys of hardware say together, judged whatever else is wrong."""
+    """Problems of the hardware keys together, judged whatever else is wrong."""
     system, location = (
         "system_under_test",
         ("system_under_test", "solution", "architecture", "storage_location"),

@@ -84,7 +84,7 @@ class ResultDirAddress:
 
 
 def reserve_address(series: Series, phase: SubmissionPhase, *, now: datetime) -> ResultDirAddress:
-    """The address of a run that begins now, with its draft created; a taken name moves to the next second.
+    """The address of a run that begins now, with its draft; an existing name moves to the next second.
 
     Only the name is in whole seconds: a start that is rounded down would precede the end of the run before.
     """
@@ -178,7 +178,7 @@ class RecordedAttempt:
 
 
 def read_attempt(draft: Path) -> Attempt:
-    """How an attempt ended, as far as can be told from this host."""
+    """Read how an attempt ended, as far as this host can know."""
     file = _attempt_file(draft)
     try:
         document = json.loads(file.read_text(encoding="utf-8"))

@@ -74,7 +74,7 @@ class PublishedDir:
 
     @property
     def duration(self) -> timedelta:
-        """How long it took, by the clock of its own host."""
+        """The time it took, by the clock of its own host."""
         return self.ended_at - self.started_at
 
 
@@ -156,12 +156,12 @@ class RunSequence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no phase is left to run."""
+        """Check whether no phase is left to run."""
         return not self.phases
 
 
 def plan_run_sequence(state: SeriesState, request: RequestedResult, *, now: datetime) -> RunSequence:
-    """What is left to do at this time; `UsageError` where the series is of another result.
+    """Plan the rest of a result at this time; `UsageError` where the series is of another result.
 
     A size alone is no result yet: one of another request is excluded.
     """
@@ -231,7 +231,7 @@ def select_runs(
 
 
 def may_follow(runs: Sequence[PublishedDir], started_at: datetime, request: RequestedResult) -> bool:
-    """Whether a run that begins at this time follows these, as rule 2.1.18 is judged.
+    """Check whether a run that begins at this time follows these, as rule 2.1.18 is judged.
 
     Each pause must be shorter than `max_pause_runs` times the shortest run.
     """
@@ -312,7 +312,7 @@ def _measure_progress(series: Series, edition: Edition, now: datetime) -> Series
 
 
 def missing_checkpoints(state: SeriesState, edition: Edition) -> dict[str, int]:
-    """How many writes and reads of checkpoints the result lacks."""
+    """The numbers of checkpoint writes and reads that the result lacks."""
     required, runs = edition.require(edition.checkpoints).num_checkpoints, state.runs
     return {
         "writes": max(0, required - sum(run_dir.num_writes for run_dir in runs)),

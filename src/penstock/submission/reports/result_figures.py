@@ -28,7 +28,7 @@ CONFIDENCE: Final = 0.95
 MAX_SCORE: Final = 3.5
 """A modified z-score beyond this makes an outlier (Iglewicz and Hoaglin, 1993)."""
 MIN_DISTANCE: Final = 0.005
-"""Of the median: among five runs that are nearly equal, the score calls noise an outlier."""
+"""A share of the median: among five nearly equal runs, the score calls noise an outlier."""
 MEDIAN_DEVIATION_SCALE: Final = 1.4826
 MEAN_DEVIATION_SCALE: Final = 1.2533
 """Factors that make a deviation from the median comparable with a standard deviation."""

@@ -64,7 +64,7 @@ _KV_CACHE: Final = {
 """The columns of key-value caches, and the figures in them."""
 RESULT_COLUMNS: Final = (*_COMMON, *_TRAINING, *_CHECKPOINTING, *_LAST, *_VECTORS, *_KV_CACHE)
 FORMAT_VERSION: Final = 1
-"""Of our results.json; raised whenever a key is renamed or means something else."""
+"""The version of our results.json; raised whenever a key is renamed or changes its meaning."""
 CSV_FILE: Final = "results.csv"
 _ISSUE_VERDICTS: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
 _SOLUTION: Final = ("system_under_test", "solution")
@@ -353,7 +353,7 @@ def plan_tree(reports: Sequence[ResultReport]) -> tuple[list[PlannedFile], list[
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether Penstock wrote the file. A report of v1.0 does not name its writer, so it is never replaced."""
+    """Check whether Penstock wrote the file. A report of v1.0 names no writer, so it is never replaced."""
     content = read_file(path, path.parent).content
     return isinstance(content, dict) and content.get("format") == FORMAT_VERSION
 

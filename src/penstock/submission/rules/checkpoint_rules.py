@@ -40,7 +40,7 @@ def _requested(run: ResultDir) -> tuple[int, int]:
 
 
 def _is_subset(run: ResultDir) -> bool:
-    """Whether a part of the ranks stands for all."""
+    """Check whether a part of the ranks stands for all."""
     mode, option = ("workload", "checkpoint", "mode"), ("args", "checkpoint_subset")
     by_mode = run.config.has(*mode) and run.config.text(*mode).lower() == "subset"
     return by_mode or (run.metadata.has(*option) and run.metadata.boolean(*option))
@@ -143,7 +143,7 @@ def _judge_remap(case: Case) -> Iterator[Finding]:
     if declared_s > 0 and is_shared:
         yield violation(
             evidence=description.file,
-            proof="time to remap is declared beside simultaneous writes and reads, which need none",
+            proof="time to remap is declared together with simultaneous writes and reads, which need none",
             fix="Declare the one or the other.",
             verdict=Verdict.WARNING,
         )
@@ -355,8 +355,7 @@ RULES: Final = (
         each="result",
         source="4.7.3",
         formula=(
-            "gap >= min_remap_share x remap_time_in_seconds; remapping beside simultaneous access is a "
-            "warning"
+            "gap >= min_remap_share x remap_time_in_seconds; remapping with simultaneous access is a warning"
         ),
         passes="remap_time_in_seconds 0, or 30 with a gap of 20 s",
         fails="remap_time_in_seconds 60 with a gap of 20 s",
@@ -445,7 +444,7 @@ RULES: Final = (
         title="In CLOSED a part of the ranks stands for all only where the edition allows it",
         **_RUNS,
         source="4.3.5",
-        formula="no subset, or model and number of accelerators are those of the edition",
+        formula="no subset, or the edition's model and number of accelerators",
         passes="llama3-8b, checkpoint.mode subset, 8 accelerators",
         fails="llama3-70b, checkpoint.mode subset, in v3.0",
         judge=_judge_subset,

@@ -326,7 +326,7 @@ def _compare_with_typed_memory(
     None if that is not enough either, or leaves out more than the edition's tolerance.
     """
     memory = sum(hosts, Fraction(0))
-    # Where only the sum is known, it is that of equal hosts.
+    # Where only the sum is known, all hosts are equal.
     num_each = 1 if edition.sizing.host_memory == "each" else num_hosts(run.dirs[0])
     typed = tuple(Fraction(host // (num_each * _GIB) * num_each * _GIB) for host in hosts)
     if sum(typed) < memory * (1 - Fraction(edition.sizing.memory_tolerance)):
@@ -561,7 +561,7 @@ RULES: Final = (
         title="A run reads no more files than were generated, in the same folders",
         editions=LATER,
         source="3.3.1 (DATAGEN-OVERRUN)",
-        formula="the run's num_files <= that of the data generation; num_subfolders are the same",
+        formula="the run's num_files <= the data generation's; num_subfolders are the same",
         passes="28,000 files generated, 28,000 read",
         fails="27,999 files generated, 28,000 read",
         judge=_judge_generated_files,
@@ -571,7 +571,7 @@ RULES: Final = (
         title="At least as many bytes were generated as a run reads",
         editions=LATER,
         source="3.2.1",
-        formula="files x samples a file x bytes a sample of the data generation >= those of the run",
+        formula="files x samples a file x bytes a sample of the data generation >= the run's",
         passes="the same files, samples and bytes",
         fails="generated with a record length of 1",
         judge=limit(
@@ -617,7 +617,7 @@ RULES: Final = (
         editions=LATER,
         source="ours",
         formula=(
-            "samples - those of all ranks == 0 in each epoch (else warning), with count, share and policy"
+            "samples - samples of all ranks == 0 in each epoch (else warning), with count, share and policy"
         ),
         passes="28,000 samples, batches of 7 on 8 accelerators: none is left out",
         fails="28,001 samples: one is left out of each epoch (a warning)",
@@ -652,7 +652,7 @@ RULES: Final = (
         title="No epoch reads a sample twice",
         editions=LATER,
         source="ours",
-        formula="digests of all ranks and of what is left out sum up to that of all samples (else warning)",
+        formula="digests of all ranks and of the samples left out sum up to the digest of all (else warning)",
         passes="eight ranks with an eighth each",
         fails="one rank that has what another has (a warning)",
         unless=_unless_no_record,

@@ -383,7 +383,7 @@ RULES: Final = (
     ),
     Rule(
         id="means.run",
-        title="The means that a run states are those of its epochs",
+        title="The means that a run states are the means of its epochs",
         editions=ALL,
         source="ours: a stated mean is never trusted",
         formula="stated == mean over epochs, within the edition's tolerance; MB/s by the record's length",
@@ -393,7 +393,7 @@ RULES: Final = (
     ),
     Rule(
         id="means.checkpoint",
-        title="The means that a checkpointing run states are those of its checkpoints",
+        title="The means that a checkpointing run states are the means of its checkpoints",
         editions=LATER,
         benchmarks=CHECKPOINTING,
         source="4.3.6: the mean of size / duration over the checkpoints, not all bytes over all time",
@@ -407,7 +407,7 @@ RULES: Final = (
     ),
     Rule(
         id="means.results",
-        title="The figures of results.json are those of its runs",
+        title="The figures of results.json follow from its runs",
         editions=LATER,
         benchmarks=BOTH,
         each="result",
@@ -423,7 +423,7 @@ RULES: Final = (
     ),
     Rule(
         id="means.report",
-        title="The figures of the report are those of its runs",
+        title="The figures of the report follow from its runs",
         editions=FIRST,
         each="result",
         source="v1.0 rules, a result is the mean of five runs",
@@ -436,7 +436,7 @@ RULES: Final = (
         id="rates.maximum",
         title="A run reads no more samples than its accelerators can compute",
         editions=ALL,
-        source="ours; batch and computation time are those of the workload",
+        source="ours; batch and computation time are the workload's",
         formula="mean samples/s <= batch x accelerators / computation time, + 0.2 %",
         passes="unet3d on 2 h100: 42 samples/s of at most 7 x 2 / 0.323 s = 43.3",
         fails="the same with 48 samples/s",
@@ -556,7 +556,7 @@ RULES: Final = (
         editions=ALL,
         each="result",
         source="ours: no two runs take the same time to the last digit",
-        formula="the rates of all epochs of a run, and its start, differ from those of each other run",
+        formula="the rates of all epochs of a run, and its start, differ from every other run's",
         passes="five runs with rates of their own",
         fails="run4 with the rates of run3",
         judge=nothing(

@@ -515,7 +515,7 @@ RULES: Final = (
             _losses,
             at=SUMMARY,
             proof="all ranks reported in all trials",
-            fix="Repeat the run; its means are those of the ranks that are left.",
+            fix="Repeat the run; its means leave out the lost ranks.",
             otherwise=Verdict.WARNING,
         ),
     ),
@@ -615,7 +615,7 @@ RULES: Final = (
     ),
     Rule(
         id="kvcache.bandwidth",
-        title="The bandwidths of an option are those of its ranks",
+        title="The bandwidths of an option are the sums of its ranks",
         **_CACHE,
         source="6.3.4.1",
         formula=(
@@ -627,7 +627,7 @@ RULES: Final = (
     ),
     Rule(
         id="kvcache.tokens",
-        title="The tokens per second of an option are those of its ranks",
+        title="The tokens per second of an option are the sums of its ranks",
         **_CACHE,
         source="6.3.4.2",
         formula="mean over trials of the sum over ranks of both rates of tokens == stated",
@@ -899,7 +899,7 @@ RULES: Final = (
         title="All runs of an index used one storage",
         **_VECTORS,
         source="5.5.1",
-        formula="data_access_protocol and storage_type of the run == those of the first run",
+        formula="data_access_protocol and storage_type of the run == the first run's",
         passes="file and local_fs in all runs",
         fails="object in one run, file in the others",
         judge=_judge_backend,
@@ -970,7 +970,7 @@ RULES: Final = (
     ),
     Rule(
         id="vectors.means",
-        title="The rate of a run is that of its ranks",
+        title="The rate of a run is the sum of its ranks",
         **_VECTORS,
         source="ours: a stated rate is never trusted",
         formula="sum of the ranks' queries / (last end - first start) == throughput_qps, to the clock's 1e-7",

@@ -97,17 +97,17 @@ class Case:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the result is in CLOSED."""
+        """Check whether the result is in CLOSED."""
         return self.division is SubmissionDivision.CLOSED
 
     @property
     def is_checkpointing(self) -> bool:
-        """Whether the result is one of checkpointing."""
+        """Check whether the result is one of checkpointing."""
         return self.result.location.benchmark is Benchmark.CHECKPOINTING
 
     @property
     def is_warm_up(self) -> bool:
-        """Whether the run counts in no mean."""
+        """Check whether the run counts in no mean."""
         return any(run.is_warm_up and self.directory in run.dirs for run in self.result.runs)
 
     @property
@@ -117,7 +117,7 @@ class Case:
 
 
 class Scope(TypedDict, total=False):
-    """Where rules apply, shared by several rows: Rule(id=..., **SCOPE, ...)."""
+    """The scope of rules, shared by several rows: Rule(id=..., **SCOPE, ...)."""
 
     editions: Required[tuple[str, ...]]
     benchmarks: tuple[Benchmark, ...]

@@ -329,14 +329,14 @@ def _judge_configuration(case: Case) -> Iterator[Finding]:
         evidence=run.config.file,
         value=f"{len(changed)} changed",
         limit="0 changed",
-        proof="; ".join(changed) or f"{len(compared)} values are those of {family} on {accelerator}",
+        proof="; ".join(changed) or f"{len(compared)} values agree with {family} on {accelerator}",
         fix="Repeat the runs with the workload as it is.",
     )
 
 
 @cache
 def _published_values(family: str, accelerator: str | None) -> Mapping[KeyPath, object] | None:
-    """The values of a workload by our paths; of a model, which has no accelerator, those of its card."""
+    """The values of a workload by our paths; of a model, which has no accelerator, its card's."""
     if accelerator is None:
         card = shipped_card(family)
         return None if card is None else canonical_values(card.sections)
@@ -602,7 +602,7 @@ RULES: Final = (
         title="The configuration's folder has exactly its files",
         **_LATER_BOTH,
         source="2.1.15, 2.1.20, 2.1.26",
-        formula="the files in dlio_config/ are those of the edition's list",
+        formula="dlio_config/ has the files of the edition's list",
         passes="dlio_config/ with config.yaml, hydra.yaml, overrides.yaml",
         fails="dlio_config/ with config.yaml alone",
         judge=_judge_config_files,
@@ -612,7 +612,7 @@ RULES: Final = (
         title="The runs have their results.json",
         **_LATER_BOTH,
         source="2.1.16, 2.1.22",
-        formula="results.json is beside the runs, and can be read",
+        formula="results.json is next to the runs, and can be read",
         passes="run/results.json",
         fails="no results.json",
         judge=_judge_results_file,
@@ -793,7 +793,7 @@ RULES: Final = (
     ),
     Rule(
         id="parameters.recorded",
-        title="Whatever records the parameters of a run, they are allowed, and those of its configuration",
+        title="All records of a run's parameters agree with its configuration, and they are allowed",
         editions=LATER,
         benchmarks=BOTH,
         source="3.6.2, 4.3.2, 4.6.3, which tools read in different places",
@@ -830,7 +830,7 @@ RULES: Final = (
             "runs; so are the samples/s of each, in any order"
         ),
         passes='"train_num_accelerators": "10", runs on 10 accelerators',
-        fails="a report of 12 accelerators beside runs on one",
+        fails="a report of 12 accelerators, runs on one",
         judge=nothing(
             _find_other_identity,
             at=lambda case: case.result.report.file,

@@ -145,7 +145,7 @@ def _judge_required_folders(case: Case) -> Iterator[Finding]:
                 limit=f"{name}/",
                 proof=f"{submitter.organisation}/ has no {name}/"
                 + (f", its description is {elsewhere}" if elsewhere else ""),
-                fix=f"Add {name}/ beside results/.",
+                fix=f"Add {name}/ next to results/.",
             )
     if all(name in present for name, _ in expected):
         yield Finding(
@@ -540,7 +540,7 @@ RULES: Final = (
         id="structure.submitter",
         title="A submitter's folder holds only the edition's folders",
         **_LATER_TREES,
-        source="2.1.5, CHECK-04: v3.0 keeps code images beside the divisions, and no code/",
+        source="2.1.5, CHECK-04: v3.0 keeps code images next to the divisions, and no code/",
         formula="every folder is in the edition's list (else fail), every file too (else warning)",
         passes="results/, systems/, submission.yaml",
         fails="results/, systems/, results_old/",
@@ -575,7 +575,7 @@ RULES: Final = (
         source="2.1.10; vector_database and kv_cache are known, as in its diagram",
         formula="each folder of results/SYSTEM/ is in the edition's list; case does not matter",
         passes="results/fast/training/",
-        fails="results/fast/trainings/ beside it",
+        fails="results/fast/trainings/ next to it",
         judge=nothing(
             _unknown_categories,
             at=lambda case: f"{case.result.context.name}/results/{case.result.location.system}/",
@@ -628,7 +628,7 @@ RULES: Final = (
             "every entry is a run, runs/ or the report, and no run has links; others are named, never fatal"
         ),
         passes="run1 ... run5 and mlperf_storage_report.json",
-        fails="output.txt beside run1 (a warning)",
+        fails="output.txt next to run1 (a warning)",
         judge=nothing(
             lambda case: case.result.location.stray,
             at=NAME,
@@ -765,7 +765,7 @@ RULES: Final = (
             "==",
             lambda case: case.edition.rules,
             at=lambda case: case.run.provenance.file,
-            proof="made by the rules of {fact}, judged by those of {limit}",
+            proof="made by the rules of {fact}, judged by the rules of {limit}",
             fix="Judge it with --edition {fact}, or repeat the run.",
         ),
     ),
@@ -788,7 +788,7 @@ RULES: Final = (
         **_LATER_TREES,
         source="3.1.1, structure of *_metadata.json",
         formula=(
-            "benchmark_type, model and command are those of the path, run_datetime is the directory's name"
+            "benchmark_type, model and command agree with the path, run_datetime is the directory's name"
         ),
         passes="training/unet3d/run/20260701_100000/ with command run",
         fails="a result directory that was copied from another workload",
@@ -829,7 +829,7 @@ RULES: Final = (
         editions=LATER,
         benchmarks=BOTH,
         each="result",
-        source="3.1.2, 4.3.4: sizes are those of the rules",
+        source="3.1.2, 4.3.4: sizes are the rules' own",
         formula="no metadata file has the key rehearsal",
         passes="runs of `penstock submission run`",
         fails="runs of `penstock submission rehearse`",

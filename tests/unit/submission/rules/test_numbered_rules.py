@@ -124,3 +124,34 @@ def test_open_lets_more_be_changed(store: TreeStore) -> None:
     submission.division = "Open"
     submission.overrides(1).append("++workload.dataset.format=hdf5")
     assert judged(submission, store).verdict is Validity.VALID
+
+
+@pytest.mark.parametrize(("workload", "limit"), [("unet3d", 90), ("resnet50", 90), ("cosmoflow", 70)])
+@pytest.mark.parametrize(("below", "verdict"), [(0.0, Verdict.PASS), (1e-6, Verdict.FAIL)])
+def test_each_workload_has_its_own_minimum(
+    workload: str, limit: float, below: float, verdict: Verdict, store: TreeStore
+) -> None:
+    submission = valid_submission()
+    for run in range(1, 6):
+        submission.overrides(run)[0] = f"workload={workload}_a100"
+        submission.summary(run)["metric"]["train_au_percentage"] = [limit - below]
+    found = findings_of("utilization.minimum", judged(submission, store))
+    assert {each.verdict for each in found} == {verdict}
+
+
+@pytest.mark.parametrize("key", sorted(EDITION.parameters.closed | EDITION.parameters.tool))
+def test_every_free_key_is_free_in_closed(key: str, store: TreeStore) -> None:
+    submission = valid_submission()
+    submission.overrides(1).append(f"++{key}=1" if key.startswith("hydra") else f"++workload.{key}=1")
+    assert judged(submission, store).verdict is Validity.VALID
+
+
+def test_the_lists_of_the_divisions_are_those_of_the_edition() -> None:
+    assert len(EDITION.parameters.closed) == 10
+    assert EDITION.parameters.open_adds == {
+        "framework",
+        "dataset.format",
+        "dataset.num_samples_per_file",
+        "reader.data_loader",
+    }
+    assert "reader.batch_size" not in EDITION.parameters.closed | EDITION.parameters.open_adds
