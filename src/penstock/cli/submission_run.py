@@ -163,34 +163,31 @@ class MadeTraining:
 
 def make_training_result(options: TrainingOptions, *, comm: Comm, terminal: Terminal) -> MadeTraining | None:
     """Make what a training result lacks; None if a closed gate stopped it. Collective."""
-    hosts = _gather_hosts(comm)
-    requested = _load_workload(options.workload)
-    series = ResultOptions.in_tree(options.target).find_series(
-        benchmark=Benchmark.TRAINING, model=requested.name
-    )
+    from penstock.results.provenance import read_host, unique_hosts
+    from penstock.workload import dataset_size
+
+    hosts = unique_hosts(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
+    requested, edition = _load_workload(options.workload), load_edition("v3.0")
+    results = ResultOptions.in_tree(options.target)
+    series = results.find_series(benchmark=Benchmark.TRAINING, model=requested.name)
     assert series is not None
-    # Data may be generated on any number of ranks.
-    num_accelerators = comm.size if options.only != "datagen" else len(hosts)
-    edition = load_edition("v3.0")
     breaches = preflight.training_breaches(
         edition,
         series,
         accelerator=requested.accelerator,
-        num_accelerators=num_accelerators,
+        # Data may be generated on any number of ranks.
+        num_accelerators=comm.size if options.only != "datagen" else len(hosts),
         num_hosts=len(hosts),
         data=options.data.uri,
     )
     preflight.require_none(breaches, f"edition {edition.edition}")
-    required_size = _size_dataset(requested, hosts, num_accelerators=comm.size)
+    request = dataset_size.make_sizing_request(
+        requested, num_accelerators=comm.size, host_memory_bytes=[host.memory_bytes for host in hosts]
+    )
+    required_size = dataset_size.size_dataset(request)
     sized = options.workload
     if options.only != "datagen":
         sized = _sized_workload(options, series, requested, required_size)
-    run_options = TrainingRunOptions(
-        workload=sized,
-        data=options.data,
-        results=ResultOptions.in_tree(options.target),
-        gates=options.gates,
-    )
     workload = _load_workload(sized)
     missing_bytes = comm.broadcast(
         None if comm.rank else _count_missing_bytes(workload, series, options.data),
@@ -198,18 +195,15 @@ def make_training_result(options: TrainingOptions, *, comm: Comm, terminal: Term
     )
     assert missing_bytes is not None
     plan = plan_training(
-        run_options, comm=comm, terminal=terminal, written_bytes=0 if comm.rank else missing_bytes
+        TrainingRunOptions(workload=sized, data=options.data, results=results, gates=options.gates),
+        comm=comm,
+        terminal=terminal,
+        written_bytes=0 if comm.rank else missing_bytes,
     )
     if plan.is_stopped:
         return None
     sequence = _make_sequence(plan, options, hosts, comm=comm, terminal=terminal)
     return MadeTraining(workload=workload, series=series, sequence=sequence, required_size=required_size)
-
-
-def _gather_hosts(comm: Comm) -> Sequence[HostFacts]:
-    from penstock.results.provenance import read_host, unique_hosts
-
-    return unique_hosts(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
 
 
 def _load_workload(options: option_groups.WorkloadOptions) -> Workload:
@@ -233,63 +227,34 @@ def _count_missing_bytes(workload: Workload, series: Series, data: option_groups
     return missing_bytes(dataset_recipe(workload), storage)
 
 
-def _size_dataset(workload: Workload, hosts: Sequence[HostFacts], *, num_accelerators: int) -> DatasetSizing:
-    from penstock.workload import dataset_size
-
-    request = dataset_size.make_sizing_request(
-        workload,
-        num_accelerators=num_accelerators,
-        host_memory_bytes=[host.memory_bytes for host in hosts],
-    )
-    return dataset_size.size_dataset(request)
-
-
 def _sized_workload(
     options: TrainingOptions, series: Series, workload: Workload, required_size: DatasetSizing
 ) -> option_groups.WorkloadOptions:
     """The workload with a data set that is large enough; an existing one that is large enough is kept."""
-    overrides = option_groups.parse_overrides(options.workload.settings)
-    # A number that the user gives is checked, and never replaced.
-    is_given = any(override.path == ("dataset", "num_files_train") for override in overrides)
-    scale = options.target.rehearsed_at
-    if is_given:
-        num_files = workload.dataset.num_files_train
-    elif scale is not None:
-        num_files = _scale_num_files(required_size, scale)
-    else:
-        num_files = _choose_num_files(series, required_size)
-    if scale is None:
-        _require_enough(required_size, num_files)
-    settings = [*options.workload.settings, f"dataset.num_files_train={num_files}"]
-    if required_size.num_subfolders and not workload.dataset.num_subfolders_train:
-        settings.append(f"dataset.num_subfolders_train={required_size.num_subfolders}")
-    return replace(options.workload, settings=tuple(settings))
-
-
-def _scale_num_files(required_size: DatasetSizing, scale: Fraction) -> int:
-    """A share of the required files, but enough for some steps of all accelerators."""
-    request = required_size.request
-    least = REHEARSED_STEPS * request.batch_size * request.num_accelerators
-    return max(ceil(scale * required_size.min_files), ceil(Fraction(least, request.num_samples_per_file)))
-
-
-def _choose_num_files(series: Series, required_size: DatasetSizing) -> int:
-    """The number of files of an earlier datasize, if it is enough; else the smallest that is."""
     from penstock.submission.authoring.run_sequence import read_series_state
 
-    earlier = [result_dir.num_files for result_dir in read_series_state(series).datasizes]
-    enough = [num_files for num_files in earlier if required_size.check_files(num_files).passed]
-    return int(enough[-1] if enough else required_size.min_files)
-
-
-def _require_enough(required_size: DatasetSizing, num_files: int) -> None:
+    overrides = option_groups.parse_overrides(options.workload.settings)
+    request, scale = required_size.request, options.target.rehearsed_at
+    if any(override.path == ("dataset", "num_files_train") for override in overrides):
+        num_files = workload.dataset.num_files_train  # a number that the user gives is never replaced
+    elif scale is not None:  # a share of the required files, but enough for some steps of all accelerators
+        least = Fraction(REHEARSED_STEPS * request.batch_size * request.num_accelerators)
+        num_files = max(ceil(scale * required_size.min_files), ceil(least / request.num_samples_per_file))
+    else:
+        earlier = [result_dir.num_files for result_dir in read_series_state(series).datasizes]
+        enough = [number for number in earlier if required_size.check_files(number).passed]
+        num_files = enough[-1] if enough else required_size.min_files
     verdict = required_size.check_files(num_files)
-    if not verdict.passed:
+    if scale is None and not verdict.passed:
         raise UsageError(
             f"The data set is too small (rule 3.1.2): {verdict.proof}; {'; '.join(required_size.proof)}",
             where="dataset.num_files_train",
             fix="Leave it out: the command then chooses the smallest size that is enough.",
         )
+    settings = [*options.workload.settings, f"dataset.num_files_train={num_files}"]
+    if required_size.num_subfolders and not workload.dataset.num_subfolders_train:
+        settings.append(f"dataset.num_subfolders_train={required_size.num_subfolders}")
+    return replace(options.workload, settings=tuple(settings))
 
 
 def _make_sequence(

@@ -79,7 +79,7 @@ def test_the_page_of_verdicts_answers_first_and_can_be_read_by_all_and_on_paper(
         "How much": "2 results: 1 valid, 1 invalid",
         "Limited by": "structure.folders, structure.system",
         "Since": "closed/bad/results/fast/unet3d: bad/ has no systems/",
-        "To do": "Add systems/ beside results/.",
+        "To do": "Add systems/ next to results/.",
         "Troubles": "",
     }
 

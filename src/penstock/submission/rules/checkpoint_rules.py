@@ -246,20 +246,15 @@ def _judge_data_ratio(case: Case) -> Iterator[Finding]:
     )
 
 
-def _judge_size(case: Case) -> Iterator[Finding]:
-    model, size = _model(case), _gib(case.run)
-    tolerance = case.checkpoints.size_tolerance
+def _size_facts(case: Case) -> dict[str, float]:
+    model = _model(case)
     share = num_accelerators(case) / model.closed_processes if _is_subset(case.run) else 1.0
-    stated, by_architecture = share * model.size_gib, share * model.architecture_gib
-    yield pass_if(
-        any(abs(size - expected) <= tolerance * expected for expected in (stated, by_architecture)),
-        evidence=case.run.summary.file,
-        value=f"{size:g} GiB",
-        limit=f"{stated:g} or {by_architecture:g} GiB +- {tolerance:.0%}",
-        proof=f"{size:g} GiB, stated are {stated:g} GiB, by its architecture {by_architecture:g} GiB",
-        fix="Let the reviewer see what was written.",
-        otherwise=Verdict.WARNING,
-    )
+    return {
+        "size": _gib(case.run),
+        "stated": share * model.size_gib,
+        "by_design": share * model.architecture_gib,
+        "tolerance": case.checkpoints.size_tolerance,
+    }
 
 
 def _judge_ranks(case: Case) -> Iterator[Finding]:
@@ -485,7 +480,17 @@ RULES: Final = (
         ),
         passes="llama3-8b with 104.7 GiB",
         fails="llama3-8b with 10 GiB (a warning)",
-        judge=_judge_size,
+        judge=check(
+            _size_facts,
+            lambda it: any(
+                abs(it.size - expected) <= it.tolerance * expected for expected in (it.stated, it.by_design)
+            ),
+            at=SUMMARY,
+            show=("{size:g} GiB", "{stated:g} or {by_design:g} GiB +- {tolerance:.0%}"),
+            proof="{size:g} GiB, stated are {stated:g} GiB, by its architecture {by_design:g} GiB",
+            fix="Let the reviewer see what was written.",
+            otherwise=Verdict.WARNING,
+        ),
     ),
     Rule(
         id="checkpoint.ranks",

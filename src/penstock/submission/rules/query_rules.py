@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from penstock.submission import query_runs
-from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
+from penstock.submission.finding import Finding, Verdict, not_checked, pass_if, violation
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.query_runs import CacheCommand, read_commands
 from penstock.submission.result_files import ResultDir, ResultRun
@@ -156,35 +156,19 @@ def _judge_ranks(case: Case) -> Iterator[Finding]:
     )
 
 
-def _judge_users(case: Case) -> Iterator[Finding]:
-    commands = _commands(case)
-    for number, option in case.kv_cache.options.items():
-        stated = sorted({c.options.get("num-users", "none") for c in commands if c.option == int(number)})
-        yield pass_if(
-            stated == [str(option.num_users)],
-            evidence=case.run.metadata.file,
-            value=", ".join(stated),
-            limit=option.num_users,
-            proof=f"option {number}: {', '.join(stated) or 'no'} users a rank",
-            fix="Repeat the run with the users of the table on every rank.",
-        )
+def _outputs(case: Case) -> list[str]:
+    return [c.options.get("rank-output-base", c.options.get("output", "")) for c in _commands(case)]
 
 
-def _judge_isolation(case: Case) -> Iterator[Finding]:
-    commands = _commands(case)
-    outputs = [c.options.get("rank-output-base", c.options.get("output", "")) for c in commands]
-    caches = {c.options.get("rank-cache-base", c.options.get("cache-dir", "")) for c in commands}
-    problems = [] if len(set(outputs)) == len(outputs) else ["trials share a folder"]
-    problems += ["--rank-cache-base is not set"] if "" in caches else []
-    problems += ["a cache lies where results are written"] if caches & set(outputs) else []
-    yield pass_if(
-        not problems,
-        evidence=case.run.metadata.file,
-        value=f"{len(set(outputs))} folders",
-        limit=f"{len(outputs)} trials",
-        proof="; ".join(problems) or f"{len(outputs)} trials in as many folders",
-        fix="Repeat the run as the tool launches it.",
-    )
+def _shared_folders(case: Case) -> Iterator[str]:
+    outputs = _outputs(case)
+    caches = {c.options.get("rank-cache-base", c.options.get("cache-dir", "")) for c in _commands(case)}
+    if len(set(outputs)) != len(outputs):
+        yield "trials share a folder"
+    if "" in caches:
+        yield "--rank-cache-base is not set"
+    if caches & set(outputs):
+        yield "a cache lies where results are written"
 
 
 def _judge_shared_folder(case: Case) -> Iterator[Finding]:
@@ -270,19 +254,6 @@ def _missing_figures(case: Case) -> list[str]:
     return missing if case.run.summary.has("total_ranks") else [*missing, "total_ranks"]
 
 
-def _judge_cache_traffic(case: Case) -> Iterator[Finding]:
-    for number, option in _options(case):
-        read, written = (option.number(name) for name in tuple(query_runs.SUMS)[:2])
-        yield pass_if(
-            read > 0 and written > 0,
-            evidence=option.file,
-            value=f"{read:g} and {written:g} GiB/s",
-            limit="more than 0 GiB/s",
-            proof=f"option {number} read {read:g} GiB/s and wrote {written:g} GiB/s",
-            fix="Repeat the run with less memory for the cache.",
-        )
-
-
 def _judge_gateway(case: Case) -> Iterator[Finding]:
     folder, description = case.run.metadata.text("args", "cache_dir"), require_description(case)
     api = description.text(*SOLUTION, "architecture", "product_API")
@@ -348,19 +319,6 @@ def _judge_vector_files(case: Case) -> Iterator[Finding]:
     )
 
 
-def _judge_inserted(case: Case) -> Iterator[Finding]:
-    for directory in (_loading(case), case.run):
-        inserted, asked = (directory.summary.integer(name) for name in ("inserted_vectors", "num_vectors"))
-        yield pass_if(
-            inserted == asked,
-            evidence=directory.summary.file,
-            value=f"{inserted:,}",
-            limit=f"{asked:,}",
-            proof=f"{inserted:,} vectors were inserted, of {asked:,}",
-            fix="Load all vectors, and repeat the runs.",
-        )
-
-
 def _judge_truth(case: Case) -> Iterator[Finding]:
     truth = case.run.ground_truth
     if truth.is_missing:
@@ -403,6 +361,14 @@ def _judge_backend(case: Case) -> Iterator[Finding]:
     )
 
 
+def _unless_no_traffic(case: Case) -> str:
+    aggregate = case.run.aggregate
+    if aggregate.has("disk_io", "total_bytes_read"):
+        return ""
+    aggregate.value()
+    return "it states no traffic"
+
+
 def _vector_keys(case: Case) -> set[str]:
     """The keys that a run of vector search set."""
     metadata = case.run.metadata
@@ -413,22 +379,6 @@ def _vector_keys(case: Case) -> set[str]:
         *(params if isinstance(params, list) else ()),
     ]
     return {str(text).partition("=")[0] for text in texts}
-
-
-def _judge_open_index(case: Case) -> Iterator[Finding]:
-    if case.is_closed:
-        yield Finding(verdict=Verdict.PASS, evidence=case.run.summary.file, proof="this is CLOSED")
-        return
-    index, known = _index(case), case.vectors.closed_indexes | case.vectors.open_indexes
-    yield pass_if(
-        index in known,
-        evidence=case.run.summary.file,
-        value=index,
-        limit=", ".join(sorted(known)),
-        proof=f"the index is {index}",
-        fix="Let the reviewer see what this index is.",
-        otherwise=Verdict.WARNING,
-    )
 
 
 def _judge_vector_means(case: Case) -> Iterator[Finding]:
@@ -443,24 +393,6 @@ def _judge_vector_means(case: Case) -> Iterator[Finding]:
             proof=f"{name}: stated {stated!r} {'==' if holds else '!='} recomputed {recomputed!r}",
             fix="Restore the files of the run as the benchmark wrote them.",
         )
-
-
-def _judge_vector_traffic(case: Case) -> Iterator[Finding]:
-    aggregate = case.run.aggregate
-    if not aggregate.has("disk_io", "total_bytes_read"):
-        aggregate.value()
-        yield not_applicable(aggregate.file, "it states no traffic")
-        return
-    read = aggregate.integer("disk_io", "total_bytes_read")
-    yield pass_if(
-        read > 0,
-        evidence=aggregate.file,
-        value=f"{read:,} B",
-        limit="more than 0 B",
-        proof=f"the hosts' own devices read {read:,} B",
-        fix="Let the reviewer ask for the traffic at the storage.",
-        otherwise=Verdict.WARNING,
-    )
 
 
 RULES: Final = (
@@ -585,7 +517,27 @@ RULES: Final = (
         passes="option 1 on 32 ranks: --num-users 200",
         fails="option 1 on 2 ranks: --num-users 100",
         unless=free_in_open,
-        judge=_judge_users,
+        judge=check(
+            lambda case, numbered: {
+                "number": numbered[0],
+                "users": numbered[1].num_users,
+                "stated": ", ".join(
+                    sorted(
+                        {
+                            command.options.get("num-users", "none")
+                            for command in _commands(case)
+                            if command.option == int(numbered[0])
+                        }
+                    )
+                ),
+            },
+            lambda it: it.stated == str(it.users),
+            over=lambda case: case.kv_cache.options.items(),
+            at=METADATA,
+            show=("{stated}", "{users}"),
+            proof=lambda it: f"option {it.number}: {it.stated or 'no'} users a rank",
+            fix="Repeat the run with the users of the table on every rank.",
+        ),
     ),
     Rule(
         id="kvcache.isolation",
@@ -598,7 +550,16 @@ RULES: Final = (
         ),
         passes="--rank-output-base .../option_1/trial_0 --rank-cache-base /mnt/cache",
         fails="two trials with one --rank-output-base",
-        judge=_judge_isolation,
+        judge=nothing(
+            _shared_folders,
+            at=METADATA,
+            show=(
+                lambda case: f"{len(set(_outputs(case)))} folders",
+                lambda case: f"{len(_outputs(case))} trials",
+            ),
+            proof=lambda case: f"{len(_outputs(case))} trials in as many folders",
+            fix="Repeat the run as the tool launches it.",
+        ),
     ),
     Rule(
         id="kvcache.shared",
@@ -683,7 +644,20 @@ RULES: Final = (
         formula="aggregated_read_bandwidth_gbps and aggregated_write_bandwidth_gbps > 0",
         passes="151.7 GiB/s read, 39.1 GiB/s written",
         fails="0 GiB/s read",
-        judge=_judge_cache_traffic,
+        judge=check(
+            lambda _, numbered: {
+                "number": numbered[0],
+                "file": numbered[1].file,
+                "read": numbered[1].number("aggregated_read_bandwidth_gbps"),
+                "written": numbered[1].number("aggregated_write_bandwidth_gbps"),
+            },
+            lambda it: it.read > 0 and it.written > 0,
+            over=_options,
+            at="file",
+            show=("{read:g} and {written:g} GiB/s", "more than 0 GiB/s"),
+            proof="option {number} read {read:g} GiB/s and wrote {written:g} GiB/s",
+            fix="Repeat the run with less memory for the cache.",
+        ),
     ),
     Rule(
         id="kvcache.gateway",
@@ -796,7 +770,19 @@ RULES: Final = (
         formula="inserted_vectors == num_vectors, in the loading and in the run",
         passes="1,000,000 of 1,000,000",
         fails="999,000 of 1,000,000",
-        judge=_judge_inserted,
+        judge=check(
+            lambda _, directory: {
+                "file": directory.summary.file,
+                "inserted": directory.summary.integer("inserted_vectors"),
+                "asked": directory.summary.integer("num_vectors"),
+            },
+            lambda it: it.inserted == it.asked,
+            over=lambda case: (_loading(case), case.run),
+            at="file",
+            show=("{inserted:,}", "{asked:,}"),
+            proof="{inserted:,} vectors were inserted, of {asked:,}",
+            fix="Load all vectors, and repeat the runs.",
+        ),
     ),
     Rule(
         id="vectors.index",
@@ -966,7 +952,18 @@ RULES: Final = (
         formula="the index is in one of the edition's lists (else a warning)",
         passes="IVF_FLAT in OPEN",
         fails="TREE in OPEN (a warning)",
-        judge=_judge_open_index,
+        judge=check(
+            lambda case: {
+                "index": _index(case),
+                "known": ", ".join(sorted(case.vectors.closed_indexes | case.vectors.open_indexes)),
+            },
+            lambda it: it.case.is_closed or it.index in it.known.split(", "),
+            at=SUMMARY,
+            show=("{index}", "{known}"),
+            proof=lambda it: "this is CLOSED" if it.case.is_closed else f"the index is {it.index}",
+            fix="Let the reviewer see what this index is.",
+            otherwise=Verdict.WARNING,
+        ),
     ),
     Rule(
         id="vectors.means",
@@ -986,6 +983,16 @@ RULES: Final = (
         formula="disk_io.total_bytes_read > 0 where it applies to the storage under test (else a warning)",
         passes="total_bytes_read 5,000,000,000",
         fails="total_bytes_read 0 (a warning)",
-        judge=_judge_vector_traffic,
+        unless=_unless_no_traffic,
+        judge=limit(
+            lambda case: case.run.aggregate.integer("disk_io", "total_bytes_read"),
+            ">",
+            0,
+            at=lambda case: case.run.aggregate.file,
+            show=("{:,} B", "more than {} B"),
+            proof="the hosts' own devices read {fact:,} B",
+            fix="Let the reviewer ask for the traffic at the storage.",
+            otherwise=Verdict.WARNING,
+        ),
     ),
 )

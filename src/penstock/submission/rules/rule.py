@@ -234,10 +234,11 @@ def limit(
 
 
 def check(
-    facts: Callable[[Case], Mapping[str, Any]],
+    facts: Callable[..., Mapping[str, Any]],
     holds: Callable[[Any], bool],
     *,
-    at: Read,
+    over: Callable[[Case], Iterable[Any]] | None = None,
+    at: Read | str,
     show: tuple[str, str],
     proof: str | Callable[[Any], str],
     fix: str | Callable[[Any], str],
@@ -246,20 +247,24 @@ def check(
     """Judge several facts together: `holds` and other functions get them as attributes, texts by {name}.
 
     check(lambda case: {"hosts": ..., "ranks": ...}, lambda it: it.ranks >= it.hosts, proof="{ranks} ranks")
+
+    With `over`, each of these items is judged, and `facts` gets it as a second argument. If `at` is a text,
+    it names the fact that is the evidence.
     """
 
     def judge(case: Case) -> Iterator[Finding]:
-        known = facts(case)
-        it = SimpleNamespace(**known, case=case)
-        yield pass_if(
-            holds(it),
-            evidence=at(case),
-            value=show[0].format(**known),
-            limit=show[1].format(**known),
-            proof=proof(it) if callable(proof) else proof.format(**known),
-            fix=fix(it) if callable(fix) else fix.format(**known),
-            otherwise=otherwise(it) if callable(otherwise) else otherwise,
-        )
+        for item in over(case) if over else (None,):
+            known = facts(case, item) if over else facts(case)
+            it = SimpleNamespace(**known, case=case)
+            yield pass_if(
+                holds(it),
+                evidence=known[at] if isinstance(at, str) else at(case),
+                value=show[0].format(**known),
+                limit=show[1].format(**known),
+                proof=proof(it) if callable(proof) else proof.format(**known),
+                fix=fix(it) if callable(fix) else fix.format(**known),
+                otherwise=otherwise(it) if callable(otherwise) else otherwise,
+            )
 
     return judge
 

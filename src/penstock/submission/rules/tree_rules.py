@@ -27,6 +27,7 @@ from penstock.submission.rules.rule import (
     Case,
     Rule,
     Scope,
+    check,
     limit,
     nothing,
     require_all_hosts,
@@ -82,20 +83,6 @@ def _judge_unknown_benchmark(case: Case) -> Iterator[Finding]:
         proof=f"{case.edition.edition} has no rules for {benchmark}",
         fix="Have it judged by the benchmark's own tool.",
     )
-
-
-def _judge_names(case: Case) -> Iterator[Finding]:
-    location, pattern = case.result.location, case.timed.name_pattern
-    for kind, name in (("organisation", location.submitter.organisation), ("system", location.system)):
-        holds = re.fullmatch(pattern, name) is not None
-        yield pass_if(
-            holds,
-            evidence=case.result.name,
-            value=name,
-            limit=pattern,
-            proof=f"the {kind} {name!r} {'matches' if holds else 'does not match'} {pattern}",
-            fix="Rename the folder, with - in place of other characters.",
-        )
 
 
 def _judge_top_folder(case: Case) -> Iterator[Finding]:
@@ -463,22 +450,10 @@ def _unless_no_exit_status(case: Case) -> str:
     return "" if is_there else "its tool states no exit status"
 
 
-def _judge_division(case: Case) -> Iterator[Finding]:
+def _unless_no_verdict(case: Case) -> str:
     metadata = case.run.metadata
-    is_query = case.run.benchmark not in BOTH
-    if is_query and not metadata.problem and not metadata.has("verification"):
-        yield not_applicable(metadata.file, "its tool gives no verdict on this benchmark")
-        return
-    stated, division = metadata.text("verification"), case.division
-    yield pass_if(
-        stated.lower() in {SubmissionDivision.CLOSED.value, division.value},
-        evidence=metadata.file,
-        value=stated,
-        limit=division.value,
-        proof=f"the tool called this run {stated}, it is handed in as {division.value}",
-        fix="Hand it in as what it was made for, and see the other findings.",
-        otherwise=Verdict.FAIL if stated.lower() in set(SubmissionDivision) else Verdict.WARNING,
-    )
+    is_there = case.run.benchmark in BOTH or metadata.problem or metadata.has("verification")
+    return "" if is_there else "its tool gives no verdict on this benchmark"
 
 
 def _judge_rehearsal(case: Case) -> Iterator[Finding]:
@@ -521,7 +496,21 @@ RULES: Final = (
         formula="both match the edition's pattern",
         passes="closed/acme/results/fast-1/",
         fails="closed/acme & sons/results/fast-1/",
-        judge=_judge_names,
+        judge=check(
+            lambda case, named: {"kind": named[0], "name": named[1], "pattern": case.timed.name_pattern},
+            lambda it: re.fullmatch(it.pattern, it.name) is not None,
+            over=lambda case: (
+                ("organisation", case.result.location.submitter.organisation),
+                ("system", case.result.location.system),
+            ),
+            at=NAME,
+            show=("{name}", "{pattern}"),
+            proof=lambda it: (
+                f"the {it.kind} {it.name!r} "
+                f"{'matches' if re.fullmatch(it.pattern, it.name) else 'does not match'} {it.pattern}"
+            ),
+            fix="Rename the folder, with - in place of other characters.",
+        ),
     ),
     Rule(
         id="structure.divisions",
@@ -821,7 +810,18 @@ RULES: Final = (
         formula="verification is closed, or the result is in OPEN; another verdict of the tool is a warning",
         passes="closed/, verification CLOSED",
         fails="closed/, verification OPEN",
-        judge=_judge_division,
+        unless=_unless_no_verdict,
+        judge=check(
+            lambda case: {"stated": case.run.metadata.text("verification"), "division": case.division.value},
+            lambda it: it.stated.lower() in {SubmissionDivision.CLOSED.value, it.division},
+            at=METADATA,
+            show=("{stated}", "{division}"),
+            proof="the tool called this run {stated}, it is handed in as {division}",
+            fix="Hand it in as what it was made for, and see the other findings.",
+            otherwise=lambda it: (
+                Verdict.FAIL if it.stated.lower() in set(SubmissionDivision) else Verdict.WARNING
+            ),
+        ),
     ),
     Rule(
         id=REHEARSAL_RULE,

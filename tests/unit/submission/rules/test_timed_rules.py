@@ -1,5 +1,7 @@
 """Rules of v2.0 and v3.0 where several facts meet: subsets by edition, and data sets with columns."""
 
+from typing import Any
+
 import pytest
 from tests.support.submission import tree_changes as do
 from tests.support.submission.timed_tree import NUM_FILES, Round, valid_checkpointing, valid_training
@@ -13,7 +15,7 @@ from penstock.workload.load_workload import load_model
 PASS, FAIL, UNKNOWN = Verdict.PASS, Verdict.FAIL, Verdict.NOT_CHECKED
 
 
-def with_columns(**summary: object) -> Round:
+def with_columns(**summary: Any) -> Round:
     """A sample of 1,000 x 4 + 8 bytes, no length of a record, and hosts with as little memory."""
     tree = valid_training()
     for number in range(len(tree.leaves("run"))):
