@@ -72,7 +72,6 @@ class MemoryStorage:
             yield _describe(key, stored)
 
     def stat(self, key: str) -> ObjectInfo:
-        """Describe one object."""
         return _describe(key, self._find(key))
 
     def delete(self, key: str) -> None:
@@ -87,11 +86,9 @@ class MemoryStorage:
 
     @property
     def has_conditions(self) -> bool:
-        """Always true."""
         return True
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
-        """Store a small object, if the object there has the checksum `replaces`."""
         check_key(key, self.uri)
         with self._lock:
             current = self._objects.get(key)
@@ -151,7 +148,6 @@ class MemorySink:
         self._filled_bytes = 0
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
-        """Copy `buffer` and release it."""
         end = self._filled_bytes + buffer.nbytes
         if end > self._content.nbytes:
             self._grow(end)
@@ -162,7 +158,6 @@ class MemorySink:
             release()
 
     def finish(self) -> ObjectInfo:
-        """Check the size and publish."""
         if self._declared_bytes not in (None, self._filled_bytes):
             raise ShortTransfer(
                 f"{self._filled_bytes} bytes were submitted for an object declared as {self._declared_bytes}",
@@ -175,7 +170,6 @@ class MemorySink:
         return self._storage.publish(self._key, self._content[: self._filled_bytes])
 
     def abort(self) -> None:
-        """Free the memory."""
         self._content = np.empty(0, dtype=np.uint8)
         self._filled_bytes = 0
 
@@ -195,11 +189,9 @@ class MemorySource:
 
     @property
     def size_bytes(self) -> int:
-        """The object's size."""
         return self._content.nbytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`."""
         end = offset + buffer.nbytes
         if end > self.size_bytes:
             raise ShortTransfer(

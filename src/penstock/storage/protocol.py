@@ -190,27 +190,21 @@ class WrappedStorage:
         self.counters: Counters = inside.counters
 
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
-        """Begin an object inside."""
         return self.inside.create(key, size_bytes)
 
     def open(self, key: str) -> Source:
-        """Open the object inside."""
         return self.inside.open(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List the objects inside."""
         return self.inside.list(prefix)
 
     def stat(self, key: str) -> ObjectInfo:
-        """Describe the object inside."""
         return self.inside.stat(key)
 
     def delete(self, key: str) -> None:
-        """Delete the object inside."""
         self.inside.delete(key)
 
     def sync(self, prefix: str = "") -> None:
-        """Make the objects inside durable."""
         self.inside.sync(prefix)
 
 
@@ -225,11 +219,9 @@ class WrappedSink:
         self.inside.submit(buffer, release)
 
     def finish(self) -> ObjectInfo:
-        """Finish the sink inside."""
         return self.inside.finish()
 
     def abort(self) -> None:
-        """Abort the sink inside."""
         self.inside.abort()
 
 
@@ -241,15 +233,12 @@ class WrappedSource:
 
     @property
     def size_bytes(self) -> int:
-        """The size inside."""
         return self.inside.size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Read from the source inside."""
         self.inside.read_into(offset, buffer)
 
     def close(self) -> None:
-        """Close the source inside."""
         self.inside.close()
 
 

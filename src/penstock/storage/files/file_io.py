@@ -222,17 +222,14 @@ class BufferedWriter:
         self.size_bytes = 0
 
     def append(self, buffer: memoryview, release: Release | None) -> None:
-        """Write `buffer` at the end; `release` is called once, even if this raises."""
         piece = QueuedWrite(self.size_bytes, flat(buffer), buffer.nbytes, release)
         self.size_bytes += buffer.nbytes
         self._writes.put(piece)
 
     def complete(self) -> None:
-        """Wait until the kernel has everything."""
         self._writes.drain()
 
     def give_up(self) -> None:
-        """Wait until no buffer is in use. Safe twice, raises nothing."""
         self._writes.give_up()
 
 
@@ -346,7 +343,6 @@ class DirectWriter:
         self._writes.drain()
 
     def give_up(self) -> None:
-        """Wait until no buffer is in use. Safe twice, raises nothing."""
         self._writes.give_up()
         if self._bounce is not None:
             self._bounces.give_back(self._bounce)
@@ -405,11 +401,9 @@ class FileSource:
 
     @property
     def size_bytes(self) -> int:
-        """The file's size when it was opened."""
         return self._size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`."""
         wanted = flat(buffer)
         if offset + len(wanted) > self._size_bytes:
             raise ShortTransfer(

@@ -198,7 +198,6 @@ class FileStorage:
         return self._list_folder(folder)
 
     def stat(self, key: str) -> ObjectInfo:
-        """Describe one file."""
         path = self.local_path(key)
         uri = self._folders.uri_of(path)
         with translate_os_errors("Looking up", uri):
@@ -289,7 +288,6 @@ class FileStorage:
 
     @property
     def local_root(self) -> str:
-        """The folder that holds all files."""
         return self._location.root
 
     @property

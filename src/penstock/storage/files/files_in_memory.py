@@ -49,7 +49,6 @@ class MappedSource(WrappedSource):
         self._view = memoryview(self._pages)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Copy from the mapping."""
         wanted = flat(buffer)
         found = self.view(offset, len(wanted))
         if found is None:

@@ -292,7 +292,6 @@ class FileFolderTree:
         self._folders.forget(old, new)
 
     def exchange(self, one: str, other: str) -> None:
-        """Let two folders change names in one step."""
         paths = self._path(one), self._path(other)
         try:
             self._calls.exchange(*paths)
@@ -320,7 +319,6 @@ class FileFolderTree:
             each.result()
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder and all in it."""
         try:
             path = self._path(name)
         except ObjectNotFound:

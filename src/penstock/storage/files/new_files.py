@@ -103,7 +103,6 @@ class FileSink:
         self._is_ended = False
 
     def finish(self) -> ObjectInfo:
-        """Complete, check, make durable and publish, in the order that the class names."""
         if self._is_ended:
             raise self._ended()
         # As in `sync`.
@@ -185,7 +184,6 @@ class NewFileGroup:
             raise map_os_error(error, "Writing", file.uri) from error
 
     def finish(self) -> None:
-        """Make all files durable, and then visible."""
         unsynced = [new for new in self._files if new.fsync]
         try:
             for new in unsynced:

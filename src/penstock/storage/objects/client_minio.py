@@ -73,7 +73,6 @@ class MinioClient(PartClient):
         return self._own_minio.get()
 
     def head(self, key: str) -> RemoteObject:
-        """Describe one object."""
         with _translated():
             return _remote(key, self._minio.stat_object(bucket_name=self._bucket, object_name=key))
 
@@ -93,7 +92,6 @@ class MinioClient(PartClient):
                 response.release_conn()  # only a body read to its end leaves a connection to use again
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
-        """Objects under `prefix`, page by page."""
         with _translated():
             found = self._minio.list_objects(
                 bucket_name=self._bucket, prefix=prefix, recursive=True, start_after=after or None
@@ -102,30 +100,25 @@ class MinioClient(PartClient):
                 yield _remote(cast("str", entry.object_name), entry)
 
     def delete(self, key: str) -> None:
-        """Remove one object."""
         with _translated():
             self._minio.remove_object(bucket_name=self._bucket, object_name=key)
 
     def put(self, key: str, content: memoryview) -> str | None:
-        """Store an object in one request, straight from `content`."""
         with _translated():
             done = self._minio._put_object(self._bucket, key, _as_body(content), {})  # noqa: SLF001 - see the module
             return done.etag or None
 
     def begin_upload(self, key: str) -> str:
-        """Open a multipart upload."""
         with _translated():
             return self._minio._create_multipart_upload(self._bucket, key, {})  # noqa: SLF001 - see the module
 
     def put_part(self, key: str, upload: str, number: int, content: memoryview) -> str:
-        """Send one part, straight from `content`."""
         with _translated():
             return self._minio._upload_part(  # noqa: SLF001 - see the module
                 self._bucket, key, _as_body(content), {}, upload, number
             )
 
     def complete_upload(self, key: str, upload: str, etags: Sequence[str]) -> str | None:
-        """Make the object of all parts."""
         parts = [Part(number, etag) for number, etag in enumerate(etags, 1)]
         with _translated():
             done = self._minio._complete_multipart_upload(  # noqa: SLF001 - see the module
@@ -134,7 +127,6 @@ class MinioClient(PartClient):
             return bare_etag(done.etag)
 
     def abort_upload(self, key: str, upload: str) -> None:
-        """Drop the upload."""
         with _translated():
             self._minio._abort_multipart_upload(self._bucket, key, upload)  # noqa: SLF001 - see the module
 

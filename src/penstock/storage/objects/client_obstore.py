@@ -72,7 +72,6 @@ class ObstoreClient(StreamClient):
         self._stream_store = _make_store(settings, max_retries=settings.options.attempts - 1)
 
     def head(self, key: str) -> RemoteObject:
-        """Describe one object."""
         with _translated():
             return _remote(obstore.head(self._store, key))
 
@@ -107,12 +106,10 @@ class ObstoreClient(StreamClient):
                 yield from map(_remote, page)
 
     def delete(self, key: str) -> None:
-        """Remove one object."""
         with _translated():
             obstore.delete(self._store, key)
 
     def put(self, key: str, content: memoryview) -> str | None:
-        """Store an object in one request, straight from `content`."""
         with _translated():
             return bare_etag(obstore.put(self._store, key, content, use_multipart=False)["e_tag"])
 

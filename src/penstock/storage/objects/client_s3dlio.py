@@ -84,7 +84,6 @@ class S3dlioClient(StreamClient):
         return f"{self._root}/{key}"
 
     def head(self, key: str) -> RemoteObject:
-        """Describe one object."""
         with _translated():
             found: dict[str, Any] = s3dlio.stat(self._uri(key))
         if found["last_modified"] is None:
@@ -110,7 +109,6 @@ class S3dlioClient(StreamClient):
         return self._lister.list(prefix, after)
 
     def delete(self, key: str) -> None:
-        """Remove one object."""
         with _translated():
             s3dlio.delete(self._uri(key))
 
@@ -121,7 +119,6 @@ class S3dlioClient(StreamClient):
         return None
 
     def put_stream(self, key: str, parts: Iterator[memoryview], part_bytes: int) -> str | None:
-        """Upload `parts` as they come, from their own memory."""
         if not self._is_primary:
             raise RequestFailed(
                 "answer",

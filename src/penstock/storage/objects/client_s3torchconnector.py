@@ -84,7 +84,6 @@ class S3TorchClient(StreamClient):
         return self._own_native.get()
 
     def head(self, key: str) -> RemoteObject:
-        """Describe one object."""
         found: HeadObjectResult = self._timed(lambda: self._native.head_object(self._bucket, key))
         return RemoteObject(key, found.size, float(found.last_modified), bare_etag(found.etag))
 
@@ -112,7 +111,6 @@ class S3TorchClient(StreamClient):
                     )
 
     def delete(self, key: str) -> None:
-        """Remove one object."""
         self._timed(lambda: self._native.delete_object(self._bucket, key))
 
     def put(self, key: str, content: memoryview) -> str | None:

@@ -76,7 +76,6 @@ class PartUpload:
         )
 
     def send(self, part: memoryview, release: Callable[[], None]) -> None:
-        """Pass on the next part."""
         # The limit covers all attempts of a part, so beyond it the client hangs.
         if not self._slots.acquire(timeout=self._spec.stall_s):
             raise _stalled(self._spec)
@@ -249,7 +248,6 @@ class StreamUpload:
             self._feed.drain()
 
     def send(self, part: memoryview, release: Callable[[], None]) -> None:
-        """Pass on the next part."""
         self._wait_for_slot()
         if self._failure is not None:
             self._slots.release()

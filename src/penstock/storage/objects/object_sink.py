@@ -347,7 +347,6 @@ class ObjectSink:
         return "removed"
 
     def abort(self) -> None:
-        """Drop the upload and release every buffer."""
         if self._is_over:
             return
         self._is_over = True

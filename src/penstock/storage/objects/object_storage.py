@@ -61,11 +61,9 @@ class ObjectSource:
 
     @property
     def size_bytes(self) -> int:
-        """The object's size when it was opened."""
         return self._object.size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill all of `buffer` from `offset`."""
         view = flat_bytes(buffer)
         available = max(0, min(len(view), self.size_bytes - offset))
         if available < len(view):
@@ -190,11 +188,9 @@ class ObjectStorage:
 
     @property
     def has_conditions(self) -> bool:
-        """Whether client and service support conditional writes."""
         return self._requests.any_client.has_conditions
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
-        """Write a small object in one request, if the object there has the checksum `replaces`."""
         remote, uri = self._remote(check_key(key, self.uri)), self._uri_of(key)
 
         def put(client: ObjectClient) -> str | None:
