@@ -21,7 +21,7 @@ ALLOWED = {
     # Text that was written by an earlier run, perhaps elsewhere: there is no storage to ask.
     "results/provenance.py": "secrets are cut out of URIs",
     "submission/rules/dataset_rules.py": "a path in the arguments of a submitted run",
-    "submission/rules/kv_cache_rules.py": "a path in the arguments of a submitted run",
+    "submission/rules/query_rules.py": "a path in the arguments of a submitted run",
 }
 
 WORDS = re.compile(r"scheme|SCHEMES|://")

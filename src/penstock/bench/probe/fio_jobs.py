@@ -10,7 +10,7 @@ from penstock.bench.probe.load_run import LoadResult
 from penstock.bench.probe.probe_plan import SMALL_OBJECT_BYTES, ProbeRequest
 from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult
 from penstock.errors import UsageError
-from penstock.storage.uri import parse_uri
+from penstock.storage.uri import find_local_paths_at, parse_uri
 from penstock.units import format_rate
 
 _MODES: Final = {"buffered": ["direct=0", "invalidate=1"], "direct": ["direct=1"]}
@@ -26,7 +26,7 @@ _PATTERNS: Final = {
 
 def check_fio_repeats(request: ProbeRequest) -> None:
     """Raise `UsageError` before anything is measured that fio cannot repeat."""
-    if parse_uri(request.uri).scheme not in ("file", "direct") or set(request.parts) == {"metadata"}:
+    if find_local_paths_at(request.uri) is None or set(request.parts) == {"metadata"}:
         raise UsageError(
             "fio can only repeat reads and writes of files",
             where=request.uri,

@@ -50,6 +50,7 @@ from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0, run
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable, UsageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import FolderTree, defer_sync, find_folder_tree, prefer_direct_access
+from penstock.storage.files.durable import sync_file
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import read_object, write_object
@@ -598,8 +599,4 @@ def _link_or_copy(old: str, new: str) -> None:
         logger.debug("%s is copied, as it cannot be linked: %s", old, error)
         with translate_os_errors("Copying", new):
             shutil.copyfile(old, new)
-            descriptor = os.open(new, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_file(new)
