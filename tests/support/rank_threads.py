@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from penstock.cluster.comm import BaseComm, PollingWait
+from penstock.cluster.comm import Comm, PollingWait
 from penstock.errors import RankError, WaitTimeout
 
 Result = TypeVar("Result")
@@ -41,7 +41,7 @@ class ThreadBoard:
             return self.queues.setdefault((source, to, tag), SimpleQueue())
 
 
-class ThreadComm(BaseComm):
+class ThreadComm(Comm):
     """One thread's view of a job of threads."""
 
     def __init__(self, board: ThreadBoard, rank: int, host: str = "") -> None:

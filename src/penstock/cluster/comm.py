@@ -1,4 +1,4 @@
-"""Communication between ranks: the `Comm` protocol, work with errors on all ranks, and what `Comm`s share.
+"""Communication between ranks: `Comm`, and work with errors on all ranks.
 
 Every call of a `Comm` is collective: all ranks make the same calls in the same order. Every wait has a limit
 and names what it awaited. Invariant: a call returns on all ranks or raises on all of them that are still
@@ -16,12 +16,11 @@ five functions, which raise the error of any rank on all ranks before they enter
 | `decide_on_rank0` | `work` on each rank, `decide` on rank 0 with all results | what `decide` returned |
 | `divide_on_rank0` | the same | its own part of what `divide` returned |
 
-`BaseComm` implements `Comm` on top of a few ways to move bytes, which MPI and torch.distributed supply.
+The subclasses of `Comm` supply a few ways to move bytes: MPI, torch.distributed, and a process alone.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import time
@@ -29,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, UsageError, WaitTimeout
 from penstock.optional_libraries import missing_library
@@ -42,48 +41,6 @@ Reduction = Literal["sum", "min", "max"]
 
 DEFAULT_TIMEOUT_S = 300.0
 """The limit of a wait, where neither the call nor the job sets one."""
-
-
-class Comm(Protocol):
-    """One rank's view of its job. `awaiting` is a phrase for people: "all ranks to finish writing"."""
-
-    rank: int
-    size: int
-    host: str
-    timeout_s: float
-    """The limit of waits whose call sets none."""
-    carrier: str
-    """The library that carries messages, and its version; "" where nothing has to."""
-
-    def barrier(self, *, awaiting: str, timeout_s: float | None = None) -> None:
-        """Return once every rank has called this."""
-
-    def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float | None = None) -> T:
-        """Return rank 0's `value` on every rank; what others pass is ignored."""
-
-    def gather(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
-        """Return every rank's `value`, in rank order, on every rank."""
-
-    def reduce(
-        self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float | None = None
-    ) -> Number:
-        """Return the sum, minimum or maximum over ranks, on every rank."""
-
-    def gather_bytes_on_rank0(
-        self, payload: bytes, *, awaiting: str, timeout_s: float | None = None
-    ) -> list[bytes]:
-        """Return every rank's bytes, in rank order, on rank 0; nothing elsewhere."""
-
-    def scatter_bytes(
-        self, payloads: Sequence[bytes] | None, *, awaiting: str, timeout_s: float | None = None
-    ) -> bytes:
-        """Return this rank's element of what rank 0 passes; others pass None."""
-
-    def transfer(self) -> PointToPoint:
-        """Open point-to-point transfers between the same ranks; collective."""
-
-    def present_wait(self) -> RankWait | None:
-        """Return what this rank waits for at the moment. Not collective; any thread may ask."""
 
 
 class PendingTransfer(Protocol):
@@ -166,12 +123,11 @@ def run_on_all_ranks(
     outcome, own_error = _attempt(comm, work)
     own_failure = outcome if isinstance(outcome, _Failure) else None
     with _raising_own(comm, own_error):
-        answers = comm.gather((own_failure, _digest(same)), awaiting=awaiting, timeout_s=timeout_s)
+        answers = comm.gather((own_failure, same), awaiting=awaiting, timeout_s=timeout_s)
     for failure, _ in answers:
         if failure is not None:
             raise failure.error() from (own_error if failure.rank == comm.rank else None)
-    if len({digest for _, digest in answers}) > 1:
-        raise _different_folders(comm.gather(same, awaiting=awaiting, timeout_s=timeout_s))
+    _require_same([folder for _, folder in answers])
     assert not isinstance(outcome, _Failure), "a failure of any rank was raised"
     return outcome
 
@@ -184,12 +140,13 @@ def run_on_rank0(
     Collective. It fails, and takes `same`, as `run_on_all_ranks` does: if folders differ, it calls nothing.
     """
 
-    def decide(folders: list[str]) -> Result:
-        if len(set(folders)) > 1:
-            raise _different_folders(folders)
-        return work()
+    def decide(folders: list[str]) -> tuple[list[str], Result | None]:
+        return (folders, None) if len(set(folders)) > 1 else ([], work())
 
-    return decide_on_rank0(comm, lambda: same, decide, awaiting=awaiting, timeout_s=timeout_s)
+    folders, result = decide_on_rank0(comm, lambda: same, decide, awaiting=awaiting, timeout_s=timeout_s)
+    # That ranks differ is no failure of rank 0: all raise it as an error of the caller.
+    _require_same(folders)
+    return cast("Result", result)
 
 
 def decide_on_rank0(
@@ -253,16 +210,13 @@ def divide_on_rank0(
     return mine
 
 
-def _digest(same: str) -> bytes:
-    return hashlib.sha256(same.encode()).digest()[:8] if same else b""
-
-
-def _different_folders(folders: Sequence[str]) -> UsageError:
-    other = next(rank for rank, folder in enumerate(folders) if folder != folders[0])
-    return UsageError(
-        f"The ranks gave different folders: rank 0 {folders[0]}, rank {other} {folders[other]}",
-        fix="Give the same path on all ranks; where hosts mount it elsewhere, make a link.",
-    )
+def _require_same(folders: Sequence[str]) -> None:
+    for rank, folder in enumerate(folders):
+        if folder != folders[0]:
+            raise UsageError(
+                f"The ranks gave different folders: rank 0 {folders[0]}, rank {rank} {folder}",
+                fix="Give the same path on all ranks; where hosts mount it elsewhere, make a link.",
+            )
 
 
 @contextmanager
@@ -372,10 +326,11 @@ class RankWait:
     absent: tuple[int, ...]
 
 
-class BaseComm(ABC):
-    """A `Comm` on top of collective moves of bytes. Subclasses start transfers and never block.
+class Comm(ABC):
+    """One rank's view of its job. `awaiting` is a phrase for people: "all ranks to finish writing".
 
-    A rank that left a call early never makes another one, because the ranks would be out of step.
+    Subclasses start moves of bytes and never block. A rank that left a call early never makes another one,
+    because the ranks would be out of step.
     """
 
     def __init__(self, rank: int, size: int, host: str) -> None:
@@ -383,7 +338,9 @@ class BaseComm(ABC):
         self.size = size
         self.host = host
         self.timeout_s = DEFAULT_TIMEOUT_S
+        """The limit of waits whose call sets none."""
         self.carrier = ""
+        """The library that carries messages, and its version; "" where nothing has to."""
         self.on_late: Callable[[int, str], None] = lambda _call, _awaiting: None
         """Called once for a call that waits long, with the call's number and what it awaits."""
         self.find_absent: Callable[[int], tuple[int, ...]] = lambda _call: ()
@@ -405,14 +362,17 @@ class BaseComm(ABC):
             self._move_nothing(wait)
 
     def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float | None = None) -> T:
-        """Return rank 0's `value`; if it cannot be packed, all ranks raise `RankFailed`."""
+        """Return rank 0's `value` on every rank; what others pass is ignored.
+
+        Here and in `gather`, a value that cannot be pickled is `RankFailed` on all ranks.
+        """
         with self._collective(awaiting, timeout_s) as wait:
             packed = self._broadcast_bytes(_pack(self, value) if self.rank == 0 else None, wait)
         received: T = self._unpack([packed])[0]
         return received
 
     def gather(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
-        """Return every rank's `value`; if one cannot be packed, all ranks raise `RankFailed`."""
+        """Return every rank's `value`, in rank order, on every rank."""
         with self._collective(awaiting, timeout_s) as wait:
             packed = self._gather_bytes(_pack(self, value), wait)
         return self._unpack(packed)
@@ -429,7 +389,7 @@ class BaseComm(ABC):
     def gather_bytes_on_rank0(
         self, payload: bytes, *, awaiting: str, timeout_s: float | None = None
     ) -> list[bytes]:
-        """Return every rank's bytes on rank 0; nothing elsewhere."""
+        """Return every rank's bytes, in rank order, on rank 0; nothing elsewhere."""
         with self._collective(awaiting, timeout_s) as wait:
             payloads = self._gather_bytes_on_rank0(payload, wait)
         return payloads if self.rank == 0 else []
@@ -437,12 +397,12 @@ class BaseComm(ABC):
     def scatter_bytes(
         self, payloads: Sequence[bytes] | None, *, awaiting: str, timeout_s: float | None = None
     ) -> bytes:
-        """Return this rank's element of what rank 0 passes."""
+        """Return this rank's element of what rank 0 passes; others pass None."""
         with self._collective(awaiting, timeout_s) as wait:
             return self._scatter_bytes(payloads if self.rank == 0 else None, wait)
 
     def transfer(self) -> PointToPoint:
-        """Open point-to-point transfers, where the library has them."""
+        """Open point-to-point transfers between the same ranks, where the library has them; collective."""
         raise Unavailable(
             f"{type(self).__name__} cannot move bytes between two ranks",
             fix="Run under MPI or torch.distributed.",
@@ -512,7 +472,7 @@ def broken_connection(error: RuntimeError, awaiting: str, place: str) -> RankErr
     )
 
 
-class SoloComm(BaseComm):
+class SoloComm(Comm):
     """Rank 0 of 1. Nothing is awaited, so nothing times out."""
 
     def __init__(self, host: str = "localhost") -> None:

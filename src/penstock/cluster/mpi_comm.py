@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.cluster.comm import BaseComm, PollingWait
+from penstock.cluster.comm import Comm, PollingWait
 from penstock.errors import RankError, Unavailable, WaitTimeout
 from penstock.optional_libraries import install_command
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class MpiComm(BaseComm):
+class MpiComm(Comm):
     """All ranks of `communicator`, in a private duplicate of it. Making one is collective.
 
     `at_close` runs after the duplicate is freed: `join_mpi` ends MPI there.

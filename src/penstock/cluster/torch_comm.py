@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.cluster.comm import BaseComm, PollingWait, broken_connection
+from penstock.cluster.comm import Comm, PollingWait, broken_connection
 from penstock.environment import Environment
 from penstock.errors import Unavailable, UsageError, WaitTimeout
 
@@ -37,7 +37,7 @@ _BROADCAST: Final = struct.Struct("<qq")
 part follows in a broadcast."""
 
 
-class TorchComm(BaseComm):
+class TorchComm(Comm):
     """All ranks of `group`, which stays the caller's unless `at_close` ends it."""
 
     def __init__(self, host: str, group: Any = None, *, at_close: Callable[[], None] | None = None) -> None:

@@ -388,12 +388,8 @@ class WritePipeline:
         rank: int = 0,
         origin_ns: int | None = None,
         progress: Progress | None = None,
-        on_settled: Callable[[], None] | None = None,
     ) -> Measurement:
-        """Write the buffers to storage until everything is durable, and return the measurement.
-
-        `on_settled` is called when all bytes are made, while the last of them are still being written.
-        """
+        """Write the buffers to storage until everything is durable, and return the measurement."""
         progress = progress or Silent()
         progress.begin("writing", self._stamps.planned_bytes)
         self._stamps.begin_counting(storages)
@@ -404,9 +400,6 @@ class WritePipeline:
         ]
         # After the writers, which open their files and then wait: filling keeps all cores busy.
         self.start_filling()
-        if on_settled is not None:
-            self._workers.wait(self._fillers, "all bytes to be copied into buffers")
-            on_settled()
         self._workers.wait([*self._fillers, *writers], "all bytes to be durable")
         measured = self._stamps.measure("write", rank=rank, origin_ns=origin_ns)
         measured.require_complete(storages[0].uri)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 
-from penstock.cluster.comm import BaseComm, SoloComm, all_gather_results, decide_on_rank0, format_cause
+from penstock.cluster.comm import Comm, SoloComm, all_gather_results, decide_on_rank0, format_cause
 from penstock.cluster.supervision.control_protocol import Ending
 from penstock.cluster.supervision.rank_process import describe_failure, join_job, join_ranks
 from penstock.errors import (
@@ -21,10 +21,10 @@ from penstock.errors import (
 )
 
 if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm, PollingWait
+    from penstock.cluster.comm import PollingWait
 
 
-class LonelyComm(BaseComm):
+class LonelyComm(Comm):
     """Rank 0 of 2 whose other rank never comes, or whose carrier breaks."""
 
     def __init__(self, breaks: Exception | None = None) -> None:

@@ -300,37 +300,6 @@ def divide_among_ranks(
     return RegionShares(shares.source[back], shares.regions.take(back), shares.rank[back])
 
 
-def cut_own_parts(
-    regions: Regions, element_bytes: Ints, set_of_box: Ints, shares: Ints, *, min_cut_bytes: int
-) -> tuple[Rows, Ints, Ints, Ints]:
-    """What one rank takes of the regions of its sets: how they can be cut, and region, first and end row.
-
-    `shares` has, by set, begin and end of the rank's share of the set's bytes, and 1 if it is the first of
-    them, plus 2 if it is the last. Regions are in the order of the sets. Cuts as `divide_among_ranks` does.
-    """
-    rows = find_rows(regions, element_bytes)
-    num_bytes = rows.count * rows.num_bytes
-    ends = np.cumsum(num_bytes)
-    axis = _Axis(set_of_box, ends - num_bytes, ends, rows, min_cut_bytes)
-    if not len(regions):
-        return rows, ends, ends, ends
-    set_start = axis.start[np.searchsorted(set_of_box, np.arange(len(shares)))]
-    edges = []
-    for column in (0, 1):
-        region, row = _nearest_rows(axis, set_start + shares[:, column])
-        edges.append(axis.start[region] + row * rows.num_bytes[region])
-    begin = np.where(shares[:, 2] & 1, set_start, edges[0])[set_of_box]
-    end = np.where(shares[:, 2] & 2, ends[-1] + 1, edges[1])[set_of_box]
-    first, stop = np.maximum(axis.start, begin), np.minimum(axis.end, end)
-    is_empty = num_bytes == 0
-    source = np.flatnonzero(np.where(is_empty, (begin <= axis.start) & (axis.start < end), first < stop))
-    row_bytes = np.maximum(rows.num_bytes[source], 1)
-    within = np.where(is_empty[source], 0, first[source] - axis.start[source])
-    until = np.where(is_empty[source], 0, stop[source] - axis.start[source])
-    last = np.where(is_empty[source], rows.count[source], until // row_bytes)
-    return rows, source, within // row_bytes, last
-
-
 def slice_rows(regions: Regions, dim: Ints, begin: Ints, end: Ints) -> Regions:
     """Rows `begin` to `end` of each region, counted along its dimension `dim` from its own offset."""
     if regions.num_dims == 0:

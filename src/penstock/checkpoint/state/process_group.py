@@ -14,7 +14,7 @@ from socket import gethostname
 from typing import Any, Final
 from weakref import WeakSet
 
-from penstock.cluster.comm import BaseComm, SoloComm
+from penstock.cluster.comm import Comm, SoloComm
 from penstock.errors import UsageError
 
 
@@ -22,7 +22,7 @@ from penstock.errors import UsageError
 class RankGroup:
     """The ranks that this one saves and loads with; `torch_group` is None for one rank, and once closed."""
 
-    comm: BaseComm
+    comm: Comm
     torch_group: Any = None
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from socket import gethostname
 
-from penstock.cluster.comm import DEFAULT_TIMEOUT_S, BaseComm, Comm, SoloComm, format_cause
+from penstock.cluster.comm import DEFAULT_TIMEOUT_S, Comm, SoloComm, format_cause
 from penstock.cluster.launcher_env import (
     Launcher,
     LauncherRank,
@@ -34,7 +34,7 @@ LONGEST_DETAIL = 20_000
 """In characters: a message must not exceed `control_protocol.LONGEST_LINE_BYTES`."""
 
 
-def join_ranks(environment: Environment) -> BaseComm:
+def join_ranks(environment: Environment) -> Comm:
     """Connect to the other ranks; collective, as is `close` of the result. Without a launcher: a job of one.
 
     Without a supervisor: the other ranks notice one that dies only by their time limits.

@@ -62,7 +62,7 @@ class SupervisorChannel:
         self._absent = protocol.Absent(call=0, ranks=())
 
     def report_long_wait(self, call: int, awaiting: str) -> None:
-        """Report that the rank has waited long; see `BaseComm.on_late`."""
+        """Report that the rank has waited long; see `Comm.on_late`."""
         self._last_call = call
         self._send(protocol.LongWait(rank=self._rank, call=call, awaiting=awaiting))
 

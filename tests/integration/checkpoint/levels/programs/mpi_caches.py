@@ -19,7 +19,7 @@ from penstock.environment import process_environment
 from penstock.storage import open_storage
 
 if TYPE_CHECKING:
-    from penstock.cluster.comm import BaseComm
+    from penstock.cluster.comm import Comm
 
 LOST = (1, 2)
 
@@ -28,7 +28,7 @@ def content(rank: int) -> bytearray:
     return bytearray(np.random.default_rng(rank).bytes(50_000 + 1000 * rank))
 
 
-def lose_two_hosts_and_get_them_back(comm: BaseComm, folder: Path) -> None:
+def lose_two_hosts_and_get_them_back(comm: Comm, folder: Path) -> None:
     host, engine = f"host-{comm.rank // 2}", BytesEngine()
     storage = open_storage(str(folder / host), {})
     level = CacheLevel(storage, comm, schemes=[DoubleParity(group=4)], domain=host, block_bytes=16_384)
