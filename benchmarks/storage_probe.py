@@ -10,7 +10,7 @@ huge only if asked to and if some are reserved (sysctl vm.nr_hugepages=16), so l
 ordinary pages, then with huge ones if there are any.
 
     python benchmarks/storage_probe.py            everything, up to 15 rounds of each comparison
-    python benchmarks/storage_probe.py jobs       one part: streams, jobs, cost, metadata, knee, stall, export
+    python benchmarks/storage_probe.py jobs       one part: streams, jobs, cost, metadata, knee, stall
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness import Ratio, interleave, ratio_of
+from harness import Ratio, interleave
 from penstock.bench.probe.load_plan import NS, LoadRequest
 from penstock.bench.probe.load_run import LoadLoop, LoadResult, measure_load
 from penstock.bench.probe.metadata_rates import MOST_FILES, measure_metadata
@@ -51,7 +51,6 @@ SECONDS = 1.0
 """Of one side of a job: short, so that many rounds see the same disk."""
 LOAD_SECONDS = 2.0
 NUM_HUGE_PAGES = 16
-EXPORT_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -310,40 +309,6 @@ def print_stall() -> None:
     )
 
 
-def print_export() -> None:
-    """Every job that a probe writes for fio, run by fio, in turn: our figure over its."""
-    for pages in _kinds_of_pages():
-        pairs: dict[str, list[tuple[float, float]]] = {}
-        for _ in range(EXPORT_ROUNDS):
-            with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-                ours, theirs = _probe_and_repeat(folder, pages)
-            for name, peer in theirs.items():
-                pairs.setdefault(name, []).append((ours[name], peer))
-        for name, seen in pairs.items():
-            print(ratio_of(f"{name}, {pages}", seen, "ops/s").line(None), flush=True)
-
-
-def _probe_and_repeat(folder: str, pages: Pages) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Operations a second of each job by its name: the probe's, and those of fio with the same pages."""
-    options = ("--size", "256MiB", "--streams", "1,4", "--blocks", "1MiB", "--seconds", "2")
-    load = ("--measure", "best,knee", "--request", "16KiB", "--mix", "70", "--rates", "500,2000")
-    jobs = Path(folder) / "probe.fio"
-    probe = (sys.executable, "-m", "penstock", "storage", "probe", folder, *options, *load)
-    with pages.ours():
-        ours = json.loads(_output(*probe, "--fio", str(jobs), "--json"))
-    jobs.write_text(jobs.read_text().replace("[global]", f"[global]\n{pages.fio_option.removeprefix('--')}"))
-    rates = {
-        f"{seen['op']}-{seen['mode']}-{seen['streams']}x{seen['block_bytes']}": seen["operations_per_s"]
-        for seen in ours["measurements"]
-    }
-    for seen in ours["loads"]:
-        rates |= {
-            f"load-{seen['mode']}-{at['offered_per_s']:.0f}": at["achieved_per_s"] for at in seen["points"]
-        }
-    theirs = json.loads(_output("fio", "--output-format=json", str(jobs)))["jobs"]
-    return rates, {job["jobname"]: job["read"]["iops"] + job["write"]["iops"] for job in theirs}
-
-
 def _output(*command: str) -> bytes:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
 
@@ -400,7 +365,6 @@ PARTS: Mapping[str, Callable[[], None]] = {
     "cost": partial(_print_ratios, compare_cost),
     "knee": print_knees,
     "stall": print_stall,
-    "export": print_export,
     "metadata": partial(_print_ratios, compare_metadata),
 }
 

@@ -73,7 +73,7 @@ class _DrawnTimes:
 
 
 class ComputeTimes(_DrawnTimes):
-    """How long the steps of one rank compute in one phase."""
+    """The computation times of one rank's steps in one phase."""
 
     def of_epoch(self, epoch: int, num_steps: int) -> list[int]:
         """Nanoseconds for the steps 1 to `num_steps`; drawn before the epoch, so that no step waits."""
@@ -84,7 +84,7 @@ class ComputeTimes(_DrawnTimes):
 
 
 class PreprocessTimes(_DrawnTimes):
-    """How long the samples of one rank are worked on before they are a batch."""
+    """The preprocessing times of one rank's samples."""
 
     def of_batch(self, epoch: int, step: int, num_samples: int) -> tuple[int, ...]:
         """Nanoseconds for each sample of a step's batch; none where samples are taken as they are."""

@@ -21,7 +21,7 @@ Positions = NDArray[np.int64]
 
 
 class Remainder(StrEnum):
-    """What happens to the remainder where items do not divide evenly among ranks."""
+    """The handling of the remainder if items do not divide evenly among ranks."""
 
     ROTATE = "rotate"
     """Other items are left out of each epoch, never the same ones of two epochs in a row."""
@@ -36,7 +36,7 @@ class Remainder(StrEnum):
 class EpochOrder:
     """The items of one epoch by position: `num_items` in turn, or permuted by (seed, epoch).
 
-    The items `left_out` are skipped, and positions beyond the last item begin anew. Runs of `run_items`
+    The items `left_out` are skipped, and positions beyond the last item begin again. Runs of `run_items`
     neighbours are permuted as a whole, their items stay in turn; a shorter last run stays last.
     `Shuffle.SEED` and `RANDOM` are the same here: the caller draws a random seed, and records it.
     """
@@ -86,18 +86,18 @@ class EvenDivision:
 
     @property
     def num_per_place(self) -> int:
-        """How many positions each place has in each epoch."""
+        """The number of positions of each place in each epoch."""
         return (self.num_items + self.num_repeated) // self.num_places
 
     @property
     def num_left_out(self) -> int:
-        """How many items each epoch leaves out."""
+        """The number of items that each epoch leaves out."""
         is_left_out = self.remainder in (Remainder.ROTATE, Remainder.DROP)
         return self.num_items % self.num_places if is_left_out else 0
 
     @property
     def num_repeated(self) -> int:
-        """How many positions of each epoch, over all places, repeat an item."""
+        """The number of positions of each epoch, over all places, that repeat an item."""
         return -self.num_items % self.num_places if self.remainder is Remainder.PAD else 0
 
     def left_out(self, epoch: int) -> tuple[range, ...]:

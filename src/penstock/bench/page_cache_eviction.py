@@ -29,14 +29,14 @@ Path = Literal["page cache dropped", "past the page cache", "no page cache", "no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEviction:
-    """How much of what is about to be read was in memory before and after, over all nodes."""
+    """The bytes in memory, over all nodes, before and after the eviction of what is about to be read."""
 
     before_bytes: int = 0
     resident_bytes: int = 0
     total_bytes: int = 0
     elapsed_s: float = 0.0
     path: Path | None = None
-    """How a checkpoint's objects are read; where the kernel gives no counts, all bytes count as resident."""
+    """The path of a checkpoint's reads; if the kernel gives no counts, all bytes count as resident."""
 
     @property
     def resident_share(self) -> float:
@@ -52,7 +52,7 @@ class CacheEviction:
 
     @property
     def is_cold(self) -> bool:
-        """Whether the read measures storage."""
+        """True if the read measures storage."""
         return self.resident_share <= WARM_SHARE
 
 

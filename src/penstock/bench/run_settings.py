@@ -1,4 +1,4 @@
-"""What all benchmark runs have in common: where results go, what their record says, and DLIO's files."""
+"""The settings that all benchmark runs share: the folder of results, the record, and DLIO's files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, computed: model and parallelism in, every rank's files and bytes out.
+"""Compute what a checkpoint holds: model and parallelism in, every rank's files and bytes out.
 
 Three kinds of model: a transformer by its dimensions, explicit sizes in DLIO's keys, and files listed one by
 one. A transformer's total follows from its parameters alone, to the byte. Pure. A thousand ranks with a
@@ -49,7 +49,7 @@ class FileGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """Where a checkpoint's bytes are. `num_processes` carry the first `num_carried` ranks of the mesh.
+    """The places of a checkpoint's bytes. `num_processes` carry the first `num_carried` ranks of the mesh.
 
     Usually each carries one. On a machine that is too small for the model's parallelism each carries several
     neighbours, so that the checkpoint is complete. In subset mode fewer ranks than the mesh has are carried,
@@ -64,12 +64,12 @@ class StateLayout:
 
     @property
     def is_subset(self) -> bool:
-        """Whether a part stands for the whole."""
+        """True if a part stands for the whole."""
         return self.num_carried < self.mesh.num_ranks
 
     @property
     def is_folded(self) -> bool:
-        """Whether processes carry more than one rank each."""
+        """True if processes carry more than one rank each."""
         return self.num_processes < self.num_carried
 
     @property
@@ -83,7 +83,7 @@ class StateLayout:
         return sum(int(np.searchsorted(group.ranks, self.num_carried)) for group in self.groups)
 
     def bytes_of_processes(self) -> Numbers:
-        """How much each process writes of one checkpoint."""
+        """The bytes that each process writes of one checkpoint."""
         totals = np.zeros(self.num_processes, dtype=np.int64)
         for group in self.groups:
             carried = int(np.searchsorted(group.ranks, self.num_carried))
@@ -157,7 +157,7 @@ class Mesh:
         return ranks % self.tensor
 
     def replica_of(self, ranks: Numbers) -> Numbers:
-        """Which copy of the model ranks belong to."""
+        """The copy of the model that ranks belong to."""
         return ranks // self.model_parallel
 
     def ranks_of_stage(self, stage: int) -> Numbers:

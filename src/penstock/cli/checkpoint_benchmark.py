@@ -110,7 +110,7 @@ def _size_document(model: CheckpointModel, layout: StateLayout, *, num_kept: int
 
 
 def _proof(model: CheckpointModel, layout: StateLayout, *, scale: Fraction, num_kept: int) -> list[str]:
-    """How the total follows, a sentence a step."""
+    """The steps from which the total follows, a sentence each."""
     total, mesh = layout.total_bytes, layout.mesh
     lines = [] if layout.num_parameters is None else [_parameter_proof(model, layout.num_parameters)]
     if scale != 1:

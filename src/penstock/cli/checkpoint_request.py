@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How each rank moves its files."""
+    """The options for moving each rank's files."""
 
     streams: int = option("--streams", whole(1), "Maximum files in flight per rank.", default="2")
     chunk_bytes: int = option("--chunk", SIZE, "Size of an I/O request.", default="16MiB")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.results.dlio_files import HydraFacts
 
 DEFAULT_WORKLOAD: Final = "default"
-"""What DLIO runs where no workload is named."""
+"""The workload that DLIO runs if none is named."""
 
 OUTPUT_VARIABLE: Final = "DLIO_OUTPUT_FOLDER"
 
@@ -146,7 +146,7 @@ def require_runnable_stages(workload: Workload) -> None:
 
 
 def list_unused_stages(workload: Workload) -> tuple[str, ...]:
-    """What is switched on and, as with DLIO, has nothing to do."""
+    """Remarks on stages that are switched on and, as with DLIO, have nothing to do."""
     stages = workload.workflow
     if not stages.evaluation or stages.train:
         return ()
@@ -156,7 +156,7 @@ def list_unused_stages(workload: Workload) -> tuple[str, ...]:
 def choose_run_folder(
     arguments: DlioWords, workload: Workload, environment: Environment, *, now: datetime
 ) -> Path:
-    """Where DLIO would leave its files: as the workload, the environment or hydra say, in this order."""
+    """The folder of DLIO's files, from the workload, the environment or hydra, in this order."""
     name = workload.output.folder or environment.get(OUTPUT_VARIABLE) or arguments.run_dir
     if not name:
         return Path("hydra_log", workload.model.name, f"{now:%Y-%m-%d-%H-%M-%S}").absolute()

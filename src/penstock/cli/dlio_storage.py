@@ -25,7 +25,7 @@ _SECTION: Final = "storage.storage_options"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DlioLocation:
-    """What `open_storage` takes. `environment` holds credentials, so it is never shown."""
+    """The arguments of `open_storage`. `environment` holds credentials, so it is never shown."""
 
     uri: str
     options: dict[str, str] = field(default_factory=dict)

@@ -105,7 +105,7 @@ class KvCacheOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How operations are executed and judged."""
+    """The options of the engine."""
 
     streams: int = option("--streams", whole(1), "Maximum objects in flight per rank.", default="8")
     chunk_bytes: int = option("--chunk", SIZE, "Maximum size of a request.", default="32MiB")
@@ -153,7 +153,7 @@ def replay(options: _ReplayOptions, comm: Comm, terminal: Terminal) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _MlperfOptions:
-    """What only mlperf-v3 has."""
+    """Options of mlperf-v3 alone."""
 
     options: tuple[int, ...] = option(
         "--options", several(whole(1, 3)), "Options of the table to run.", default="1,2,3"
@@ -183,8 +183,8 @@ class _RunOptions:
 def run(options: _RunOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Run a generated workload: blocks, with the statistics of a published trace, or mlperf-v3.
 
-    mlperf-v3 has the users, the options and the files of MLPerf Storage v3.0, with each metric beside what it
-    should say; model, tiers and chunks of the command line do not apply to it.
+    mlperf-v3 has the users, the options and the files of MLPerf Storage v3.0, with each metric next to its
+    honest value; model, tiers and chunks of the command line do not apply to it.
 
     Examples:
 
@@ -369,7 +369,7 @@ def view_cache_run(document: dict[str, Any]) -> View:
 
 
 def _say_what_loading_saves(saved: dict[str, Any], *, of_whole_objects: bool) -> str:
-    """Loading a part of an object tells nothing of a whole one."""
+    """Loading a part of an object shows nothing about a whole one."""
     told = (
         f"{format_seconds(saved['saved_s'])} saved in all; loading was faster than computing for "
         f"{saved['hits_worth_it']:.1%} of requests with hits"

@@ -47,7 +47,7 @@ class KvModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFormatOptions:
-    """How a trace of requests is read."""
+    """The options for reading a trace of requests."""
 
     kind: str = option("--format", TRACE_FORMAT, "Format of TRACE.", default="auto")
     block_tokens: int | None = option(

@@ -48,7 +48,7 @@ class _MaybeData(DataOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLoaderOptions:
-    """What a user's own loader is run with."""
+    """The options of a user's own loader."""
 
     batch_time_s: float | None = option("--batch-time", TIME, "Time that a step computes.")
     step: str | None = option(
@@ -74,7 +74,7 @@ class RunOptions(TrainingRunOptions):
 
     @property
     def has_own_loader(self) -> bool:
-        """Whether the loader is the user's own; raises UsageError for options that do not fit."""
+        """True if the loader is the user's own; raises UsageError for options that do not fit."""
         if self.loader is not None and ":" in self.loader:
             return True
         for what, given in (("argument 'WORKLOAD'", self.workload.name), ("option '--data'", self.data.uri)):

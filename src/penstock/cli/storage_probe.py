@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from penstock.cli.option_groups import BackendOptions, PageOption
 from penstock.cli.options import argument, command_line, group, option
-from penstock.cli.parsers import FILE, FOLDER, SIZE, URI, choice, number, several, whole
+from penstock.cli.parsers import FOLDER, SIZE, URI, choice, number, several, whole
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, View, table
 from penstock.cluster.comm import Comm
@@ -68,7 +68,6 @@ class _ProbeOptions:
         FOLDER,
         "Create a folder for this run in this directory, to follow it and keep its result.",
     )
-    fio: Path | None = option("--fio", FILE, "Write a fio job file that repeats what was measured.")
     page: PageOption = group(PageOption)
     storage: BackendOptions = group(BackendOptions)
 
@@ -92,7 +91,7 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
 
       penstock storage probe /mnt/pfs --page pfs.html
 
-      penstock storage probe /data --measure knee --request 4KiB --mix 70 --fio knee.fio
+      penstock storage probe /data --measure knee --request 4KiB --mix 70
 
       penstock storage probe /mnt/pfs --size 64GiB --results probes --watch
 
@@ -100,15 +99,10 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
 
       penstock storage probe s3://bucket/x -O client=minio -O part_bytes=16MiB --ranks 4
     """
-    from penstock.bench.probe.fio_jobs import fio_job_file
-
     report = _measure(options, comm, terminal)
     options.page.write(lambda: _draw(report), terminal)
     terminal.notes(report.notes)
     terminal.result(asdict(report), _tell(report))
-    if options.fio is not None and terminal.speaks:
-        options.fio.write_text(fio_job_file(report), encoding="utf-8")
-        terminal.note(f"wrote {options.fio}")
 
 
 def _request(options: _ProbeOptions) -> ProbeRequest:
@@ -133,12 +127,9 @@ def _request(options: _ProbeOptions) -> ProbeRequest:
 
 def _measure(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> ProbeResult:
     from penstock.bench.probe import probe, probe_in_folder
-    from penstock.bench.probe.fio_jobs import check_fio_repeats
     from penstock.bench.run_settings import RunSettings
 
     request, environment = _request(options), process_environment()
-    if options.fio is not None:
-        check_fio_repeats(request)
     measure = partial(probe, request, environment=environment)
     if options.results is not None:
         settings = RunSettings(results=options.results, command=command_line(), environment=environment)

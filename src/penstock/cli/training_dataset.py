@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """What a data set's bytes follow from, and where they are."""
+    """The data set: its place, and the settings that its bytes follow from."""
 
     workload: WorkloadOptions = group(WorkloadOptions)
     data: DataOptions = group(DataOptions)

@@ -85,7 +85,7 @@ class PlannedTraining:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a closed gate forbids the run."""
+        """True if a closed gate forbids the run."""
         inspection = self.request.inspection
         return inspection is not None and inspection.preflight.is_stopped
 

@@ -115,7 +115,7 @@ class BlockTrace:
         )
 
     def statistics(self) -> dict[str, Any]:
-        """What distinguishes this trace from others, as plain data."""
+        """Statistics of this trace, as plain data."""
         uses = np.bincount(self.block_ids, minlength=1)
         return {
             "requests": self.num_requests,
@@ -130,7 +130,7 @@ class BlockTrace:
 
 
 def offsets(counts: Integers) -> Integers:
-    """Where each of several parts of these lengths begins, and where the last one ends."""
+    """The beginnings of parts of these lengths, and the end of the last one."""
     ends: Integers = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=ends[1:])
     return ends

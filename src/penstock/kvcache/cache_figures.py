@@ -61,7 +61,7 @@ class LatencyHistogram:
 
     @property
     def num_values(self) -> int:
-        """How many latencies were counted."""
+        """The number of latencies."""
         return int(self.counts.sum())
 
     def percentile_ms(self, percent: float) -> float | None:
@@ -202,7 +202,7 @@ _SMALL_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """What one rank did, or all of them; `load_ns` is how long each request's reads took, -1: it had none."""
+    """The times of one rank, or of all; `load_ns` is the time of each request's reads, -1: it had none."""
 
     elapsed_ns: int
     read_bytes: int
@@ -309,7 +309,7 @@ def time_saved_document(plan: IoPlan, times: Times, *, prefill_tokens_per_s: flo
 
 
 def name_kind(plan: IoPlan) -> str:
-    """What a run of this plan measures: storage, or nothing of it."""
+    """The subject of a run of this plan: storage, or nothing of it."""
     storage = plan.in_storage
     if not len(storage):
         return "memory tiers only" if len(plan.operations) else "no traffic"
@@ -317,7 +317,7 @@ def name_kind(plan: IoPlan) -> str:
 
 
 def has_small_objects(document: Mapping[str, Any]) -> bool:
-    """Whether a run moved objects so far scaled down that their latencies are not those of whole ones."""
+    """True if a run moved objects so far scaled down that their latencies are not those of whole ones."""
     return document["plan"]["scale"] != "1" and _object_bytes(document) < _SMALL_BYTES
 
 
@@ -332,7 +332,7 @@ def limited_by_client(document: Mapping[str, Any], name: str) -> float | None:
 
 
 def say_doubts(document: Mapping[str, Any]) -> list[str]:
-    """What keeps the figures of a run from being the storage's, in sentences."""
+    """Reasons why the figures of a run are not the storage's, in sentences."""
     plan, texts = document["plan"], []
     if document["kind"] != "storage":
         texts.append(f"This run measures no reads from storage: {document['kind']}.")
@@ -355,6 +355,6 @@ def say_doubts(document: Mapping[str, Any]) -> list[str]:
     if has_small_objects(document):
         texts.append(
             f"Objects have {format_bytes(_object_bytes(document))} at --scale {plan['scale']}: latencies and "
-            "the time saved are those of small objects, and say nothing about whole ones."
+            "the time saved are figures of small objects, and show nothing about whole ones."
         )
     return texts

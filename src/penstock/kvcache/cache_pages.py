@@ -94,7 +94,7 @@ _MOSTLY: Final = 0.9
 
 
 def _say_what_pays(worth: float | None, break_even: float) -> str:
-    """What to do about the share of requests that it was worth loading for."""
+    """Advice on the share of requests for which loading was worth it."""
     if worth is None:
         return "Use a workload with hits: this one reads nothing back."
     paid = f"loading was faster than computing for {worth:.1%} of requests with hits"

@@ -65,7 +65,7 @@ def remove_entries(
     objects = operations["entry"] * layout.parts + operations["part"]
     is_whole = bool((outcomes != EntryOutcome.NOT_RUN).all())
     if is_whole:
-        # The last operation on each object tells whether it is still there.
+        # By the last operation on each object it is still there, or not.
         _, from_end = np.unique(objects[::-1], return_index=True)
         operations = operations[len(operations) - 1 - from_end]
         operations = operations[operations["op"] != Op.DELETE]
@@ -117,7 +117,7 @@ class LoadPoint:
     in_flight: float = 1.0
 
     def meets(self, objective_ms: float) -> bool:
-        """Whether the storage kept up within the objective, and read everything."""
+        """True if the storage kept up within the objective, and read everything."""
         return self.is_complete and max(self.load_p95_ms, self.lag_p95_ms) <= objective_ms
 
 
@@ -153,7 +153,7 @@ def find_sustained_load(
 
 
 def _is_idle(before: LoadPoint, now: LoadPoint, objective_ms: float) -> bool:
-    """Whether the storage had little to do and kept up, and was as slow as at the larger load."""
+    """True if the storage had little to do and kept up, and was as slow as at the larger load."""
     return (
         now.in_flight < _IDLE
         and max(before.lag_p95_ms, now.lag_p95_ms) <= objective_ms
@@ -176,7 +176,7 @@ LONGEST_RUN_S: Final = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheRequest(RunSettings):
-    """What a run is asked to do; `prefill_tokens_per_s` is what the accelerator computes.
+    """A request for a run; `prefill_tokens_per_s` is the accelerator's prefill throughput.
 
     With an objective the load that meets it is searched for; `users` send the plan's requests.
     """
@@ -201,7 +201,7 @@ class CacheResult:
 
     @property
     def is_right(self) -> bool:
-        """Whether every entry that the plan reads was there, whole."""
+        """True if every entry that the plan reads was there, whole."""
         return not self.times.missed_requests.any()
 
 
@@ -337,7 +337,7 @@ def _left_as_asked(
 
 @contextmanager
 def _beside_entries(request: CacheRequest, storage: Storage, *, is_writer: bool) -> Iterator[None]:
-    """What the engine of a layout has beside its entries, as long as they are there."""
+    """Keep the files that the engine of a layout has next to its entries, as long as those are there."""
     files = request.layout.side_files() if is_writer else {}
     for key, content in files.items():
         write_object(storage, key, [content])
@@ -434,7 +434,7 @@ def _times_document(request: CacheRequest, times: Times) -> dict[str, Any]:
 
 
 def _measure_ceiling(request: CacheRequest, *, comm: Comm, progress: Progress) -> dict[str, Any] | None:
-    """What these ranks and streams do on storage that costs one copy in memory: the limit of the harness."""
+    """Measure the limit of the harness: these ranks and streams on storage that costs one copy in memory."""
     storage_operations = request.plan.in_storage
     if not len(storage_operations):
         return None
@@ -467,7 +467,7 @@ def _gather_timeline(
 
 
 def _gather_cold(storage: Storage, engine: IoEngine, comm: Comm) -> CacheEviction:
-    """How much of what was read was in memory: the proof that reads were cold."""
+    """The bytes read that were in memory: the proof that reads were cold."""
     files, residue = capabilities.find_local_paths(storage), engine.residue
     counts = comm.gather(
         (residue.before_bytes, residue.after_bytes, residue.total_bytes), awaiting="what was in memory"

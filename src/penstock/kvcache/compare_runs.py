@@ -2,7 +2,7 @@
 
 Runs are comparable if the digests of their plans are equal. Latencies order storages only where all runs kept
 as many operations in flight: more of them wait longer for each on the same storage. For runs of mlperf-v3 the
-published metrics stand beside ours, with the order of the storages that each of them gives.
+published metrics stand next to ours, with the order of the storages that each of them gives.
 """
 
 import json
@@ -63,7 +63,7 @@ def compare_cache_runs(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def is_latency(name: str) -> bool:
-    """Whether a figure is a latency of ours; the published ones are shown with the order that they claim."""
+    """True if a figure is a latency of ours; the published ones are shown with the order that they claim."""
     return "_ms" in name and not name.endswith("theirs")
 
 
@@ -82,7 +82,7 @@ def _in_flight(document: Mapping[str, Any]) -> int | None:
 
 
 def _identity(document: Mapping[str, Any]) -> str:
-    """What a run was asked to do: the digests of its plans."""
+    """The digests of a run's plans."""
     return json.dumps(document.get("digests") or document["plan"]["digest"], sort_keys=True)
 
 

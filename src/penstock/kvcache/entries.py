@@ -25,11 +25,11 @@ _CHECKED: Final = struct.Struct("<Q")
 _PAGE: Final = 4096
 _VLLM_BLOCK_TOKENS: Final = 16
 _LMCACHE_DTYPES: Final = {"float32": "float", "float16": "half", "float8": "fp8_e4m3fn"}
-"""What LMCache calls types in the names of its files; the others have torch's names."""
+"""Names of types in LMCache's file names; the others have torch's names."""
 
 
 class EntryOutcome(IntEnum):
-    """What became of an operation; all from `MISSING` on are misses, named by what is wrong."""
+    """The outcome of an operation; all from `MISSING` on are misses, named by what is wrong."""
 
     NOT_RUN = 0
     DONE = 1
@@ -63,7 +63,7 @@ def make_footer(key: str, payload_bytes: int, payload_digest: bytes) -> bytes:
 
 
 def judge_footer(footer: memoryview, key: str, payload_bytes: int, payload_digest: bytes) -> EntryOutcome:
-    """Whether an entry of the right size is the one of this key, whole and unchanged."""
+    """True if an entry of the right size is the one of this key, whole and unchanged."""
     if not np.frombuffer(footer, np.uint8).any():
         return EntryOutcome.TORN
     fields = bytes(footer[: _FIELDS.size])
@@ -80,7 +80,7 @@ def judge_footer(footer: memoryview, key: str, payload_bytes: int, payload_diges
 
 
 def begins_footer(footer: memoryview) -> bool:
-    """Whether a page is a footer at all, right or wrong."""
+    """True if a page is a footer at all, right or wrong."""
     return bytes(footer[: len(_MAGIC)]) == _MAGIC
 
 
@@ -90,23 +90,23 @@ def stated_digest(footer: memoryview) -> bytes:
 
 
 def judge_size(size_bytes: int, expected_bytes: int) -> EntryOutcome:
-    """What an entry's size says about it."""
+    """Judge an entry by its size."""
     if size_bytes == expected_bytes:
         return EntryOutcome.DONE
     return EntryOutcome.TRUNCATED if size_bytes < expected_bytes else EntryOutcome.FOREIGN
 
 
 def has_zero_page(content: memoryview) -> bool:
-    """Whether a page never arrived: pages of entries are random, those that a crash lost are zeros."""
+    """True if a page never arrived: pages of entries are random, those that a crash lost are zeros."""
     pages = np.frombuffer(content[: len(content) // _PAGE * _PAGE], np.uint64).reshape(-1, _PAGE // 8)
     return bool((~pages.any(axis=1)).any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryLayout:
-    """How entries are named, and whether they have a footer.
+    """The names of entries, and whether they have a footer.
 
-    `namespace` tells the entries of one workload from those of another in the same store; `parts` is the
+    `namespace` separates the entries of workloads in the same store; `parts` is the
     number of objects of an entry, one for each worker of vLLM and LMCache, `pipeline` times as many as tensor
     ranks. All lie below `folder`.
     """
@@ -128,16 +128,16 @@ class EntryLayout:
 
     @property
     def has_footer(self) -> bool:
-        """Whether entries prove themselves; others are compared with what was written."""
+        """True if entries prove themselves; others are compared with what was written."""
         return self.name == "penstock"
 
     @property
     def footer_bytes(self) -> int:
-        """What an entry takes beyond its payload."""
+        """The bytes of an entry beyond its payload."""
         return FOOTER_BYTES if self.has_footer else 0
 
     def vllm_configuration(self) -> dict[str, Any]:
-        """What vLLM's tier hashes into the names of its folders, as its `config.json` has it."""
+        """The configuration that vLLM's tier hashes into its folders' names, as in its `config.json`."""
         block = _VLLM_BLOCK_TOKENS if self.chunk_tokens % _VLLM_BLOCK_TOKENS == 0 else self.chunk_tokens
         layers = [f"model.layers.{number}.self_attn.attn" for number in range(self.layers)]
         return {
@@ -155,7 +155,7 @@ class EntryLayout:
         }
 
     def side_files(self) -> dict[str, bytes]:
-        """What the engine of this layout writes once beside its entries."""
+        """Files that the engine of this layout writes once, next to its entries."""
         if self.name != "vllm":
             return {}
         key = f"{self._folder}/config.json"

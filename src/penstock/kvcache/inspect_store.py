@@ -1,4 +1,4 @@
-"""What a store of cache entries holds: entries of vLLM's, LMCache's and our own file tiers, read and judged.
+"""Inspect a store of cache entries: entries of vLLM's, LMCache's and our own file tiers, read and judged.
 
 Entries of one configuration are a series. Sizes and headers tell what is torn without reading contents; with
 `verifies`, contents are read, too: ours are compared with their checksums, the others have none and are
@@ -73,7 +73,7 @@ class EntryName:
 
 
 def parse_entry_name(key: str) -> EntryName | None:
-    """Whose entry a file is; None where no layout has such names."""
+    """The entry that a file is, by its path; None if no layout has such names."""
     parts = PurePosixPath(key).parts
     readers = ((4, _parse_vllm), (2, _parse_penstock), (1, _parse_lmcache), (1, _parse_lmcache_l2))
     for depth, parse in readers:
@@ -162,7 +162,7 @@ def config_base(key: str) -> str | None:
 
 
 def is_unfinished_entry(name: str) -> bool:
-    """Whether engines give such names to what they have not finished."""
+    """True if engines give such names to what they have not finished."""
     return _UNFINISHED.fullmatch(PurePosixPath(name).name) is not None
 
 
@@ -179,7 +179,7 @@ _TOKENS_THIRD: Final = (1, 6)
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What LMCache's fs tier writes before a payload, unless `save_chunk_meta` is off: its length and shapes.
+    """The header of LMCache's fs tier, unless `save_chunk_meta` is off: the payload's length and shapes.
 
     The payload's length, the order of its dimensions, then for each group of layers the type of its elements
     and four sizes, of which those behind the last are 0. The shapes have as many bytes as the length says.
@@ -315,7 +315,7 @@ def _read_config(storage: Storage, info: ObjectInfo) -> Mapping[str, Any] | str:
 def _describe(
     name: str, series: Sequence[_Entry], config: Mapping[str, Any] | str | None, model: KvModel | None
 ) -> dict[str, Any]:
-    """What a series is, and which of its entries have a wrong size or place."""
+    """Describe a series, and judge the sizes and places of its entries."""
     first = series[0].name
     facts: Mapping[str, Any] = config if isinstance(config, dict) else {}
     seen = {entry.name.rank for entry in series}
@@ -369,7 +369,7 @@ def _whole(facts: Mapping[str, Any], name: str, otherwise: int = 0) -> int:
 
 
 def _expected_ranks(first: EntryName, facts: Mapping[str, Any], seen: set[int]) -> int:
-    """How many ranks keep a part of each block."""
+    """The number of ranks that keep a part of each block."""
     if facts:
         sizes = ("tp_size", "pp_size", "pcp_size", "dcp_size")
         return prod(_whole(facts, name, 1) for name in sizes)
@@ -380,7 +380,7 @@ def _expected_ranks(first: EntryName, facts: Mapping[str, Any], seen: set[int]) 
 
 
 def _num_layers(series: Sequence[_Entry]) -> int:
-    """How many entries a rank has of each block: one, or one for each layer."""
+    """The number of entries of a rank for each block: one, or one for each layer."""
     return len({entry.name.layer for entry in series})
 
 
@@ -395,7 +395,7 @@ def _full_bytes(series: Sequence[_Entry]) -> dict[int, int]:
 
 
 def _judge_headers(series: Sequence[_Entry]) -> None:
-    """What headers say; a store of LMCache's has them on all entries of a series, or on none."""
+    """Judge by headers; a store of LMCache has them on all entries of a series, or on none."""
     headers = [entry.header for entry in series if entry.header]
     if not headers:
         return
@@ -413,7 +413,7 @@ def _judge_headers(series: Sequence[_Entry]) -> None:
 
 
 def _judge_size(entry: _Entry, full_bytes: int, token_bytes: float | None) -> None:
-    """What place and size say; entries of ours and those with headers say their own length."""
+    """Judge by place and size; our entries, and entries with headers, state their own length."""
     size = entry.info.size_bytes
     if not entry.name.is_in_place:
         entry.judge(EntryOutcome.FOREIGN, "its engine would not look for it here")

@@ -40,7 +40,7 @@ TIMED: Final = np.dtype(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How operations are executed.
+    """Settings of the engine.
 
     Closed loop: as many as there are streams are in flight. Open loop (`speedup` above 0): each begins when
     the workload's time, divided by `speedup`, has come, or later by a lag if all streams are busy. After
@@ -58,7 +58,7 @@ class EngineSettings:
 
 @dataclass(slots=True)
 class Residue:
-    """How much of what was read was in the page cache before and after its eviction."""
+    """The bytes of reads that were in the page cache before and after eviction."""
 
     before_bytes: int = 0
     after_bytes: int = 0
@@ -75,7 +75,7 @@ class Residue:
 
 @dataclass(slots=True)
 class _Progress:
-    """Which operation is next, and what is still going on with each object; guarded by `changed`."""
+    """The next operation, and the operations in progress on each object; guarded by `changed`."""
 
     next_place: int = 0
     is_stopped: bool = False
@@ -85,7 +85,7 @@ class _Progress:
 
 
 def count_requests(storage: Storage) -> Counters:
-    """What a storage has counted so far, entries that were written by an engine included."""
+    """The counters of a storage so far, entries that an engine wrote included."""
     written = _for_writes(storage).counters
     mine = storage.counters.snapshot()
     return mine if written is storage.counters else mine + written.snapshot()
@@ -198,7 +198,7 @@ class IoEngine:
         )
 
     def _is_over(self, place: int) -> bool:
-        """Whether the run ends before this operation: now, or before its time comes."""
+        """True if the run ends before this operation: now, or before its time comes."""
         limit_s, speedup = self._settings.duration_s, self._settings.speedup
         if limit_s is None:
             return False

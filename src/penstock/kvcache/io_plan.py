@@ -36,7 +36,7 @@ Operations = NDArray[np.void]
 
 
 class Op(IntEnum):
-    """What is done with an entry."""
+    """The operation on an entry."""
 
     READ = 0
     WRITE = 1
@@ -44,7 +44,7 @@ class Op(IntEnum):
 
 
 class TierNumber(IntEnum):
-    """Where: only what is in storage is I/O."""
+    """The tier of an entry; only storage is I/O."""
 
     GPU = 0
     CPU = 1
@@ -53,7 +53,7 @@ class TierNumber(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectLayout:
-    """How the cache of a chunk is divided into objects: by tensor and pipeline ranks, and perhaps by layer.
+    """The division of a chunk's cache into objects: by tensor and pipeline ranks, and perhaps by layer.
 
     Tensor ranks divide KV heads, and more of them than heads repeat what others have; the latent of MLA is
     the same on all tensor ranks. What would be stored twice is stored once. `scale` shrinks all objects.
@@ -84,7 +84,7 @@ def _divided(number: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSizes:
-    """Room for so many chunks in each tier; storage None: without limit."""
+    """Room for chunks in each tier; storage None: without limit."""
 
     gpu: int = 0
     cpu: int = 0
@@ -112,7 +112,7 @@ class IoPlan:
     arrival_s: NDArray[np.float64] | None = None
     chunks: Integers | None = None
     requests: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, [("level", "u1")]))
-    """What mlperf-v3 knows of each request; empty for other workloads."""
+    """The facts of each request of mlperf-v3; empty for other workloads."""
     facts: dict[str, Any]
 
     @property
@@ -138,7 +138,7 @@ class IoPlan:
         return share
 
     def most_stored_bytes(self, num_ranks: int) -> int:
-        """What can be stored at most at a time, however far ranks get apart: the sum of each one's most."""
+        """The most bytes stored at a time, however far ranks get apart: the sum of each rank's most."""
         return sum(_most_stored(self.share_of(rank, num_ranks)) for rank in range(num_ranks))
 
     def document(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _most_stored(operations: Operations) -> int:
 def plan_blocks(
     trace: BlockTrace, model: KvModel, *, tiers: TierSizes, layout: ObjectLayout | None = None
 ) -> IoPlan:
-    """What a cache of these tiers reads, writes and deletes for the requests of a trace.
+    """The reads, writes and deletions of a cache with these tiers for the requests of a trace.
 
     Tiers keep the chunks used last, written through; each request reads its prefix from the fastest tier that
     has it, then writes what storage does not have. Computing takes no virtual time: what a request writes is

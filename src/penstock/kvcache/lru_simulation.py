@@ -36,10 +36,10 @@ def limit_of(capacity_blocks: int | None) -> int:
 
 
 def find_reuse(trace: BlockTrace) -> Reuse:
-    """When each block of the trace is used again."""
+    """The next use of each block of the trace."""
     needed = stack_distances(trace.block_ids) + 1
     requests = np.repeat(np.arange(trace.num_requests, dtype=np.int64), trace.blocks_of_requests)
-    # A running maximum that starts anew with each request: later requests are shifted above all earlier ones.
+    # A running maximum that starts again with each request: later ones are shifted above all earlier ones.
     shift = requests * (2 * NEVER)
     return Reuse(capacity_for_block=needed, capacity_for_prefix=np.maximum.accumulate(needed + shift) - shift)
 
@@ -88,7 +88,7 @@ def _count_smaller_before(ranks: Integers) -> Integers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierFigures:
-    """What one tier serves and takes. Every tier keeps the blocks that were used last, written through."""
+    """The blocks that one tier serves and takes. Tiers keep the blocks used last, written through."""
 
     tier: str
     capacity_blocks: int | None
@@ -97,7 +97,7 @@ class TierFigures:
 
 
 def simulate_tiers(reuse: Reuse, tiers: Mapping[str, int | None]) -> list[TierFigures]:
-    """Which of the tiers, fastest first, serves each hit of a prefix, and what each has to take.
+    """Find the tier, fastest first, that serves each hit of a prefix, and what each tier has to take.
 
     `tiers` have their capacity in blocks, None: without limit.
 

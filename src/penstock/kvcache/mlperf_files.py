@@ -1,4 +1,4 @@
-"""The files that MLPerf Storage v3.0's key-value cache benchmark leaves, and the honest figures beside them.
+"""The files that MLPerf Storage v3.0's key-value cache benchmark leaves, and the honest figures next to them.
 
     kv_cache/MODEL/run/TIME/
         summary.json                                     figures of each option, over ranks and trials
@@ -42,7 +42,7 @@ _LARGEST: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrial:
-    """What one rank did in one trial: the plan's storage operations with their times."""
+    """One rank's trial: the plan's storage operations with their times."""
 
     option: int
     trial: int

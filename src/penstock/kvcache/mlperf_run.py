@@ -43,7 +43,7 @@ def load_limits() -> KvCacheLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlperfRequest(RunSettings):
-    """Which options in how many trials; `duration_s` and `pause_s` None: as the edition says."""
+    """The options and trials of a run; `duration_s` and `pause_s` None: as the edition has them."""
 
     limits: KvCacheLimits
     engine: EngineSettings
@@ -197,7 +197,7 @@ def _run_trial(
 
 
 def _without_lists(result: TrialResult) -> TrialResult:
-    """What travels to rank 0: the raw latencies stay in the rank's own file."""
+    """The part of a result that travels to rank 0; raw latencies stay in the rank's own file."""
     return replace(result, document={"summary": result.summary})
 
 

@@ -1,4 +1,4 @@
-"""How many bytes of key-value cache a token takes, by model, and how ranks and layers divide them.
+"""The bytes of key-value cache that a token takes, by model, and their division by ranks and layers.
 
 Attention with heads (MHA, GQA, MQA) keeps a key and a value per head; multi-head latent attention (MLA) keeps
 one latent vector and one rotary key for all heads, without the factor 2. Pure.
@@ -23,7 +23,7 @@ DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvModel:
-    """What of a model its cache depends on. `latent_dims` is above 0 for MLA only: everything kept per layer.
+    """The sizes of a model that its cache depends on. `latent_dims` is 0 without MLA: all it keeps per layer.
 
     MLA keeps the compressed latent (kv_lora_rank), the rotary key (qk_rope_head_dim) and, where attention is
     sparse, the key of its index.
@@ -69,7 +69,7 @@ class KvModel:
         return self.layers * self.layer_bytes_per_token
 
     def rank_bytes_per_token(self, *, tensor: int = 1, pipeline: int = 1) -> int:
-        """What the largest rank keeps of a token: heads are divided by tensor, layers by pipeline ranks.
+        """The bytes that the largest rank keeps of a token: tensor ranks divide heads, pipeline ranks layers.
 
         Ranks beyond the number of KV heads repeat heads, and every tensor rank has the whole latent of MLA.
         """
@@ -169,7 +169,7 @@ UPSTREAM_BYTES_PER_TOKEN: Final[Mapping[str, int]] = MappingProxyType(
         "llama3.1-70b-instruct": 16_384,
     }
 )
-"""What `datasize` of MLPerf Storage v3.0 multiplies with: 20 to 64 times less than its run writes."""
+"""Factors of `datasize` in MLPerf Storage v3.0: 20 to 64 times less than its run writes."""
 _TYPICAL_TOKENS: Final[Mapping[str, int]] = MappingProxyType(
     {
         "tiny-1b": 2048,
@@ -212,7 +212,7 @@ def size_for_users(
 
 
 def size_for_trace(trace: BlockTrace, model: KvModel) -> dict[str, Any]:
-    """What a trace writes and can read, and how large a cache has to be for a share of its hits."""
+    """The bytes that a trace writes and can read, and the cache size for a share of its hits."""
     reuse = find_reuse(trace)
     block_bytes = trace.block_tokens * model.bytes_per_token
     best = reuse.prefix_hit_ratio(None)

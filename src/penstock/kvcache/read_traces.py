@@ -107,7 +107,7 @@ class _Rows:
         self.scopes.append(scope)
 
     def state_block_tokens(self, holder: Mapping[str, Any], name: str, where: str) -> None:
-        """What a line says about the size of blocks; one size holds for a trace."""
+        """Note the block size that a line states; one size holds for a trace."""
         if (tokens := whole_number(holder, (name,), where)) < 1:
             raise UsageError(f"{name} is 0", where=f"{where}: {name}", fix="Give the tokens of a block.")
         self.stated_block_tokens.add(tokens)
@@ -239,7 +239,7 @@ def _add_turns(rows: _Rows, turns: Sequence[Any], line: int, where: str, *, afte
 
 
 def find_value(request: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """What stands under the first of these names that is there."""
+    """The value of the first of these names that is there."""
     return next((request[name] for name in names if name in request), None)
 
 
@@ -331,7 +331,7 @@ def _note_counts(rows: _Rows, inputs: Integers, counts: Integers, tokens: int) -
 
 
 def _note_unchained(ids: Integers, counts: Integers) -> list[str]:
-    """Whether ids follow different ones: then they cannot stand for everything before them."""
+    """True if ids follow different ones: then they cannot stand for everything before them."""
     before = np.empty_like(ids)
     before[1:] = ids[:-1]
     before[offsets(counts)[:-1][counts > 0]] = -1
@@ -476,7 +476,7 @@ def _is_json_object(line: str) -> bool:
 
 
 def _has_blocks(objects: Sequence[Any] | None) -> bool:
-    """Whether a list has requests with blocks, and no conversations."""
+    """True if a list has requests with blocks, and no conversations."""
     first = objects[0] if objects else None
     return (
         isinstance(first, dict)

@@ -16,7 +16,7 @@ from penstock.errors import PenstockError, UsageError
 from penstock.reports.report import Banner, Chart, Kind, Look, Report, Series, table_section
 
 _LEAVE_S: Final = 15.0
-"""How long an interrupted run may take to exit: its ranks have their own, shorter limits."""
+"""The time that an interrupted run may take to exit; its ranks have their own, shorter limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -17,7 +15,6 @@ from tests.support.repeated_measurement import measure_until
 from tests.support.slow_storages import Stalling, Throttled
 
 from penstock.bench.probe import ProbeRequest, ProbeResult, metadata_rates, probe
-from penstock.bench.probe.fio_jobs import check_fio_repeats, fio_job_file
 from penstock.bench.probe.load_plan import MOST_GROWTH, LoadRequest, arrivals
 from penstock.bench.probe.load_run import LoadLoop, LoadResult, measure_load
 from penstock.bench.probe.probe_folder import ProbeFolder
@@ -186,25 +183,6 @@ def test_files_are_counted_by_call_and_threads_and_removed(
     assert all(seen.files_per_s > 0 and seen.p99_ms >= seen.p50_ms for seen in result.metadata)
     assert result.measurements == ()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-def test_fio_accepts_the_job_file_of_everything_that_was_measured(tmp_path: Path) -> None:
-    result = _probe(str(tmp_path), "best", "knee", load=LoadRequest(read_percent=70, depth=4))
-    path = tmp_path / "probe.fio"
-    path.write_text(fio_job_file(result), encoding="utf-8")
-    subprocess.run(["fio", "--parse-only", path], check=True, capture_output=True, timeout=60)
-    assert "runtime=50ms" in path.read_text(encoding="utf-8")  # fio reads 0.05 as no time at all
-    sections = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("[")]
-    assert len(sections) == len(set(sections))
-
-
-@pytest.mark.parametrize(("uri", "part"), [("mem://x", "best"), ("file:///tmp", "metadata")])
-def test_a_job_file_of_what_fio_cannot_repeat_is_refused_before_anything_is_measured(
-    uri: str, part: Part
-) -> None:
-    with pytest.raises(UsageError, match="reads and writes of files"):
-        check_fio_repeats(ProbeRequest(uri=uri, parts=(part,)))
 
 
 @pytest.mark.parametrize(

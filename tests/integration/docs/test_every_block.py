@@ -265,7 +265,6 @@ CASES = (
         key="--measure knee",
         shows=(r"^The knee: .* Limited by ", r"^ delete +direct"),
         figures={r"^The knee: ([\d,]+) random 64 KiB operations": 10, r"^ create +direct +1 +([\d,]+)": 100},
-        leaves=("knee.fio",),
     ),
     Case(
         page="docs/trace.md",

@@ -52,11 +52,11 @@ class RoundFigures:
     phase: PipelineFigures
     cold: CacheEviction | None = None
     wrong: tuple[WrongByte, ...] = ()
-    """Where the first of the wrong bytes are, `MAX_WRONG_PLACES` places at most."""
+    """The places of the first wrong bytes, at most `MAX_WRONG_PLACES`."""
 
     @property
     def is_from_memory(self) -> bool:
-        """Whether the page cache may have served it."""
+        """True if the page cache may have served it."""
         return self.cold is not None and not self.cold.is_cold
 
     def document(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ _STREAM_SUMS: Final = (
 
 
 def find_bottleneck(rounds: Sequence[RoundFigures]) -> str:
-    """What limited these rounds for most of their time, writing and reading.
+    """The bottleneck of these rounds for most of their time, writing and reading.
 
     Reads from memory say nothing about storage, so they count only where there is nothing else.
     """
@@ -249,7 +249,7 @@ class CheckpointResult:
 
     @property
     def trace_folder(self) -> str | None:
-        """Where the run's trace is; None of a run that was not traced."""
+        """The folder of the run's trace; None if it was not traced."""
         return find_trace_folder(self.storage_options)
 
     @property
@@ -264,12 +264,12 @@ class CheckpointResult:
 
     @property
     def is_right(self) -> bool:
-        """Whether every byte that was verified is the one that was written."""
+        """True if every byte that was verified is the one that was written."""
         return not any(figures.phase.wrong_bytes for figures in self.rounds)
 
     @property
     def is_from_memory(self) -> bool:
-        """Whether the page cache may have served any read."""
+        """True if the page cache may have served any read."""
         return any(figures.is_from_memory for figures in self.rounds)
 
     def document(self) -> dict[str, Any]:

@@ -42,11 +42,11 @@ PROGRESS_FILE: Final = "progress"
 _SLOT_BYTES: Final = 8
 LOOK_INTERVAL_S: Final = 1.0
 MOST_NOTES_PER_S: Final = 100
-"""Of all ranks together: those of a large job note their bytes less often than every second."""
+"""The limit for all ranks together: in a large job each notes its bytes less often than every second."""
 SIGN_INTERVAL_S: Final = 10.0
 BUCKET_S: Final = 0.05
 MOST_BUCKETS: Final = 240
-"""Of the throughput over time of a round: buckets of longer rounds are longer."""
+"""Buckets of a round's throughput over time; in longer rounds they are longer."""
 
 
 class ProgressBoard:
@@ -120,7 +120,7 @@ class RoundProgress(Progress):
         self._began_ns = origin_ns
 
     def moved_over_time(self, planned_bytes: int) -> MovedBytes:
-        """What this rank has moved of the last round's `planned_bytes`, in at most `MOST_BUCKETS` buckets."""
+        """The bytes that this rank moved in the last round, over time, in at most `MOST_BUCKETS` buckets."""
         # Chunks are counted whole, so the last of a file may overshoot.
         scale = planned_bytes / self._moved_bytes if self._moved_bytes else 0.0
         length, fold = max(self._moved_by_bucket, default=-1) + 1, 1
@@ -185,7 +185,7 @@ class RoundProgress(Progress):
 
 
 def name_last_rank(moved: list[int], planned: list[int]) -> str:
-    """The rank that is furthest behind, and how far it is, unless all are alike."""
+    """The rank that is furthest behind, and its progress, unless all have the same."""
     shares = {rank: moved[rank] / size for rank, size in enumerate(planned) if size}
     if len(shares) < 2 or min(shares.values()) == max(shares.values()):
         return ""
@@ -194,7 +194,7 @@ def name_last_rank(moved: list[int], planned: list[int]) -> str:
 
 
 def plan_rounds(*, num_writes: int, num_reads: int, kept_steps: Sequence[int]) -> tuple[CheckpointRound, ...]:
-    """The rounds still to come; `kept_steps` are those of complete checkpoints that stay, ascending.
+    """The rounds still to come; `kept_steps` are the steps of complete checkpoints that stay, ascending.
 
     Reads take the oldest checkpoints first, as DLIO does: what was written last may still be in some cache.
     """
@@ -217,7 +217,7 @@ def plan_rounds(*, num_writes: int, num_reads: int, kept_steps: Sequence[int]) -
 def plan_objects(
     layout: StateLayout, process: int, step: int, *, epoch: int = EPOCH
 ) -> tuple[PlannedObject, ...]:
-    """What one process writes of a checkpoint."""
+    """The objects that one process writes of a checkpoint."""
     folder = checkpoint_folder(epoch, step)
     return tuple(
         PlannedObject(f"{folder}/{file.name}", file.size_bytes)
@@ -226,12 +226,12 @@ def plan_objects(
 
 
 def choose_source_process(process: int, *, num_processes: int, shift: int) -> int:
-    """Whose files a process reads back: with a shift of a node's ranks, those of the next node."""
+    """The process whose files this one reads back; with a shift of a node's ranks, one of the next node."""
     return (process + shift) % num_processes
 
 
 def rank_shift(hosts: Sequence[str]) -> int:
-    """How far to shift so that every rank reads what another host wrote; 0 on one host.
+    """The shift with which every rank reads what another host wrote; 0 on one host.
 
     It is the largest number of ranks on a host. Where hosts have unlike numbers of consecutive ranks, some
     ranks of a large host still read what their own host wrote.
@@ -241,7 +241,7 @@ def rank_shift(hosts: Sequence[str]) -> int:
 
 
 def seconds_between(rounds: Sequence[CheckpointRound], interval_s: float) -> Iterator[float]:
-    """How long to wait before each round: the interval between two of them, nothing before the first."""
+    """The wait before each round: the interval between two of them, nothing before the first."""
     return (interval_s if place else 0.0 for place in range(len(rounds)))
 
 
@@ -257,7 +257,7 @@ class StateContent:
         self._contents[planned.key].fill(buffer, offset)
 
     def verify(self, planned: PlannedObject, offset: int, buffer: memoryview) -> int | None:
-        """Where in `buffer` the first wrong byte is; None if all are right."""
+        """The place of the first wrong byte in `buffer`; None if all are right."""
         return self._contents[planned.key].verify(buffer, offset)
 
 

@@ -53,7 +53,7 @@ FORMAT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointShape:
-    """What two runs must have in common to read each other's checkpoints; `scale` is an exact fraction."""
+    """The settings that two runs must share to read each other's checkpoints; `scale` is exact."""
 
     model: str
     processes: int
@@ -73,7 +73,7 @@ class MarkedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointMarker:
-    """What a folder holds. `run_folder` has the results of the run that wrote the marker last."""
+    """The contents of a folder. `run_folder` has the results of the run that wrote the marker last."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -91,7 +91,7 @@ class CheckpointMarker:
 
     @property
     def last_written_s(self) -> float | None:
-        """When the last checkpoint became durable."""
+        """The moment at which the last checkpoint became durable."""
         return max((marked.ended_at_s for marked in self.steps), default=None)
 
     def with_step(self, step: int, ended_at_s: float) -> CheckpointMarker:
@@ -166,19 +166,19 @@ def _require_same_settings(marker: CheckpointMarker, request: CheckpointRequest,
         raise UsageError(
             f"The checkpoints here were written with other settings: {'; '.join(differences)}",
             where=uri,
-            fix="Ask for the same model, ranks and scale, or write them anew with --writes.",
+            fix="Ask for the same model, ranks and scale, or write them again with --writes.",
         )
     if marker.content_version != CONTENT_VERSION:
         raise UsageError(
             f"The content here is of version {marker.content_version}, not {CONTENT_VERSION}",
             where=uri,
-            fix="Write the checkpoints anew.",
+            fix="Write the checkpoints again.",
         )
     if request.seed is not None and request.seed != marker.seed:
         raise UsageError(
             f"The checkpoints here have seed {marker.seed}, not {request.seed}",
             where=uri,
-            fix="Leave --seed out, or write them anew.",
+            fix="Leave --seed out, or write them again.",
         )
 
 
@@ -250,10 +250,10 @@ def identify_volume(root: Path | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRequest(RunSettings):
-    """What a checkpoint benchmark is asked to do.
+    """A request for a checkpoint benchmark.
 
     `model.workload.checkpoint` says how many writes and reads, and how; it is what is really run, options
-    included, so the run's record shows it. A `seed` of None is drawn anew for writing, and taken from the
+    included, so the run's record shows it. A `seed` of None is drawn for writing, and taken from the
     marker for reading. With `resumes`, complete checkpoints of an interrupted run are kept; with `removes`,
     all are deleted at the end.
     """
@@ -268,7 +268,7 @@ class CheckpointRequest(RunSettings):
 
     @property
     def shape(self) -> CheckpointShape:
-        """What another run must ask for to read these checkpoints."""
+        """The settings that another run needs to read these checkpoints."""
         layout, mode = self.layout, "subset" if self.layout.is_subset else "default"
         return CheckpointShape(
             model=self.model.name,
@@ -443,7 +443,7 @@ class _Session:
         )
 
     def _make_runner(self, recorder: StepRecorder) -> checkpoint_rounds.RoundRunner:
-        """What all rounds share, warmed up before the first of them."""
+        """Make what all rounds share, warmed up before the first of them."""
         layout, rank = self.request.layout, self.comm.rank
         read_rank = checkpoint_rounds.choose_source_process(
             rank, num_processes=self.comm.size, shift=self.shift

@@ -42,12 +42,12 @@ class BlockRequest:
     survey: FileSurvey
     samples: range
     is_checked: bool = False
-    """Whether the decoded samples are compared with their generator."""
+    """True if the decoded samples are compared with their generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What one batch of `num_samples` needs; `preprocess_ns` is how long each sample is worked on."""
+    """The reads of one batch of `num_samples`; `preprocess_ns` has the time to work on each sample."""
 
     requests: tuple[ReadRequest | BlockRequest, ...]
     num_samples: int
@@ -80,14 +80,14 @@ SAMPLED: Final = 16
 
 
 class ContentCheck(StrEnum):
-    """How many of the blocks that are read are compared with what was generated."""
+    """The share of the blocks read that are compared with what was generated."""
 
     OFF = "off"
     SAMPLE = "sample"
     FULL = "full"
 
     def includes(self, block: int) -> bool:
-        """Whether the block of this number, in a rank's order, is checked."""
+        """True if the block of this number, in a rank's order, is checked."""
         return self is ContentCheck.FULL or (self is ContentCheck.SAMPLE and block % SAMPLED == 0)
 
 
@@ -130,7 +130,7 @@ class Loader(Protocol):
 
     @property
     def counters(self) -> Counters:
-        """What the loader's own storages counted; the rank's storage, if it is read, counts for itself."""
+        """The counters of the loader's own storages; the rank's storage, if it is read, counts for itself."""
 
     def close(self) -> None:
         """End all workers. Safe twice, and in the middle of an epoch."""
@@ -140,11 +140,11 @@ class Loader(Protocol):
 
 
 class LoaderOptions(Protocol):
-    """Which loader a run uses, with its settings; a frozen record that ranks send to each other."""
+    """A loader with its settings; a frozen record that ranks send to each other."""
 
     @property
     def prefetch_batches(self) -> int:
-        """How many batches are read before they are wanted."""
+        """The number of batches that are read ahead."""
 
     def start(
         self, storage: Storage, reopen: OpenStorage | None, decoder: FormatDecoder | None = None

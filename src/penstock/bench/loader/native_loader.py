@@ -145,7 +145,7 @@ class NativeOptions:
     prefetch_batches: int = 2
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     preprocess_threads: int | None = None
-    """How many threads preprocess a batch, if not all of them."""
+    """The number of threads that preprocess a batch, if not all of them."""
 
     def __post_init__(self) -> None:
         least = min(self.threads, self.preprocess_threads or 1, self.buffer_bytes)

@@ -37,7 +37,7 @@ from penstock.storage import Counters, Storage
 from penstock.workload.enums import ProcessStart
 
 _KILL_S: Final = 5.0
-"""How long a worker may take to be gone once its end has begun."""
+"""The time that a worker may take to end."""
 _PURE_PYTHON_CLIENT: Final = "minio"
 
 
@@ -71,7 +71,7 @@ class PytorchOptions:
     def start(
         self, _storage: Storage, reopen: OpenStorage | None, decoder: FormatDecoder | None = None
     ) -> PytorchLoader:
-        """Start the workers, each with a storage of its own; `UsageError` where none tells them how."""
+        """Start the workers, each with a storage of its own; `UsageError` if nothing opens it."""
         if reopen is None:
             raise UsageError(
                 "Nothing tells the pytorch loader's workers how to open storage",
@@ -111,7 +111,7 @@ class PytorchLoader:
 
     @property
     def counters(self) -> Counters:
-        """What the storages of all workers counted, up to the last batch that arrived."""
+        """The counters of all workers' storages, up to the last batch that arrived."""
         return sum(self._counted.values(), Counters())
 
     def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
@@ -193,7 +193,7 @@ class PytorchLoader:
 
 
 class _Requests:
-    """The sampler of torch's loader, which asks it anew each epoch."""
+    """The sampler of torch's loader, which asks it again each epoch."""
 
     of_epoch: Iterable[BatchRequest | OpenStorage] = ()
 
@@ -202,7 +202,7 @@ class _Requests:
 
 
 class _Arrival(NamedTuple):
-    """What a worker sends. An error is sent as it is: torch would raise its type with another text."""
+    """A worker's answer. An error is sent as it is: torch would raise its type with another text."""
 
     worker: int
     outcome: Batch | PenstockError

@@ -60,7 +60,7 @@ Consume = Callable[[Any, int, int, int], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnLoaderRequest(RunSettings):
-    """What a run of a user's loader is asked to do.
+    """A request for a run of a user's own loader.
 
     `factory` makes the loader; `step`, if there is one, consumes its batches. `data` is where the loader
     reads, if the user named it: its pages are evicted before each epoch, and its device is watched. `trials`
@@ -371,7 +371,7 @@ class EpochLoop:
     elapsed_ns: int = 0
     """From the beginning of the last epoch to the end of its last step."""
     ended_s: float = 0.0
-    """How long its iterator took to end after that."""
+    """The time that its iterator took to end after that."""
     _waited_ns: int = 0
     _waits_since_ns: int = 0
     _recorded_bytes: int = 0

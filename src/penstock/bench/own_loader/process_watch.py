@@ -22,7 +22,7 @@ _HELPERS: Final = (b"multiprocessing.resource_tracker", b"multiprocessing.forkse
 
 
 _own_reads: Counter[str] = Counter()
-"""What measuring has read in this process, which is no part of what the loader has."""
+"""Reads by the measurement itself in this process, which are not the loader's."""
 
 
 def read_proc(path: str) -> str:
@@ -123,7 +123,7 @@ class ProcessWatch:
         self._thread.join(5.0)
 
     def read_so_far(self) -> Counter[str]:
-        """What was read since the start: by the loader's processes if there are any, else by this one."""
+        """The reads since the start: of the loader's processes if there are any, else of this one."""
         for pid in self._find_pids():
             self._io[pid] = read_io(pid) or self._io.get(pid, Counter())
         if self._io:

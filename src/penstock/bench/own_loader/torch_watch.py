@@ -31,7 +31,7 @@ from penstock.errors import UsageError
 
 _RECORD: Final = Struct(f"<{len(Fetch._fields)}q")
 _REPORTED_EVERY_NS: Final = 100_000_000
-"""How often a worker reports what it has read: that takes it about 0.1 ms."""
+"""The interval between a worker's reports of its reads, each of which takes about 0.1 ms."""
 _MESSENGERS: Final = ("QueueFeeder", "(_serve)")
 """Threads in which `multiprocessing` sends batches and hands over their memory."""
 
@@ -145,7 +145,7 @@ class ProbedWorker:
 
 
 def _read_own_io() -> Counter[str]:
-    """What this process has read for samples."""
+    """The reads of this process for samples."""
     threads = threading.enumerate()
     return read_io(
         os.getpid(),
@@ -246,7 +246,7 @@ class TorchWatch:
         return iterate
 
     def read_so_far(self) -> Counter[str]:
-        """What workers have read for samples, as they have reported."""
+        """The workers' reads for samples, as they have reported them."""
         found: Counter[str] = Counter()
         for path in self._folder.glob("*/*.json") if self._folder else ():
             with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a user names as MODULE:NAME: the factory of a loader, or the function that takes a step.
+"""The user's code, named as MODULE:NAME: the factory of a loader, or the function of a step.
 
 The module is looked for in the current folder first, as `python -m` does. Names alone are read here; what is
 called, and when, is the run's business.
@@ -20,7 +20,7 @@ from penstock.errors import OutOfSpace, PenstockError, StorageError, Unavailable
 from penstock.units import format_bytes
 
 OWN_FOLDER: Final = str(Path(__file__).parents[2]) + os.sep
-"""Where this package lies: code of the user's may be below a folder of the same name."""
+"""The folder of this package. The user's code may be below a folder of the same name."""
 _DEEPEST: Final = 4
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - not a file that is written
 _SHARED: Final = re.compile(r"shared memory|bus error|</?torch_|torch_shm|/dev/shm|psm_\w+", re.IGNORECASE)
@@ -30,7 +30,7 @@ _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def names_user_code(text: str) -> bool:
-    """Whether this is MODULE:NAME rather than the name of something installed."""
+    """True if this is MODULE:NAME rather than the name of something installed."""
     module, colon, name = text.partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
@@ -70,7 +70,7 @@ def load_user_code(text: str, *, where: str) -> Callable[..., Any]:
 
 
 def call_with_known(function: Callable[..., Any], known: Mapping[str, Any], *, where: str) -> Any:
-    """Call it with those of the `known` arguments that it declares by name."""
+    """Call it with the `known` arguments that it declares by name."""
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -151,7 +151,7 @@ def announce_epoch(loader: Any, epoch: int) -> None:
 class SampleCounter:
     """Counts the samples of batches of one loader: by the array that has them in its first batch.
 
-    `batch_size` is what the loader says of itself, if anything: it tells a pair of arrays from two samples.
+    `batch_size` is the loader's own, if it has one: it distinguishes a pair of arrays from two samples.
     """
 
     def __init__(self, batch_size: int | None = None) -> None:
@@ -160,7 +160,7 @@ class SampleCounter:
         self._is_known = False
 
     def __call__(self, batch: Any) -> int:
-        """How many there are; 1 if that can't be told."""
+        """The number of samples; 1 if unknown."""
         if self._path is None:
             if self._is_known:
                 return count_samples(batch) or 1
@@ -177,7 +177,7 @@ class SampleCounter:
 
 
 def find_batch_size(loader: Any) -> int | None:
-    """The samples a batch, as a loader says that it was told; None if it says nothing."""
+    """The samples per batch that a loader was made with; None if unknown."""
     for part in (loader, getattr(loader, "batch_sampler", None)):
         if isinstance(size := getattr(part, "batch_size", None), int):
             return size
@@ -227,7 +227,7 @@ def _has_lists(values: Any) -> bool:
 
 
 def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int) -> PenstockError:
-    """What to tell the user of an error of his loader."""
+    """The error for the user if the loader fails."""
     text = "".join(traceback.format_exception(error))
     # Torch's message has the traceback of a worker, where a file of the user's may lie in /dev/shm.
     said = _PLACE.sub("", text if isinstance(error, OSError) else _last_line(str(error)))
@@ -255,7 +255,7 @@ def explain_failure(error: BaseException, *, loader: str, epoch: int, step: int)
 
 
 def is_dead_worker(error: BaseException) -> bool:
-    """Whether torch reports that a worker has died."""
+    """True if torch reports that a worker has died."""
     return bool(_KILLED.search(str(error)))
 
 

@@ -1,4 +1,4 @@
-"""Where each second of waiting for a batch went, and what to report of it.
+"""Divide the seconds of waiting for batches by what was waited for, and report them.
 
 A consumer that awaits a batch is held up by whatever the batch's worker does until the batch arrives, so
 the worker's timeline is laid over the wait. Example: asked at 120 ms, given at 200; the worker loaded samples
@@ -22,7 +22,7 @@ CONSUMER: Final = "consumer"
 
 
 class WaitStage(StrEnum):
-    """What a consumer waits for."""
+    """A reason for which a consumer waits."""
 
     STORAGE = "storage"
     COMPUTE = "compute"
@@ -197,7 +197,7 @@ class LoaderWaits:
 
     @property
     def bottleneck(self) -> str:
-        """What limits the run."""
+        """The stage that limits the run."""
         if self.wait_share < self.tolerated or not self.stages_s:
             return CONSUMER
         return max(self.stages_s, key=lambda stage: self.stages_s[stage]).value

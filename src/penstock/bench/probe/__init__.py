@@ -1,4 +1,4 @@
-"""What can this storage do at best, from here? Plan the steps, time each, sum up over ranks, clean up."""
+"""Measure the limits of a storage: plan the steps, time each, sum up over ranks, clean up."""
 
 from penstock.bench.probe.probe_plan import ProbeRequest
 from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, probe, probe_in_folder

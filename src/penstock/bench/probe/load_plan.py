@@ -41,7 +41,7 @@ RULE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """What one operation is, how many may be in flight on each rank, and which rates to offer.
+    """One operation, the number in flight on each rank, and the rates to offer.
 
     Each rate lasts `seconds`. Without `rates` the knee is searched for.
     """
@@ -138,7 +138,7 @@ class OfferedLoad:
 
 
 def arrivals(rate_per_s: float, seconds: float, *, rank: int, num_ranks: int) -> list[int]:
-    """When the operations of a rank are due, in nanoseconds: every `num_ranks`-th one of an even schedule."""
+    """The due times of a rank's operations, in nanoseconds: every `num_ranks`-th one of an even schedule."""
     total = max(1, round(rate_per_s * seconds))
     numbers = np.arange(rank, total, num_ranks, dtype=np.float64)
     due: list[int] = np.rint(numbers * (NS / rate_per_s)).astype(np.int64).tolist()
@@ -180,7 +180,7 @@ def _p99_ms(latencies: NDArray[np.int64]) -> float | None:
 
 
 def _growth(seen: OperationTimes) -> float:
-    """How much latency grows per time, from medians of the first and last quarter, which a stall keeps.
+    """The growth of latency per time, from medians of the first and last quarter, which a stall keeps.
 
     While a storage answers A of R operations a second that are due, latency grows by 1 - A/R a second. Where
     that was given up, the share of operations that never began says as much.
@@ -195,7 +195,7 @@ def _growth(seen: OperationTimes) -> float:
 
 
 def interval_s(seconds: float) -> float:
-    """How long the intervals of a time series are."""
+    """The length of the intervals of a time series."""
     return 0.1 if seconds <= 10 else 1.0
 
 
@@ -225,7 +225,7 @@ def intervals(
 
 
 def holds(point: OfferedLoad, light: OfferedLoad) -> bool:
-    """Whether a storage kept up with a load; see `RULE`."""
+    """True if a storage kept up with a load; see `RULE`."""
     return point.growth <= MOST_GROWTH and point.storage_p99_ms <= MOST_SLOWDOWN * light.storage_p99_ms
 
 
@@ -239,7 +239,7 @@ def find_knee(points: Sequence[OfferedLoad]) -> OfferedLoad | None:
 
 
 def find_limit(points: Sequence[OfferedLoad], knee: OfferedLoad) -> str:
-    """What the lowest load above the knee that did not hold ran into (see `Knee`); "" if all held."""
+    """The limit that the first failed load above the knee ran into (see `Knee`); "" if all held."""
     light = points[0]
     failed = [point for point in points if not holds(point, light)]
     above = [point for point in failed if point.offered_per_s > knee.offered_per_s]
@@ -288,7 +288,7 @@ def next_rate(points: Sequence[OfferedLoad], closed_loop_per_s: float) -> float 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyState:
-    """What a storage keeps up once its first seconds are over, by rounds of the same length.
+    """The rate that a storage keeps up after its first seconds, by rounds of the same length.
 
     `begins` is the number of the first round of the steady state; the rounds before it are another phase:
     a cache that fills, credit for bursts that is spent, or a start that is slow.

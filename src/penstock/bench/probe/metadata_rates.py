@@ -1,4 +1,4 @@
-"""How many files a second: created, looked up, listed and deleted, by threads.
+"""Count files created, looked up, listed and deleted per second, by threads.
 
 A file system is asked by its own calls, one a file, as mdtest does it: an empty file is created and closed,
 not made durable, and each thread has a folder of its own. Any other storage is asked through its protocol.
@@ -8,7 +8,7 @@ Collective: every rank does the same; a rate is the files of all ranks by the ti
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -49,54 +49,41 @@ class MetadataRate:
     p99_ms: float
 
 
-class _Files:
-    """Files in a folder, by system calls."""
+_Calls = Mapping[str, Callable[[int], object]]
+"""The calls on one thread's files, by number; `list` counts all of them, whatever the number."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        Path(folder).mkdir(parents=True)
 
-    def _path(self, number: int) -> str:
-        return f"{self._folder}/{number}"
+def _calls_on_files(folder: str) -> _Calls:
+    """Files in a folder, by system calls; a path as text costs less than a `Path`."""
+    Path(folder).mkdir(parents=True)
 
-    def create(self, number: int) -> None:
-        os.close(os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    def create(number: int) -> None:
+        os.close(os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
 
-    def stat(self, number: int) -> None:
-        os.stat(self._path(number))  # noqa: PTH116 - a path as text costs less than the call
-
-    def delete(self, number: int) -> None:
-        os.unlink(self._path(number))  # noqa: PTH108 - as above
-
-    def list(self) -> int:
-        with os.scandir(self._folder) as entries:
+    def count_listed(_: int) -> int:
+        with os.scandir(folder) as entries:
             return sum(1 for _ in entries)
 
-
-class _Objects:
-    """Objects below a prefix, by the storage's own calls; each is empty."""
-
-    def __init__(self, storage: Storage, prefix: str) -> None:
-        self._storage = storage
-        self._prefix = prefix
-
-    def create(self, number: int) -> None:
-        write_object(self._storage, f"{self._prefix}/{number}", (), size_bytes=0)
-
-    def stat(self, number: int) -> None:
-        self._storage.stat(f"{self._prefix}/{number}")
-
-    def delete(self, number: int) -> None:
-        self._storage.delete(f"{self._prefix}/{number}")
-
-    def list(self) -> int:
-        return sum(1 for _ in self._storage.list(self._prefix))
+    return {
+        "create": create,
+        "stat": lambda number: os.stat(f"{folder}/{number}"),  # noqa: PTH116 - as above
+        "delete": lambda number: os.unlink(f"{folder}/{number}"),  # noqa: PTH108 - as above
+        "list": count_listed,
+    }
 
 
-_Names = _Files | _Objects
-"""The files of one thread, by number."""
+def _calls_on_objects(storage: Storage, prefix: str) -> _Calls:
+    """Empty objects below a prefix, by the storage's own calls."""
+    return {
+        "create": lambda number: write_object(storage, f"{prefix}/{number}", (), size_bytes=0),
+        "stat": lambda number: storage.stat(f"{prefix}/{number}"),
+        "delete": lambda number: storage.delete(f"{prefix}/{number}"),
+        "list": lambda _: sum(1 for _ in storage.list(prefix)),
+    }
+
+
 _Times = tuple[int, int, int, list[int]]
-"""Of one thread: start, end, the number of files, and the time of each call."""
+"""One thread's start, end, number of files, and the time of each call."""
 
 
 def measure_metadata(
@@ -120,14 +107,14 @@ def measure_metadata(
                     (place.folder / f"rank{comm.rank}-files{number}-{thread}").rmdir()
 
 
-def _names(place: ProbeFolder, folder: str) -> _Names:
+def _names(place: ProbeFolder, folder: str) -> _Calls:
     if find_local_files(place.storage) is not None and place.folder is not None:
         with translate_os_errors("Creating a folder", place.storage.uri):
-            return _Files(str(place.folder / folder))
-    return _Objects(place.storage, folder)
+            return _calls_on_files(str(place.folder / folder))
+    return _calls_on_objects(place.storage, folder)
 
 
-def _run(call: MetadataCall, names: Sequence[_Names], created: Sequence[int], comm: Comm) -> list[_Times]:
+def _run(call: MetadataCall, names: Sequence[_Calls], created: Sequence[int], comm: Comm) -> list[_Times]:
     """One call in all threads of this rank, which begin together, and with those of other ranks."""
     ready = threading.Barrier(len(names) + 1)
     with ThreadPoolExecutor(len(names), thread_name_prefix="penstock-metadata") as pool, ExitStack() as undo:
@@ -142,23 +129,23 @@ def _run(call: MetadataCall, names: Sequence[_Names], created: Sequence[int], co
         return [future.result() for future in futures]
 
 
-def _time_calls(call: MetadataCall, names: _Names, most: int, ready: threading.Barrier) -> _Times:
+def _time_calls(call: MetadataCall, names: _Calls, most: int, ready: threading.Barrier) -> _Times:
     ready.wait()
     ready.wait()
     start_ns = time.monotonic_ns()
     if call == "list":
-        seen = names.list()
+        seen = names["list"](0)
         if seen != most:
             raise StorageError(f"A listing has {seen} of {most} files", fix="Look at what else removes them.")
         end_ns = time.monotonic_ns()
         return start_ns, end_ns, seen, [end_ns - start_ns]
-    act: Callable[[int], None] = getattr(names, call)
+    act = names[call]
     until_ns = start_ns + round(MOST_SECONDS * 1e9) if call == "create" else None
     latencies = list(islice(_each(act, until_ns), most))
     return start_ns, time.monotonic_ns(), len(latencies), latencies
 
 
-def _each(act: Callable[[int], None], until_ns: int | None) -> Iterator[int]:
+def _each(act: Callable[[int], object], until_ns: int | None) -> Iterator[int]:
     """The time of each call, on one file after the other, until the time is over."""
     clock = time.monotonic_ns
     number, now = 0, clock()

@@ -108,7 +108,7 @@ class ProbeFolder:
 
 
 def _find_mode(storage: Storage) -> Mode:
-    """How the storage moves bytes, by its capabilities."""
+    """The way in which the storage moves bytes, by its capabilities."""
     paths = capabilities.find_local_paths(storage)
     if paths is not None:
         return "buffered" if paths.uses_page_cache else "direct"

@@ -111,12 +111,12 @@ def read_rate(result: ProbeResult) -> float:
 
 
 def feeds(result: ProbeResult, workload: Workload) -> int:
-    """How many accelerators of a workload that rate feeds."""
+    """The number of accelerators of a workload that the rate feeds."""
     return forecast_accelerators(workload, Fraction(read_rate(result))).num_accelerators
 
 
 def say_feeds(result: ProbeResult) -> str:
-    """How many accelerators of the best-known workload the rate of reading feeds; "" if that is not known."""
+    """The number of accelerators of the best-known workload that the read rate feeds; "" if unknown."""
     rate = read_rate(result)
     if not rate:
         return ""
@@ -226,7 +226,7 @@ def _curve(result: ProbeResult, mode: str, title: str, limits: Mapping[str, floa
 
 
 def feed_rows(result: ProbeResult) -> list[dict[str, str]]:
-    """What the rate of reading means for the shipped workloads."""
+    """Rows that show what the read rate means for the shipped workloads."""
     return list(_feeds(read_rate(result)))
 
 
@@ -256,7 +256,7 @@ _LIMITS = {
 
 
 def describe_shape(load: LoadResult) -> str:
-    """What one operation of a load is, in words."""
+    """Describe one operation of a load."""
     kind = {100: "reads", 0: "writes"}.get(load.read_percent, f"operations ({load.read_percent} % reads)")
     return f"random {format_bytes(load.block_bytes)} {kind}"
 
@@ -273,7 +273,7 @@ def say_knee(load: LoadResult) -> str:
 
 
 def say_limit(load: LoadResult) -> str:
-    """What sets the knee, in a sentence."""
+    """Name what sets the knee, in a sentence."""
     return f"Limited by {_LIMITS[load.knee.limited_by]}".rstrip(".") + "." if load.knee else ""
 
 

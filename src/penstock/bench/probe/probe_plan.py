@@ -1,4 +1,4 @@
-"""Which steps a probe takes, decided before the first byte moves. Pure.
+"""The steps of a probe, decided before the first byte moves. Pure.
 
 Files are written, read back and removed group by group: a probe never holds more than one size on disk.
 """
@@ -13,7 +13,7 @@ from penstock.storage.uri import Location, is_plain_path, parse_uri
 Operation = Literal["write", "read", "random_read", "small_write", "small_read", "fsync"]
 Mode = Literal["buffered", "direct", "objects", "memory"]
 Part = Literal["best", "knee", "metadata"]
-"""What a probe measures: the best rates, the load up to the knee, calls on files."""
+"""The parts of a probe: the best rates, the load up to the knee, calls on files."""
 
 RANDOM_BLOCK_BYTES: Final = 128 << 10
 SMALL_OBJECT_BYTES: Final = 64 << 10
@@ -61,7 +61,7 @@ class ProbeStep:
 
     @property
     def size_bytes(self) -> int:
-        """What one rank moves in this step."""
+        """The bytes that one rank moves in this step."""
         return self.streams * self.blocks_per_stream * self.block_bytes
 
 
@@ -70,7 +70,7 @@ StepGroup = tuple[ProbeStep, ...]
 
 
 def probe_locations(uri: str) -> tuple[Location, ...]:
-    """Where to measure: a plain path is measured with and without the page cache, a URI only as it says."""
+    """The places to measure: a plain path with and without the page cache, a URI only as it says."""
     location = parse_uri(uri)
     if is_plain_path(uri):
         return (location, Location("direct", location.root))
@@ -78,7 +78,7 @@ def probe_locations(uri: str) -> tuple[Location, ...]:
 
 
 def load_location(uri: str) -> Location:
-    """Where to offer loads: of a plain path past the page cache, which would answer from memory."""
+    """The place for loads: a plain path is passed the page cache, which would answer from memory."""
     return probe_locations(uri)[-1]
 
 

@@ -200,7 +200,7 @@ def _measure_all(
 def _calibrate(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
 ) -> tuple[int, bool]:
-    """What one stream of each rank moves in `max_seconds`, by a short first write, which also warms up.
+    """Estimate what one stream of each rank moves in `max_seconds`, by a short first write, which warms up.
 
     And whether what it wrote is kept in memory, whatever is asked for.
     """
@@ -225,7 +225,7 @@ _NOTED_S: Final = 0.1
 
 
 def notes_on_rates(measurements: Sequence[ProbeMeasurement]) -> Iterator[str]:
-    """What the rates of sequential I/O do not say: slow creation, and a phase before the steady state."""
+    """Notes on what rates of sequential I/O hide: slow creation, and a phase before the steady state."""
     slowest = max(measurements, key=lambda seen: seen.create_s, default=None)
     if slowest is not None and slowest.create_s > max(_NOTED_S, _NOTED_SHARE * slowest.elapsed_s):
         yield (

@@ -1,7 +1,7 @@
 """The timed loops of the probe, one function per operation, and the blocks of data that they write.
 
 Each loop runs on one thread and owns its blocks. Blocks are page-aligned and incompressible; stamping one
-anew before each write keeps content generation out of the timed section.
+again before each write keeps content generation out of the timed section.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ def find_local_files(storage: Storage) -> SupportsLocalPaths | None:
 
 
 _SILENCE_S = 300
-"""How long a storage may accept no block at all before it counts as dead."""
+"""The time without any accepted block after which a storage counts as dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTask:
-    """What one thread is to do. It passes `gate` twice before its clock starts: all threads, all ranks."""
+    """One thread's task. It passes `gate` twice before its clock starts: all threads, all ranks."""
 
     storage: Storage
     step: ProbeStep

@@ -37,8 +37,8 @@ class _Block(NamedTuple):
 class BatchPlanner:
     """Makes the requests of one rank and phase. One thread at a time uses it.
 
-    With `check`, samples are decoded, and so many of them compared with their generator; otherwise they are
-    dropped as they came. `survey_bytes` counts what was read to find ranges: footers, above all.
+    With `check`, samples are decoded, and as many as it asks for are compared with their generator; otherwise
+    they are dropped as they came. `survey_bytes` counts what was read to find ranges: footers, above all.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class BatchPlanner:
         self, plan: FilePlan, survey: FileSurvey, block: _Block, indexed: set[int]
     ) -> Iterator[ReadRequest]:
         for read in self._files.kind.reads(plan, survey, block.samples):
-            # An index beside a file is loaded when the file is opened, not for every sample.
+            # An index next to a file is loaded when the file is opened, not for every sample.
             if read.part == 0 or block.number not in indexed:
                 yield self._request(plan, read.part, read.offset, read.size_bytes)
         if len(plan.parts) > 1:
@@ -122,7 +122,7 @@ class BatchPlanner:
     def _blocks_to_decode(
         self, order: RankEpoch, num_samples: int, check: ContentCheck
     ) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
-        """Each block with all that its samples decode from; indexes beside files are read, not decoded."""
+        """Each block with all that its samples decode from; indexes next to files are read, not decoded."""
         indexed: set[int] = set()
         for count, block in enumerate(self._pieces_of_streams(_blocks(order, num_samples))):
             plan, survey = self._look_into(block.number)
@@ -142,7 +142,7 @@ class BatchPlanner:
             yield block.position, BlockRequest(tuple(together), plan, survey, block.samples, is_checked)
 
     def _pieces_of_streams(self, blocks: Iterator[_Block]) -> Iterator[_Block]:
-        """Of a file that is read front to back as many records at a time as one sequential read holds."""
+        """Divide files that are read front to back into as many records as one sequential read holds."""
         for block in blocks:
             if not self._files.streams:
                 yield block
@@ -207,7 +207,7 @@ class _CountedSource(WrappedSource):
 
 
 def _record_bytes(plan: FilePlan) -> int:
-    """One record of a file whose records are all alike."""
+    """One record of a file whose records have equal sizes."""
     size_bytes = plan.parts[0].size_bytes
     assert size_bytes is not None
     return size_bytes // plan.num_samples

@@ -48,7 +48,7 @@ _KNOWN_FILES: Final = 1 << 16
 
 
 def count_limit_steps(compute_s: float, num_steps: int) -> int:
-    """How many steps the measurement takes: about `LONGEST_S` of computation, never more than an epoch."""
+    """The steps of the measurement: about `LONGEST_S` of computation, never more than an epoch."""
     affordable = int(LONGEST_S / compute_s) if compute_s > 0 else MOST_STEPS
     return min(num_steps, max(FEWEST_STEPS, min(affordable, MOST_STEPS)))
 
@@ -103,7 +103,7 @@ def measure_harness_limit(
 
 
 def summarize_limit(ranks: Sequence[RankEvents], workload: Workload, num_steps: int) -> HarnessLimit | None:
-    """What the steps reached; None where too few of them count."""
+    """The figures that the steps reached; None if too few of them count."""
     figures = compute_phase_figures(ranks, workload)
     if figures is None or figures.times is None:
         return None

@@ -40,7 +40,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsRequest:
-    """What a run saves, when, and where. `reopen` opens the destination, once for each stream."""
+    """The checkpoints of a run: content, times and place. `reopen` opens the place, once for each stream."""
 
     layout: StateLayout
     when: CheckpointSection
@@ -78,7 +78,7 @@ def durability_options(uri: str, *, fsync: bool) -> Mapping[str, str]:
 
 
 def is_due(when: CheckpointSection, epoch: int, step: int, num_steps: int) -> bool:
-    """Whether a checkpoint follows a step: every n steps of an epoch, or at the end of chosen epochs."""
+    """True if a checkpoint follows a step: every n steps of an epoch, or at the end of chosen epochs."""
     if when.steps_between_checkpoints:
         return step % when.steps_between_checkpoints == 0
     late = epoch - when.checkpoint_after_epoch
@@ -86,14 +86,14 @@ def is_due(when: CheckpointSection, epoch: int, step: int, num_steps: int) -> bo
 
 
 def count_due(when: CheckpointSection, epochs: Sequence[tuple[int, int]]) -> int:
-    """How many checkpoints a run of these epochs, each with its number of steps, will take."""
+    """The number of checkpoints of a run with these epochs and their steps."""
     if when.steps_between_checkpoints:
         return sum(num_steps // when.steps_between_checkpoints for _, num_steps in epochs)
     return sum(is_due(when, epoch, num_steps, num_steps) for epoch, num_steps in epochs)
 
 
 class _OnTheWay(Silent):
-    """Shows a checkpoint as a remark beside the steps of the epoch, which it must not advance."""
+    """Shows a checkpoint as a remark next to the steps of the epoch, which it must not advance."""
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
@@ -163,7 +163,7 @@ class TrainingCheckpoints:
         return cls(request=request, runner=runner, num_due=num_due)
 
     def is_due(self, epoch: int, step: int, num_steps: int) -> bool:
-        """Whether one follows this step."""
+        """True if a checkpoint follows this step."""
         return is_due(self.request.when, epoch, step, num_steps)
 
     def take(self, epoch: int, block: int, step: int) -> None:

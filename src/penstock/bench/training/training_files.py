@@ -44,11 +44,11 @@ class TrainingFiles:
     recipe: DatasetRecipe | None
     """All that the files' bytes follow from; None of an external data set."""
     num_found: int | None = None
-    """How many files a listing found, over both phases; None where names are a formula."""
+    """The number of files that a listing found, over both phases; None if names are a formula."""
 
     @property
     def needs_listing(self) -> bool:
-        """Whether names are only assumed so far, and a listing must find the real ones."""
+        """True if names are only assumed so far, and a listing must find the real ones."""
         return (
             self.are_stored
             and self.recipe is None
@@ -58,7 +58,7 @@ class TrainingFiles:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a user should know about the files."""
+        """Remarks on the files for the user."""
         num_used = self.num_train + self.num_eval
         if self.num_found is None or self.num_found <= num_used:
             return ()
@@ -75,7 +75,7 @@ class TrainingFiles:
 
     @property
     def have_manifest(self) -> bool:
-        """Whether sizes and content of the files are known."""
+        """True if sizes and content of the files are known."""
         return self.recipe is not None
 
     @property
@@ -85,16 +85,16 @@ class TrainingFiles:
 
     @property
     def needs_survey(self) -> bool:
-        """Whether ranges are known only after looking into each file."""
+        """True if ranges are known only after looking into each file."""
         kind = self.data_files.kind
         if not isinstance(kind, ComputedLayout):
             return True
-        # Compressed files share all of a computed layout but the survey, which tells their size.
+        # Compressed files share all of a computed layout but the survey, which finds their size.
         return type(kind).survey is not ComputedLayout.survey  # type: ignore[comparison-overlap]  # self differs
 
     @property
     def are_read_whole(self) -> bool:
-        """Whether each file is one sample, and one read."""
+        """True if each file is one sample, and one read."""
         kind = self.data_files.kind
         if not isinstance(kind, ReadWhole) or self.dataset.num_samples_per_file != 1:
             return False
@@ -102,7 +102,7 @@ class TrainingFiles:
 
     @property
     def streams(self) -> bool:
-        """Whether a file is read front to back while its samples are used, rather than block by block."""
+        """True if a file is read front to back while its samples are used, rather than block by block."""
         return self.dataset.format.is_stream
 
     def plan(self, phase: StepPhase, number: int) -> FilePlan:
@@ -112,16 +112,16 @@ class TrainingFiles:
         )
 
     def block_samples(self) -> int:
-        """How many samples are read together; 1 where the data set has no file."""
+        """The number of samples that are read together; 1 if the data set has no file."""
         return self.data_files.plan(0).block_samples if len(self.data_files) else 1
 
     @property
     def are_stored(self) -> bool:
-        """Whether there are files at all."""
+        """True if there are files at all."""
         return self.dataset.format is not DataFormat.SYNTHETIC
 
     def keys_at(self, place: int) -> Iterator[str]:
-        """The keys of one file: training files are at the first places, then those of evaluation."""
+        """The keys of one file: training files have the first places, then evaluation files."""
         if place < self.num_train:
             return self.keys_of(StepPhase.TRAIN, place)
         return self.keys_of(StepPhase.EVAL, place - self.num_train)
@@ -214,7 +214,7 @@ _LOOKED_UP_TOGETHER: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """How many files were looked up, over all ranks."""
+    """The number of files looked up, over all ranks, and the time."""
 
     num_files: int
     elapsed_s: float

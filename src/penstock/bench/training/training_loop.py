@@ -41,19 +41,19 @@ class EventRecorder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseWork:
-    """What one rank needs to run a phase: how samples are divided, requested, and computed on."""
+    """One rank's work in a phase: its samples, their requests and the computation."""
 
     phase: StepPhase
     sharding: Sharding
     batches: BatchPlanner
     compute: ComputeTimes
     reads_first: bool = False
-    """Whether an epoch's samples are all read before its first step, which then finds them in memory."""
+    """True if an epoch's samples are all read before its first step, which then finds them in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTraining:
-    """What the loop needs, and how long its preparation took."""
+    """The input of the loop, and the times of its preparation."""
 
     files: training_files.TrainingFiles
     plan: TrainingPlan

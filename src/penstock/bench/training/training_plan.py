@@ -37,7 +37,7 @@ _STEP_ITEMS: Final = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How the samples of one phase are divided among ranks. `group` items go to a rank at a time."""
+    """The division of one phase's samples among ranks. `group` items go to a rank at a time."""
 
     num_files: int
     samples_per_file: int
@@ -75,7 +75,7 @@ class Sharding:
         return EvenDivision(self.num_items, self.num_ranks * self.group, self.division)
 
     def sizes(self, items: Items) -> Items:
-        """How many samples each of these items has."""
+        """The number of samples of each of these items."""
         per_file = self.items_per_file
         last = self.samples_per_file - (per_file - 1) * self.item_samples
         return np.where(items % per_file == per_file - 1, last, self.item_samples)
@@ -226,7 +226,7 @@ class RankEpoch:
             yield numbers
 
     def count_samples(self) -> int:
-        """How many samples this rank's items hold."""
+        """The number of samples in this rank's items."""
         if self.sharding.samples_per_file % self.sharding.item_samples == 0:
             return self.num_items * self.sharding.item_samples
         return sum(int(self.sharding.sizes(items).sum()) for items in self.pieces())
@@ -283,7 +283,7 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def count_rank_share(order: RankEpoch, *, num_steps: int, full_steps: int) -> tuple[SampleSet, SampleSet]:
-    """What a rank takes in `num_steps` steps, and leaves out of an epoch that would have `full_steps`."""
+    """The samples that a rank takes in `num_steps` steps, and leaves out of an epoch with `full_steps`."""
     sharding = order.sharding
     taken_samples, full_samples = num_steps * sharding.batch_size, full_steps * sharding.batch_size
     taken = left_out = SampleSet()

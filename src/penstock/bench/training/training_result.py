@@ -24,7 +24,7 @@ SLOW_START_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preload:
-    """What one rank read before the first step of an epoch."""
+    """The bytes that a rank read before the first step of an epoch."""
 
     read_bytes: int
     elapsed_s: float
@@ -32,7 +32,7 @@ class Preload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochStage:
-    """What preceded an epoch. `change_s` is the rest of the time since the end of the epoch before it.
+    """The time before an epoch. `change_s` is the rest of the time since the end of the epoch before it.
 
     `preload` is what was read before its first step, where `reader.read_type` is memory.
     """
@@ -43,7 +43,7 @@ class EpochStage:
     preload: Preload | None = None
 
     def sentence(self) -> str:
-        """How long the change to this epoch took."""
+        """Describe how long the change to this epoch took."""
         dropped = f", page cache dropped in {self.cache.elapsed_s:.2f} s" if self.cache else ""
         return f"Change to epoch {self.epoch} in {self.change_s:.2f} s{dropped}"
 
@@ -59,7 +59,7 @@ class EpochStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessLimit:
-    """What the same run reached on storage that costs no time."""
+    """The figures of the same run on storage that costs no time."""
 
     num_steps: int
     au_compat_percent: float
@@ -112,23 +112,23 @@ class Stages:
     counters: Counters
     deliveries: tuple[IoReconciliation, ...] = ()
     waits: LoaderWaits | None = None
-    """Where the waits for a user's own loader went."""
+    """The waits for a user's own loader, by stage."""
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What would make the next run of this kind quicker."""
+        """Advice that would make the next run of this kind faster."""
         started_s = self.loader_start_s + self.ceiling_s
         if self.loader.document().get("context") != "spawn" or started_s < SLOW_START_S:
             return ()
         advice = (
-            f"Starting worker processes anew took most of {started_s:.0f} s before the first step: "
+            f"Starting worker processes again took most of {started_s:.0f} s before the first step: "
             "reader.multiprocessing_context=fork starts them in a fraction of that, and forkserver in less "
             "where the storage's library does not survive a fork"
         )
         return (advice,)
 
     def sentences(self) -> tuple[str, ...]:
-        """What was done outside of the score, and how long it took: for the log."""
+        """Lines for the log: what was done outside of the score, and how long it took."""
         found = "" if self.files_found is None else f": {self.files_found:,} files listed"
         looked_up = f"{self.validation.num_files:,} files looked up in {self.validation.elapsed_s:.2f} s"
         return (
@@ -176,11 +176,11 @@ class TrainingResult:
 
     @property
     def trace_folder(self) -> str | None:
-        """Where the run's trace is; None of a run that was not traced."""
+        """The folder of the run's trace; None if it was not traced."""
         return find_trace_folder(self.stages.storage_options)
 
     def document(self) -> dict[str, Any]:
-        """What `--json` prints. AU is in percent, `read_bytes` is that of the training epochs."""
+        """The document of `--json`. AU is in percent; `read_bytes` counts training epochs."""
         verdict, ceiling = self.train.verdict, self.stages.ceiling
         return {
             "workload": self.workload,

@@ -48,7 +48,7 @@ from penstock.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRequest(RunSettings):
-    """What a training run is asked to do.
+    """A request for a training run.
 
     `reopen` is for loaders whose processes open the storage themselves. `checkpoints` says what is saved on
     the way, and where. `decodes` makes samples of what is read; `check` compares them with their generator,
@@ -281,7 +281,7 @@ class _Session:
     def _start_saver(
         self, folder: Path, recorder: StepRecorder, heartbeat: Callable[[], None]
     ) -> TrainingCheckpoints | None:
-        """What takes checkpoints on the way, warmed up; None where none are asked for. Collective."""
+        """Start what takes checkpoints on the way, warmed up; None if none are asked for. Collective."""
         if self.request.checkpoints is None:
             return None
         return TrainingCheckpoints.begin(
@@ -341,7 +341,7 @@ class _Session:
         )
 
     def _merge(self, preload: training_result.Preload | None) -> training_result.Preload | None:
-        """What all ranks read before the first step, and how long the last one took. Collective."""
+        """The bytes that all ranks read before the first step, and the longest time. Collective."""
         if preload is None:
             return None
         return training_result.Preload(
@@ -353,7 +353,7 @@ class _Session:
 def choose_decoder(
     request: TrainingRequest, files: training_files.TrainingFiles, *, uri: str
 ) -> FormatDecoder | None:
-    """What decodes samples; None if they are dropped as they came.
+    """The decoder of samples; None if they are dropped as they came.
 
     `UsageError` if no manifest describes what the files hold.
     """
