@@ -1,4 +1,4 @@
-"""An engine without tensors: each rank's state is some bytes, saved to one file. For tests of the manager.
+"""An engine without tensors: each rank's state is some bytes, saved to one file. For tests of caches.
 
 Place in the flow: stands where the engine for torch stands. Invariant: it stages by copying, so a state that
 changes after `wait_staged` is saved as it was.
@@ -44,7 +44,7 @@ def file_of(rank: int) -> str:
 
 @dataclass(slots=True, eq=False)
 class BytesEngine:
-    """An `Engine` whose state is `{"bytes": bytearray}` on each rank.
+    """An engine whose state is `{"bytes": bytearray}` on each rank.
 
     `hold` keeps every write until it is set or cancelled; `spoil` is called before a write and may raise.
     """

@@ -1,7 +1,7 @@
 """The interface between a manager and what moves the bytes of a state.
 
-A manager decides when and where to save and which step to load; an `Engine` decides which rank moves what. A
-save goes through `Engine.prepare` (ranks agree on a plan), `PreparedSave.stage` (copying begins),
+A manager decides when and where to save and which step to load; `TorchEngine` decides which rank moves what.
+A save goes through its `prepare` (ranks agree on a plan), `PreparedSave.stage` (copying begins),
 `StagedSave.write_to` (files become durable), `PreparedSave.seal` and the commit. This module needs no torch.
 Invariant: an engine fails on all ranks or on none, except for errors that `StagedSave` raises on one rank.
 """
@@ -18,10 +18,8 @@ from penstock.progress import Progress
 from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.commit.protocol import Seal
     from penstock.checkpoint.formats.manifest import WrittenFile
-    from penstock.checkpoint.state.process_group import RankGroup
     from penstock.checkpoint.state.regions import Regions
     from penstock.storage import Storage
 
@@ -54,30 +52,6 @@ class LoadChoice:
     """Whether values are converted where a tensor's dtype differs from the checkpoint's."""
     trust: bool = False
     """Whether objects of any kind may be unpickled, which can run code from the checkpoint."""
-
-
-class Engine(Protocol):
-    """Saves and loads states. All ranks make collective calls in the same order, never two at once."""
-
-    def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> PreparedSave:
-        """Let all ranks agree who writes what; collective."""
-
-    def load(
-        self,
-        state: State,
-        stored: CheckpointRef,
-        group: RankGroup,
-        choice: LoadChoice,
-        progress: Progress | None,
-    ) -> Any:
-        """Fill `state` in place from a checkpoint, and return a report for the caller. Collective.
-
-        Raises `StorageError` and its subclasses where the checkpoint is at fault, and `UsageError` where the
-        state does not match it.
-        """
-
-    def close(self) -> None:
-        """Free memory and threads. May be called twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

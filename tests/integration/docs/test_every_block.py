@@ -217,8 +217,8 @@ CASES = (
     ),
     Case(
         page="docs/levels.md",
-        key="checkpoint scavenge",
-        replace={"srun --ntasks-per-node=1 ": "", "/pfs/run": "pfs/run", "/local/ssd/run": "ssd/run"},
+        key="checkpoint rm /local",
+        replace={"srun --ntasks-per-node=1 ": "", "/local/ssd/run": "ssd/run", "step-100": "step-12"},
     ),
     Case(
         page="docs/levels.md",

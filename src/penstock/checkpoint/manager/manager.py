@@ -2,7 +2,7 @@
 
 The whole way is here: `save` -> `_start` (agree, stage; then write, commit and retention on a thread of its
 own), and `restore`, which tries the copies of a `RestoreSearch` until one can be loaded. A `StepStore` knows
-where steps are, an `Engine` how a state's bytes move. Invariant: what `restore` returns was committed and
+where steps are, a `TorchEngine` how a state's bytes move. Invariant: what `restore` returns was committed and
 loaded completely; a failed save is raised by `SaveHandle.result`, or on all ranks by the next collective
 call, at the latest.
 """
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, StepCatalog, step_dirname
 from penstock.checkpoint.commit.transaction import stage_on_all_ranks
 from penstock.checkpoint.engine import (
-    Engine,
     LoadChoice,
     Replicas,
     SaveChoice,
@@ -64,9 +63,9 @@ class Manager:
     Managers of disjoint groups can work at the same time; each needs its own folder. Making and closing a
     manager is collective; waits last `timeout_s` at most. `has_pointer`: a file `latest` names the last step.
 
-    Each rank writes `writers` files in parallel, parts whose names begin with `separation_hint` to others.
-    `staging_bytes` limits the memory of pending saves on a rank (2 GiB); a larger state blocks `save_async`
-    until the rest is written. `replicas="compare"` refuses replicas that differ. `engine` replaces torch's.
+    Each rank writes `writers` files in parallel. `staging_bytes` limits the memory of pending saves on a rank
+    (2 GiB); a larger state blocks `save_async` until the rest is written. `replicas="compare"` refuses
+    replicas that differ.
 
     With `cache`, a folder on each node, steps are saved there, protected by `redundancy`, and copied to
     `durable` in the background as `flush` says; the newest `keep_cached` stay. `failure_domain` names what
@@ -90,12 +89,10 @@ class Manager:
         stop: StopConditions = ON_REQUEST,
         process_group: Any = None,
         writers: int = 2,
-        separation_hint: str | None = None,
         staging_bytes: int | None = None,
         replicas: Replicas = "share",
         has_pointer: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        engine: Engine | None = None,
     ) -> None:
         step_store.require_number_kept(keep=keep, keep_cached=keep_cached)
         require_cache_for(redundancy, flush, is_cached=cache is not None)
@@ -121,7 +118,16 @@ class Manager:
             )
         self._scheduler = policies.SaveScheduler(save_policy)
         self._stop = GracefulStop(stop, self._storage, self._rank)
-        self._engine = engine or _open_torch_engine(writers, separation_hint, staging_bytes, replicas)
+        with explained_imports():
+            from penstock.checkpoint.plan.save_plan import SaveOptions  # noqa: PLC0415 - loads numpy
+            from penstock.checkpoint.saver import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch
+            from penstock.checkpoint.torch_engine import TorchEngine  # noqa: PLC0415 - likewise
+
+        self._engine = TorchEngine(
+            SaveOptions(writers=writers),
+            staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES,
+            replicas=replicas,
+        )
         self._restart: Restart | None = None
         self._in_flight = SavesInFlight(self._front.comm, self._storage.uri, timeout_s)
         self._num_saves = 0
@@ -373,15 +379,3 @@ def _open_storage(location: AnyPath | Storage, rank: int) -> Storage:
     if location is None:
         raise UsageError("The path of the manager is None", fix="Give the folder or the URI of the run.")
     return open_here(location, rank=rank) if isinstance(location, str | os.PathLike) else location
-
-
-def _open_torch_engine(
-    writers: int, separation_hint: str | None, staging_bytes: int | None, replicas: Replicas
-) -> Engine:
-    with explained_imports():
-        from penstock.checkpoint.plan.save_plan import SaveOptions  # noqa: PLC0415 - loads numpy
-        from penstock.checkpoint.saver import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch
-        from penstock.checkpoint.torch_engine import TorchEngine  # noqa: PLC0415 - likewise
-
-    options = SaveOptions(writers=writers, separation_hint=separation_hint)
-    return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES, replicas=replicas)

@@ -14,20 +14,16 @@ SAVES = """
 import sys
 from pathlib import Path
 import penstock.checkpoint as pc
-if sys.argv[2] == "tensors":
-    import torch
-    torch.set_num_threads(1)
-    state, engine = {f"weight_{number}": torch.ones(1 << 16) for number in range(4)}, None
-else:
-    from tests.support.bytes_engine import BytesEngine
-    state, engine = {"bytes": bytearray(1 << 18)}, BytesEngine()
+import torch
+torch.set_num_threads(1)
+state = {f"weight_{number}": torch.ones(1 << 16) for number in range(4)}
 root = Path(sys.argv[1])
-with pc.Manager(root / "plain", engine=engine) as manager:
+with pc.Manager(root / "plain") as manager:
     manager.save(1, state)
-with pc.Manager(root / "durable", cache=root / "cache", flush=None, engine=engine) as manager:
+with pc.Manager(root / "durable", cache=root / "cache", flush=None) as manager:
     manager.save(1, state)
 flush = pc.Flush(by="trainer")
-with pc.Manager(root / "later", cache=root / "flushed", flush=flush, engine=engine) as manager:
+with pc.Manager(root / "later", cache=root / "flushed", flush=flush) as manager:
     manager.save(1, state)
 """
 MORE_CALLS = 2
@@ -48,15 +44,14 @@ def calls_by_file(trace: Path, root: Path) -> dict[str, Counter[str]]:
     }
 
 
-@pytest.mark.parametrize("state", ["bytes", pytest.param("tensors", marks=pytest.mark.slow)])
 def test_a_cached_save_costs_at_most_two_system_calls_a_file_more_than_a_plain_one(
-    tmp_path: Path, state: str
+    tmp_path: Path,
 ) -> None:
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
     trace = tmp_path / "calls.strace"
     command = ["strace", "-f", "--seccomp-bpf", "-qq", "-ttt", "-T", "-y", "-o", str(trace)]
-    command += ["-e", "trace=%file,%desc", sys.executable, "-c", SAVES, str(tmp_path), state]
+    command += ["-e", "trace=%file,%desc", sys.executable, "-c", SAVES, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     if "ptrace" in done.stderr or "seccomp" in done.stderr:
         pytest.skip(f"strace may not trace here: {done.stderr.strip()}")

@@ -12,12 +12,12 @@ import signal
 import threading
 import time
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.bytes_engine import BytesEngine
+import torch
 from tests.support.file_faults import CallLog, FailFileCall, faulty_calls
+from tests.support.held_storage import HeldStorage
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, find_surplus, step_dirname
@@ -42,11 +42,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-State = dict[str, bytearray]
+State = dict[str, torch.Tensor]
 
 
 def state_of(step: int) -> State:
-    return {"bytes": bytearray([step]) * 5000}
+    return {"bytes": torch.full((5000,), step, dtype=torch.uint8)}
+
+
+def is_of(state: State, step: int) -> bool:
+    return torch.equal(state["bytes"], state_of(step)["bytes"])
 
 
 def full() -> None:
@@ -57,7 +61,7 @@ def full() -> None:
 def held_manager(root: Path, keep: int | None = None) -> Iterator[tuple[Manager, threading.Event]]:
     """A manager whose writes wait for the event."""
     go_on = threading.Event()
-    with Manager(root, keep=keep, engine=BytesEngine(hold=go_on)) as manager:
+    with Manager(HeldStorage(open_here(root), hold=go_on), keep=keep) as manager:
         try:
             yield manager, go_on
         finally:
@@ -65,7 +69,7 @@ def held_manager(root: Path, keep: int | None = None) -> Iterator[tuple[Manager,
 
 
 def test_a_run_is_saved_kept_and_resumed(tmp_path: Path) -> None:
-    with Manager(tmp_path / "run", keep=2, engine=BytesEngine()) as manager:
+    with Manager(tmp_path / "run", keep=2) as manager:
         assert manager.restore(state_of(0)) is None
         assert (manager.steps(), manager.latest()) == ([], None)
         for step in (1, 2, 10):
@@ -73,43 +77,25 @@ def test_a_run_is_saved_kept_and_resumed(tmp_path: Path) -> None:
             assert report.uri == f"file://{tmp_path}/run/step-{step}"
         assert (manager.steps(), manager.latest()) == ([2, 10], 10)
     assert (tmp_path / "run" / "latest").read_text() == "step-10\n"
-    engine = BytesEngine()
-    with Manager(tmp_path / "run", engine=engine) as resumed:
+    with Manager(tmp_path / "run") as resumed:
         state = state_of(0)
         assert resumed.restore(state) == 10
-        assert state == state_of(10)
+        assert is_of(state, 10)
         assert resumed.restore(state, step=2) == 2
-        assert state == state_of(2)
-    assert engine.is_closed
-
-
-def test_a_state_that_cannot_be_copied_leaves_no_draft(tmp_path: Path) -> None:
-    class FailingEngine(BytesEngine):
-        def prepare(self, *arguments: Any) -> Any:
-            prepared = super().prepare(*arguments)
-            return SimpleNamespace(stage=lambda _: full(), seal=prepared.seal) if fails else prepared
-
-    with Manager(tmp_path / "run", engine=FailingEngine()) as manager:
-        fails = True
-        with pytest.raises(OutOfSpace):
-            manager.save(1, state_of(1))
-        fails = False
-        manager.save(2, state_of(2))
-        assert manager.steps() == [2]
-        assert not list((tmp_path / "run").glob(".penstock-save-*"))
+        assert is_of(state, 2)
 
 
 @pytest.mark.parametrize("storage", ["memory", "direct", "file"])
 def test_a_manager_takes_an_open_storage_or_a_uri(tmp_path: Path, storage: str) -> None:
     durable = MemoryStorage() if storage == "memory" else f"{storage}://{tmp_path}/run"
-    with Manager(durable, keep=1, engine=BytesEngine()) as manager:
+    with Manager(durable, keep=1) as manager:
         for generation in (1, 2):
             manager.save(3, state_of(generation))
         manager.save(4, state_of(4))
         assert manager.steps() == [4]
         state = state_of(0)
         assert manager.restore(state) == 4
-        assert state == state_of(4)
+        assert is_of(state, 4)
 
 
 def test_saves_in_the_background_are_committed_in_their_order(tmp_path: Path) -> None:
@@ -118,7 +104,7 @@ def test_saves_in_the_background_are_committed_in_their_order(tmp_path: Path) ->
         for step in range(5):
             state = state_of(step)
             handles.append(manager.save_async(step, state))
-            state["bytes"][:] = bytes(5000)
+            state["bytes"].zero_()
         assert manager.steps() == []
         assert [handle.done for handle in handles] == [False] * 5
         assert handles[0].stats is None
@@ -129,7 +115,7 @@ def test_saves_in_the_background_are_committed_in_their_order(tmp_path: Path) ->
         assert "memory" in reports[-1].format_line(0)
         restored = state_of(9)
         assert manager.restore(restored) == 4
-        assert restored == state_of(4)
+        assert is_of(restored, 4)
     assert StepCatalog(open_here(tmp_path)).committed() == [2, 3, 4]
 
 
@@ -146,13 +132,13 @@ def test_a_late_result_is_a_timeout_that_names_the_step(tmp_path: Path) -> None:
 
 
 def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
-    engine = BytesEngine()
-    with Manager(tmp_path, engine=engine) as manager:
+    storage = HeldStorage(open_here(tmp_path))
+    with Manager(storage) as manager:
         manager.save(1, state_of(1))
-        engine.spoil = full
+        storage.spoil = full
         handle = manager.save_async(2, state_of(2))
         handle.wait_done(60)
-        engine.spoil = None
+        storage.spoil = None
         with pytest.raises(RankFailed, match="saving step 2 in the background: The disk is full") as caught:
             manager.save(3, state_of(3))
         assert caught.value.rank == 0
@@ -164,15 +150,15 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path: Path) 
 
 
 def test_a_save_that_fails_leaves_the_older_checkpoint_of_its_step(tmp_path: Path) -> None:
-    engine = BytesEngine()
-    with Manager(tmp_path, engine=engine) as manager:
+    storage = HeldStorage(open_here(tmp_path))
+    with Manager(storage) as manager:
         manager.save(1, state_of(1))
-        engine.spoil = full
+        storage.spoil = full
         with pytest.raises(OutOfSpace, match="The disk is full"):
             manager.save(1, state_of(2))
         state = state_of(0)
         assert manager.restore(state) == 1
-        assert state == state_of(1)
+        assert is_of(state, 1)
 
 
 def test_a_cancelled_save_does_not_fail_the_next_call(tmp_path: Path) -> None:
@@ -188,28 +174,28 @@ def test_a_cancelled_save_does_not_fail_the_next_call(tmp_path: Path) -> None:
 
 
 def test_an_error_in_the_block_lets_saves_finish_and_comes_out_alone(tmp_path: Path) -> None:
-    engine = BytesEngine()
+    storage = HeldStorage(open_here(tmp_path))
 
     def train() -> None:
-        with Manager(tmp_path, engine=engine) as manager:
+        with Manager(storage) as manager:
             manager.save_async(1, state_of(1))
             manager.save(2, state_of(2))
-            engine.spoil = full
+            storage.spoil = full
             manager.save_async(3, state_of(3))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         train()
     assert StepCatalog(open_here(tmp_path)).committed() == [1, 2]
-    assert engine.is_closed
 
 
 def test_an_interrupt_cancels_what_is_under_way(tmp_path: Path) -> None:
     go_on = threading.Event()
 
     def train() -> None:
-        with Manager(tmp_path, engine=BytesEngine(hold=go_on)) as manager:
+        with Manager(HeldStorage(open_here(tmp_path), hold=go_on)) as manager:
             manager.save_async(1, state_of(1)).wait_staged()
+            threading.Timer(0.2, go_on.set).start()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -238,17 +224,18 @@ def test_a_fork_cannot_use_the_manager_and_leaves_its_saves_alone(tmp_path: Path
 def test_a_damaged_newest_step_is_skipped_with_a_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Manager(tmp_path, engine=BytesEngine()) as manager:
+    with Manager(tmp_path) as manager:
         for step in (1, 2, 3):
             manager.save(step, state_of(step))
-        (tmp_path / "step-3" / "__0_0.distcp").write_bytes(bytes(5000))
-        (tmp_path / "step-2" / "penstock.json").unlink()
+        for step in (2, 3):
+            victim = tmp_path / f"step-{step}" / "__0_0.distcp"
+            victim.write_bytes(bytes(victim.stat().st_size))
         state = state_of(0)
         with caplog.at_level(logging.WARNING):
             assert manager.restore(state) == 1
-        assert state == state_of(1)
+        assert is_of(state, 1)
         assert [each.step for each in manager.skipped_steps] == [3, 2]
-        assert "Skipping step 3: __0_0.distcp is not as it was written" in caplog.text
+        assert "Skipping step 3: " in caplog.text
         assert manager.restore(state, step=1) == 1
         assert manager.skipped_steps == ()
 
@@ -256,7 +243,7 @@ def test_a_damaged_newest_step_is_skipped_with_a_reason(
 def test_retention_keeps_the_last_whole_step_if_the_newest_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Manager(tmp_path, engine=BytesEngine()) as manager:
+    with Manager(tmp_path) as manager:
         for step in (1, 2, 3):
             manager.save(step, state_of(step))
     steps = StepCatalog(open_here(tmp_path))
@@ -272,7 +259,7 @@ def test_retention_keeps_the_last_whole_step_if_the_newest_are_not(
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_manager_is_not_copied(tmp_path: Path, duplicate: Callable[[Manager], object]) -> None:
     with (
-        Manager(tmp_path, engine=BytesEngine()) as manager,
+        Manager(tmp_path) as manager,
         pytest.raises(UsageError, match="cannot be copied or pickled"),
     ):
         duplicate(manager)
@@ -285,7 +272,7 @@ def test_retention_does_not_read_what_was_just_committed(
         raise AssertionError(f"{checkpoint.uri} was read")
 
     monkeypatch.setattr(CheckpointRef, "is_whole", refuse)
-    with Manager(tmp_path, engine=BytesEngine(), keep=1) as manager:
+    with Manager(tmp_path, keep=1) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step))
         assert manager.steps() == [2]
@@ -302,7 +289,7 @@ def test_files_of_old_steps_are_removed_when_nobody_waits_and_before_the_next_sa
         remove(tree, name)
 
     monkeypatch.setattr(FileFolderTree, "remove", hold)
-    with Manager(tmp_path, engine=BytesEngine(), keep=1) as manager:
+    with Manager(tmp_path, keep=1) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step))
         assert (manager.steps(), len([*tmp_path.glob(".penstock-gone-*")])) == ([2], 1)
@@ -341,7 +328,7 @@ def test_steps_are_removed_though_nothing_can_point_to_the_newest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "latest").mkdir()
-    with Manager(tmp_path, engine=BytesEngine(), keep=1) as manager:
+    with Manager(tmp_path, keep=1) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step))
         assert manager.steps() == [2]
@@ -351,10 +338,10 @@ def test_steps_are_removed_though_nothing_can_point_to_the_newest(
 def test_a_job_that_begins_anew_keeps_its_steps_and_is_told_of_newer_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Manager(tmp_path, keep=2, engine=BytesEngine()) as manager:
+    with Manager(tmp_path, keep=2) as manager:
         for step in (900, 1000):
             manager.save(step, state_of(9))
-    with caplog.at_level(logging.WARNING), Manager(tmp_path, keep=2, engine=BytesEngine()) as manager:
+    with caplog.at_level(logging.WARNING), Manager(tmp_path, keep=2) as manager:
         for step in (1, 2, 3):
             manager.save(step, state_of(step))
             assert step in manager.steps()
@@ -367,7 +354,7 @@ def test_a_run_is_not_empty_when_its_step_is_replaced_by_a_newer_one_as_it_is_li
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look = FolderCatalog._may_be_checkpoint
-    with Manager(tmp_path, keep=1, engine=BytesEngine()) as manager:
+    with Manager(tmp_path, keep=1) as manager:
         manager.save(1, state_of(1))
 
         def save_meanwhile(catalog: FolderCatalog, folder: str) -> bool:
@@ -390,7 +377,7 @@ def test_an_old_step_that_cannot_be_removed_does_not_keep_the_others(
         return hide(catalog, step)
 
     monkeypatch.setattr(StepCatalog, "hide", refuse_first)
-    with Manager(tmp_path, keep=1, engine=BytesEngine()) as manager:
+    with Manager(tmp_path, keep=1) as manager:
         for step in (1, 2, 3, 4):
             manager.save(step, state_of(step))
         assert manager.steps() == [1, 4]
@@ -400,10 +387,10 @@ def test_an_old_step_that_cannot_be_removed_does_not_keep_the_others(
 def test_a_step_is_committed_even_if_old_ones_cannot_be_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Manager(tmp_path, engine=BytesEngine()) as manager:
+    with Manager(tmp_path) as manager:
         manager.save(1, state_of(1))
     calls = faulty_calls(FailFileCall.and_all_after("unlink", 2, errno.EACCES))
-    with Manager(files_below(tmp_path, calls), keep=1, engine=BytesEngine()) as manager:
+    with Manager(files_below(tmp_path, calls), keep=1) as manager:
         assert manager.save(2, state_of(2)).step == 2
         assert manager.steps() == [2]
     assert "not all old steps could be removed" in caplog.text
@@ -423,16 +410,16 @@ def test_options_that_cannot_be_obeyed_are_refused(
     tmp_path: Path, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(problem)):
-        Manager(tmp_path, engine=BytesEngine(), **options)
+        Manager(tmp_path, **options)
 
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
-    with Manager(tmp_path, engine=BytesEngine()) as manager:
+    with Manager(tmp_path) as manager:
         with pytest.raises(UsageError, match="Invalid staging='fast'"):
             manager.save_async(1, state_of(1), staging="fast")  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="Invalid step"):
             manager.save(-1, state_of(1))
-        with pytest.raises(UsageError, match="Nothing of the state is called x"):
+        with pytest.raises(UsageError, match="No part of the state matches only='x'"):
             manager.save(1, state_of(1), only="x")
         with pytest.raises(StorageError, match="Step 5 is not committed"):
             manager.restore(state_of(0), step=5)
@@ -442,7 +429,7 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
 def test_an_unreadable_folder_is_an_error_and_not_an_empty_run(tmp_path: Path) -> None:
     calls = faulty_calls(FailFileCall.and_all_after("scandir", 1, errno.EACCES))
     with (
-        Manager(files_below(tmp_path, calls), engine=BytesEngine()) as manager,
+        Manager(files_below(tmp_path, calls)) as manager,
         pytest.raises(AccessRefused, match="Listing failed"),
     ):
         manager.restore(state_of(0))
@@ -460,25 +447,26 @@ def test_progress_is_passed_on(tmp_path: Path) -> None:
             self.done += amount
 
     seen = Seen()
-    with Manager(tmp_path, engine=BytesEngine()) as manager:
+    with Manager(tmp_path) as manager:
         manager.save_async(1, state_of(1), progress=seen).result(60)
-    assert (*seen.phases, seen.done) == ("writing", 5000.0, 5000.0)
+    assert seen.phases == ("writing", seen.done)
+    assert seen.done >= 5000
 
 
 def test_steps_are_folders_in_the_root_of_the_run(tmp_path: Path) -> None:
-    with Manager(tmp_path, engine=BytesEngine()) as manager:
+    with Manager(tmp_path) as manager:
         manager.save(12, state_of(1))
     assert (tmp_path / step_dirname(12) / ".metadata").exists()
 
 
 @pytest.mark.parametrize("limit", [errno.EMFILE, errno.ENOMEM])
 def test_a_limit_of_the_process_does_not_lead_to_an_older_step(limit: int, tmp_path: Path) -> None:
-    with Manager(tmp_path, engine=BytesEngine()) as manager:
+    with Manager(tmp_path) as manager:
         manager.save(1, state_of(1))
         manager.save(2, state_of(2))
     # The first file that is opened says which steps there are, the second is of step 2.
     calls = faulty_calls(FailFileCall("open", 2, limit))
-    with Manager(files_below(tmp_path, calls), engine=BytesEngine()) as manager:
+    with Manager(files_below(tmp_path, calls)) as manager:
         with pytest.raises(StorageError, match=os.strerror(limit)):
             manager.restore(state_of(0))
         assert manager.restore(state_of(0)) == 2
