@@ -26,7 +26,6 @@ from penstock.checkpoint.plan.region_arithmetic import find_overlaps
 from penstock.checkpoint.plan.save_plan import RANK_MARK, find_stored_name, is_of_one_rank, rank_object_name
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
-    Bools,
     CheckpointIndex,
     Ints,
     Regions,
@@ -39,8 +38,6 @@ from penstock.did_you_mean import nearest
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError, name_some
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from penstock.checkpoint.engine import LoadChoice
     from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
     from penstock.checkpoint.state.tensors import LocalState
@@ -354,9 +351,9 @@ def patterns_of(choice: LoadChoice) -> list[ChoicePattern]:
 
 
 def require_met(
-    patterns: Sequence[ChoicePattern], met: Sequence[bool], stored: Sequence[str], *, tells: bool
+    patterns: Sequence[ChoicePattern], met: Sequence[bool], stored: Sequence[str], rank: int
 ) -> None:
-    """Raise `UsageError` if nothing would be loaded, and tell patterns that no name on any rank has met.
+    """Raise `UsageError` if nothing would be loaded; warn on rank 0 of patterns without a match on any rank.
 
     A job may exclude or rename what only some of its checkpoints have, so that is no error.
     """
@@ -368,7 +365,7 @@ def require_met(
             fix=f"Names are keys joined by dots{example}.",
         )
     idle = [pattern for pattern, is_met in zip(patterns, met, strict=True) if not is_met]
-    if idle and tells:
+    if idle and rank == 0:
         logger.warning(
             "No part of the state matches %s", name_some([f"{each.option}={each.text!r}" for each in idle])
         )
@@ -572,16 +569,3 @@ def _position(checkpoint: CheckpointSource, source: Source, row: int) -> int:
     source.read_into(begin, memoryview(head))
     offset = checkpoint.payload_in(row, head)
     return UNKNOWN if offset is None else begin + offset
-
-
-def on_any_rank(masks: Bools, comm: Comm, awaiting: str) -> Bools:
-    """Where some rank has a mark. All ranks have masks of one shape."""
-    packed = comm.gather(np.packbits(masks, axis=1), awaiting=awaiting)
-    combined = np.bitwise_or.reduce(np.stack(packed))
-    return np.unpackbits(combined, axis=1, count=masks.shape[1]).astype(np.bool_)
-
-
-def mark(names: NDArray[np.object_], marked: Collection[str]) -> NDArray[np.bool_]:
-    """Which of the names are marked."""
-    chosen = set(marked)
-    return np.array([name in chosen for name in names.tolist()], dtype=np.bool_)

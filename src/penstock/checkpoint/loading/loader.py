@@ -47,7 +47,7 @@ from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import Ints, Regions, element_sizes
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load
 from penstock.checkpoint.state.walk import Leaf, require_dict
-from penstock.cluster.comm import Comm, run_on_all_ranks
+from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks
 from penstock.errors import ObjectNotFound, UsageError, name_some
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
@@ -302,36 +302,39 @@ def _match_on_all_ranks(
             return _match_state(parts.state, checkpoint, item_index, choice, comm.rank)
 
     awaiting = "all ranks to match their state with the checkpoint"
+    matched = run_on_all_ranks(comm, match, awaiting=awaiting)
+    stored, adopted = parts.stored, parts.places.adopted
     patterns = load_requests.patterns_of(choice)
-
-    def look() -> tuple[_MatchedState, list[str], list[bool]]:
-        found = match()
-        names = [*(leaf.name for leaf in found.leaves), *parts.own_names()] if patterns else []
-        met = [pattern.matches(names, parts.stored.names) for pattern in patterns]
-        return found, parts.untaken(found.selection.unused), met
-
-    matched, own, met = run_on_all_ranks(comm, look, awaiting=awaiting)
+    own_names = [*(leaf.name for leaf in matched.leaves), *parts.own_names()] if patterns else []
+    is_met = np.array([pattern.matches(own_names, stored.names) for pattern in patterns], dtype=np.bool_)
+    untaken = parts.untaken(matched.selection.unused)
     # Nearly always all ranks take everything, and nothing else has to be compared.
-    if all(comm.gather(not own and all(met), awaiting=awaiting)):
+    if all(comm.gather(not (untaken or adopted) and bool(is_met.all()), awaiting=awaiting)):
         return matched
-    (met_anywhere,) = load_requests.on_any_rank(np.array([met], dtype=np.bool_), comm, awaiting)
-    load_requests.require_met(patterns, met_anywhere.tolist(), parts.stored.names, tells=comm.rank == 0)
+
     # A rank's own value is of no use to the others.
-    common = [name for name in parts.stored.names if not parts.stored.is_of_one_rank(name)]
-    names = np.array(common, dtype=np.object_)
-    whole = [name for name in own if parts.is_whole(name)]
-    masks = [
-        load_requests.mark(names, some) for some in (matched.selection.stored_names.values(), own, whole)
-    ]
-    taken, untaken, required = load_requests.on_any_rank(np.array(masks), comm, awaiting)
-    added = parts.add(set(names[untaken & ~taken].tolist()))
-    (placed,) = load_requests.on_any_rank(np.array([load_requests.mark(names, added)]), comm, awaiting)
-    is_lost = untaken & ~taken & ~placed
-    if choice.strict and (is_lost & required).any():
-        raise load_requests.untaken_error(names[is_lost & required].tolist())
+    names = np.array([name for name in stored.names if not stored.is_of_one_rank(name)], dtype=np.object_)
+    taken = set(matched.selection.stored_names.values()) - adopted
+    required = {name for name in untaken if parts.is_whole(name)}
+    marks = [np.isin(names, list(some)) for some in (taken, adopted, untaken, required)]
+    packed = decide_on_rank0(
+        comm,
+        lambda: np.packbits(np.concatenate([is_met, *marks])),
+        lambda of_ranks: np.bitwise_or.reduce(np.stack(of_ranks)),
+        awaiting=awaiting,
+    )
+    anywhere = np.unpackbits(packed, count=len(is_met) + 4 * len(names)).astype(np.bool_)
+    load_requests.require_met(patterns, anywhere[: len(is_met)].tolist(), stored.names, comm.rank)
+    is_taken, is_adopted, is_untaken, is_required = anywhere[len(is_met) :].reshape(4, len(names))
+    is_lost = is_untaken & ~is_taken & ~is_adopted
+    if choice.strict and (is_lost & is_required).any():
+        raise load_requests.untaken_error(names[is_lost & is_required].tolist())
     if (lost := names[is_lost].tolist()) and comm.rank == 0:
         logger.warning("Not loaded, as no part of the state takes it: %s", name_some(lost, 10))
-    return run_on_all_ranks(comm, match, awaiting=awaiting) if placed.any() else matched
+    if not (is_taken & is_adopted).any():
+        return matched
+    parts.places.leave_empty(names[is_taken & is_adopted].tolist())
+    return run_on_all_ranks(comm, match, awaiting=awaiting)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

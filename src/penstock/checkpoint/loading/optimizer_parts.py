@@ -40,13 +40,6 @@ class OptimizerState:
     misfit: UsageError | None = None
     """Why it cannot be loaded."""
 
-    def add(self, path: Path, facts: TensorFacts | None) -> bool:
-        """Groups may have further options; further parameters are nobody's."""
-        is_option = path[0] == "param_groups" and isinstance(path[1], int) and path[1] < len(self.groups)
-        if is_option:
-            Places().add(self.inner, path, facts)
-        return is_option
-
     def take(self, loaded: Any) -> Any:
         """Load the state under the optimizer's own numbers."""
         told = {number: name for name, number in self.numbers.items() if isinstance(name, str)}
@@ -91,10 +84,6 @@ class NamedState:
     key: str
     own: dict[str, Any]
     inner: dict[str, Any]
-
-    def add(self, path: Path, facts: TensorFacts | None) -> bool:  # noqa: ARG002 - the same for all parts
-        """Nothing is added."""
-        return False
 
     def take(self, loaded: Any) -> Any:
         """Copy the options of the groups back; the rest was loaded in place."""
@@ -148,9 +137,11 @@ def begin_optimizer(
     if entries and without and not isinstance(part, torch.optim.LBFGS):
         logger.warning("The checkpoint has no state of the parameters %s of %r", name_some(without), key)
     inner = {**raw, "state": state}
+    # Groups may have further options, which schedulers and newer versions of torch add.
     inner["param_groups"] = [
-        {**group, "params": [shown.get(number, number) for number in group["params"]]}
-        for group in raw["param_groups"]
+        {name: None for name, is_chosen in options.get(place, {}).items() if is_chosen}
+        | {**group, "params": [shown.get(number, number) for number in group["params"]]}
+        for place, group in enumerate(raw["param_groups"])
     ]
     numbers: dict[int | str, int] = {number: number for number in by_number}
     numbers.update(by_name)

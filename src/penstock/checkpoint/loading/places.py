@@ -59,8 +59,8 @@ class Places:
     def fit(self, own: Any, stored: StoredPlaces, at: Path = ()) -> None:
         """Let `own` have the containers and places that are stored and not skipped.
 
-        Where a dict has nothing yet, that is left until no rank has taken a name. What lists and numbered
-        entries have beyond the stored ones goes; what else a dict has more is missing in the checkpoint.
+        What lists and numbered entries have beyond the stored ones goes; what else a dict has more is missing
+        in the checkpoint.
         """
         below: dict[str | int, dict[Path, TensorFacts | Skipped | None]] = {}
         for path, facts in stored.items():
@@ -70,9 +70,8 @@ class Places:
         for step, rests in below.items():
             taken = {rest: facts for rest, facts in rests.items() if facts is not SKIPPED}
             if not taken or not has_entry(own, (step,)):
-                if self.parameter is not None or isinstance(own, list):
-                    for rest, facts in taken.items():
-                        self.put(own, (step, *rest), new_place(facts, self.parameter), at)
+                for rest, facts in taken.items():
+                    self.put(own, (step, *rest), new_place(facts, self.parameter), at)
                 continue
             key = own_key(own, step)
             if taken.keys() == {()}:
@@ -83,11 +82,6 @@ class Places:
             if not isinstance(own[key], Mapping | list):
                 own[key] = [] if isinstance(next(iter(rests))[0], int) else {}
             self.fit(own[key], rests, (*at, step))
-
-    def add(self, own: Any, path: Path, facts: TensorFacts | None) -> None:
-        """Make a place. A dict that is empty on one rank and not on another one stays."""
-        if not (has_entry(own, path) and _at(own, path)):
-            self.put(own, path, new_place(facts, None))
 
     def end(self) -> None:
         """After the load: let dicts that are empty now be of the kinds that they were."""
@@ -142,12 +136,6 @@ def _drop_rest(own: Any, stored: Collection[str | int]) -> None:
     ):
         for key in [key for key in own if str(key) not in stored]:
             del own[key]
-
-
-def _at(holder: Any, path: Path) -> Any:
-    for step in path:
-        holder = holder[own_key(holder, step)]
-    return holder
 
 
 def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:

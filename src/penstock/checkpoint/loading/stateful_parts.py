@@ -9,6 +9,7 @@ Invariant: no part changes before all of it has arrived, or if nothing of it is 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,16 +27,13 @@ from penstock.checkpoint.loading.optimizer_parts import (
 from penstock.checkpoint.loading.places import (
     Places,
     copied,
-    has_entry,
     joined,
     new_place,
-    own_key,
     set_entry,
 )
 from penstock.checkpoint.plan.save_plan import RANK_MARK
-from penstock.checkpoint.state.regions import TensorFacts
 from penstock.checkpoint.state.tensors import parameter_names
-from penstock.checkpoint.state.walk import EXTRA_STATE, Leaf, Path, Stateful, is_stateful
+from penstock.checkpoint.state.walk import EXTRA_STATE, Leaf, Stateful, is_stateful
 from penstock.errors import UsageError, name_some
 
 logger = logging.getLogger(__name__)
@@ -45,9 +43,6 @@ class _Part(Protocol):
     """One entry of a state while it is loaded into `inner`."""
 
     inner: Any
-
-    def add(self, path: Path, facts: TensorFacts | None) -> bool:
-        """Make a place for what no rank took; False if this part can have no such place."""
 
     def take(self, loaded: Any) -> Any:
         """Let the part take what was loaded into `inner`, or instead of it; what then stands in the state."""
@@ -59,11 +54,11 @@ class _EmptyPlaces:
 
     stored: StoredNames
     _emptied: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    _begun: dict[int, Any] = field(default_factory=dict)
-    """Dicts that were empty, by identity."""
+    _adopting: list[tuple[MutableMapping[Any, Any], set[str]]] = field(default_factory=list)
+    """The dicts that were empty, with the stored names that got places in them."""
 
     def fill(self, state: MutableMapping[str, Any], prefixes: Mapping[str, str]) -> None:
-        """Fill lists and None, in which nothing else can be stored, wherever they are in `state`."""
+        """Fill what is empty, wherever it is in `state`."""
         empty: dict[str, tuple[str, Any, Any]] = {}
         for key in state:
             if prefixes[key]:
@@ -73,25 +68,25 @@ class _EmptyPlaces:
             _, holder, key = empty[prefix]
             taken = {path: facts for path, facts in places.items() if facts is not SKIPPED}
             is_list = all(isinstance(path[0], int) for path in taken)
-            if taken and (holder[key] is None or is_list):
-                self._begin(holder, key, [] if is_list else {})
+            is_dict = isinstance(holder[key], MutableMapping)
+            if taken and (holder[key] is None or is_list or is_dict):
+                self._begin(holder, key, holder[key] if is_dict else [] if is_list else {})
                 making = Places(self.stored.key_types, prefix)
                 for path, facts in taken.items():
                     making.put(holder[key], path, new_place(facts, None))
+                if is_dict:
+                    self._adopting.append((holder[key], {f"{prefix}{joined(path)}" for path in taken}))
 
-    def add(self, own: Any, path: Path, facts: TensorFacts | None, prefix: str) -> bool:
-        """Make a place below a dict that is empty on all ranks; False if there is none on the way."""
-        holder = own
-        for number, step in enumerate(path):
-            if isinstance(holder, MutableMapping) and (not holder or id(holder) in self._begun):
-                self._begun[id(holder)] = holder
-                making = Places(self.stored.key_types, prefix)
-                making.put(holder, path[number:], new_place(facts, None), path[:number])
-                return True
-            if not has_entry(holder, (step,)):
-                return False
-            holder = holder[own_key(holder, step)]
-        return False
+    @property
+    def adopted(self) -> set[str]:
+        """The stored names that got places in dicts which were empty."""
+        return set().union(*(names for _, names in self._adopting))
+
+    def leave_empty(self, names: Collection[str]) -> None:
+        """Empty the dicts again that would get one of these names, which other ranks have in their dict."""
+        for adopting, adopted in self._adopting:
+            if not adopted.isdisjoint(names):
+                adopting.clear()
 
     def end(self) -> None:
         """After the load: let dicts that are empty now be the ones that were."""
@@ -101,8 +96,6 @@ class _EmptyPlaces:
 
     def undo(self) -> None:
         """Let everything be as empty as before."""
-        for emptied in self._begun.values():
-            emptied.clear()
         for holder, key, value in reversed(self._emptied):
             if value is not None:
                 value.clear()
@@ -122,7 +115,7 @@ class _EmptyPlaces:
                 # An empty list is a place for any object, as None is.
                 if (is_dict or (facts is not None and value is None)) and self.stored.find(name) == stored:
                     self._begin(holder, key, new_place(facts, None))
-            elif not is_dict:
+            else:
                 empty[prefix] = name, holder, key
         elif isinstance(value, MutableMapping | list):
             for step in list(value) if is_dict else range(len(value)):
@@ -142,10 +135,6 @@ class _Plain:
     prefix: str
     places: _EmptyPlaces
 
-    def add(self, path: Path, facts: TensorFacts | None) -> bool:
-        """Places are made where a dict is empty; any other one names what it wants."""
-        return self.places.add(self.inner, path, facts, self.prefix)
-
     def take(self, loaded: Any) -> Any:
         """It is what was loaded."""
         return loaded
@@ -158,13 +147,6 @@ class _ModuleState:
     part: torch.nn.Module
     inner: dict[str, Any]
     places: Places
-
-    def add(self, path: Path, facts: TensorFacts | None) -> bool:
-        """Any place is made in an extra state."""
-        is_extra = str(path[0]).endswith(EXTRA_STATE) and path[0] in self.inner and len(path) > 1
-        if is_extra:
-            self.places.add(self.inner, path, facts)
-        return is_extra
 
     def take(self, loaded: Any) -> Any:
         """Load the state."""
@@ -181,11 +163,6 @@ class _OwnState:
     inner: Any
     places: Places
 
-    def add(self, path: Path, facts: TensorFacts | None) -> bool:
-        """Any place is made."""
-        self.places.add(self.inner, path, facts)
-        return True
-
     def take(self, loaded: Any) -> Any:
         """Load the state."""
         self.places.end()
@@ -201,6 +178,8 @@ class LoadedParts:
     prefixes: Mapping[str, str]
     """By key of a part that has names below it, the beginning of these names in the checkpoint."""
     stored: StoredNames
+    places: _EmptyPlaces
+    """What was empty in plain parts."""
     state: dict[str, Any] = field(init=False)
     filled: Collection[str] = ()
     """The names in the state of what the load has filled, when it ends."""
@@ -229,7 +208,14 @@ class LoadedParts:
     def untaken(self, unused: Iterable[str]) -> list[str]:
         """Those of the `unused` names of the checkpoint that are below these parts, and chosen."""
         owned = ((name, self.own_name(name)) for name in unused if not self.stored.is_of_others(name))
-        return [name for name, own in owned if own is not None and self.stored.find(own) is not None]
+        found = [name for name, own in owned if own is not None and self.stored.find(own) is not None]
+        # A dict that was empty on some ranks alone is taken with what other ranks had in it.
+        above = (
+            {each[: dot.start()] for each in self.stored.names for dot in re.finditer(r"\.", each)}
+            if found
+            else ()
+        )
+        return [name for name in found if name not in above]
 
     def own_names(self) -> Iterator[str]:
         """The names in this state of what the checkpoint has of its parts."""
@@ -285,16 +271,6 @@ class LoadedParts:
             if rank.isdecimal() and int(rank) >= num_ranks and (self._owner(name) or name in self.parts)
         ]
 
-    def add(self, names: Collection[str]) -> set[str]:
-        """Make places for stored names that no rank took; returns those that found one."""
-        added = set()
-        for key, prefix in self.prefixes.items():
-            for path, facts in self.stored.below(prefix, key).items():
-                name = f"{prefix}{joined(path)}"
-                if name in names and facts is not SKIPPED and self.parts[key].add(path, facts):
-                    added.add(name)
-        return added
-
 
 @contextmanager
 def loading_into(
@@ -323,7 +299,7 @@ def loading_into(
     for key, inner in plain.items():
         parts[key].inner = inner
     asked = {key: prefixes[key] for key, part in parts.items() if isinstance(part.inner, containers)}
-    loading = LoadedParts(parts, {key: prefix for key, prefix in asked.items() if prefix}, stored)
+    loading = LoadedParts(parts, {key: prefix for key, prefix in asked.items() if prefix}, stored, empty)
     with ExitStack() as after_failure:
         after_failure.callback(empty.undo)
         yield loading

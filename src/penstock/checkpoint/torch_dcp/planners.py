@@ -108,7 +108,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """Coordinator: refuse a choice that no rank has anything of."""
         met = [any(of_ranks) for of_ranks in zip(*(plan.planner_data for plan in global_plan), strict=True)]
         stored = list(self.metadata.state_dict_metadata) if self.metadata is not None else []
-        require_met(patterns_of(self._choice), met, stored, tells=True)
+        require_met(patterns_of(self._choice), met, stored, 0)
         return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: planner.ReadItem, value: io.BytesIO) -> None:

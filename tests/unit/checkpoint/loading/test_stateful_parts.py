@@ -61,8 +61,6 @@ def load(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
     values = {leaf.name: leaf.value for leaf in walk(saved, is_tensor)[0]}
     with loading_into(state, stored(saved), {key: f"{key}." for key in state}) as parts:
         parts.require_fit()
-        asked = {leaf.name for leaf in walk(parts.state, is_tensor)[0]}
-        parts.add(values.keys() - asked)
         for leaf in walk(parts.state, is_tensor)[0]:
             if is_tensor(leaf.value):
                 leaf.value.copy_(values[leaf.name])
