@@ -26,7 +26,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from harness import LEAST_ROUNDS, Ratio, compare
-from penstock.checkpoint.loading.host_links import Window
+from penstock.checkpoint.host_windows import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,7 +17,7 @@ from penstock.optional_libraries import explained_imports
 if TYPE_CHECKING:
     from penstock.checkpoint.api import DryRun, dry_run, load, save
     from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Single, Xor
-    from penstock.checkpoint.loading.loader import LoadReport
+    from penstock.checkpoint.loader import LoadReport
     from penstock.checkpoint.manager.graceful_stop import StopConditions
     from penstock.checkpoint.manager.manager import Manager
     from penstock.checkpoint.manager.save_handle import SaveHandle, SaveReport
@@ -55,7 +55,7 @@ _MODULES: Final = MappingProxyType(
     {
         "api": ("DryRun", "dry_run", "load", "save"),
         "levels.options": ("DoubleParity", "Flush", "Partner", "Single", "Xor"),
-        "loading.loader": ("LoadReport",),
+        "loader": ("LoadReport",),
         "manager.manager": ("Manager",),
         "manager.save_handle": ("SaveHandle", "SaveReport"),
         "manager.save_policy": ("Daly", "EverySeconds", "EverySteps", "Overhead"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport
+from penstock.checkpoint.loader import CheckpointLoader, LoadReport
 from penstock.checkpoint.saver import DEFAULT_STAGING_BYTES, PreparedTensors, Saver
 
 if TYPE_CHECKING:

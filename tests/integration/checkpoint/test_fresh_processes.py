@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.fsdp import fully_shard
 
 import penstock.checkpoint as pc
-from penstock.checkpoint.loading import optimizer_parts, stateful_parts
 from penstock.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -206,20 +205,6 @@ def test_each_form_of_an_optimizer_is_loaded_into_the_other(
     path = tmp_path / "saved"
     expected = begin(0, path, saver, "ours", saved)
     assert go_on(0, path, "ours", saver, loaded) == expected
-
-
-def test_optimizer_that_gets_no_places_is_an_error_that_names_its_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin(0, tmp_path / "saved", "ours", "ours", "raw")
-    begin_optimizer = optimizer_parts.begin_optimizer
-
-    def begin_without_places(key: str, part: Any, stored: Any, _: str, names: Any) -> Any:
-        return begin_optimizer(key, part, stored, "nothing.", names)
-
-    monkeypatch.setattr(stateful_parts, "begin_optimizer", begin_without_places)
-    with pytest.raises(UsageError, match=r"holds 'optimizer\.state\.0\.\w+', .* no part of the state takes"):
-        go_on(0, tmp_path / "saved", "ours", "ours", "raw")
 
 
 def saved_training(path: Path) -> Training:

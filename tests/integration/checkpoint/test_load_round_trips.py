@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from penstock.checkpoint.api import load, save
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint, open_folder
-from penstock.checkpoint.loading.loader import CheckpointLoader
+from penstock.checkpoint.loader import CheckpointLoader
 from penstock.checkpoint.state.process_group import borrowed_group
 from penstock.checkpoint.torch_dcp.planners import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
@@ -212,7 +212,7 @@ def test_patterns_that_match_nothing_are_told(saved: Path, caplog: pytest.LogCap
     load(state, saved, exclude=["new", "betas"])
     load(state, saved, only="new", strict=False)
     assert [record.getMessage() for record in caplog.records] == [
-        "Left as it was, as the checkpoint lacks it: new"
+        "Missing from the checkpoint, left unchanged: new"
     ]
     caplog.clear()
     rename = {"nte": "note", "new*": "note*"}

@@ -123,7 +123,7 @@ def test_what_a_load_that_is_not_strict_leaves_is_named(
         manager.save(1, {"model": torch.nn.Linear(2, 2)})
         with caplog.at_level(logging.WARNING):
             manager.restore({"model": torch.nn.Linear(2, 2), "epoch": 7}, strict=False)
-    assert "Left as it was, as the checkpoint lacks it: epoch" in caplog.text
+    assert "Missing from the checkpoint, left unchanged: epoch" in caplog.text
 
 
 @pytest.mark.parametrize("header_bytes", [0x0280, 0x4B50])

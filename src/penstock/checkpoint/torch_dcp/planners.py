@@ -31,12 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.dcp_item import load_object
-from penstock.checkpoint.loading.load_requests import (
-    LeafSelection,
-    patterns_of,
-    require_met,
-    select_leaves,
-)
+from penstock.checkpoint.match import LeafSelection, patterns_of, require_met, select_leaves
 from penstock.checkpoint.plan.save_plan import (
     Holdings,
     PlacedObject,

@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from penstock.checkpoint import request as requesting
 from penstock.checkpoint.api import DEFAULT_TIMEOUT_S
 from penstock.checkpoint.commit.catalog import AnyPath, can_be_named
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
 from penstock.checkpoint.formats.dcp_item import object_bytes
 from penstock.checkpoint.formats.dcp_metadata import torch_metadata
-from penstock.checkpoint.loading import load_requests
-from penstock.checkpoint.loading.execute import LoadContext, execute_plan
-from penstock.checkpoint.loading.placement import Target, item_contents, item_targets, unpack
+from penstock.checkpoint.loader import LoadContext, execute_plan
+from penstock.checkpoint.place import Target, item_contents, item_targets, unpack
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
 from penstock.checkpoint.plan.load_plan import LoadPlan as SharedPlan
 from penstock.checkpoint.state.process_group import make_group_of
@@ -49,12 +49,10 @@ class _RankRequest:
     regions: Regions
     objects: dict[str, int]
 
-    def build(
-        self, index: CheckpointIndex, item_index: load_requests.ByteItemIndex
-    ) -> load_requests.LoadRequests:
+    def build(self, index: CheckpointIndex, item_index: requesting.ByteItemIndex) -> requesting.LoadRequests:
         """The requests; names only number the regions, as torch's planner knows where they go."""
         names = tuple(("", row) for row in range(len(self.regions)))
-        return load_requests.build_matched_requests(self.regions, names, self.objects, index, item_index)
+        return requesting.build_matched_requests(self.regions, names, self.objects, index, item_index)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +137,7 @@ class Reader(StorageReader):
             begin = tuple(at + inside for at, inside in zip(corner, item.storage_offsets, strict=True))
             rows.append((numbers[name], begin, tuple(item.lengths)))
         regions = Regions.from_rows(rows)
-        load_requests.check_covered(index, regions, self._checkpoint.uri)
+        requesting.check_covered(index, regions, self._checkpoint.uri)
         return _RankRequest(rank, regions, wanted)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -150,16 +148,16 @@ class Reader(StorageReader):
         """
         if not all(isinstance(plan.storage_data, _RankRequest) for plan in plans):
             return plans
-        index = load_requests.locate_payloads(self._checkpoint, SoloComm())
-        item_index = load_requests.index_byte_items(index)
+        index = requesting.locate_payloads(self._checkpoint, SoloComm())
+        item_index = requesting.index_byte_items(index)
         requests: list[_RankRequest] = [plan.storage_data for plan in plans]
         built = [request.build(index, item_index) for request in requests]
         for request in built:
-            load_requests.require_lengths(self._checkpoint, item_index, request.items)
+            requesting.require_lengths(self._checkpoint, item_index, request.items)
         wanted = [request.regions for request in built]
         element_bytes = element_sizes(item_index.tensors)
         shared = plan_load(item_index.stored, element_bytes, wanted, self._options)
-        positions = index.stored.payload_offset[load_requests.unlocated_rows(self._checkpoint.index)]
+        positions = index.stored.payload_offset[requesting.unlocated_rows(self._checkpoint.index)]
         ranks = [request.rank for request in requests]
         return [
             replace(
@@ -178,12 +176,12 @@ class Reader(StorageReader):
             # Replaced by the planner, when all plans were made or when this one was finished.
             assigned = self.prepare_global_plan([self.prepare_local_plan(plan)])[0].storage_data
         checkpoint = self._checkpoint
-        rows = load_requests.unlocated_rows(checkpoint.index)
+        rows = requesting.unlocated_rows(checkpoint.index)
         if len(rows):
             checkpoint = replace(
-                checkpoint, index=load_requests.with_payloads(checkpoint.index, assigned.positions, rows)
+                checkpoint, index=requesting.with_payloads(checkpoint.index, assigned.positions, rows)
             )
-        item_index = load_requests.index_byte_items(checkpoint.index)
+        item_index = requesting.index_byte_items(checkpoint.index)
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
         request = self._request(plan, _own_rank())
         requests = request.build(checkpoint.index, item_index)
@@ -195,7 +193,7 @@ class Reader(StorageReader):
             group.comm.timeout_s = DEFAULT_TIMEOUT_S
             context = LoadContext(
                 checkpoint=checkpoint,
-                item_index=item_index,
+                items=item_index,
                 group=group,
                 buffers=self._buffers,
                 progress=Silent(),
@@ -231,7 +229,7 @@ class Reader(StorageReader):
         return self._opened
 
     def _target(
-        self, memory: torch.Tensor, regions: Regions, row: int, item_index: load_requests.ByteItemIndex
+        self, memory: torch.Tensor, regions: Regions, row: int, item_index: requesting.ByteItemIndex
     ) -> Target:
         facts = item_index.tensors[int(regions.tensor[row])]
         if str(memory.dtype) != f"torch.{facts.dtype}" and not self._converts:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
 from penstock.checkpoint.formats.dcp_item import load_object
-from penstock.checkpoint.loading.load_requests import ByteItemIndex, LoadRequests, Unpacking
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
+from penstock.checkpoint.request import ByteItemIndex, LoadRequests, Unpacking
 from penstock.checkpoint.state.regions import (
     ByteArray,
     CheckpointIndex,
@@ -37,6 +37,7 @@ from penstock.transfer.reader import Part, SpanSink
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
+
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

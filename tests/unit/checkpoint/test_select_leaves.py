@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.engine import LoadChoice
-from penstock.checkpoint.loading.load_requests import LeafSelection, apply_rename, select_leaves
+from penstock.checkpoint.match import LeafSelection, apply_rename, select_leaves
 from penstock.errors import UsageError
 
 STORED = ["model.a", "model.b", "opt.a", "rng", "rng@rank1"]

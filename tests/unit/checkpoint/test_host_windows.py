@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 
-from penstock.checkpoint.loading import host_links
-from penstock.checkpoint.loading.host_links import HostLinks, Window, connect_host
-from penstock.checkpoint.loading.host_sharing import HostSharing, settings_for_sharing
+from penstock.checkpoint import host_windows
+from penstock.checkpoint.host_windows import (
+    HostLinks,
+    HostSharing,
+    Window,
+    connect_host,
+    settings_for_sharing,
+)
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
 from penstock.checkpoint.state.regions import Regions
 from penstock.errors import RankError, StorageError
@@ -37,9 +42,7 @@ CONTENT = np.random.default_rng(5).bytes(NUM_RANKS * SHARE_BYTES)
 
 
 def connected(comm: ThreadComm) -> HostLinks:
-    links = connect_host(
-        comm, range(NUM_RANKS), settings=SETTINGS, read_bytes=SHARE_BYTES, is_needed=comm.rank == 0
-    )
+    links = connect_host(comm, range(NUM_RANKS), settings=SETTINGS, read_bytes=SHARE_BYTES)
     assert links is not None
     return links
 
@@ -145,7 +148,7 @@ def refuse_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(size_bytes: int) -> Window:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(host_links.Window, "make_huge", refuse)
+    monkeypatch.setattr(host_windows.Window, "make_huge", refuse)
 
 
 @pytest.mark.parametrize("has_huge_pages", [True, False])
@@ -213,10 +216,10 @@ def test_without_memory_for_one_rank_none_shares_and_the_log_says_why(
         return make(size_bytes)
 
     refuse_huge_pages(monkeypatch)
-    monkeypatch.setattr(host_links.Window, "make", no_room)
+    monkeypatch.setattr(host_windows.Window, "make", no_room)
 
     def program(comm: ThreadComm) -> HostLinks | None:
-        return connect_host(comm, range(NUM_RANKS), settings=SETTINGS, read_bytes=SHARE_BYTES, is_needed=True)
+        return connect_host(comm, range(NUM_RANKS), settings=SETTINGS, read_bytes=SHARE_BYTES)
 
     with caplog.at_level(logging.WARNING):
         assert on_ranks(NUM_RANKS, program) == [None] * NUM_RANKS
@@ -225,8 +228,8 @@ def test_without_memory_for_one_rank_none_shares_and_the_log_says_why(
     assert "Cannot allocate memory" in record.message
 
 
-def test_ranks_that_share_nothing_are_not_connected() -> None:
+def test_a_rank_that_is_alone_on_its_host_is_not_connected() -> None:
     def program(comm: ThreadComm) -> HostLinks | None:
-        return connect_host(comm, range(NUM_RANKS), settings=SETTINGS, read_bytes=0, is_needed=False)
+        return connect_host(comm, [comm.rank], settings=SETTINGS, read_bytes=0)
 
     assert on_ranks(NUM_RANKS, program) == [None] * NUM_RANKS

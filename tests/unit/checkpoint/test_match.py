@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from penstock.checkpoint.loading.load_requests import StoredNames
-from penstock.checkpoint.loading.stateful_parts import loading_into
+from penstock.checkpoint.match import StoredNames, loading_into
 from penstock.checkpoint.state.regions import (
     CheckpointIndex,
     Regions,

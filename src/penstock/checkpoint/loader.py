@@ -1,0 +1,721 @@
+"""A load from a checkpoint into the tensors of a state, all ranks together.
+
+The steps of a load, in order:
+
+1. Open: rank 0 reads the checkpoint's description for all ranks.
+2. Match: each rank decides which name of the checkpoint goes to which leaf of its state (`match`), and what
+   bytes it wants for that (`request`). The ranks agree that nothing is left over which a part should take.
+3. Plan: `plan.load_plan` decides which rank reads what and sends it to whom.
+4. Move: threads read blocks (`transfer.reader`) and put them in place (`place`); next to them, ranks of one
+   host copy from each other's memory (`host_windows`), and ranks of other hosts exchange messages
+   (`transfer.exchange`). A heartbeat ends the work on all ranks when one fails.
+5. Unpack: compressed items and objects are unpacked, and objects are put into the state last.
+
+Invariants: a load returns on all ranks with everything loaded and verified, or raises on all of them. After
+an error the values of tensors are undefined, and no object of the state has been replaced. A rank whose reads
+fail still sends and receives everything, so that no other rank waits for it forever.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, absolute_path
+from penstock.checkpoint.engine import LoadChoice, State
+from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint, open_together
+from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
+from penstock.checkpoint.formats.manifest import checksum_of
+from penstock.checkpoint.heartbeat import CancelToken, run_with_heartbeat
+from penstock.checkpoint.host_windows import HostLinks, HostSharing, connect_host, settings_for_sharing
+from penstock.checkpoint.match import (
+    LeafSelection,
+    LoadedParts,
+    StoredNames,
+    apply_rename,
+    asked_name,
+    loading_into,
+    patterns_of,
+    require_met,
+    select_leaves,
+    untaken_error,
+)
+from penstock.checkpoint.place import (
+    Destinations,
+    Target,
+    find_tied,
+    incoming_messages,
+    item_targets,
+    outgoing_messages,
+    unpack,
+    untie,
+    wait_for_devices,
+)
+from penstock.checkpoint.plan.agree import LoadWish, agree_on_load
+from penstock.checkpoint.plan.load_plan import (
+    LoadOptions,
+    LoadPlan,
+    SharedLoadPlan,
+    UnreadableFile,
+    payload_starts,
+    plan_load,
+    plan_rank_load,
+)
+from penstock.checkpoint.plan.region_arithmetic import distinct, find_overlaps
+from penstock.checkpoint.request import (
+    ByteItemIndex,
+    LoadRequests,
+    build_requests,
+    index_byte_items,
+    locate_payloads,
+    require_lengths,
+)
+from penstock.checkpoint.state.process_group import RankGroup
+from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, element_sizes
+from penstock.checkpoint.state.tensors import collect_for_load
+from penstock.checkpoint.state.walk import Leaf, require_dict
+from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks
+from penstock.errors import ObjectNotFound, UsageError, name_some
+from penstock.progress import Progress, Silent
+from penstock.storage import Storage
+from penstock.storage.aligned import PAGE_BYTES
+from penstock.storage.capabilities import find_local_paths, no_thread
+from penstock.storage.files.files_in_memory import MappedStorage
+from penstock.storage.process_id import name_host
+from penstock.storage.protocol import Source
+from penstock.storage.residency import are_resident
+from penstock.transfer.buffers import pin_memory
+from penstock.transfer.exchange import Incoming, Outbox, run_rounds
+from penstock.transfer.reader import (
+    BlockReader,
+    ChecksummedItem,
+    ReadBuffers,
+    ReadSettings,
+    Span,
+    plan_blocks,
+)
+
+logger = logging.getLogger(__name__)
+
+NUM_VERIFYING_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """The result of a load on this rank.
+
+    `loaded` has the names that were filled; planning took `plan_s` seconds, moving bytes `move_s`.
+    """
+
+    loaded: tuple[str, ...]
+    left: tuple[str, ...]
+    """Parts of the state that were not changed: not chosen, or missing where that is allowed."""
+    unused: tuple[str, ...]
+    """Names of the checkpoint that this rank did not request."""
+    read_bytes: int
+    """From storage, on this rank."""
+    received_bytes: int
+    """From other ranks."""
+    num_verified: int
+    """Items whose checksum this rank has verified."""
+    plan_s: float
+    move_s: float
+
+
+class CheckpointLoader:
+    """Loads states, one at a time. Its warm buffers are kept from load to load."""
+
+    def __init__(self, settings: ReadSettings | None = None, options: LoadOptions | None = None) -> None:
+        self._buffers = ReadBuffers(settings or ReadSettings())
+        self._options = options or LoadOptions()
+
+    def close(self) -> None:
+        """Free the buffers. May be called twice."""
+        self._buffers = ReadBuffers(self._buffers.settings)
+
+    def load(
+        self,
+        state: State,
+        stored: CheckpointRef,
+        group: RankGroup,
+        choice: LoadChoice,
+        progress: Progress | None = None,
+    ) -> LoadReport:
+        """Fill `state` from a committed checkpoint. Collective."""
+        opened = open_together(stored.storage, stored.committed.folder, stored.uri, group.comm)
+        return self.load_from(state, opened, group, choice, progress, readable=stored.readable)
+
+    @paused_garbage_collection()
+    def load_from(
+        self,
+        state: State,
+        opened: CheckpointSource,
+        group: RankGroup,
+        choice: LoadChoice,
+        progress: Progress | None = None,
+        *,
+        readable: Sequence[str] | None = None,
+    ) -> LoadReport:
+        """Fill `state` from a checkpoint that all ranks have opened. Collective.
+
+        `readable` names the files that this rank can open, if not every rank can open all of them; it is
+        given on all ranks or on none.
+        """
+        start_s, comm = time.perf_counter(), group.comm
+        require_dict(state)
+        if comm.rank == 0:
+            opened.tell_if_unchecked()
+        num_saved = opened.manifest.world_size if opened.manifest else comm.size
+        stored = StoredNames(
+            opened.index,
+            opened.index.paths,
+            opened.key_types,
+            comm.rank,
+            partial(asked_name, choice=choice),
+            # Which rank lacked what means something only if as many ranks load as have saved.
+            lacking=opened.lacking.get(comm.rank, ()) if num_saved == comm.size else (),
+        )
+        prefixes = {key: apply_rename(f"{key}.", choice.rename or {}) for key in state}
+        with loading_into(state, stored, prefixes) as parts:
+            if comm.rank == 0:
+                parts.warn_of_other_ranks(num_saved, comm.size)
+                if num_saved != comm.size and opened.lacking:
+                    parts.warn_of_all_entries(num_saved, set().union(*opened.lacking.values()))
+
+            checkpoint = replace(opened, index=locate_payloads(opened, comm))
+            items = index_byte_items(checkpoint.index)
+            matched = _match_on_all_ranks(parts, checkpoint, items, choice, comm)
+            requests = matched.requests
+
+            # Whoever finds everything in its page cache takes it from there: each exchange costs more.
+            is_cached = readable is None and _is_cached(checkpoint, items, requests)
+            plan, links, num_near = self._plan(
+                checkpoint, items, requests, comm, readable, is_cached=is_cached
+            )
+            planned_s = time.perf_counter()
+
+            buffers, storage = self._buffers, _storage_past_cache(checkpoint, items, plan)
+            if is_cached:
+                buffers = ReadBuffers(buffers.settings.for_cached(num_near))
+                storage = MappedStorage(checkpoint.storage)
+            context = LoadContext(
+                checkpoint=checkpoint,
+                items=items,
+                group=group,
+                buffers=buffers,
+                progress=progress or Silent(),
+                storage=storage,
+                links=links,
+            )
+            targets = [*matched.targets, *item_targets(requests, items)]
+            with ExitStack() as closing_links:
+                if links is not None:
+                    closing_links.callback(links.close)
+                moved = execute_plan(plan, requests.regions, targets, context)
+
+            values = run_on_all_ranks(
+                comm,
+                lambda: _unpack(context, matched, targets, choice, parts),
+                awaiting="all ranks to unpack what they have loaded",
+            )
+            # Objects are replaced last, when no rank can fail any more: a failed load replaces none of them.
+            for leaf in matched.leaves:
+                if leaf.name in values:
+                    leaf.put(values[leaf.name])
+            selection = matched.selection
+            if selection.missing and comm.rank == 0:
+                # Ranks hardly differ in this, so one reports it.
+                missing = name_some(selection.missing, 10)
+                logger.warning("Missing from the checkpoint, left unchanged: %s", missing)
+            parts.filled, parts.left = selection.stored_names.keys(), selection.left
+        report = LoadReport(
+            loaded=tuple(selection.stored_names),
+            left=selection.left,
+            unused=selection.unused,
+            read_bytes=moved[0],
+            received_bytes=moved[1],
+            num_verified=moved[2],
+            plan_s=planned_s - start_s,
+            move_s=time.perf_counter() - planned_s,
+        )
+        logger.info("Loaded %d leaves: %s", len(report.loaded), report)
+        return report
+
+    def _plan(
+        self,
+        checkpoint: CheckpointSource,
+        items: ByteItemIndex,
+        requests: LoadRequests,
+        comm: Comm,
+        readable: Sequence[str] | None,
+        *,
+        is_cached: bool,
+    ) -> tuple[LoadPlan, HostLinks | None, int]:
+        """Plan what this rank does, and connect it to the ranks of its host if they share bytes. Collective.
+
+        Also returns how many ranks this host has.
+        """
+        element_bytes, files = element_sizes(items.tensors), checkpoint.index.files
+        nothing = Regions.from_rows(())
+        can_open = None if readable is None else np.isin(np.array(files, dtype=np.object_), list(readable))
+        wish = LoadWish(
+            nothing if is_cached else requests.regions, can_open, name_host() if comm.size > 1 else ""
+        )
+        share = agree_on_load(comm, lambda: wish, items.stored, element_bytes, self._options)
+        if isinstance(share, UnreadableFile):
+            raise ObjectNotFound(
+                f"None of the {comm.size} ranks can open {files[share.file]}",
+                uri=checkpoint.uri,
+                fix="Restore the file on one of their nodes, or load another step.",
+            ) from share
+
+        def plan_with(part: SharedLoadPlan, near: Ints | None = None) -> LoadPlan:
+            return plan_rank_load(part, element_bytes, comm.rank, self._options, near=near)
+
+        plan, links, num_near = None, None, len(share.near) or 1
+        if share.part is not None and share.may_share_on_host:
+            plan = plan_with(share.part, share.near)
+            if any(comm.gather(plan.shares_on_host, awaiting="which ranks share bytes")):
+                own_bytes = plan.regions.take(slice(plan.num_own)).num_bytes(element_bytes)
+                near = share.near.tolist() or [comm.rank]
+                settings = self._buffers.settings
+                links = connect_host(comm, near, settings=settings, read_bytes=int(own_bytes.sum()))
+        if is_cached or share.part is None:
+            # This rank takes everything from its page cache, or nobody wants anything.
+            alone = [requests.regions if rank == comm.rank else nothing for rank in range(comm.size)]
+            return plan_with(plan_load(items.stored, element_bytes, alone, self._options)), links, num_near
+        return plan if plan is not None and links is not None else plan_with(share.part), links, num_near
+
+
+def open_path_on_all_ranks(path: AnyPath, comm: Comm) -> CheckpointSource:
+    """Open a checkpoint at any path or URI, of any format. Collective."""
+    return run_on_all_ranks(
+        comm,
+        lambda: open_checkpoint(path, rank=comm.rank),
+        awaiting="all ranks to open the checkpoint",
+        same=absolute_path(path),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MatchedState:
+    """The leaves of this rank's state, their names in the checkpoint, and the memory to fill."""
+
+    leaves: Sequence[Leaf]
+    selection: LeafSelection
+    requests: LoadRequests
+    targets: Sequence[Target]
+    tied: Sequence[tuple[int, int]] = ()
+    """Rows of targets that are one memory in the state: the second is loaded next to it, to be compared."""
+
+
+def _match_on_all_ranks(
+    parts: LoadedParts,
+    checkpoint: CheckpointSource,
+    items: ByteItemIndex,
+    choice: LoadChoice,
+    comm: Comm,
+) -> _MatchedState:
+    """Match, and ensure that some rank takes each name of the parts that were asked for. Collective."""
+
+    def match() -> _MatchedState:
+        with checkpoint.naming_misfits():
+            parts.require_fit()
+            return _match(parts, checkpoint, items, choice, comm.rank)
+
+    awaiting = "all ranks to match their state with the checkpoint"
+    matched = run_on_all_ranks(comm, match, awaiting=awaiting)
+    stored, adopted = parts.stored, parts.places.adopted
+    patterns = patterns_of(choice)
+    own_names = [*(leaf.name for leaf in matched.leaves), *parts.own_names()] if patterns else []
+    is_met = np.array([pattern.matches(own_names, stored.names) for pattern in patterns], dtype=np.bool_)
+    untaken = parts.untaken(matched.selection.unused)
+    # Nearly always all ranks take everything, and nothing else has to be compared.
+    if all(comm.gather(not (untaken or adopted) and bool(is_met.all()), awaiting=awaiting)):
+        return matched
+
+    # Pipeline stages take different names, so what one rank leaves may be what another one takes.
+    names = np.array([name for name in stored.names if not stored.is_of_one_rank(name)], dtype=np.object_)
+    taken = set(matched.selection.stored_names.values()) - adopted
+    required = {name for name in untaken if parts.is_whole(name)}
+    marks = [np.isin(names, list(some)) for some in (taken, adopted, untaken, required)]
+    packed = decide_on_rank0(
+        comm,
+        lambda: np.packbits(np.concatenate([is_met, *marks])),
+        lambda of_ranks: np.bitwise_or.reduce(np.stack(of_ranks)),
+        awaiting=awaiting,
+    )
+    anywhere = np.unpackbits(packed, count=len(is_met) + 4 * len(names)).astype(np.bool_)
+    require_met(patterns, anywhere[: len(is_met)].tolist(), stored.names, comm.rank)
+    is_taken, is_adopted, is_untaken, is_required = anywhere[len(is_met) :].reshape(4, len(names))
+    is_lost = is_untaken & ~is_taken & ~is_adopted
+    if choice.strict and (is_lost & is_required).any():
+        raise untaken_error(names[is_lost & is_required].tolist())
+    if (lost := names[is_lost].tolist()) and comm.rank == 0:
+        logger.warning("Not loaded, as no part of the state takes it: %s", name_some(lost, 10))
+    if not (is_taken & is_adopted).any():
+        return matched
+    parts.places.leave_empty(names[is_taken & is_adopted].tolist())
+    return run_on_all_ranks(comm, match, awaiting=awaiting)
+
+
+def _match(
+    parts: LoadedParts, checkpoint: CheckpointSource, items: ByteItemIndex, choice: LoadChoice, rank: int
+) -> _MatchedState:
+    local_state, index = collect_for_load(parts.state), checkpoint.index
+    stored_names = [facts.name for facts in index.tensors] + [stored.name for stored in index.objects]
+    selection = select_leaves(
+        [leaf.name for leaf in local_state.leaves],
+        dict.fromkeys(stored_names),
+        choice,
+        rank=rank,
+        paths=index.paths,
+    )
+    requests = build_requests(
+        local_state, selection, index, items, converts=choice.convert_dtypes, where=checkpoint.uri
+    )
+    require_lengths(checkpoint, items, requests.items)
+    targets = []
+    for (name, number), tensor in zip(requests.names, requests.regions.tensor.tolist(), strict=False):
+        shard = local_state.shards[name][number]
+        targets.append(Target(shard.offsets, shard.memory, items.tensors[tensor]))
+    tied = [pair for pair in find_tied(targets) if not _is_stored_alike(checkpoint, requests, *pair)]
+    for _, row in tied:
+        memory = torch.empty_like(targets[row].memory, memory_format=torch.contiguous_format)
+        targets[row] = replace(targets[row], memory=memory)
+    return _MatchedState(local_state.leaves, selection, requests, targets, tied)
+
+
+def _is_stored_alike(checkpoint: CheckpointSource, requests: LoadRequests, first: int, second: int) -> bool:
+    """Whether two regions have the same elements according to the checkpoint's own checksums."""
+    wanted = requests.regions
+    places = [wanted.offsets[row].tolist() + wanted.sizes[row].tolist() for row in (first, second)]
+    if checkpoint.index.sums is None or places[0] != places[1]:
+        return False
+    stored, contents = checkpoint.index.stored.regions, []
+    for number in wanted.tensor[[first, second]].tolist():
+        rows = np.flatnonzero(stored.tensor == number)
+        columns = (stored.offsets[rows], stored.sizes[rows], checkpoint.index.sums[rows])
+        contents.append(sorted(np.concatenate(columns, axis=1).tolist()))
+    return bool(contents[0]) and contents[0] == contents[1]
+
+
+def _is_cached(checkpoint: CheckpointSource, items: ByteItemIndex, requests: LoadRequests) -> bool:
+    """Whether this machine's page cache has all files in which this rank wants something."""
+    wanted = np.isin(items.stored.regions.tensor, requests.regions.tensor)
+    files = distinct(items.stored.file[wanted]).tolist()
+    return are_resident(checkpoint.storage, [checkpoint.key(checkpoint.index.files[file]) for file in files])
+
+
+def _storage_past_cache(checkpoint: CheckpointSource, items: ByteItemIndex, plan: LoadPlan) -> Storage:
+    """The best access to the files that this rank reads; not every rank can open the same ones."""
+    rows = plan.row[: plan.num_own]
+    return checkpoint.storage_of_files(int(items.stored.file[rows[0]]) if len(rows) else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadContext:
+    """The surroundings in which a plan is executed."""
+
+    checkpoint: CheckpointSource
+    items: ByteItemIndex
+    group: RankGroup
+    buffers: ReadBuffers
+    progress: Progress
+    storage: Storage
+    """The checkpoint's, or faster access to the same files."""
+    links: HostLinks | None = None
+    """To the ranks of this host whose reads this rank sees according to the plan; None if it sees none."""
+
+    @property
+    def element_sizes(self) -> Ints:
+        """Bytes of one element, by tensor number."""
+        return element_sizes(self.items.tensors)
+
+    def open_file(self, number: int) -> Source:
+        """Open one of the checkpoint's files."""
+        return self.storage.open(self.checkpoint.key(self.checkpoint.index.files[number]))
+
+    def checksummed_items(self, rows: Ints) -> dict[int, ChecksummedItem]:
+        """The items of rows of `items` with their checksums; empty if these are not known."""
+        index = self.checkpoint.index
+        if index.sums is None:
+            return {}
+        stored = self.items.stored
+        found = {}
+        for row in rows.tolist():
+            source, begin = int(self.items.source_row[row]), int(stored.item_offset[row])
+            found[row] = ChecksummedItem(
+                self.items.tensors[int(stored.regions.tensor[row])].name,
+                f"{self.checkpoint.uri}/{index.files[int(stored.file[row])]}",
+                begin,
+                begin + int(stored.item_bytes[row]),
+                index.objects[-1 - source].sum if source < 0 else index.sums[source].tobytes(),
+            )
+        return found
+
+
+def execute_plan(
+    plan: LoadPlan, wanted: Regions, targets: Sequence[Target], context: LoadContext
+) -> tuple[int, int, int]:
+    """Read, exchange, place and verify this rank's part. Collective.
+
+    `targets` are the memory of the `wanted` regions, row by row. Returns the bytes read and received, and the
+    number of items verified; raises on all ranks if one fails.
+    """
+
+    def work(cancel_token: CancelToken) -> tuple[int, int, int]:
+        with context.checkpoint.explaining_damage():
+            read_bytes, received_bytes, num_verified = _move(plan, targets, context, cancel_token)
+            num_verified += _verify_cut_items(plan, wanted, targets, context)
+        return read_bytes, received_bytes, num_verified
+
+    wait_for_devices(targets)
+    return run_with_heartbeat(context.group.comm, work, awaiting="all ranks to load their parts")
+
+
+def _move(
+    plan: LoadPlan, targets: Sequence[Target], context: LoadContext, cancel_token: CancelToken
+) -> tuple[int, int, int]:
+    """Read, exchange and place. After a cancellation nothing more is read.
+
+    What other ranks wait for is then sent with whatever content it has, so that they end as well.
+    """
+    timeout_s, tensors, stored = context.group.comm.timeout_s, context.items.tensors, context.items.stored
+    # Where each read's payload begins and ends in its file.
+    starts = payload_starts(plan.regions, stored.regions.take(plan.row))
+    begin = stored.payload_offset[plan.row] + starts * context.element_sizes[plan.regions.tensor]
+    end = begin + plan.regions.num_bytes(context.element_sizes)
+
+    messages, message_places = outgoing_messages(plan.sends, tensors)
+    outbox = Outbox(messages, timeout_s)
+    paths = find_local_paths(context.storage)
+    destinations = Destinations(
+        plan,
+        begin.tolist(),
+        targets,
+        tensors=tensors,
+        outbox=outbox,
+        messages=message_places,
+        # Direct I/O needs aligned memory, and is slower into small pages than into our huge ones.
+        takes_any_address=paths is None or paths.uses_page_cache,
+    )
+    incoming = incoming_messages(plan.receives, tensors, targets)
+    is_for_cuda = any(target.memory.device.type == "cuda" for target in targets)
+    with _exchanging(outbox, incoming, context) as exchange:
+        whole_items = _find_whole_items(plan, begin, end, context)
+        spans = _plan_spans(plan, stored.file[plan.row], begin, end, whole_items)
+        own_spans = spans[: plan.num_own]
+        settings = context.buffers.settings
+        if context.links is not None:
+            settings = settings_for_sharing(context.links, settings)
+        if paths is not None:
+            # Services are asked for few and large ranges, whatever the size of a load.
+            settings = settings.fit(sum(span.end - span.begin for span in own_spans))
+        blocks = plan_blocks(
+            own_spans,
+            block_bytes=settings.block_bytes,
+            alignment_bytes=PAGE_BYTES,
+            tapered_for=settings.streams if paths is not None else 0,
+        )
+        sharing = None
+        if context.links is not None:
+            # Devices copy from pinned memory, which the reader's buffers are and the window is not.
+            sharing = HostSharing(
+                context.links,
+                plan,
+                spans,
+                destinations,
+                timeout_s=timeout_s,
+                reads_into_window=not is_for_cuda,
+            )
+        reader = BlockReader(
+            blocks,
+            spans,
+            open_file=context.open_file,
+            sink=destinations,
+            items=whole_items,
+            progress=context.progress,
+            wait_for_room=outbox.wait_for_room,
+            viewers=sharing,
+        )
+        num_read = sum(block.end - block.begin for block in blocks)
+        context.progress.begin("loading", num_read)
+        num_links = len(context.links.links) if context.links is not None else 0
+        with (
+            ThreadPoolExecutor(settings.streams, thread_name_prefix="penstock-load") as readers,
+            ThreadPoolExecutor(num_links or 1, thread_name_prefix="penstock-share") as listeners,
+            ExitStack() as undo,
+        ):
+            stops = [reader.stop, outbox.give_up] + ([sharing.stop] if sharing is not None else [])
+            for stop in stops:
+                undo.callback(stop)
+            pin = pin_memory if is_for_cuda else None
+            reading = reader.start(context.buffers, readers, pin, streams=settings.streams)
+            viewing = sharing.start(listeners) if sharing is not None else []
+            futures = [*exchange, *reading, *viewing]
+            _wait(futures, stops, cancel_token)
+    reader.close()
+    for future in futures:
+        future.result()
+    received_bytes = sum(message.size_bytes for message in incoming)
+    received_bytes += sharing.seen_bytes if sharing is not None else 0
+    return num_read, received_bytes, len(whole_items)
+
+
+@contextmanager
+def _exchanging(
+    outbox: Outbox, incoming: Sequence[Incoming], context: LoadContext
+) -> Iterator[list[Future[None]]]:
+    """Send and receive while others read. Other ranks wait for what is sent, even if reading never begins."""
+    if context.group.torch_group is None or not (outbox.messages or incoming):
+        yield []
+        return
+    comm = context.group.comm
+    run = partial(run_rounds, comm.transfer(), outbox, incoming, comm.timeout_s)
+    with ThreadPoolExecutor(1, thread_name_prefix="penstock-exchange") as threads, ExitStack() as undo:
+        undo.callback(outbox.give_up)
+        try:
+            exchange = threads.submit(run)
+        except RuntimeError as error:
+            outbox.give_up()
+            run()
+            raise no_thread(error) from error
+        yield [exchange]
+
+
+def _wait(
+    futures: Sequence[Future[None]], stops: Sequence[Callable[[], None]], cancel_token: CancelToken
+) -> None:
+    """Wait for the threads, and stop all of them when one fails or the work is cancelled."""
+
+    def stop() -> None:
+        for each in stops:
+            each()
+
+    cancel_token.on_cancel(stop)
+    for future in futures:
+        future.add_done_callback(lambda done: stop() if done.exception() is not None else None)
+    with ExitStack() as undo:
+        undo.callback(stop)
+        wait(futures)
+
+
+def _find_whole_items(
+    plan: LoadPlan, begin: Ints, end: Ints, context: LoadContext
+) -> dict[int, ChecksummedItem]:
+    """Items that this rank reads from end to end, by row of `ByteItemIndex`: they are verified while read."""
+    stored = context.items.stored
+    sizes = stored.regions.num_bytes(context.element_sizes)
+    own_row = plan.row[: plan.num_own]
+    if not len(own_row):
+        return {}
+    # Runs of reads of one row, each of which must follow the one before without a gap.
+    is_first = np.ones(len(own_row), dtype=np.bool_)
+    is_first[1:] = own_row[1:] != own_row[:-1]
+    first = np.flatnonzero(is_first)
+    last = np.append(first[1:], len(own_row)) - 1
+    row = own_row[first]
+    _, run, counts = np.unique(row, return_inverse=True, return_counts=True)
+    skips = np.zeros(len(own_row), dtype=np.int64)
+    skips[1:] = ~is_first[1:] & (begin[1 : len(own_row)] != end[: len(own_row) - 1])
+    num_skips = np.add.reduceat(skips, first)
+    payload = stored.payload_offset[row]
+    is_whole = (begin[first] == payload) & (end[last] == payload + sizes[row])
+    return context.checksummed_items(row[is_whole & (num_skips == 0) & (counts[run] == 1)])
+
+
+def _plan_spans(
+    plan: LoadPlan, file: Ints, begin: Ints, end: Ints, whole_items: dict[int, ChecksummedItem]
+) -> list[Span]:
+    """The bytes that each read needs: its payload and, of an item to verify, also the envelope around it."""
+    spans = []
+    rows = plan.row.tolist()
+    neighbours = zip(rows, [-1, *rows][:-1], [*rows, -1][1:], strict=True)
+    columns = zip(file.tolist(), begin.tolist(), end.tolist(), strict=True)
+    for (row, before, after), (number, low, high) in zip(neighbours, columns, strict=True):
+        item = whole_items.get(row)
+        if item is None:
+            spans.append(Span(number, low, high))
+            continue
+        first = item.begin if before != row else low
+        spans.append(Span(number, first, item.end if after != row else high, row))
+    return spans
+
+
+def _verify_cut_items(
+    plan: LoadPlan, wanted: Regions, targets: Sequence[Target], context: LoadContext
+) -> int:
+    """Verify items that several ranks have read in parts; returns how many this rank verified.
+
+    The rank that read the beginning of an item verifies it, if the item ended up whole in its memory.
+    `DataDamaged` names the first bad one.
+    """
+    stored = context.items.stored
+    row, regions = plan.row[: plan.num_own], plan.regions.take(slice(plan.num_own))
+    outer = stored.regions.take(row)
+    own_bytes = np.zeros(len(stored), dtype=np.int64)
+    np.add.at(own_bytes, row, regions.num_bytes(context.element_sizes))
+    is_cut = own_bytes[row] < outer.num_bytes(context.element_sizes)
+    cut_rows = distinct(row[(payload_starts(regions, outer) == 0) & is_cut])
+
+    loaded: list[tuple[int, ChecksummedItem, ByteArray]] = []
+    for number, item in context.checksummed_items(cut_rows).items():
+        region = stored.regions.take(np.array([number]))
+        facts = context.items.tensors[int(region.tensor[0])]
+        overlaps = find_overlaps(region, wanted)
+        for place in overlaps.right[overlaps.regions.num_elements == region.num_elements].tolist():
+            payload = targets[place].contiguous_bytes(*region.region(0, len(facts.shape)))
+            if payload is not None:
+                loaded.append((number, item, payload))
+                break
+
+    def verify(number: int, item: ChecksummedItem, payload: ByteArray) -> None:
+        # The payload is in memory, and the two parts of the envelope around it are read from the file.
+        begin = int(stored.payload_offset[number])
+        prefix, suffix = bytearray(begin - item.begin), bytearray(item.end - begin - payload.nbytes)
+        with closing(context.open_file(int(stored.file[number]))) as source:
+            source.read_into(item.begin, memoryview(prefix))
+            source.read_into(begin + payload.nbytes, memoryview(suffix))
+        item.require(checksum_of(prefix, payload.data, suffix))
+
+    if loaded:
+        with ThreadPoolExecutor(NUM_VERIFYING_THREADS) as threads:
+            list(threads.map(verify, *zip(*loaded, strict=True)))
+    return len(loaded)
+
+
+def _unpack(
+    context: LoadContext,
+    matched: _MatchedState,
+    targets: Sequence[Target],
+    choice: LoadChoice,
+    parts: LoadedParts,
+) -> dict[str, Any]:
+    """Return new values of leaves, when all bytes are there and known to be of one save."""
+    checkpoint = context.checkpoint
+    if context.group.comm.rank == 0:
+        # Not all bytes can be verified: those of a region that nobody wants whole have no checksum.
+        checkpoint.require_unmixed()
+    values = unpack(checkpoint, context.items, matched.requests, targets, trust=choice.trust)
+    copied = {leaf.name for leaf in matched.leaves if parts.gets_copies(leaf)} if matched.tied else set()
+    names = [name for name, _ in matched.requests.names]
+    untied, split = untie(targets, names, matched.tied, copied)
+    for one, other in split:
+        finding = (
+            f"{one!r} and {other!r} are one tensor in the state, and two different ones in the checkpoint"
+        )
+        if choice.strict:
+            fix = "Untie them before the load, or skip one with exclude=."
+            raise UsageError(finding, where=checkpoint.uri, fix=fix)
+        logger.warning("%s: it has the values of %r", finding, one)
+    return values | untied

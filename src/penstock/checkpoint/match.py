@@ -1,0 +1,1010 @@
+"""Match."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import accumulate, chain
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from penstock.checkpoint.plan.save_plan import RANK_MARK, find_stored_name, is_of_one_rank, rank_object_name
+from penstock.checkpoint.state.regions import (
+    CheckpointIndex,
+    TensorFacts,
+)
+from penstock.checkpoint.state.tensors import bare_name, parameter_names
+from penstock.checkpoint.state.walk import (
+    EXTRA_STATE,
+    Leaf,
+    Path,
+    Room,
+    Stateful,
+    is_stateful,
+    literal_key,
+    matches_pattern,
+)
+from penstock.did_you_mean import nearest
+from penstock.errors import UsageError, name_some
+from penstock.units import format_count
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.engine import LoadChoice
+    from penstock.checkpoint.state.walk import NamePatterns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafSelection:
+    """`stored_names` by leaf name.
+
+    `left` leaves are not changed, `unused` names of the checkpoint not read.
+    """
+
+    stored_names: Mapping[str, str]
+    left: tuple[str, ...]
+    unused: tuple[str, ...]
+    missing: tuple[str, ...]
+    """Those of the `left` ones that the checkpoint lacks."""
+
+    def warn_of_missing(self, rank: int) -> None:
+        """Name what a load that is not strict has left as it was. Ranks hardly differ there, so one tells."""
+        if self.missing and rank == 0:
+            logger.warning("Missing from the checkpoint, left unchanged: %s", name_some(self.missing, 10))
+
+
+def select_leaves(
+    names: Iterable[str],
+    stored: Collection[str],
+    choice: LoadChoice,
+    *,
+    rank: int,
+    paths: Mapping[str, Path] = MappingProxyType({}),
+) -> LeafSelection:
+    """Match the leaves of a state with the names in a checkpoint, whose places in its state are `paths`.
+
+    Raises `UsageError` for a chosen leaf that the checkpoint lacks, unless the choice is not strict.
+    """
+    stored_names: dict[str, str] = {}
+    left = []
+    missing = []
+    for name in names:
+        asked = asked_name(name, choice)
+        if asked is None:
+            left.append(name)
+            continue
+        stored_name = find_stored_name(asked, rank, stored)
+        if stored_name is not None:
+            stored_names[name] = stored_name
+        else:
+            missing.append(name)
+    if missing and choice.strict:
+        raise _missing(missing, stored, choice)
+    used = set(stored_names.values())
+
+    def is_known(name: str) -> bool:
+        # What another rank had of its own belongs to what this rank takes.
+        return name in used or (is_of_one_rank(name, paths) and name.partition(RANK_MARK)[0] in used)
+
+    unused = (name for name in stored if not is_known(name))
+    return LeafSelection(
+        stored_names=stored_names, left=(*left, *missing), unused=tuple(unused), missing=tuple(missing)
+    )
+
+
+def apply_rename(name: str, rename: Mapping[str, str]) -> str:
+    """The checkpoint's name for the leaf `name`: `{"model.*": "module.*"}` replaces its beginning."""
+    if name in rename:
+        return rename[name]
+    for pattern, target in rename.items():
+        if pattern.endswith("*") and name.startswith(pattern[:-1]):
+            return target.removesuffix("*") + name[len(pattern) - 1 :]
+    return name
+
+
+def asked_name(name: str, choice: LoadChoice) -> str | None:
+    """The checkpoint's name for this name of the state; None if it is not to be loaded."""
+    is_skipped = (choice.only is not None and not matches_pattern(name, choice.only)) or (
+        choice.exclude is not None and matches_pattern(name, choice.exclude)
+    )
+    return None if is_skipped else apply_rename(name, choice.rename or {})
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePattern:
+    """One pattern of a choice, and the option that has it."""
+
+    option: Literal["only", "exclude", "rename"]
+    text: str
+
+    def matches(self, names: Iterable[str], stored: Iterable[str]) -> bool:
+        """Whether it means one of the `names` of this rank's state.
+
+        To exclude what only the checkpoint has is common, where some programs have a part and others not.
+        """
+        if self.option == "rename":
+            return any(apply_rename(name, {self.text: "\0"}) != name for name in names)
+        known = chain(names, stored) if self.option == "exclude" else names
+        return any(matches_pattern(name, self.text) for name in known)
+
+
+def patterns_of(choice: LoadChoice) -> list[ChoicePattern]:
+    """All patterns of a choice."""
+
+    def each(patterns: NamePatterns | None) -> Iterable[str]:
+        return (patterns,) if isinstance(patterns, str) else patterns or ()
+
+    # No pattern at all matches as little as an empty one.
+    only = "" if choice.only is not None and not choice.only else choice.only
+
+    return [
+        *(ChoicePattern("only", text) for text in each(only)),
+        *(ChoicePattern("exclude", text) for text in each(choice.exclude)),
+        *(ChoicePattern("rename", text) for text in choice.rename or ()),
+    ]
+
+
+def require_met(
+    patterns: Sequence[ChoicePattern], met: Sequence[bool], stored: Sequence[str], rank: int
+) -> None:
+    """Raise `UsageError` if nothing would be loaded; warn on rank 0 of patterns without a match on any rank.
+
+    A job may exclude or rename what only some of its checkpoints have, so that is no error.
+    """
+    only = [pattern.text for pattern in patterns if pattern.option == "only"]
+    if only and not any(met[: len(only)]):
+        example = f", for example {stored[0]!r} in the checkpoint" if stored else ""
+        raise UsageError(
+            f"No part of the state matches only={only if len(only) > 1 else only[0]!r}",
+            fix=f"Names are keys joined by dots{example}.",
+        )
+    idle = [pattern for pattern, is_met in zip(patterns, met, strict=True) if not is_met]
+    if idle and rank == 0:
+        logger.warning(
+            "No part of the state matches %s", name_some([f"{each.option}={each.text!r}" for each in idle])
+        )
+
+
+class Skipped(Enum):
+    """Stands for what the checkpoint has, but the load does not take: it gets no place."""
+
+    SKIPPED = "skipped"
+
+
+SKIPPED = Skipped.SKIPPED
+
+
+StoredPlaces = Mapping[Path, TensorFacts | Skipped | None]
+"""By place what is stored there; None: an object."""
+
+
+class StoredNames:
+    """The names in a checkpoint with their places in the nested state.
+
+    `find` has for a name of the state the one that is loaded into it, None if the name is not chosen.
+    """
+
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        paths: Mapping[str, Path],
+        key_types: Mapping[str, str] | None = None,
+        rank: int = 0,
+        find: Callable[[str], str | None] = str,
+        *,
+        lacking: Collection[str] = (),
+    ) -> None:
+        self._paths = paths
+        self._lacking = lacking
+        self.find = find
+        self.key_types = key_types or {}
+        self._rank = rank
+        self._tensors = {facts.name: facts for facts in index.tensors}
+        known = dict.fromkeys((*self._tensors, *(stored.name for stored in index.objects)))
+        # Places are in the order of the state that was saved.
+        self._known = {name: None for name in paths if name in known} | known
+        self.names = tuple(self._known)
+
+    def is_of_one_rank(self, name: str) -> bool:
+        """Whether it is a value that a rank had of its own."""
+        return is_of_one_rank(name, self._paths)
+
+    def is_of_others(self, name: str) -> bool:
+        """Whether this rank has no place for it: a rank's own value, or an entry that only others had."""
+        return name in self._lacking or self.is_of_one_rank(name)
+
+    def below(self, prefix: str, key: str) -> StoredPlaces:
+        """What the checkpoint has of the part `key`, below a name that ends with a dot, or at its top level.
+
+        Other ranks' own values are left out: they have the same places as the common ones.
+        """
+        found: dict[Path, TensorFacts | Skipped | None] = {}
+        for name in self.names:
+            if name.startswith(prefix):
+                found |= self._place(name, prefix, key)
+        return found
+
+    def below_each(self, keys: Mapping[str, str]) -> dict[str, StoredPlaces]:
+        """`below` for several names, `keys` by prefix: none of them is empty, or below another one."""
+        found: dict[str, dict[Path, TensorFacts | Skipped | None]] = {prefix: {} for prefix in keys}
+        for name in self.names if keys else ():
+            ends = accumulate(f"{step}." for step in name.split("."))
+            if (prefix := next((end for end in ends if end in keys), None)) is not None:
+                found[prefix] |= self._place(name, prefix, keys[prefix])
+        return dict(found)
+
+    def facts(self, name: str) -> TensorFacts | Skipped | None:
+        """What is stored under a name, as this rank had it; skipped if it is nothing."""
+        own = rank_object_name(name, self._rank)
+        if name in self._lacking:
+            return SKIPPED
+        found = own if own in self._known else name
+        return self._tensors.get(found) if found in self._known else SKIPPED
+
+    def _place(self, name: str, prefix: str, key: str) -> Mapping[Path, TensorFacts | Skipped | None]:
+        """The place below `prefix`, if this name has one, and what is stored there."""
+        rest = () if self.is_of_others(name) else _rest_of(self._paths.get(name, ()), prefix)
+        is_chosen = rest and self.find(f"{key}.{name[len(prefix) :]}") == name
+        return {rest: self.facts(name) if is_chosen else SKIPPED} if rest else {}
+
+
+def _rest_of(path: Path, prefix: str) -> Path:
+    if not prefix:
+        return path
+    text = ""
+    for number, step in enumerate(path):
+        text += f"{step}."
+        if text == prefix:
+            return path[number + 1 :]
+    return ()
+
+
+class MissingName(UsageError, RuntimeError):
+    """The checkpoint lacks a name that the state has. Torch's planners raise a `RuntimeError` for this."""
+
+
+def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) -> MissingName:
+    wanted = apply_rename(missing[0], choice.rename or {})
+    similar = nearest(wanted, list(stored)[:10_000])
+    hint = f"The most similar name is {similar!r}. " if similar else ""
+    prefix, _, rest = wanted.partition(".")
+    if rest in stored:
+        hint = f"It holds {rest!r}, without {prefix!r}: rename={{'{prefix}.*': ''}} finds it. "
+    deeper = [name for name in stored if name.endswith(f".{wanted}")]
+    if len(deeper) == 1:
+        above = deeper[0].removesuffix(f".{wanted}")
+        hint = f"It holds {deeper[0]!r}, below {above!r}: rename={{'*': '{above}.*'}} finds it. "
+    return MissingName(
+        f"Missing key in checkpoint: it does not hold {name_some([repr(wanted), *missing[1:]], 1)}",
+        fix=f"{hint}Map names with rename=, skip parts with exclude=, or keep missing parts unchanged with"
+        " strict=False.",
+    )
+
+
+def untaken_error(names: Sequence[str]) -> UsageError:
+    """The error for names of the checkpoint that belong to a part of the state which does not take them."""
+    return UsageError(
+        f"The checkpoint holds {name_some([repr(name) for name in names])}, which no part of the state takes",
+        fix="Build the state as it was saved, and load an optimizer together with its model. Or skip this"
+        " with exclude=, or leave it with a warning: strict=False.",
+    )
+
+
+def joined(path: Path) -> str:
+    """The name of a place below a part."""
+    return ".".join(map(str, path))
+
+
+def new_place(facts: TensorFacts | None, parameter: torch.Tensor | None) -> Any:
+    """A place to load into: for a tensor memory, like its parameter's where the shape is the same."""
+    if facts is None:
+        return None
+    dtype = getattr(torch, facts.dtype)
+    if parameter is not None and facts.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    # Optimizers keep single numbers, as the count of steps, in host memory unless they load them elsewhere.
+    device = parameter.device if parameter is not None and facts.shape else "cpu"
+    return torch.empty(facts.shape, dtype=dtype, device=device)
+
+
+def copied(value: Any) -> Any:
+    """New dicts and lists around the same leaves: the part keeps its own until it loads."""
+    if isinstance(value, Mapping):
+        again: Any = copy(value) if isinstance(value, MutableMapping) else dict(value)
+        for key, inner in value.items():
+            again[key] = copied(inner)
+        return again
+    return [copied(inner) for inner in value] if type(value) is list else value
+
+
+@dataclass(slots=True)
+class Places:
+    """Makes containers, tensors and other places where the checkpoint has something of a part."""
+
+    key_types: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    """Before the names of the part's dicts in `key_types`."""
+    parameter: torch.Tensor | None = None
+    """Of which this is the state in an optimizer: there, all places are made at once."""
+    _emptied: list[tuple[Any, Any, Any]] = field(default_factory=list)
+
+    def fit(self, own: Any, stored: StoredPlaces, at: Path = ()) -> None:
+        """Let `own` have the containers and places that are stored and not skipped.
+
+        What lists and numbered entries have beyond the stored ones goes; what else a dict has more is missing
+        in the checkpoint.
+        """
+        below: dict[str | int, dict[Path, TensorFacts | Skipped | None]] = {}
+        for path, facts in stored.items():
+            below.setdefault(path[0], {})[path[1:]] = facts
+        if stored:
+            _drop_rest(own, below)
+        for step, rests in below.items():
+            taken = {rest: facts for rest, facts in rests.items() if facts is not SKIPPED}
+            if not taken or not has_entry(own, (step,)):
+                for rest, facts in taken.items():
+                    self.put(own, (step, *rest), new_place(facts, self.parameter), at)
+                continue
+            key = own_key(own, step)
+            if taken.keys() == {()}:
+                if not _is_place(own, own[key], taken[()]):
+                    self._leave(own, key, taken[()])
+                continue
+            rests.pop((), None)
+            if not isinstance(own[key], Mapping | list):
+                own[key] = [] if isinstance(next(iter(rests))[0], int) else {}
+            self.fit(own[key], rests, (*at, step))
+
+    def end(self) -> None:
+        """After the load: let dicts that are empty now be of the kinds that they were."""
+        for holder, key, emptied in self._emptied:
+            if type(holder[key]) is dict and not holder[key]:
+                holder[key] = emptied
+
+    def _leave(self, own: Any, key: Any, facts: TensorFacts | None) -> None:
+        if isinstance(own[key], MutableMapping):
+            own[key].clear()
+            self._emptied.append((own, key, own[key]))
+        set_entry(own, key, new_place(facts, self.parameter))
+
+    def put(self, holder: Any, path: Path, value: Any, at: Path = ()) -> None:
+        """Put a value at a place; missing dicts and lists on the way are made."""
+        for number, step in enumerate(path):
+            is_last = number + 1 == len(path)
+            inner = value if is_last else [] if isinstance(path[number + 1], int) else {}
+            key: Any = step
+            if isinstance(holder, list):
+                assert isinstance(step, int), "places inside lists are numbers"
+                holder.extend([None] * (step + 1 - len(holder)))
+                own = holder[step]
+            else:
+                key = self._new_key(holder, step, (*at, *path[:number]))
+                own = holder.get(key)
+            if is_last or not isinstance(own, Mapping | list):
+                set_entry(holder, key, inner)
+            holder = holder[key]
+
+    def _new_key(self, holder: Any, step: str | int, at: Path) -> Any:
+        key = own_key(holder, step)
+        if key in holder or not isinstance(key, str):
+            return key
+        kind = self.key_types.get(f"{self.prefix}{'.'.join(map(str, at))}".removesuffix("."))
+        if kind is None and _counts(holder) and key.isdecimal() and str(int(key)) == key:
+            return int(key)
+        return literal_key(key) if kind == "literal" else key
+
+
+def set_entry(holder: Any, key: Any, value: Any) -> None:
+    """Set an entry. Lists whose entries have names are entered for a value that is to come, too."""
+    holder[key] = Room() if value is None and isinstance(holder, list) else value
+
+
+def _drop_rest(own: Any, stored: Collection[str | int]) -> None:
+    """Drop what a list, or a dict that numbers its entries, has beyond what is stored."""
+    if isinstance(own, list):
+        del own[1 + max((step for step in stored if isinstance(step, int)), default=-1) :]
+    elif isinstance(own, MutableMapping) and not any(
+        isinstance(key, str) and not key.isdecimal() for key in own
+    ):
+        for key in [key for key in own if str(key) not in stored]:
+            del own[key]
+
+
+def _is_place(holder: Any, value: Any, facts: TensorFacts | None) -> bool:
+    """Whether what is stored can be loaded here. Lists of plain values are one value, which was not saved."""
+    if facts is None:
+        return not isinstance(holder, list) and not isinstance(value, Mapping | list | torch.Tensor)
+    if type(value) is not torch.Tensor:
+        # Sharded tensors are checked against the checkpoint when they are requested, as those of modules.
+        return isinstance(value, torch.Tensor)
+    return tuple(value.shape) == facts.shape and str(value.dtype) == f"torch.{facts.dtype}"
+
+
+def own_key(holder: Any, step: str | int) -> Any:
+    """The key of a step of a place, which is text even where the state counts with integers."""
+    if not isinstance(holder, Mapping) or step in holder:
+        return step
+    return next((key for key in holder if not isinstance(key, str) and str(key) == step), step)
+
+
+def has_entry(holder: Any, path: Path) -> bool:
+    """Whether there is anything at a place."""
+    for step in path:
+        if isinstance(holder, Mapping):
+            key = own_key(holder, step)
+            if key not in holder:
+                return False
+        elif isinstance(holder, list):
+            key = step
+            if not isinstance(step, int) or step >= len(holder):
+                return False
+        else:
+            return False
+        holder = holder[key]
+    return True
+
+
+def _counts(holder: Mapping[Any, Any]) -> bool:
+    """Whether keys that look like integers are some; where there is none yet, this can only be guessed."""
+    return not any(isinstance(key, str) and key.isdecimal() for key in holder)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OptimizerState:
+    """An optimizer, whose state has the entries of the checkpoint, numbered or named as they are there."""
+
+    key: str
+    part: torch.optim.Optimizer
+    inner: dict[str, Any]
+    numbers: Mapping[int | str, int]
+    """By number and, where it is known, by name the number of each parameter."""
+    groups: Sequence[Sequence[int]]
+    """The numbers of each group's parameters."""
+    misfit: UsageError | None = None
+    """Why it cannot be loaded."""
+
+    def take(self, loaded: Any) -> Any:
+        """Load the state under the optimizer's own numbers."""
+        told = {number: name for name, number in self.numbers.items() if isinstance(name, str)}
+        groups = []
+        for place, (group, own) in enumerate(zip(loaded["param_groups"], self.groups, strict=True)):
+            entries = list(group["params"])
+            numbers = [self.numbers.get(entry) for entry in entries]
+            # Names are taken in their order if no module in the state tells what they mean.
+            if len(entries) != len(own) or (told and set(numbers) != set(own)):
+                raise UsageError(
+                    f"Group {place} of {self.key!r} has other parameters than in the checkpoint",
+                    where=f"the checkpoint has {name_some(entries)}",
+                    fix=f"Build it with the groups that it was saved with, or exclude={f'{self.key}.*'!r}.",
+                )
+            own_names = self.part.param_groups[place].get("param_names")
+            names = own_names or [told[n] for n in own if n in told]
+            _require_order(self.key, group, names)
+            _require_same(self.key, place, group, own_names)
+            # Those of the checkpoint are in the order of its own parameters, which may be another one.
+            option = {"param_names": names} if "param_names" in group and len(names) == len(own) else {}
+            groups.append({**group, "params": list(own), **option})
+        state = {self.numbers.get(entry, entry): slots for entry, slots in loaded["state"].items()}
+        self.part.load_state_dict({**loaded, "state": state, "param_groups": groups})
+        if converted := list(self._converted(state)):
+            logger.warning("%r has converted what it was given: %s", self.key, name_some(converted))
+        return self.part
+
+    def _converted(self, given: Mapping[int | str, Any]) -> Iterator[str]:
+        """What has another dtype since it was taken: torch's optimizers give states that of parameters."""
+        parameters = chain.from_iterable(group["params"] for group in self.part.param_groups)
+        for number, parameter in zip(chain.from_iterable(self.groups), parameters, strict=True):
+            for slot, value in given.get(number, {}).items() if parameter.dtype != torch.float32 else ():
+                taken = self.part.state[parameter].get(slot)
+                if isinstance(taken, torch.Tensor) and taken.dtype != getattr(value, "dtype", taken.dtype):
+                    yield f"state.{number}.{slot} from {value.dtype} to {taken.dtype}"
+
+
+@dataclass(slots=True)
+class NamedState:
+    """The dict of `get_optimizer_state_dict`, for a checkpoint that numbers the parameters."""
+
+    key: str
+    own: dict[str, Any]
+    inner: dict[str, Any]
+
+    def take(self, loaded: Any) -> Any:
+        """Copy the options of the groups back; the rest was loaded in place."""
+        for own, group in zip(self.own["param_groups"], loaded["param_groups"], strict=True):
+            if len(own["params"]) != len(group["params"]):
+                raise UsageError(
+                    f"The groups of {self.key!r} have other parameters than in the checkpoint",
+                    fix="Build the optimizer with the groups that it was saved with.",
+                )
+            _require_order(self.key, group, own.get("param_names"))
+            own.update((option, value) for option, value in group.items() if option != "params")
+        return self.own
+
+
+def begin_optimizer(
+    key: str, part: torch.optim.Optimizer, stored: StoredNames, prefix: str, names: Mapping[int, str]
+) -> OptimizerState:
+    """Make places in an optimizer's state for what the checkpoint has of it."""
+    raw = part.state_dict()
+    groups = [list(group["params"]) for group in raw["param_groups"]]
+    parameters = list(chain.from_iterable(group["params"] for group in part.param_groups))
+    by_number = dict(zip(chain.from_iterable(groups), parameters, strict=True))
+    by_name = {
+        names[id(parameter)]: number for number, parameter in by_number.items() if id(parameter) in names
+    }
+    by_name.update(_names_of_groups(raw["param_groups"]))
+    entries: dict[str, dict[Path, TensorFacts | Skipped | None]] = {}
+    options: dict[str | int, dict[str, bool]] = {}
+    for path, facts in stored.below(prefix, key).items():
+        if path[0] == "state" and len(path) > 2:
+            entries.setdefault(str(path[1]), {})[path[2:]] = facts
+        elif path[0] == "param_groups" and len(path) > 2 and isinstance(path[1], int):
+            options.setdefault(path[1], {})[str(path[2])] = facts is not SKIPPED
+    is_named = bool(entries) and not entries.keys() & set(map(str, by_number))
+    shown = {number: name for name, number in by_name.items()} if is_named else {}
+    state = {entry: slots for entry, slots in raw["state"].items() if entry not in by_number}
+    without, cut = [], []
+    for number, parameter in by_number.items():
+        entry, own = shown.get(number, number), raw["state"].get(number, {})
+        given = entries.get(str(entry), {})
+        skipped = [f"{entry}.{joined(path)}" for path, facts in given.items() if facts is SKIPPED]
+        if len(skipped) < len(given):
+            state[entry] = copied(own)
+            Places(stored.key_types, f"{prefix}state.{entry}.", parameter).fit(state[entry], given)
+            cut += [] if own else skipped
+        elif given or any(stored.find(f"{key}.state.{entry}.{slot}") is None for slot in own):
+            state.update({entry: own} if own else {})
+        elif parameter.requires_grad:
+            without.append(entry)
+    # It keeps all of its state with its first parameter.
+    if entries and without and not isinstance(part, torch.optim.LBFGS):
+        logger.warning("The checkpoint has no state of the parameters %s of %r", name_some(without), key)
+    inner = {**raw, "state": state}
+    # Groups may have further options, which schedulers and newer versions of torch add.
+    inner["param_groups"] = [
+        {name: None for name, is_chosen in options.get(place, {}).items() if is_chosen}
+        | {**group, "params": [shown.get(number, number) for number in group["params"]]}
+        for place, group in enumerate(raw["param_groups"])
+    ]
+    numbers: dict[int | str, int] = {number: number for number in by_number}
+    numbers.update(by_name)
+    order = None if is_named else _order_error(key, entries, by_number)
+    misfit = _other_optimizer_error(key, part, options) or _cut_error(key, cut) or order
+    return OptimizerState(key, part, inner, numbers, groups, misfit)
+
+
+def _require_order(key: str, group: Mapping[str, Any], own: Sequence[str] | None) -> None:
+    """Raise `UsageError` if a group that numbers its parameters has these names in another order."""
+    saved = group.get("param_names")
+    if not (saved and own) or isinstance(group["params"][0], str) or saved == own:
+        return
+    if sorted(saved) == sorted(own):
+        first = next(number for number, pair in enumerate(zip(saved, own, strict=True)) if pair[0] != pair[1])
+        raise UsageError(
+            f"{key!r} has its parameters in another order than when it was saved: {saved[first]!r} was where"
+            f" {own[first]!r} is",
+            fix="Make it with its parameters in the order of the save.",
+        )
+
+
+def _require_same(key: str, place: int, group: Mapping[str, Any], own: Sequence[str] | None) -> None:
+    """Raise `UsageError` if a group that numbers its parameters has those of other names."""
+    saved = group.get("param_names")
+    if not (saved and own) or isinstance(group["params"][0], str):
+        return
+    other = [
+        pair for pair in zip(map(bare_name, saved), map(bare_name, own), strict=False) if pair[0] != pair[1]
+    ]
+    if other:
+        raise UsageError(
+            f"Group {place} of {key!r} has other parameters than in the checkpoint: {other[0][1]!r} is where"
+            f" {other[0][0]!r} was",
+            fix=f"Build the optimizer that was saved, or load none of it: exclude='{key}.*'. If only names"
+            f" are new, exclude='{key}.param_groups.*.param_names'.",
+        )
+
+
+def _other_optimizer_error(
+    key: str, part: torch.optim.Optimizer, options: Mapping[str | int, Mapping[str, bool]]
+) -> UsageError | None:
+    """The error for an optimizer with other groups, or of another class, than the one that was saved.
+
+    Its parameters would get the state of others, or a state that it does not know. `options` has by group the
+    options of the checkpoint, and whether each is to be loaded.
+    """
+    taken = [names for names in options.values() if any(names.values())]
+    if not taken:
+        return None
+    if len(options) != len(part.param_groups):
+        return UsageError(
+            f"{key!r} has {format_count(len(part.param_groups), 'group')} of parameters,"
+            f" and the checkpoint has {len(options)}",
+            fix=f"Build it with the groups that it was saved with, or load none of it: exclude='{key}.*'.",
+        )
+    for names, group in zip(taken, part.param_groups, strict=False):
+        lacking = sorted(part.defaults.keys() - names.keys())
+        unknown = sorted(name for name, is_taken in names.items() if is_taken and name not in group)
+        # Schedulers add options, and so do newer versions of torch: only both together tell another class.
+        if lacking and set(unknown) - _OPTIONS_OF_SCHEDULERS:
+            return UsageError(
+                f"{key!r} is {type(part).__name__}, and was saved from another optimizer: it has"
+                f" {name_some(lacking)}, the checkpoint has {name_some(unknown)} instead",
+                fix=f"Build the optimizer that was saved, or load none of it: exclude='{key}.*'.",
+            )
+    return None
+
+
+_OPTIONS_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+
+
+def _cut_error(key: str, skipped: Sequence[str]) -> UsageError | None:
+    """The error for a parameter that would get only some of its state: no optimizer begins with that."""
+    if not skipped:
+        return None
+    return UsageError(
+        f"{key!r} has no state yet, and would get only a part of it: {name_some(skipped)} is skipped",
+        fix=f"Load all of its state, none of it (exclude='{key}.state.*'), or let it make a step first.",
+    )
+
+
+def _order_error(
+    key: str, entries: Mapping[str, StoredPlaces], parameters: Mapping[int, torch.Tensor]
+) -> UsageError | None:
+    """The error for an optimizer that numbers its parameters in another order than the one that was saved.
+
+    Shapes tell it where a slot's shapes over all parameters are those of the parameters, but not one by one.
+    States of any other shape, as factored ones and single numbers, do not have the sizes of their parameters.
+    """
+    slots: dict[Path, list[tuple[Path, Path, int]]] = {}
+    for number, parameter in parameters.items():
+        for path, facts in entries.get(str(number), {}).items():
+            if isinstance(facts, TensorFacts):
+                slots.setdefault(path, []).append((facts.shape, tuple(parameter.shape), number))
+    for path, rows in slots.items():
+        misfits = [row for row in rows if row[0] != row[1]]
+        if misfits and sorted(row[0] for row in misfits) == sorted(row[1] for row in misfits):
+            stored, own, number = misfits[0]
+            return UsageError(
+                f"{key!r} has its parameters in another order than when it was saved:"
+                f" 'state.{number}.{joined(path)}' is {list(stored)} in the checkpoint,"
+                f" parameter {number} is {list(own)} here",
+                fix="Make it with its parameters in the order of the save. Names instead of numbers, as"
+                " get_optimizer_state_dict saves them, allow any order.",
+            )
+    return None
+
+
+def _names_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The names of optimizers that were made from named parameters."""
+    return {
+        name: number
+        for group in groups
+        for name, number in zip(group.get("param_names", ()), group["params"], strict=False)
+    }
+
+
+def number_names(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
+    """The dict of `get_optimizer_state_dict` with numbers, if the checkpoint numbers the parameters."""
+    names = list(chain.from_iterable(group.get("params", ()) for group in part["param_groups"]))
+    entries = {str(path[1]) for path in places if path[0] == "state" and len(path) > 2}
+    numbers = {name: number for number, name in enumerate(names)}
+    is_named = all(isinstance(name, str) for name in names)
+    if not (names and is_named and entries) or entries & numbers.keys():
+        return None
+    if not entries <= set(map(str, numbers.values())):
+        return None
+    state = {numbers[name]: slots for name, slots in part["state"].items()}
+    groups = [copied(own) | {"params": [numbers[n] for n in own["params"]]} for own in part["param_groups"]]
+    return {**part, "state": state, "param_groups": groups}
+
+
+class _Part(Protocol):
+    """One entry of a state while it is loaded into `inner`."""
+
+    inner: Any
+
+    def take(self, loaded: Any) -> Any:
+        """Let the part take what was loaded into `inner`, or instead of it; what then stands in the state."""
+
+
+@dataclass(slots=True)
+class _EmptyPlaces:
+    """Fills what is empty in a plain state with places for what is stored there: dicts, lists and None."""
+
+    stored: StoredNames
+    _emptied: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    _adopting: list[tuple[MutableMapping[Any, Any], set[str]]] = field(default_factory=list)
+    """The dicts that were empty, with the stored names that got places in them."""
+
+    def fill(self, state: MutableMapping[str, Any], prefixes: Mapping[str, str]) -> None:
+        """Fill what is empty, wherever it is in `state`."""
+        empty: dict[str, tuple[str, Any, Any]] = {}
+        for key in state:
+            if prefixes[key]:
+                self._find(empty, (state, key), key, prefixes[key])
+        below = self.stored.below_each({prefix: name for prefix, (name, *_) in empty.items()})
+        for prefix, places in below.items():
+            _, holder, key = empty[prefix]
+            taken = {path: facts for path, facts in places.items() if facts is not SKIPPED}
+            is_list = all(isinstance(path[0], int) for path in taken)
+            is_dict = isinstance(holder[key], MutableMapping)
+            if taken and (holder[key] is None or is_list or is_dict):
+                self._begin(holder, key, holder[key] if is_dict else [] if is_list else {})
+                making = Places(self.stored.key_types, prefix)
+                for path, facts in taken.items():
+                    making.put(holder[key], path, new_place(facts, None))
+                if is_dict:
+                    self._adopting.append((holder[key], {f"{prefix}{joined(path)}" for path in taken}))
+
+    @property
+    def adopted(self) -> set[str]:
+        """The stored names that got places in dicts which were empty."""
+        return set().union(*(names for _, names in self._adopting))
+
+    def leave_empty(self, names: Collection[str]) -> None:
+        """Empty the dicts again that would get one of these names, which other ranks have in their dict."""
+        for adopting, adopted in self._adopting:
+            if not adopted.isdisjoint(names):
+                adopting.clear()
+
+    def end(self) -> None:
+        """After the load: let dicts that are empty now be the ones that were."""
+        for holder, key, value in self._emptied:
+            if isinstance(value, MutableMapping) and type(holder[key]) is dict and not holder[key]:
+                holder[key] = value
+
+    def undo(self) -> None:
+        """Let everything be as empty as before."""
+        for holder, key, value in reversed(self._emptied):
+            if value is not None:
+                value.clear()
+            holder[key] = value
+
+    def _find(
+        self, empty: dict[str, tuple[str, Any, Any]], place: tuple[Any, Any], name: str, prefix: str
+    ) -> None:
+        """Put what is empty at a place, and may have something below it, into `empty` by prefix."""
+        holder, key = place
+        value = holder[key]
+        is_dict = isinstance(value, MutableMapping)
+        if value is None or (isinstance(value, MutableMapping | list) and not value):
+            stored = prefix.removesuffix(".")
+            facts = self.stored.facts(stored)
+            if facts is not SKIPPED:
+                # An empty list is a place for any object, as None is.
+                if (is_dict or (facts is not None and value is None)) and self.stored.find(name) == stored:
+                    self._begin(holder, key, new_place(facts, None))
+            else:
+                empty[prefix] = name, holder, key
+        elif isinstance(value, MutableMapping | list):
+            for step in list(value) if is_dict else range(len(value)):
+                self._find(empty, (value, step), f"{name}.{step}", f"{prefix}{step}.")
+
+    def _begin(self, holder: Any, key: Any, value: Any) -> None:
+        self._emptied.append((holder, key, holder[key]))
+        if not isinstance(holder[key], list):
+            set_entry(holder, key, value)
+
+
+@dataclass(slots=True)
+class _Plain:
+    """A value that is filled or replaced where it is."""
+
+    inner: Any
+    prefix: str
+    places: _EmptyPlaces
+
+    def take(self, loaded: Any) -> Any:
+        """It is what was loaded."""
+        return loaded
+
+
+@dataclass(slots=True)
+class _ModuleState:
+    """A module, which knows the names of its tensors, but not what its extra state was."""
+
+    part: torch.nn.Module
+    inner: dict[str, Any]
+    places: Places
+
+    def take(self, loaded: Any) -> Any:
+        """Load the state."""
+        self.places.end()
+        self.part.load_state_dict(loaded)
+        return self.part
+
+
+@dataclass(slots=True)
+class _OwnState:
+    """A part with `load_state_dict` that is no module: it gets the structure that was saved."""
+
+    part: Stateful
+    inner: Any
+    places: Places
+
+    def take(self, loaded: Any) -> Any:
+        """Load the state."""
+        self.places.end()
+        self.part.load_state_dict(loaded)
+        return self.part
+
+
+@dataclass(slots=True)
+class LoadedParts:
+    """The state that is loaded into: `state` has the places of all leaves."""
+
+    parts: Mapping[str, _Part]
+    prefixes: Mapping[str, str]
+    """By key of a part that has names below it, the beginning of these names in the checkpoint."""
+    stored: StoredNames
+    places: _EmptyPlaces
+    """What was empty in plain parts."""
+    state: dict[str, Any] = field(init=False)
+    filled: Collection[str] = ()
+    """The names in the state of what the load has filled, when it ends."""
+    left: Collection[str] = ()
+    """And those of what it has left as it was."""
+
+    def __post_init__(self) -> None:
+        self.state = {key: part.inner for key, part in self.parts.items()}
+
+    def require_fit(self) -> None:
+        """Raise the `UsageError` of a part that cannot be loaded."""
+        for part in self.parts.values():
+            if isinstance(part, OptimizerState) and part.misfit is not None:
+                raise part.misfit
+
+    def gets_copies(self, leaf: Leaf) -> bool:
+        """Whether a leaf's part takes values as `load_state_dict` of no module does: from any memory."""
+        return type(leaf.value) is torch.Tensor and isinstance(self.parts.get(str(leaf.path[0])), _OwnState)
+
+    def is_left(self, key: str) -> bool:
+        """Whether nothing of a part was filled, though it has something."""
+        begin = f"{key}."
+        has_left = any(name.startswith(begin) for name in self.left)
+        return has_left and not any(name.startswith(begin) for name in self.filled)
+
+    def untaken(self, unused: Iterable[str]) -> list[str]:
+        """Those of the `unused` names of the checkpoint that are below these parts, and chosen."""
+        owned = ((name, self.own_name(name)) for name in unused if not self.stored.is_of_others(name))
+        found = [name for name, own in owned if own is not None and self.stored.find(own) is not None]
+        # A dict that was empty on some ranks alone is taken with what other ranks had in it.
+        above = (
+            {each[: dot.start()] for each in self.stored.names for dot in re.finditer(r"\.", each)}
+            if found
+            else ()
+        )
+        return [name for name in found if name not in above]
+
+    def own_names(self) -> Iterator[str]:
+        """The names in this state of what the checkpoint has of its parts."""
+        return (own for name in self.stored.names if (own := self.own_name(name)) is not None)
+
+    def own_name(self, stored_name: str) -> str | None:
+        """The name in this state of a name of the checkpoint; None if it belongs to no part of the state."""
+        key = self._owner(stored_name)
+        return None if key is None else f"{key}.{stored_name[len(self.prefixes[key]) :]}"
+
+    def is_whole(self, stored_name: str) -> bool:
+        """Whether a name belongs to a part that is meant as a whole. Any other dict names what it wants."""
+        key = self._owner(stored_name)
+        part = None if key is None else self.parts[key]
+        if not isinstance(part, _Plain):
+            return part is not None
+        return isinstance(part.inner, Mapping) and {"state", "param_groups"} <= part.inner.keys()
+
+    def _owner(self, stored_name: str) -> str | None:
+        matching = (key for key, prefix in self.prefixes.items() if stored_name.startswith(prefix))
+        return next(matching, None)
+
+    def warn_of_other_ranks(self, num_saved: int, num_ranks: int) -> None:
+        """Name the values of single ranks that are lost, or that others get, with another number of ranks."""
+        if lost := self.of_other_ranks(num_ranks):
+            logger.warning(
+                "Saved by more ranks: not loaded, as they were of ranks that this job lacks: %s",
+                name_some(lost, 10),
+            )
+        elif num_ranks > num_saved and (own := self.of_other_ranks(1)):
+            names = dict.fromkeys(name.rpartition(RANK_MARK)[0] for name in own)
+            logger.warning(
+                "Saved by %d ranks: those from %d on get rank 0's values of %s, which were other ones on each"
+                " rank. Give random generators another seed there",
+                *(num_saved, num_saved, name_some(list(names), 10)),
+            )
+
+    def warn_of_all_entries(self, num_saved: int, names: Collection[str]) -> None:
+        """Name the parts of which ranks had different entries, when they were not as many as now."""
+        if owners := {owner for name in names if (owner := self._owner(name) or name) in self.parts}:
+            logger.warning(
+                "Saved by %d ranks, which had different entries in %s: what is new there gets those of all",
+                num_saved,
+                name_some(sorted(map(repr, owners))),
+            )
+
+    def of_other_ranks(self, num_ranks: int) -> list[str]:
+        """The names of values that only ranks beyond those of this job had."""
+        marked = filter(self.stored.is_of_one_rank, self.stored.names)
+        return [
+            f"{name}{mark}{rank}"
+            for name, mark, rank in (each.rpartition(RANK_MARK) for each in marked)
+            if rank.isdecimal() and int(rank) >= num_ranks and (self._owner(name) or name in self.parts)
+        ]
+
+
+@contextmanager
+def loading_into(
+    state: Mapping[str, Any], stored: StoredNames, prefixes: Mapping[str, str]
+) -> Iterator[LoadedParts]:
+    """Yield the state to load into; afterwards parts with `load_state_dict` load theirs, others are replaced.
+
+    `prefixes` has by key the beginning of the names that the checkpoint has for this part. If the body
+    raises, no part is changed.
+    """
+    names = parameter_names(state)
+    empty = _EmptyPlaces(stored)
+    parts = {
+        key: _begin(key, part, stored, prefixes[key], names) or _Plain(part, prefixes[key], empty)
+        for key, part in state.items()
+    }
+    containers = (Mapping, list)
+    fixed = [key for key, part in parts.items() if not isinstance(part.inner, (*containers, torch.Tensor))]
+    if fixed and not isinstance(state, MutableMapping):
+        raise UsageError(
+            f"The state is a {type(state).__name__}, in which {name_some(fixed)} cannot be replaced",
+            fix="Load into a dict.",
+        )
+    plain = {key: part.inner for key, part in parts.items() if isinstance(part, _Plain)}
+    empty.fill(plain, prefixes)
+    for key, inner in plain.items():
+        parts[key].inner = inner
+    asked = {key: prefixes[key] for key, part in parts.items() if isinstance(part.inner, containers)}
+    loading = LoadedParts(parts, {key: prefix for key, prefix in asked.items() if prefix}, stored, empty)
+    with ExitStack() as after_failure:
+        after_failure.callback(empty.undo)
+        yield loading
+        after_failure.pop_all()
+    empty.end()
+    for key, part in parts.items():
+        if loading.is_left(key):
+            continue
+        taken = part.take(loading.state[key])
+        if taken is not state[key] and isinstance(state, MutableMapping):
+            state[key] = taken
+
+
+def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping[int, str]) -> _Part | None:
+    if isinstance(part, torch.nn.Module):
+        return _begin_module(key, part, stored, prefix)
+    if is_stateful(part):
+        own = part.state_dict()
+        if isinstance(part, torch.optim.Optimizer) and {"state", "param_groups"} <= own.keys():
+            return begin_optimizer(key, part, stored, prefix, names)
+        places = stored.below(prefix, key) if prefix else {}
+        own, making = copied(own), Places(stored.key_types, prefix)
+        making.fit(own, places)
+        return _OwnState(part, own, making)
+    if isinstance(part, dict) and {"state", "param_groups"} <= part.keys() and prefix:
+        numbered = number_names(part, stored.below(prefix, key))
+        if numbered is not None:
+            return NamedState(key, part, numbered)
+    return None
+
+
+def _begin_module(key: str, part: torch.nn.Module, stored: StoredNames, prefix: str) -> _ModuleState:
+    own, making = part.state_dict(), Places(stored.key_types, prefix)
+    extra = [name for name in own if name.endswith(EXTRA_STATE)]
+    if extra and prefix:
+        places = stored.below(prefix, key)
+        holder = {name: copied(own[name]) for name in extra}
+        making.fit(holder, {path: facts for path, facts in places.items() if path[0] in holder})
+        own.update(holder)
+    return _ModuleState(part, own, making)
