@@ -33,7 +33,7 @@ def list_checkpoints(options: _ListOptions, terminal: Terminal) -> None:
     """List the checkpoints in PATH with step, state, size and age.
 
     The state comes from metadata, manifest and file sizes: committed, no sums (written by another program),
-    damaged, or no access (for this user). Only `penstock checkpoint verify` reads all bytes.
+    damaged, or no access (for this user). Use `penstock checkpoint verify` to check every byte.
 
     Examples:
 
@@ -234,16 +234,16 @@ class _ConvertOptions:
     format: str | None = option(
         "--to",
         choice("dcp", "torch", "safetensors"),
-        "Write this format (default: TARGET's ending says: .pt torch, .safetensors safetensors, else dcp).",
+        "Format to write (default: by TARGET's ending: .pt is torch, .safetensors is safetensors, else dcp).",
     )
     only: tuple[str, ...] = repeated("--only", TEXT, "Convert only matching names, e.g. 'model.*'.")
-    tensors_only: bool = flag("--tensors-only", "Leave out and list everything but tensors.")
-    compresses: bool = flag("--compress", "Compress items with zstd; for dcp only.")
+    tensors_only: bool = flag("--tensors-only", "Convert only tensors, and list what is left out.")
+    compresses: bool = flag("--compress", "Compress items with zstd (dcp only).")
     shard_bytes: int = option(
-        "--shard-size", SIZE, "Limit the size of each safetensors file of a sharded directory.", default="5GB"
+        "--shard-size", SIZE, "Maximum size of each safetensors file of a sharded directory.", default="5GB"
     )
-    trusts: bool = flag("--trust", "Rebuild pickled objects even if that runs code of the checkpoint.")
-    no_verify: bool = flag("--no-verify", "Skip the verification of SOURCE.")
+    trusts: bool = flag("--trust", "Rebuild pickled objects, even if that runs code from the checkpoint.")
+    no_verify: bool = flag("--no-verify", "Convert without verifying SOURCE first.")
 
 
 @verb(_ConvertOptions)

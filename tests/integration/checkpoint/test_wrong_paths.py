@@ -76,7 +76,7 @@ def test_a_manager_that_verifies_takes_the_newest_step_whose_checksums_hold(tmp_
         ("without-hidden", r"has no \.metadata.*/without-hidden\)\. Copy it again with its hidden files"),
         ("ours/__0_0.distcp", r"one file of a checkpoint .*Give the folder: file://.*/ours\."),
         ("ours/.metadata", r"one file of a checkpoint .*Give the folder: file://.*/ours\."),
-        ("bare.pt", r"bare pickle.*/bare\.pt\)\. If you trust its source, write it anew"),
+        ("bare.pt", r"bare pickle.*/bare\.pt\)\. If you trust its source, write it again"),
         ("empty.pt", r"The file is empty .*/empty\.pt\)"),
         ("notes.txt", r"neither an archive of torch\.save nor safetensors .*/notes\.txt\)"),
         ("model.pt", r"'model\.weight' and 1 more \(.*/model\.pt\)\. .*rename=\{'model\.\*': ''\} finds it"),
@@ -184,7 +184,7 @@ def test_advice_about_missing_files_keeps_the_kind_of_the_error(places: Path) ->
 def test_a_checkpoint_that_does_not_exist_is_told_with_those_beside_it(places: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"This checkpoint does not exist .*Did you mean ours\?"):
         pc.load({"model": weights()}, places / "our")
-    with pytest.raises(StorageError, match=r"does not exist .*No checkpoint is beside it either"):
+    with pytest.raises(StorageError, match=r"does not exist .*No checkpoint is next to it either"):
         pc.load({"model": weights()}, tmp_path / "ours")
     (tmp_path / "empty").mkdir()
     with pytest.raises(StorageError, match=r"There is no checkpoint here: neither .metadata nor safetensors"):

@@ -1,8 +1,8 @@
-"""What a process writes for a trainer, and what happens in that process, forked or spawned.
+"""A save that a forked or spawned process writes for a trainer.
 
 A `WriteTask` has one rank's files and tensors; `HostCopy` makes it safe from changes while the trainer
-waits, and `write` stores what came of it in a file for the trainer. Invariant: every way in which the writing
-ends is told to the trainer, and a forked process that is killed is named with its signal.
+waits, and `write` stores the result in a file for the trainer. Invariant: the trainer learns how the writing
+ended, and a forked process that was killed is named with its signal.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TIMEOUT_S: Final = 1800.0
 Parts = Mapping[str, Sequence[bytes | torch.Tensor]]
 
 _MEMORY = StagingMemory(None, is_shared=True)
-"""Of this process, for copies of devices' tensors. Frameworks keep nothing else of ours between saves; their
+"""Memory of this process for copies of devices' tensors, kept between saves. The frameworks'
 own writers allocate such memory for each save, too, and have no limit."""
 
 
@@ -72,7 +72,7 @@ class WriteTask:
     was_sent: bool = False
     """Whether it was pickled for another process, which then has copies of tensors in main memory."""
     loan: WarmMemory | None = None
-    """What tensors were copied to, here or in the process that this one was forked from."""
+    """The memory that tensors were copied to, here or in the process that this one was forked from."""
     stage_s: float = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -193,7 +193,7 @@ def write(rank: int, task: WriteTask, report: str) -> None:  # noqa: ARG001 - ca
 
 
 def read_report(report: Path, folder: str) -> WrittenShare | PenstockError:
-    """What came of a task, once the process that writes has ended; the file is removed."""
+    """The result of a task, once the process that writes has ended; removes the file."""
     try:
         # This program wrote it, to a file that only its user may write to.
         outcome: WrittenShare | PenstockError = pickle.loads(report.read_bytes())  # noqa: S301

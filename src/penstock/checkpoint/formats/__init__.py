@@ -1,1 +1,1 @@
-"""What checkpoints look like on disk: DCP, `torch.save`, safetensors, and our manifest."""
+"""Checkpoints on disk: DCP, `torch.save`, safetensors, and our manifest."""

@@ -82,7 +82,7 @@ class CheckpointSource:
     lacking: Mapping[int, frozenset[str]] = field(default_factory=dict)
     """By rank that saved, the names that it lacked in parts of which other ranks had other entries."""
     identity: bytes = b""
-    """What differs in any other checkpoint of this name; empty where that is unknown."""
+    """Bytes that differ in any other checkpoint of this name; empty if they are unknown."""
 
     def tell_if_unchecked(self) -> None:
         """Log a warning if there should be checksums, and are none."""
@@ -131,7 +131,7 @@ class CheckpointSource:
 
     @contextmanager
     def explaining_damage(self) -> Iterator[None]:
-        """Say why files are not as they should be: replaced by another save, or copied in part."""
+        """Explain why files are not as they should be: replaced by another save, or copied in part."""
         try:
             yield
         except (DataDamaged, ShortTransfer, ObjectNotFound) as error:
@@ -347,7 +347,7 @@ def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
                 raise UsageError(
                     "This is a bare pickle, which cannot be read without running what is in it",
                     where=uri,
-                    fix="If you trust its source, write it anew: torch.save(torch.load(OLD), NEW).",
+                    fix="If you trust its source, write it again: torch.save(torch.load(OLD), NEW).",
                 ) from None
             if not name.endswith(".safetensors"):
                 raise DataDamaged(
@@ -387,7 +387,7 @@ def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Checkpo
 
 
 def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
-    """The error for a folder without a checkpoint, which names those beside it if it does not exist."""
+    """The error for a folder without a checkpoint; if it does not exist, names the checkpoints next to it."""
     if (special := _special_file(storage, folder)) is not None:
         return ObjectNotFound(
             f"There is no checkpoint here: {special}", uri=uri, fix="Give the folder or file of a checkpoint."
@@ -398,13 +398,13 @@ def _nothing_here(storage: Storage, folder: str, uri: str) -> ObjectNotFound:
         fix = "Give the folder of one checkpoint, as run/step-100, or a .pt or .safetensors file."
         return ObjectNotFound(what, uri=uri, fix=fix)
     beside = sorted(open_catalog(storage).names(), key=lambda name: (len(name), name), reverse=True)
-    fix = f"Beside it are {name_some(beside)}." if beside else "No checkpoint is beside it either."
+    fix = f"Next to it are {name_some(beside)}." if beside else "No checkpoint is next to it either."
     fix = did_you_mean(folder, beside) + fix
     return ObjectNotFound("This checkpoint does not exist", uri=uri, fix=fix)
 
 
 def _special_file(storage: Storage, name: str) -> str | None:
-    """What a name is in a local file system that is neither a file nor a folder; None for anything else."""
+    """The kind of a local name that is neither a file nor a folder; None for anything else."""
     root = find_local_root(storage)
     path = None if root is None else root / name
     if path is None or path.is_file() or path.is_dir():

@@ -2,8 +2,8 @@
 
 torch's `weights_only` allows tensors and Python's plain values. Added here: arrays, numbers and generators of
 numpy, `BytesIO`, `frozenset`, and the program's own enums, named tuples and dataclasses, if their module is
-already imported and they define no code of their own for this. The same rules are applied when an object is
-saved, to say then what will need `trust`. Invariant: nothing is imported because a checkpoint names it.
+already imported and they define no code of their own for this. The same rules apply when an object is
+saved, to report then what will need `trust`. Invariant: nothing is imported because a checkpoint names it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from penstock.checkpoint.formats.dcp_item import open_item
-from penstock.checkpoint.formats.torch_save import is_plain
+from penstock.checkpoint.formats.torch_save import is_plain, read_archive
 
 _ONE_AT_A_TIME: Final = threading.Lock()
 """torch keeps the allowed classes of `weights_only` for the whole process."""
@@ -72,13 +71,14 @@ def names_beyond_data(archive: bytes) -> list[str]:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive))
     except pickle.UnpicklingError as error:
         # Of Python's own values, torch refuses integers of more than 255 bytes.
-        is_known = is_plain(open_item(archive, "an object that is saved").value)
+        found = read_archive(lambda begin, size: archive[begin : begin + size], len(archive), "", "an object")
+        is_known = is_plain(found.value)
         return [] if is_known else [f"what torch cannot check ({error})"]
     return [name for name in named if _find_data(name) is None]
 
 
 def _find_data(name: str) -> Any:
-    """What a pickle means by this name, if that is data; None for anything else."""
+    """The object that a pickle means by this name, if it is data; None for anything else."""
     found = _find_imported(name)
     is_known = name in _PYTHON or name in _NUMPY
     return found if is_known or (isinstance(found, type) and _is_data_class(found)) else None

@@ -24,6 +24,7 @@ from typing import Any, Final
 from penstock.checkpoint.formats.restricted_pickle import QuantizedRef, TensorRef, read_torch_pickle
 from penstock.checkpoint.formats.torch_save import (
     TorchSaveArchive,
+    ZipRecord,
     is_plain,
     is_row_major,
     read_archive,
@@ -177,16 +178,6 @@ _FLAGS = 0x0808
 """Bit 3: checksum and sizes follow the record, because the payload's are not known before. Bit 11: UTF-8."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One finished record of an archive, as its directory lists it."""
-
-    name: str
-    header_offset: int
-    size_bytes: int
-    crc32: int = 0
-
-
 def begin_record(name: str, offset: int, *, align: int = 1) -> bytes:
     """The local header of a record that starts at `offset`; its bytes begin at a multiple of `align`."""
     encoded = name.encode()
@@ -210,14 +201,14 @@ def end_record(size_bytes: int, crc32: int = 0) -> bytes:
     return struct.pack(f"<II{sizes}", 0x08074B50, crc32, size_bytes, size_bytes)
 
 
-def small_record(name: str, content: bytes, offset: int) -> tuple[bytes, Record]:
+def small_record(name: str, content: bytes, offset: int) -> tuple[bytes, ZipRecord]:
     """A whole record, checksum included, and its entry for the directory."""
     crc32 = zlib.crc32(content)
     body = begin_record(name, offset) + content + end_record(len(content), crc32)
-    return body, Record(name, offset, len(content), crc32)
+    return body, ZipRecord(name, offset, len(content), crc32)
 
 
-def directory(records: Sequence[Record], offset: int) -> bytes:
+def directory(records: Sequence[ZipRecord], offset: int) -> bytes:
     """The central directory of an archive, which begins at `offset`, and the archive's end."""
     entries = b"".join(_central_entry(record) for record in records)
     num_records, end_offset = len(records), offset + len(entries)
@@ -232,7 +223,7 @@ def directory(records: Sequence[Record], offset: int) -> bytes:
     return entries + end64 + locator + end
 
 
-def _central_entry(record: Record) -> bytes:
+def _central_entry(record: ZipRecord) -> bytes:
     encoded = record.name.encode()
     long_fields = [number for number in (record.size_bytes,) * 2 if number >= _FULL]
     if record.header_offset >= _FULL:
@@ -259,19 +250,12 @@ class Envelope:
     prefix: bytes
     payload_bytes: int
     suffix: bytes
-    """Has no CRC-32 of the payload (0), which torch accepts; `with_crc32` adds one for strict readers."""
-    _records: tuple[Record, ...]
+    """Has 0 for the CRC-32 of the payload, which torch accepts."""
 
     @property
     def item_bytes(self) -> int:
         """The size of the whole item."""
         return len(self.prefix) + self.payload_bytes + len(self.suffix)
-
-    def with_crc32(self, crc32: int) -> bytes:
-        """The suffix for a payload whose CRC-32 is known; as long as `suffix`."""
-        *small, payload = self._records
-        summed = Record(payload.name, payload.header_offset, payload.size_bytes, crc32)
-        return _suffix((*small, summed), len(self.prefix))
 
 
 @lru_cache(maxsize=65536)
@@ -290,10 +274,11 @@ def envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
         record_bytes, record = small_record(f"archive/{name}", content, len(prefix))
         prefix += record_bytes
         records.append(record)
-    payload = Record("archive/data/0", len(prefix), payload_bytes)
+    payload = ZipRecord("archive/data/0", len(prefix), payload_bytes)
     prefix += begin_record(payload.name, len(prefix), align=_PREFIX_ALIGNMENT)
-    ordered = (*records, payload)
-    return Envelope(prefix, payload_bytes, _suffix(ordered, len(prefix)), ordered)
+    closing = end_record(payload_bytes)
+    end = len(prefix) + payload_bytes + len(closing)
+    return Envelope(prefix, payload_bytes, closing + directory([*records, payload], end))
 
 
 def item_start(position: int, around: Envelope) -> int:
@@ -301,12 +286,6 @@ def item_start(position: int, around: Envelope) -> int:
     if around.payload_bytes < ALIGNED_BYTES:
         return position + -position % _PREFIX_ALIGNMENT
     return position + -(position + len(around.prefix)) % PAYLOAD_ALIGNMENT
-
-
-def _suffix(records: tuple[Record, ...], prefix_bytes: int) -> bytes:
-    payload = records[-1]
-    closing = end_record(payload.size_bytes, payload.crc32)
-    return closing + directory(records, prefix_bytes + payload.size_bytes + len(closing))
 
 
 def tensor_pickle(kind: ElementType, shape: Sequence[int]) -> bytes:

@@ -45,15 +45,24 @@ _FORGET_EVERY: Final = 1000
 
 def metadata_bytes(index: CheckpointIndex) -> bytes:
     """The file that describes `index` to torch."""
-    content = io.BytesIO()
+    content, num_items = io.BytesIO(), 0
     # Protocol 3 numbers what it remembers, so that numbers can be used again: see `_Streamed`.
     pickler = pickle.Pickler(content, protocol=3)
+
+    def forget(items: Iterable[Any]) -> Iterator[Any]:
+        nonlocal num_items
+        for item in items:
+            num_items += 1
+            if num_items % _FORGET_EVERY == 0:
+                pickler.clear_memo()
+            yield item
+
     with paused_garbage_collection():
         pickler.dump(
             _describe(
                 index,
-                lambda items: _Streamed(list, items, pickler),
-                lambda items: _Streamed(dict, items, pickler),
+                lambda items: _Streamed((list, (), None, forget(items), None)),
+                lambda items: _Streamed((dict, (), None, None, forget(items))),
             )
         )
     return content.getvalue()
@@ -65,30 +74,17 @@ def torch_metadata(index: CheckpointIndex) -> Metadata:
 
 
 class _Streamed:
-    """Pickled as the list or dict of items that are made one by one, and forgotten.
+    """A list or dict whose items are made while they are pickled, and then forgotten.
 
     A million parts and the pickler's memory of them would take several gigabytes at once. The pickler forgets
-    names, too, and writes them again after a while; what it has begun to write, nothing refers to.
+    names, too, and writes them again after a while; nothing refers to a container that is being written.
     """
 
-    def __init__(self, kind: type, items: Iterable[Any], pickler: pickle.Pickler) -> None:
-        self._kind, self._items, self._pickler = kind, items, pickler
+    def __init__(self, reduced: tuple[Any, ...]) -> None:
+        self._reduced = reduced
 
     def __reduce__(self) -> tuple[Any, ...]:
-        is_list = self._kind is list
-        return (
-            self._kind,
-            (),
-            None,
-            self._forgotten() if is_list else None,
-            None if is_list else self._forgotten(),
-        )
-
-    def _forgotten(self) -> Iterator[Any]:
-        for number, item in enumerate(self._items):
-            if number % _FORGET_EVERY == 0:
-                self._pickler.clear_memo()
-            yield item
+        return self._reduced
 
 
 def _describe(

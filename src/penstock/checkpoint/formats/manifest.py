@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import xxhash
@@ -50,19 +50,8 @@ SUM_BYTES = 16
 BLOCK_BYTES = 16 << 20
 
 
-class RunningChecksum(Protocol):
-    """A checksum that is computed piece by piece, in order."""
-
-    def update(self, data: Bytes, /) -> None:
-        """Add the next bytes."""
-
-    def digest(self) -> bytes:
-        """The checksum of all bytes so far."""
-
-
-def start_checksum() -> RunningChecksum:
-    """The checksum of no bytes yet."""
-    return xxhash.xxh3_128()
+start_checksum = xxhash.xxh3_128
+"""The checksum of no bytes yet, to be updated piece by piece."""
 
 
 def checksum_of(*buffers: Bytes) -> bytes:
@@ -140,7 +129,7 @@ class Manifest:
     metadata_bytes: int
     metadata_sum: bytes
     names: tuple[str, ...]
-    """Of tensors, then of objects; an item of each may lie in several files."""
+    """Names of tensors, then of objects; items of one name may be in several files."""
     files: tuple[ManifestFile, ...]
     index: CheckpointIndex | None = None
     """Its regions are in the order of `files` and their items; None if only `.metadata` has it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
@@ -47,16 +46,12 @@ _LONGEST_VALUE: Final = 40
 _FETCH: Final = "Fetch or save it again."
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of one file, and where its payload begins."""
-
-    facts: TensorFacts
-    offset: int
+StoredTensor = tuple[TensorFacts, int]
+"""One tensor of one file, and where its payload begins."""
 
 
 def begins(first: bytes, size_bytes: int) -> bool:
-    """Whether a file of so many bytes, of which these are the first 9, begins as ours do: length and JSON."""
+    """Whether a file of `size_bytes`, of which these are the first 9, begins with a length and JSON."""
     return int.from_bytes(first[:8], "little") <= min(LARGEST_HEADER, size_bytes - 8) and first[8:] == b"{"
 
 
@@ -76,7 +71,7 @@ def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTens
             raise _damaged(
                 f"the range of {name}, {begin} to {end}, does not match its neighbours or its shape", where
             )
-        tensors.append(StoredTensor(facts, 8 + header_bytes + begin))
+        tensors.append((facts, 8 + header_bytes + begin))
         position = end
     if 8 + header_bytes + position != size_bytes:
         raise _damaged(
@@ -102,7 +97,7 @@ def _parsed_header(content: bytes, where: str) -> Mapping[str, _Entry]:
 
 
 def _explain(error: ValidationError) -> str:
-    """What is wrong with a header, in its own words: ours has a union, which appears in those of pydantic."""
+    """Explain an error in a header in its own words: pydantic's name the union of our types."""
     found = error.errors()
     if len(found[0]["loc"]) == 0:
         return f"its header cannot be parsed: {found[0]['msg'].removeprefix('Invalid JSON: ')}"
@@ -130,13 +125,13 @@ def _facts(name: str, entry: _Entry, where: str) -> TensorFacts:
 def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str) -> CheckpointIndex:
     """The index of a checkpoint of several files. A tensor in two files is damage."""
     tensors = [stored for _, of_file in files for stored in of_file]
-    facts = tuple(stored.facts for stored in tensors)
+    facts = tuple(facts for facts, _ in tensors)
     names: set[str] = set()
     for one in facts:
         if one.name in names:
             raise _damaged(f"{one.name} is in two of the files", where)
         names.add(one.name)
-    offsets = np.array([stored.offset for stored in tensors], dtype=np.int64)
+    offsets = np.array([offset for _, offset in tensors], dtype=np.int64)
     sizes = np.array([one.size_bytes for one in facts], dtype=np.int64)
     file = np.repeat(np.arange(len(files)), [len(of_file) for _, of_file in files])
     stored_boxes = StoredRegions(

@@ -34,7 +34,7 @@ ReadRange = Callable[[int, int], bytes | bytearray]
 """(offset, size) -> exactly `size` bytes of the archive from `offset` on."""
 
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
-"""Of a local header, its signature and the lengths of the name and the extra field that follow it."""
+"""The signature of a local header, and the lengths of the name and the extra field that follow it."""
 _SHORTEST_ARCHIVE: Final = 98
 """Bytes of an empty archive with a ZIP64 end, which torch always writes."""
 
@@ -49,8 +49,8 @@ class ZipRecord:
     name: str
     header_offset: int
     size_bytes: int
-    is_stored: bool
-    crc32: int
+    crc32: int = 0
+    is_stored: bool = True
 
 
 class _Ranges:
@@ -129,7 +129,7 @@ SOLE_NAME: Final = "value"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TorchSaveArchive:
-    """One archive: its index, the values that are not tensors, and tensors that are not row-major."""
+    """One archive: its index, its values that are not tensors, and its tensors that are not row-major."""
 
     index: CheckpointIndex
     values: Mapping[str, Any]
@@ -162,65 +162,53 @@ def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -
     if len(pickles) != 1:
         raise DataDamaged("This archive was not written by torch.save", where=where)
     root = pickles[0].removesuffix("data.pkl")
-    archive = _Archive(read, records, root, where)
-    archive.check_byte_order()
-    value = read_torch_pickle(archive.content("data.pkl"), where)
-    return _as_checkpoint(archive, value, file_name)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Archive:
-    """The records of one archive, by their names below its root."""
-
-    read: ReadRange
-    records: Mapping[str, ZipRecord]
-    root: str
-    where: str
-
-    def record(self, name: str) -> ZipRecord:
-        """A record that must exist and be uncompressed."""
-        record = self.records.get(self.root + name)
+    def find(name: str) -> tuple[int, int]:
+        """Where a record's bytes begin in the file, and how many it has; it must be uncompressed."""
+        record = records.get(root + name)
         if record is None or not record.is_stored:
-            raise DataDamaged(f"Its record {name} is missing or compressed", where=self.where)
-        return record
+            raise DataDamaged(f"Its record {name} is missing or compressed", where=where)
+        return data_offset(read, record, where), record.size_bytes
 
-    def offset(self, name: str) -> int:
-        """Where a record's bytes begin in the file."""
-        return data_offset(self.read, self.record(name), self.where)
-
-    def content(self, name: str) -> bytes:
-        """A small record's bytes."""
-        record = self.record(name)
-        if record.size_bytes > _LARGEST_PICKLE:
-            raise DataDamaged(f"Its record {name} has {record.size_bytes} bytes", where=self.where)
-        return bytes(self.read(self.offset(name), record.size_bytes))
-
-    def check_byte_order(self) -> None:
-        """Raise `UsageError` for big-endian elements, as the bytes of elements are not converted."""
-        if f"{self.root}byteorder" in self.records and self.content("byteorder") != b"little":
-            raise UsageError("Its numbers are big-endian", where=self.where, fix="Convert it with torch.")
-
-
-def _as_checkpoint(archive: _Archive, value: Any, file_name: str) -> TorchSaveArchive:
+    if f"{root}byteorder" in records and bytes(read(*find("byteorder"))) != b"little":
+        raise UsageError("Its numbers are big-endian", where=where, fix="Convert it with torch.")
+    pickle_offset, pickle_bytes = find("data.pkl")
+    if pickle_bytes > _LARGEST_PICKLE:
+        raise DataDamaged(f"Its record data.pkl has {pickle_bytes} bytes", where=where)
+    value = read_torch_pickle(bytes(read(pickle_offset, pickle_bytes)), where)
     state = value if isinstance(value, Mapping) else {SOLE_NAME: value}
     leaves, _ = walk(state, lambda leaf: isinstance(leaf, TensorRef))
     tensors = [leaf for leaf in leaves if isinstance(leaf.value, TensorRef)]
     others = [leaf for leaf in leaves if not isinstance(leaf.value, TensorRef)]
-    facts = tuple(_facts(leaf.name, leaf.value) for leaf in tensors)
-    keys = set()
+    facts = tuple(
+        TensorFacts(leaf.name, leaf.value.dtype, leaf.value.shape, element_type(leaf.value.dtype).size_bytes)
+        for leaf in tensors
+    )
+    places: dict[str, tuple[int, int]] = {}
     for tensor in tensors_inside(value):
-        _require_inside(archive, tensor)
-        keys.add(tensor.storage.key)
-    places = list(_places(archive, [leaf.value for leaf in tensors]))
-    columns = np.array([place[:3] for place in places], dtype=np.int64).reshape(-1, 3)
-    pickle_offset = archive.offset("data.pkl")
-    pickle_bytes = archive.record("data.pkl").size_bytes
+        key = tensor.storage.key
+        places[key] = places.get(key) or find(f"data/{key}")
+        end_bytes = _end(tensor) * element_type(tensor.dtype).size_bytes
+        is_view = len(tensor.shape) == len(tensor.strides)
+        is_view &= min(tensor.offset, *tensor.shape, *tensor.strides, 0) == 0
+        if not is_view or end_bytes > places[key][1]:
+            raise DataDamaged(f"A tensor reaches outside of its record data/{key}", where=where)
+    rows = []
+    for leaf in tensors:
+        tensor, (begin, record_bytes) = leaf.value, places[leaf.value.storage.key]
+        width = element_type(tensor.dtype).size_bytes
+        if is_row_major(tensor) and not (tensor.is_conjugate or tensor.is_negative):
+            offset = begin + tensor.offset * width
+            rows.append((offset, math.prod(tensor.shape) * width, offset))
+        else:
+            rows.append((begin, record_bytes, UNKNOWN))
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 3)
     return TorchSaveArchive(
         index=CheckpointIndex(
             facts,
             StoredRegions(
                 whole_regions(facts),
-                file=np.zeros(len(places), dtype=np.int64),
+                file=np.zeros(len(rows), dtype=np.int64),
                 item_offset=columns[:, 0],
                 item_bytes=columns[:, 1],
                 payload_offset=columns[:, 2],
@@ -232,40 +220,9 @@ def _as_checkpoint(archive: _Archive, value: Any, file_name: str) -> TorchSaveAr
         ),
         values={leaf.name: leaf.value for leaf in others},
         value=value,
-        records={
-            key: (archive.offset(f"data/{key}"), archive.record(f"data/{key}").size_bytes) for key in keys
-        },
-        strided={row: leaf.value for row, leaf in enumerate(tensors) if places[row][2] == UNKNOWN},
+        records=places,
+        strided={row: leaf.value for row, leaf in enumerate(tensors) if rows[row][2] == UNKNOWN},
     )
-
-
-def _facts(name: str, tensor: TensorRef) -> TensorFacts:
-    return TensorFacts(name, tensor.dtype, tensor.shape, element_type(tensor.dtype).size_bytes)
-
-
-def _places(archive: _Archive, tensors: list[TensorRef]) -> Iterator[tuple[int, int, int]]:
-    """Item offset, item bytes and payload offset of each tensor."""
-    begins: dict[str, int] = {}
-    for tensor in tensors:
-        name = f"data/{tensor.storage.key}"
-        if name not in begins:
-            begins[name] = archive.offset(name)
-        record, width = archive.record(name), element_type(tensor.dtype).size_bytes
-        if is_row_major(tensor) and not (tensor.is_conjugate or tensor.is_negative):
-            offset = begins[name] + tensor.offset * width
-            yield offset, math.prod(tensor.shape) * width, offset
-        else:
-            yield begins[name], record.size_bytes, UNKNOWN
-
-
-def _require_inside(archive: _Archive, tensor: TensorRef) -> None:
-    """Raise `DataDamaged` for a tensor, or one in an object, with elements that are not in its record."""
-    name = f"data/{tensor.storage.key}"
-    end_bytes = _end(tensor) * element_type(tensor.dtype).size_bytes
-    is_view = len(tensor.shape) == len(tensor.strides)
-    is_view &= min(tensor.offset, *tensor.shape, *tensor.strides, 0) == 0
-    if not is_view or end_bytes > archive.record(name).size_bytes:
-        raise DataDamaged(f"A tensor reaches outside of its record {name}", where=archive.where)
 
 
 def _end(tensor: TensorRef) -> int:

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from penstock.checkpoint.formats.dcp_item import apply_transforms, envelope, item_start
-from penstock.checkpoint.formats.manifest import RunningChecksum, start_checksum
+from penstock.checkpoint.formats.manifest import start_checksum
 from penstock.checkpoint.state.regions import Ints, TensorFacts
 from penstock.checkpoint.state.tensors import contiguous_bytes
 from penstock.storage.aligned import FEW_BYTES
@@ -394,7 +394,7 @@ class _ItemChecksums:
     """Computes the checksums of one file's items from its bytes, in order."""
 
     cursor: _Cursor
-    sum: RunningChecksum = field(default_factory=start_checksum)
+    sum: xxhash.xxh3_128 = field(default_factory=start_checksum)
     done: list[bytes] = field(default_factory=list)
 
     def add(self, offset: int, content: memoryview) -> None:

@@ -36,7 +36,7 @@ _MADE: Final[WeakSet[RankGroup]] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close what nobody has: threads of gloo let go of tensors, and must end before the interpreter does."""
+    """Close the remaining groups: gloo's threads release tensors, and must end before the interpreter."""
     for group in tuple(_MADE):
         group.close()
 

@@ -38,11 +38,11 @@ class TensorFacts:
     dtype: str
     shape: tuple[int, ...]
     element_bytes: int
-    """Of one element."""
+    """The bytes of one element."""
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole tensor."""
+        """The bytes of the whole tensor."""
         return math.prod(self.shape) * self.element_bytes
 
     def __reduce__(self) -> tuple[type[TensorFacts], tuple[object, ...]]:

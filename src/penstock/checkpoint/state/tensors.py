@@ -60,7 +60,7 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalState:
-    """What this rank holds of a state: what planners see of it, and its memory and packed objects."""
+    """The part of a state that this rank holds: its holdings for planners, its memory, its packed objects."""
 
     leaves: tuple[Leaf, ...]
     holdings: Holdings
@@ -265,7 +265,7 @@ def _collect(
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What compiled and wrapped modules add to the names of parameters; `get_state_dict` omits it, too."""
+"""Prefixes that compiled and wrapped modules add to names of parameters; `get_state_dict` omits them, too."""
 
 
 def bare_name(name: str) -> str:
@@ -479,7 +479,7 @@ _REPEATED: Final = (type(None), bool, int, float, str)
 
 
 def tell_of_entries(parts: Sequence[str], *, are_noted: bool) -> None:
-    """Say on rank 0 that ranks have different entries in some parts."""
+    """Report on rank 0 that ranks have different entries in some parts."""
     if are_noted:
         logger.info("Not all ranks have the same entries in %s: each gets back its own", name_some(parts))
     elif parts:

@@ -50,7 +50,7 @@ class NameComparison:
     """Type and shape of tensors, values of objects."""
     different_elements: int = 0
     largest_difference: float | None = None
-    """Of numbers, as float64; None if numpy does not know the type."""
+    """The largest difference of numbers, as float64; None if numpy does not know the type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class CheckpointComparison:
     second: str
     parts: tuple[NameComparison, ...]
     read_bytes: int
-    """Of each checkpoint; tensors with equal checksums are not read."""
+    """Bytes read of each checkpoint; tensors with equal checksums are not read."""
 
     @property
     def are_same(self) -> bool:

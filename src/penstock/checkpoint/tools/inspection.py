@@ -47,10 +47,10 @@ class CheckpointListing:
     name: str
     step: int | None
     state: CheckpointState
-    size_bytes: int
-    num_files: int
-    num_tensors: int
-    modified_s: float
+    size_bytes: int = 0
+    num_files: int = 0
+    num_tensors: int = 0
+    modified_s: float = 0.0
     """When it was committed, in seconds since 1970; 0 if that could not be read."""
     complaint: str = ""
 
@@ -80,24 +80,16 @@ def list_checkpoints(path: AnyPath) -> list[CheckpointListing]:
 
 def list_storage(storage: Storage) -> list[CheckpointListing]:
     """All committed checkpoints below a storage's root, by step and name."""
-    checkpoints = [_list_readable(storage, name) for name in open_catalog(storage).names()]
+    checkpoints = []
+    for name in open_catalog(storage).names():
+        try:
+            checkpoints.append(_list_checkpoint(storage, name))
+        except AccessRefused as error:
+            refused = CheckpointListing(
+                name=name, step=parse_step(name), state=CheckpointState.REFUSED, complaint=str(error)
+            )
+            checkpoints.append(refused)
     return sorted(checkpoints, key=lambda each: (each.step is None, each.step or 0, each.name))
-
-
-def _list_readable(storage: Storage, name: str) -> CheckpointListing:
-    try:
-        return _list_checkpoint(storage, name)
-    except AccessRefused as error:
-        return CheckpointListing(
-            name=name,
-            step=parse_step(name),
-            state=CheckpointState.REFUSED,
-            size_bytes=0,
-            num_files=0,
-            num_tensors=0,
-            modified_s=0.0,
-            complaint=str(error),
-        )
 
 
 def _list_checkpoint(storage: Storage, name: str) -> CheckpointListing:

@@ -30,7 +30,7 @@ _COMPLETE: Final = (CheckpointState.COMMITTED, CheckpointState.UNSUMMED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedCheckpoint:
-    """What was removed. `stays` is a complete checkpoint that remains: empty if none was looked for."""
+    """A removed checkpoint. `stays` is a complete one that remains; empty if none was looked for."""
 
     uri: str
     step: int | None
@@ -104,7 +104,7 @@ def _require_another(
 
     other = find_other_whole(checkpoints, name, is_whole)
     if other is None:
-        reason = "it is the only one" if len(checkpoints) == 1 else "no other one beside it is complete"
+        reason = "it is the only one" if len(checkpoints) == 1 else "no other one next to it is complete"
         raise UsageError(
             f"{name} is the last complete checkpoint here: {reason}",
             where=str(path),

@@ -27,6 +27,7 @@ from penstock.checkpoint.formats.manifest import (
     manifest_bytes,
     start_checksum,
 )
+from penstock.checkpoint.formats.torch_save import ZipRecord
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
     CheckpointIndex,
@@ -186,7 +187,7 @@ def write_torch(
         node[last] = leaves[name]
     pickler = _Pickler(pickled, len(tensors))
     pickler.dump(_restore_lists(tree))
-    records: list[dcp_item.Record] = []
+    records: list[ZipRecord] = []
 
     def add(name: str, content: bytes) -> None:
         body, record = dcp_item.small_record(f"archive/{name}", content, appender.position)
@@ -203,7 +204,7 @@ def write_torch(
         appender.write(dcp_item.begin_record(name, offset, align=_ALIGNMENT))
         appender.copy(pieces, look)
         appender.write(dcp_item.end_record(size_bytes, crc32))
-        records.append(dcp_item.Record(name, offset, size_bytes, crc32))
+        records.append(ZipRecord(name, offset, size_bytes, crc32))
 
     sink = storage.create(key)
     with ExitStack() as undo, closing(SlabReader(checkpoint)) as reader:

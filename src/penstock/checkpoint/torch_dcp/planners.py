@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections import ChainMap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +41,7 @@ from penstock.checkpoint.plan.save_plan import (
     plan_job,
 )
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses
-from penstock.checkpoint.state.walk import NamePatterns, Owner
+from penstock.checkpoint.state.walk import NamePatterns, Owner, Path
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -161,14 +161,6 @@ def _object_item(name: str, stored_name: str) -> planner.ReadItem:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannerFacts:
-    """What each rank sends to the coordinator with its empty plan."""
-
-    holdings: Holdings
-    paths: dict[str, tuple[str | int, ...]]
-
-
 class SavePlanner(DefaultSavePlanner):
     """A drop-in for torch's `DefaultSavePlanner`: `dcp.save(state, planner=pc.SavePlanner(), ...)`.
 
@@ -198,15 +190,15 @@ class SavePlanner(DefaultSavePlanner):
         """All ranks: send the coordinator what this rank holds."""
         assert self._local_state is not None, "torch calls set_up_planner first"
         paths = {leaf.name: leaf.path for leaf in self._local_state.leaves}
-        self.plan = planner.SavePlan([], planner_data=_PlannerFacts(self._local_state.holdings, paths))
+        self.plan = planner.SavePlan([], planner_data=(self._local_state.holdings, paths))
         return self.plan
 
     def create_global_plan(
         self, all_plans: list[planner.SavePlan]
     ) -> tuple[list[planner.SavePlan], Metadata]:
         """Coordinator: decide which rank writes what."""
-        facts: list[_PlannerFacts] = [plan.planner_data for plan in all_plans]
-        shared, objects = plan_job([rank_facts.holdings for rank_facts in facts], self._options)
+        facts: list[tuple[Holdings, dict[str, Path]]] = [plan.planner_data for plan in all_plans]
+        shared, objects = plan_job([holdings for holdings, _ in facts], self._options)
         plans = [
             replace(
                 plan,
@@ -216,7 +208,7 @@ class SavePlanner(DefaultSavePlanner):
             for rank, plan in enumerate(all_plans)
         ]
         plans, metadata = create_default_global_save_plan(plans)
-        metadata.planner_data = dict(ChainMap(*(rank_facts.paths for rank_facts in facts)))
+        metadata.planner_data = dict(ChainMap(*(paths for _, paths in facts)))
         for name in metadata.state_dict_metadata:
             metadata.planner_data.setdefault(name, (name,))
         self.global_plan, self.metadata = plans, metadata

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RankRequest:
-    """What a rank sends to the coordinator beside torch's plan: who it is, and what it wants as columns."""
+    """A rank's message to the coordinator with torch's plan: its number, and the regions it wants."""
 
     rank: int
     regions: Regions
@@ -57,7 +57,7 @@ class _RankRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RankAssignment:
-    """What the coordinator sends to each rank: its plan, the ranks that take part, and payload positions."""
+    """The coordinator's message to each rank: its plan, the ranks that take part, and payload positions."""
 
     plan: SharedPlan
     ranks: list[int]

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
     MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
@@ -34,7 +33,7 @@ from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.engine import WrittenShare
 from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.formats.dcp_metadata import VERSION, read_metadata
-from penstock.checkpoint.formats.manifest import WrittenFile, build_manifest, manifest_bytes
+from penstock.checkpoint.formats.manifest import build_manifest, manifest_bytes
 from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, plan_files
 from penstock.checkpoint.saver import WAITING_BUFFER_BYTES
 from penstock.checkpoint.saving.file_layout import (
@@ -68,16 +67,25 @@ class RankItems:
         self, items: Sequence[WriteItem], planner: SavePlanner, rank: int, options: SaveOptions
     ) -> None:
         self.rank = rank
-        self._objects = {
-            item.index.fqn: _object_bytes(planner.resolve_data(item))
-            for item in items
-            if item.type is WriteItemType.BYTE_IO
-        }
-        tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO and not _is_void(item)]
-        self._items = {(item.index.fqn, _box_of(item)[0]): item for item in tensors}
-        facts = {item.index.fqn: _facts_of(item) for item in tensors}
+        self._objects: dict[str, bytes] = {}
+        self._items: dict[tuple[str, tuple[int, ...]], WriteItem] = {}
+        facts: dict[str, TensorFacts] = {}
+        boxes = []
+        for item in items:
+            name, data = item.index.fqn, item.tensor_data
+            if item.type is WriteItemType.BYTE_IO:
+                packed: Any = planner.resolve_data(item)
+                self._objects[name] = bytes(packed.getbuffer())
+            elif data is not None and (data.chunk.sizes.numel() or not data.size.numel()):
+                # Empty shards of tensors that have elements are left out: others may begin at the same place.
+                offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                dtype = data.properties.dtype
+                kind = str(dtype).removeprefix("torch.")
+                facts.setdefault(name, TensorFacts(name, kind, tuple(data.size), dtype.itemsize))
+                self._items[name, offsets] = item
+                boxes.append((name, offsets, sizes))
         numbers = {name: number for number, name in enumerate(facts)}
-        regions = Regions.from_rows([(numbers[item.index.fqn], *_box_of(item)) for item in tensors])
+        regions = Regions.from_rows([(numbers[name], offsets, sizes) for name, offsets, sizes in boxes])
         objects = [
             PlacedObject(name=name, stored_name=name, size_bytes=len(content))
             for name, content in self._objects.items()
@@ -116,7 +124,11 @@ class RankItems:
         for bucket, file in zip(self._plan.buckets, share.files, strict=True):
             indices = [MetadataIndex(placed.name) for placed in bucket.objects]
             indices += [item.index for item in self._boxes_of(bucket.regions)]
-            results += [_result(index, file, row, transforms) for row, index in enumerate(indices)]
+            for row, index in enumerate(indices):
+                place = file.name, int(file.item_offset[row]), int(file.item_bytes[row])
+                # Older versions of torch lack the field of transforms, and read what is not transformed.
+                further: dict[str, Any] = {"transform_descriptors": list(transforms)} if transforms else {}
+                results.append(WriteResult(index, place[2], _StorageInfo(*place, **further)))
         return [*results, WriteResult(MetadataIndex(SHARE_NAME), share.stats.file_bytes, share)]
 
     def _boxes_of(self, regions: Regions) -> list[WriteItem]:
@@ -136,9 +148,11 @@ def build_seal(metadata: Metadata, results: Sequence[Sequence[WriteResult]], met
         for result in all_results
         if not isinstance(result.storage_data, WrittenShare)
     }
-    metadata.state_dict_metadata = {
-        name: _without_void(facts) for name, facts in metadata.state_dict_metadata.items()
-    }
+    for name, facts in metadata.state_dict_metadata.items():
+        if isinstance(facts, TensorStorageMetadata) and facts.size.numel():
+            # Empty shards were not written.
+            chunks = [chunk for chunk in facts.chunks if chunk.sizes.numel()]
+            metadata.state_dict_metadata[name] = replace(facts, chunks=chunks)
     metadata.storage_meta = meta
     metadata.version = VERSION
     # This pickle is only written, never loaded: torch's readers expect this form.
@@ -155,51 +169,12 @@ def build_seal(metadata: Metadata, results: Sequence[Sequence[WriteResult]], met
     return Seal(manifest=manifest_bytes(manifest), metadata=content, sizes=sizes)
 
 
-def _object_bytes(resolved: Any) -> bytes:
-    return bytes(resolved.getbuffer())
-
-
-def _is_void(item: WriteItem) -> bool:
-    """Whether it is an empty shard of a tensor that has elements: another one may begin at the same place."""
-    facts = item.tensor_data
-    return facts is not None and facts.chunk.sizes.numel() == 0 < facts.size.numel()
-
-
-def _without_void(facts: STORAGE_TYPES) -> STORAGE_TYPES:
-    """The description of an entry without the shards that were not written."""
-    if not isinstance(facts, TensorStorageMetadata) or not facts.size.numel():
-        return facts
-    return replace(facts, chunks=[chunk for chunk in facts.chunks if chunk.sizes.numel()])
-
-
-def _box_of(item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    assert item.tensor_data is not None, "it is a tensor's item"
-    chunk = item.tensor_data.chunk
-    return tuple(chunk.offsets), tuple(chunk.sizes)
-
-
-def _facts_of(item: WriteItem) -> TensorFacts:
-    assert item.tensor_data is not None, "it is a tensor's item"
-    dtype = item.tensor_data.properties.dtype
-    name = str(dtype).removeprefix("torch.")
-    return TensorFacts(item.index.fqn, name, tuple(item.tensor_data.size), dtype.itemsize)
-
-
-def _result(index: MetadataIndex, file: WrittenFile, row: int, transforms: Sequence[str]) -> WriteResult:
-    offset, size = int(file.item_offset[row]), int(file.item_bytes[row])
-    info = _StorageInfo(file.name, offset, size)
-    if transforms:
-        # Older versions of torch lack this field, and can read what is not transformed.
-        info = _StorageInfo(file.name, offset, size, transform_descriptors=list(transforms))
-    return WriteResult(index, size, info)
-
-
 MEMORY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class _WriteAssignment:
-    """What the coordinator sends to each rank with its plan: where to write, and as which rank."""
+    """The coordinator's message to each rank with its plan: where to write, and as which rank."""
 
     uri: str
     draft: Draft

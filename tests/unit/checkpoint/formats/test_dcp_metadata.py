@@ -19,7 +19,14 @@ from penstock.checkpoint.formats.dcp_metadata import (
     read_metadata,
     torch_metadata,
 )
-from penstock.checkpoint.state.regions import ELEMENT_TYPES, UNKNOWN, CheckpointIndex
+from penstock.checkpoint.state.regions import (
+    ELEMENT_TYPES,
+    UNKNOWN,
+    CheckpointIndex,
+    Regions,
+    StoredRegions,
+    TensorFacts,
+)
 from penstock.errors import DataDamaged, UsageError
 
 torch = pytest.importorskip("torch")
@@ -286,3 +293,17 @@ def test_metadata_of_a_million_parts_round_trips() -> None:
     for column in ("file", "item_offset", "item_bytes"):
         assert np.array_equal(getattr(first.stored, column), getattr(second.stored, column))
     assert np.array_equal(first.stored.regions.offsets, second.stored.regions.offsets)
+
+
+def test_what_the_pickler_forgets_is_written_again() -> None:
+    shape = (4, 700)
+    facts = tuple(TensorFacts(f"w{number}", "bfloat16", shape, 2) for number in range(3))
+    parts = [
+        (number, (row, column), (1, 1)) for number in range(3) for row in range(4) for column in range(700)
+    ]
+    rows = np.arange(len(parts))
+    packed = np.zeros(len(parts), dtype=np.bool_)
+    stored = StoredRegions(Regions.from_rows(parts), rows % 2, rows * 700, rows * 0 + 699, rows * 700, packed)
+    index = CheckpointIndex(facts, stored, (), ("a", "b"), paths={"w0": ("w0",)})
+    assert pickle.loads(metadata_bytes(index)) == torch_metadata(index)
+    assert len(read_metadata(metadata_bytes(index), "here").stored) == len(parts)

@@ -35,9 +35,8 @@ def test_files_of_the_library_are_located() -> None:
     }
     content = library.save(tensors, metadata={"format": "pt"})
     found = {}
-    for stored in header_of(content):
-        facts = stored.facts
-        raw = content[stored.offset : stored.offset + facts.size_bytes]
+    for facts, offset in header_of(content):
+        raw = content[offset : offset + facts.size_bytes]
         found[facts.name] = (facts.dtype, facts.shape, raw)
     assert found == {
         name: (
