@@ -28,9 +28,9 @@ from penstock.progress import Progress
 from penstock.units import format_bytes
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
-"""How much longer the slowest rank may take than the fastest."""
+"""The most that the slowest rank may take longer than the fastest."""
 NUM_READINGS: Final = 5
-"""How often a process without other ranks reads a checkpoint that is replaced meanwhile."""
+"""The number of times that a process without other ranks reads a checkpoint that is replaced meanwhile."""
 
 
 def load(  # noqa: PLR0913 - each option is independent of the others
@@ -57,7 +57,7 @@ def load(  # noqa: PLR0913 - each option is independent of the others
     missing from the checkpoint stay as they are. A different shape is always an error, a different dtype
     unless `convert_dtypes` is set. `trust` allows objects whose unpickling may run code from the checkpoint.
     `only` and `exclude` choose names, with `*` for any text; `process_group` names the ranks that load
-    (default: all); `progress` is told of every byte, and cancels the load on all ranks by raising.
+    (default: all); `progress` gets every byte that is moved, and cancels the load on all ranks by raising.
 
     What is loaded whole is compared with its checksum; a folder without the file that has them is a warning.
     With `verify`, rank 0 reads all of the checkpoint before, also what this load does not want or wants in
@@ -93,7 +93,7 @@ def _require_verified(path: AnyPath) -> None:
         raise UsageError(
             "The checkpoint cannot be verified: not all of it has checksums",
             where=found.uri,
-            fix=" ".join([*found.notes, "Load it without verify=True, and save it anew."]),
+            fix=" ".join([*found.notes, "Load it without verify=True, and save it again."]),
         )
 
 
@@ -119,7 +119,7 @@ def save(
     `["stream.zstd/1"]`, items are smaller but can only be read whole. With `replicas="compare"`, an error
     names tensors and ranks if what several ranks hold is not equal. Each rank writes `writers` files in
     parallel; parts whose names begin with `separation_hint` go to files of their own. `process_group` names
-    the ranks that save (default: all); `progress` is told of every byte.
+    the ranks that save (default: all); `progress` gets every byte that is moved.
     """
     options = save_plan.SaveOptions(writers=writers, separation_hint=separation_hint)
     saver = Saver(options, staging_bytes=WAITING_BUFFER_BYTES, transforms=transforms, replicas=replicas)
@@ -167,10 +167,10 @@ class PlannedWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """Which of the `ranks` would write and read what. `print` it, or look at its fields."""
+    """The plan of a save and a load: what each of the `ranks` would write and read. It can be printed."""
 
     unique_bytes: int
-    """Of all tensors, each element counted once: what all ranks together write, and read."""
+    """Bytes of all tensors, each element counted once: what all ranks together write, and read."""
     ranks: tuple[RankTraffic, ...]
     writes: tuple[PlannedWrite, ...]
     """Tensor by tensor."""

@@ -167,7 +167,7 @@ class PreparedTensors:
         return StagedFiles(share, self.memory, settings, copies=copies, timeout_s=self.timeout_s)
 
     def _payloads(self, bucket: Bucket) -> list[Payload]:
-        """Where the bytes of each item of a file come from: its objects first, then its regions."""
+        """Find where the bytes of each item of a file come from: its objects first, then its regions."""
         state, tensors = self.local_state, self.agreed.plan.tensors
         payloads = [payload_of_bytes(state.objects[placed.name]) for placed in bucket.objects]
         columns = (bucket.regions.tensor, bucket.regions.offsets, bucket.regions.sizes)
@@ -179,7 +179,7 @@ class PreparedTensors:
         return payloads
 
     def _contents(self) -> ShareContents:
-        """What rank 0 needs to know of this rank's files: regions in the numbers of all ranks' tensors."""
+        """Describe this rank's files to rank 0; regions have the numbers of all ranks' tensors."""
         paths = {leaf.name: leaf.path for leaf in self.local_state.leaves}
         numbers = self.agreed.share.numbers
         return ShareContents(

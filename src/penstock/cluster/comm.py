@@ -221,7 +221,7 @@ def _require_same(folders: Sequence[str]) -> None:
 
 @contextmanager
 def _raising_own(comm: Comm, own_error: Exception | None) -> Iterator[None]:
-    """Raise this rank's own error, and not that the others cannot be told of it: that follows from it."""
+    """Raise this rank's own error instead of the failure to send it to the others, which follows from it."""
     try:
         yield
     except RankError:
@@ -295,7 +295,7 @@ class PollingWait:
 
     @property
     def waited_s(self) -> float:
-        """How long it has lasted."""
+        """The time since it began."""
         return self.clock() - self._started_s
 
     def until(self, ready: Callable[[], bool]) -> None:
@@ -319,7 +319,7 @@ class PollingWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWait:
-    """What this rank awaits of others at the moment; `absent` are those that have not come, where known."""
+    """The wait of this rank at the moment; `absent` has the ranks that have not come, where known."""
 
     awaiting: str
     waited_s: float

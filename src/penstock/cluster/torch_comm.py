@@ -248,7 +248,7 @@ def make_group(ranks: Sequence[int]) -> Any:
     """Make a gloo group of these ranks, numbered as in the job. Collective over them."""
     name = "penstock/" + hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
     store = _get_default_store()
-    # Each rank counts its groups; ranks make their common groups in the same order, so they count alike.
+    # Each rank counts its groups; ranks make their common groups in the same order, so their counts agree.
     number = store.add(f"{name}/{dist.get_rank()}", 1)
     own_store = dist.PrefixStore(f"{name}/{number}/", store)  # type: ignore[attr-defined] # not in torch's stubs
     group_of = getattr(dist, "ProcessGroupGloo")  # noqa: B009 - likewise

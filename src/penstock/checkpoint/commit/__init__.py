@@ -1,1 +1,1 @@
-"""How a save becomes a checkpoint: a draft that no reader sees, made durable, then visible in one step."""
+"""Turns a save into a checkpoint: a draft that no reader sees, made durable, then visible in one step."""

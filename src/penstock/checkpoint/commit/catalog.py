@@ -1,4 +1,4 @@
-"""Which checkpoints are committed: from a path or URI to a checkpoint, from a run's folder to its steps.
+"""Finds committed checkpoints: from a path or URI to a checkpoint, from a run's folder to its steps.
 
 Paths and URIs that users give are resolved here. Invariant: a `CheckpointRef` was committed when it was made;
 steps are what the storage lists as committed, and the pointer `latest` is for people and other programs:
@@ -66,7 +66,7 @@ class CheckpointRef:
         return self.committed.key(file_name)
 
     def is_whole(self) -> bool:
-        """Whether manifest, metadata and all files are there with their sizes; payloads are not read.
+        """Return whether manifest, metadata and all files are there with their sizes; payloads are not read.
 
         A checkpoint without a manifest cannot be checked, and counts as incomplete.
         """
@@ -111,7 +111,7 @@ def split_path(path: AnyPath) -> tuple[str, str]:
 
 
 def can_be_named(path: AnyPath) -> bool:
-    """Whether a checkpoint may be at this path or URI."""
+    """Return whether a checkpoint may be at this path or URI."""
     try:
         open_parent(path)
     except (PenstockError, ValueError):
@@ -120,7 +120,7 @@ def can_be_named(path: AnyPath) -> bool:
 
 
 def absolute_path(path: Any) -> str:
-    """How ranks tell each other which checkpoint they mean; what is no path, opening refuses."""
+    """The form in which ranks compare paths; what is no path, opening refuses."""
     try:
         return parse_uri(os.fspath(path)).uri
     except (TypeError, UsageError):
@@ -208,12 +208,12 @@ class StepCatalog:
 
     @contextmanager
     def pointing_to(self, step: int) -> Iterator[Callable[[], None]]:
-        """Write a pointer to a step beside the block; it becomes `latest` by a call of what this gives."""
+        """Write a pointer to a step while the block runs; calling what this gives makes it `latest`."""
         if not self._has_pointer:
             yield lambda: None
             return
-        with ThreadPoolExecutor(1) as beside, ExitStack() as undo:
-            begun = submit_or_run(beside, self._begin_pointer, step)
+        with ThreadPoolExecutor(1) as helper, ExitStack() as undo:
+            begun = submit_or_run(helper, self._begin_pointer, step)
             undo.callback(lambda: None if begun.exception() else begun.result().abort())
 
             def show() -> None:
@@ -277,7 +277,7 @@ def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[i
 def find_surplus(
     catalog: StepCatalog, committed: Sequence[int], keep: int | None, whole: int | None = None
 ) -> list[int]:
-    """Which of the `committed` steps to remove, see `choose_surplus`; one is known to be `whole`."""
+    """Choose which of the `committed` steps to remove, see `choose_surplus`; one is known to be `whole`."""
     return choose_surplus(committed, keep, lambda step: step == whole or catalog.find(step).is_whole())
 
 
@@ -287,7 +287,7 @@ def apply_retention(
     """Point to the newest step and hide the surplus; the call that this gives removes its files.
 
     Neither raises `StorageError`: `step` is committed. Steps beyond `step` do not count: a job that begins
-    anew, or from an older step, keeps what it saves. What points to `step` may have been written already, see
+    again, or from an older step, keeps what it saves. The pointer to `step` may have been written, see
     `StepCatalog.pointing_to`.
     """
     hidden: list[Callable[[], None]] = []

@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """What turns files into a checkpoint. Rank 0 builds it from what all ranks report, and writes it last."""
+    """The content that turns files into a checkpoint. Rank 0 builds it from reports and writes it last."""
 
     manifest: bytes
     """Becomes `penstock.json`."""
@@ -145,7 +145,7 @@ class Catalog(Protocol):
 
 
 class DraftStore(ABC):
-    """The writing half of a commit protocol; called by rank 0 alone, which tells the others.
+    """The writing half of a commit protocol; called by rank 0 alone.
 
     `start`, then `publish` or `drop`; `renew` from any thread meanwhile. What a process killed in between
     leaves is collected by `sweep` in any later one, and never shows up in the `Catalog`. `owner` is called at
@@ -201,7 +201,7 @@ class DraftStore(ABC):
 
     @abstractmethod
     def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
-        """What a dead save may have left, each with a call that removes it if it is dead."""
+        """List what a dead save may have left, each with a call that removes it if it is dead."""
 
     def _write_seal(self, draft: Draft, seal: SealParts) -> dict[str, int]:
         """Write the last two files of a draft; their sizes by name."""
@@ -235,7 +235,7 @@ def lease_text(owner: ProcessId) -> bytes:
 
 
 def is_lease_expired(text: bytes | bytearray, *, age_s: float, observer: ProcessId) -> bool:
-    """Whether the save of this lease, renewed `age_s` ago, is over.
+    """Return whether the save of this lease, renewed `age_s` ago, is over.
 
     The process decides if it can be looked up from here, else the age. A lease that cannot be parsed is
     judged by its age, too: it must never make a save fail.
@@ -253,7 +253,7 @@ class WriterLease:
     """Says which job saves steps in a storage. Two that do so would replace and remove each other's.
 
     The process that commits calls, not collectively. A process that lives on this machine keeps the lease. Of
-    one elsewhere nobody can know whether it lives, and a job that starts anew must not wait: it takes the
+    one elsewhere nobody can know whether it lives, and a job that starts again must not wait: it takes the
     lease, and the other learns of that at its next save.
     """
 
@@ -538,7 +538,7 @@ IDENTITY_BYTES: Final = 128
 
 
 def read_identity(storage: Storage, folder: str) -> bytes:
-    """What tells the checkpoint in a folder from any other; empty if there is none."""
+    """Bytes that identify the checkpoint in a folder; empty if there is none."""
     below = f"{folder}/" if folder else ""
     with suppress(ObjectNotFound), closing(storage.open(below + MANIFEST_NAME)) as source:
         head = bytearray(min(IDENTITY_BYTES, source.size_bytes))

@@ -35,7 +35,7 @@ NUM_DELETING_THREADS: Final = 4
 
 
 def is_written_once(storage: Storage, folder: str) -> bool:
-    """Whether these are the files of one save alone, that no other save of the name will ever replace."""
+    """Return whether these are files of one save, which no other save of the name will ever replace."""
     return _FOLDER.fullmatch(folder) is not None and find_folder_tree(storage) is None
 
 
@@ -198,7 +198,7 @@ class RecordCatalog:
 
 
 class _Record(BaseModel):
-    """Which save a name means."""
+    """Find the save that a name means."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -92,7 +92,7 @@ def begin_save(
         draft, mount = run_on_rank0(
             comm,
             lambda: (start(), name_mount(storage)),
-            # Without the name: where it differs, that is told, instead of ranks that are out of step.
+            # Without the name: where it differs, the error names both folders.
             awaiting="rank 0 to make room for the checkpoint",
             same=uri,
         )

@@ -1,1 +1,1 @@
-"""Which rank writes and which rank reads which bytes: pure functions over numpy columns."""
+"""Plans which rank writes and reads which bytes: pure functions over numpy columns, and their agreement."""

@@ -50,7 +50,7 @@ AWAITED = "all ranks to list what they hold"
 
 
 class RankColumns(NamedTuple):
-    """What one rank holds, as bytes and columns. Equal lists of different ranks are equal bytes."""
+    """The holdings of one rank, as bytes and columns. Equal lists of different ranks are equal bytes."""
 
     tensors: bytes
     """Their names, types, shapes and places in the state."""
@@ -64,7 +64,7 @@ class RankColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobPlan:
-    """What rank 0 keeps of a plan, to describe the checkpoint and to see whether the plan still holds."""
+    """The part of a plan that rank 0 keeps, to describe the checkpoint and to check that the plan holds."""
 
     number: int
     """Counts the plans of a job, from 1."""
@@ -74,26 +74,28 @@ class JobPlan:
     lists: tuple[int, ...]
     """By rank, a number for the list of what it shares with others: ranks with equal lists can compare it."""
     is_comparable: bool
-    """Whether digests of these lists tell that the plan holds: if some ranks share an object, all do, or only
-    ranks with equal lists."""
+    """True if digests of these lists show whether the plan holds: every shared object is common to all
+    ranks, or in one list only. The opposite: of four ranks, 0 and 1 share `a` and `b`, and rank 2 `b`.
+    If `b` changed on ranks 0 and 1 alone, their digests would still be equal, and nobody would write what
+    rank 2 has."""
     differing_parts: tuple[str, ...]
     """The parts of the state in which not all ranks have the same entries."""
     entries: str
-    """Which entries each rank lacks, as JSON; empty if none differ, or too many."""
+    """The entries that each rank lacks, as JSON; empty if none differ, or too many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankShare:
-    """What one rank writes; all ranks together write every byte of the state once."""
+    """The share of one rank; all ranks together write every byte of the state once."""
 
     number: int
     """The number of the plan."""
     tensors: tuple[TensorFacts, ...]
     """This rank's own, under the names they are stored as."""
     numbers: Ints
-    """By own tensor, its number among those of all ranks."""
+    """By own tensor, its number among the tensors of all ranks."""
     regions: Regions
-    """Of the own tensors, in the order in which they are written."""
+    """Regions of the own tensors, in the order in which they are written."""
     placed: tuple[PlacedObject, ...]
     shared: tuple[str, ...]
     common: tuple[str, ...]
@@ -109,7 +111,7 @@ class AgreedSave:
 
 
 class _RankPart(NamedTuple):
-    """What rank 0 sends to one rank; regions have the numbers of all tensors."""
+    """The message from rank 0 to one rank; regions have the numbers of all tensors."""
 
     number: int
     numbers: Ints
@@ -129,7 +131,7 @@ class JobPlanner:
         self._jobs: dict[int, JobPlan] = {}
         self._last_number = 0
         self.num_planned = 0
-        """How often a plan had to be made."""
+        """The number of plans that had to be made."""
 
     def find(self, hold: Callable[[], Holdings], options: SaveOptions) -> AgreedSave | None:
         """Collective: return this rank's share of a plan that still holds on all ranks, if there is one.
@@ -174,7 +176,7 @@ class JobPlanner:
         return self._keep(_digest_holdings(holdings, options), share, options)
 
     def _still_holds(self, summaries: list[bytes]) -> bool:
-        """On rank 0: whether all ranks have one plan, and what they share is still equal."""
+        """On rank 0: return True if all ranks have one plan, and what they share is still equal."""
         plans = {summary[:8] for summary in summaries}
         job = self._jobs.get(int.from_bytes(next(iter(plans)), "big"))
         if len(plans) > 1 or job is None or not job.is_comparable:
@@ -287,7 +289,7 @@ def plan_shares(
 
 
 def _are_comparable(lists: Sequence[tuple[str, ...]], common: Collection[str]) -> bool:
-    """Whether every name is in one of the lists, or common to all ranks."""
+    """Return True if every name is common to all ranks or in one list only."""
     known = set(common)
     partly = [name for names in lists for name in names if name not in known]
     return len(partly) == len(set(partly))
@@ -310,7 +312,7 @@ def unpack_part(part: _RankPart, holdings: Holdings, rank: int) -> RankShare:
 
 
 def summarize(share: RankShare, holdings: Holdings) -> bytes:
-    """The number of the plan, and digests of what all ranks, and some ranks, must still hold alike."""
+    """The number of the plan, and digests of what must still be equal on all ranks, and on some."""
     digests = {each.name: each.digest for each in (*holdings.objects, *holdings.small)}
     digests |= {f"{each.name}\0": each.digest for each in holdings.numbering}
     sums = (
@@ -395,24 +397,24 @@ def _compare_entries(packed: Sequence[bytes]) -> tuple[tuple[str, ...], str]:
 
 
 class LoadWish(NamedTuple):
-    """What one rank wants of a checkpoint."""
+    """The part of a checkpoint that one rank wants."""
 
     regions: Regions
     readable: Bools | None
-    """Which of the checkpoint's files this rank can open; None: all ranks can open all of them."""
+    """By file of the checkpoint, whether this rank can open it; None: all ranks can open all of them."""
     host: str
     """Equal for ranks that can share memory; empty if that is unknown."""
 
 
 class LoadShare(NamedTuple):
-    """What one rank learns of the plan of a load."""
+    """The part of a load's plan that one rank gets."""
 
     part: SharedLoadPlan | None
     """None if no rank wants anything that it has to read from storage."""
     near: Ints
     """The ranks of this one's host."""
     may_share_on_host: bool
-    """Whether ranks of one host may want the same bytes; equal on all ranks."""
+    """True if ranks of one host may want the same bytes; equal on all ranks."""
 
 
 def agree_on_load(
@@ -420,24 +422,24 @@ def agree_on_load(
 ) -> LoadShare | UnreadableFile:
     """Plan a load on rank 0; return this rank's part, or the same error on all ranks. Collective."""
 
-    def divide(wishes: list[LoadWish]) -> Sequence[LoadShare | UnreadableFile]:
-        hosts = np.array([each.host for each in wishes])
-        parts: Sequence[SharedLoadPlan | None] = [None] * len(wishes)
+    def divide(wanted: list[LoadWish]) -> Sequence[LoadShare | UnreadableFile]:
+        hosts = np.array([each.host for each in wanted])
+        parts: Sequence[SharedLoadPlan | None] = [None] * len(wanted)
         may_share = False
-        if any(len(each.regions) for each in wishes):
-            readable = [each.readable for each in wishes if each.readable is not None]
+        if any(len(each.regions) for each in wanted):
+            readable = [each.readable for each in wanted if each.readable is not None]
             try:
                 shared = plan_load(
                     stored,
                     element_bytes,
-                    [each.regions for each in wishes],
+                    [each.regions for each in wanted],
                     options,
                     readable=np.stack(readable) if readable else None,
                 )
             except UnreadableFile as error:
-                return [error] * len(wishes)
-            parts = divide_plan(shared, len(wishes))
-            may_share = len(set(hosts.tolist())) < len(wishes) and (bool(readable) or shared.may_exchange)
+                return [error] * len(wanted)
+            parts = divide_plan(shared, len(wanted))
+            may_share = len(set(hosts.tolist())) < len(wanted) and (bool(readable) or shared.may_exchange)
         near = {host: np.flatnonzero(hosts == host) for host in set(hosts.tolist()) if host}
         nobody = np.zeros(0, dtype=np.int64)
         known: dict[tuple[int, str], LoadShare] = {}

@@ -45,7 +45,7 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
-    """Which rank wants which of the distinct wanted regions, as which of its rows; sorted by region."""
+    """The ranks that want each of the distinct wanted regions, and the row of each rank; sorted by region."""
 
     want: Ints
     rank: Ints
@@ -54,7 +54,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedLoadPlan:
-    """Which rank reads what. A unit is a contiguous part of one item's payload; a rank reads a share of it.
+    """The plan of all ranks. A unit is a contiguous part of one item's payload; a rank reads a share of it.
 
     Shares are in the order of files and of positions in them.
     """
@@ -70,16 +70,16 @@ class SharedLoadPlan:
 
     @property
     def may_exchange(self) -> bool:
-        """Whether several ranks may want the same bytes; all ranks have the same answer."""
+        """True if several ranks may want the same bytes."""
         want, unit = self.requests.want, self.pieces.unit
         return bool((want[1:] == want[:-1]).any() or (unit[1:] == unit[:-1]).any())
 
 
 def missing_elements(stored: Regions, wanted: Regions) -> Ints:
-    """How many elements of each wanted region are not stored; negative if some are stored twice."""
-    met = find_overlaps(wanted, stored)
+    """Count the elements of each wanted region that are not stored; negative if some are stored twice."""
+    overlaps = find_overlaps(wanted, stored)
     stored_elements = np.zeros(len(wanted), dtype=np.int64)
-    np.add.at(stored_elements, met.left, met.regions.num_elements)
+    np.add.at(stored_elements, overlaps.left, overlaps.regions.num_elements)
     return wanted.num_elements - stored_elements
 
 
@@ -114,11 +114,11 @@ def plan_load(
     order = np.argsort(groups.number, kind="stable")
     requests = Requests(groups.number[order], ranks[order], rows[order])
 
-    met = find_overlaps(all_wanted.take(groups.first), stored.regions)
+    overlaps = find_overlaps(all_wanted.take(groups.first), stored.regions)
     source, regions = _without_wide_gaps(
-        met.regions, stored.regions.take(met.right), element_bytes, options.min_gap_bytes
+        overlaps.regions, stored.regions.take(overlaps.right), element_bytes, options.min_gap_bytes
     )
-    want, row = met.left[source], met.right[source]
+    want, row = overlaps.left[source], overlaps.right[source]
     # A region that is not contiguous in its item is read as the one range around it, small gaps included.
     hulls = _hulls(regions, stored.regions.take(row))
     units = group_equal_rows(np.concatenate([row[:, None], region_table(hulls)], axis=1))
@@ -156,7 +156,7 @@ def plan_load(
 
 
 def divide_plan(shared: SharedLoadPlan, num_ranks: int) -> list[SharedLoadPlan]:
-    """Of each rank, the part of the plan that it takes part in: the units that it reads or wants a piece of.
+    """Divide the plan by rank: each gets the units that it reads or wants a piece of.
 
     Numbers and orders stay. Ranks that take part in the same units get the same object.
     """
@@ -164,20 +164,18 @@ def divide_plan(shared: SharedLoadPlan, num_ranks: int) -> list[SharedLoadPlan]:
     by_want = np.argsort(pieces.want, kind="stable")
     begin, count = _ranges(pieces.want[by_want], requests.want)
     request, place = expand_ranges(begin, count)
-    table = np.concatenate(
-        [
-            np.stack([shared.share_rank, shared.share_unit], axis=1),
-            np.stack([requests.rank[request], pieces.unit[by_want[place]]], axis=1),
-        ]
-    )
-    table = distinct(table)
-    ends = np.searchsorted(table[:, 0], np.arange(num_ranks + 1))
+    # One number for each pair of rank and unit: sorting pairs takes three times as long.
+    num_units = int(pieces.unit.max(initial=0)) + 1
+    reading = shared.share_rank * num_units + shared.share_unit
+    wanting = requests.rank[request] * num_units + pieces.unit[by_want[place]]
+    pairs = distinct(np.concatenate([reading, wanting]))
+    ends = np.searchsorted(pairs, np.arange(num_ranks + 1) * num_units)
     by_unit = np.argsort(shared.share_unit, kind="stable")
     sorted_unit = shared.share_unit[by_unit]
     known: dict[bytes, SharedLoadPlan] = {}
     parts = []
     for rank in range(num_ranks):
-        units = table[ends[rank] : ends[rank + 1], 1]
+        units = pairs[ends[rank] : ends[rank + 1]] - rank * num_units
         key = units.tobytes()
         if key not in known:
             shares = np.sort(by_unit[expand_ranges(*_ranges(sorted_unit, units))[1]])
@@ -197,7 +195,7 @@ def divide_plan(shared: SharedLoadPlan, num_ranks: int) -> list[SharedLoadPlan]:
 
 
 def _ranges(column: Ints, values: Ints) -> tuple[Ints, Ints]:
-    """Where each value begins in an ascending column, and how often it occurs."""
+    """Find where each value begins in an ascending column, and how often it occurs."""
     begin = np.searchsorted(column, values)
     return begin, np.searchsorted(column, values, side="right") - begin
 
@@ -234,7 +232,7 @@ def _run_starts(is_first: Bools) -> Ints:
 
 
 def payload_starts(inner: Regions, outer: Regions) -> Ints:
-    """Where, in elements, each inner region begins in the row-major payload of its outer region."""
+    """Find where, in elements, each inner region begins in the row-major payload of its outer region."""
     width = max(inner.num_dims, outer.num_dims)
     inner, outer = inner.widened(width), outer.widened(width)
     strides = np.ones((len(outer), width), dtype=np.int64)
@@ -290,7 +288,7 @@ def _without_wide_gaps(
 def _reader_sets(
     pieces: Pieces, requests: Requests, file: Ints, readable: Bools | None, num_units: int
 ) -> RankSets:
-    """Which ranks may read each unit: those that want it and can open it, or if there are none, all that can.
+    """Find the ranks that may read each unit: all that want it and can open it, or else all that can open it.
 
     Works on sets of ranks, never on pairs of units and ranks: there are a billion of them when a thousand
     ranks all want a million units.
@@ -328,7 +326,7 @@ def _able_sets(wanting: RankSets, number: Ints, file: Ints, readable: Bools) -> 
 def plan_rank_load(
     shared: SharedLoadPlan, element_bytes: Ints, rank: int, options: LoadOptions, *, near: Ints | None = None
 ) -> LoadPlan:
-    """What one rank reads, where that goes, and what the rank receives from others.
+    """Find what one rank reads, where that goes, and what the rank receives from others.
 
     `near` are the ranks of this one's host, which see what any of them reads, without messages.
     """
@@ -377,7 +375,7 @@ def plan_rank_load(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Deliveries:
-    """Which part of a share goes to which request, sorted by share, piece and request on every rank alike."""
+    """The part of a share that goes to each request, sorted by share, piece and request on every rank."""
 
     share: Ints
     request: Ints
@@ -436,8 +434,8 @@ def _ordered(share: Ints, piece: Ints, request: Ints, regions: Regions) -> _Deli
 def _messages(peer: Ints, in_round: Ints, num_bytes: Ints, message_bytes: int) -> Ints:
     """Number the messages to or from each peer: consecutive small transfers share one, large ones do not.
 
-    Sender and receiver see the same transfers in the same order, so they number them alike without talking to
-    each other. No message has transfers of two rounds.
+    Sender and receiver see the same transfers in the same order, so they give them the same numbers without
+    talking to each other. No message has transfers of two rounds.
     """
     order = np.argsort(peer, kind="stable")
     peer, in_round, size = peer[order], in_round[order], num_bytes[order]
@@ -456,14 +454,14 @@ def _messages(peer: Ints, in_round: Ints, num_bytes: Ints, message_bytes: int) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How loads are planned. All ranks must use the same options."""
+    """Options for planning loads. All ranks must use the same ones."""
 
     min_cut_bytes: int = 64 * 1024
     """Bytes that several ranks want are not cut into smaller parts than this."""
     min_gap_bytes: int = 256 * 1024
     """Gaps of at least this size between wanted bytes are skipped; smaller ones are read as well."""
     exchange_bytes: int = 256 << 20
-    """What a rank receives in one round at most; the next round is read meanwhile."""
+    """The most that a rank receives in one round; the next round is read meanwhile."""
     message_bytes: int = 1 << 20
     """Transfers of fewer bytes between two ranks share a message."""
 
@@ -498,7 +496,7 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadPlan:
-    """What one rank reads and passes on, and what it sees of the reads of other ranks of its host.
+    """The reads of one rank, what it passes on, and what it sees of the reads of other ranks of its host.
 
     Its own reads come first; both parts are in the order of files and positions. `row` is the stored row of
     each read region, which is contiguous in the row's payload.
@@ -508,7 +506,7 @@ class LoadPlan:
     row: Ints
     regions: Regions
     reader: Ints
-    """Which rank reads each of them."""
+    """The rank that reads each of them."""
     shown_read: Ints
     """The own reads that other ranks of the host want, one row for each of those ranks."""
     shown_to: Ints
@@ -519,10 +517,10 @@ class LoadPlan:
 
     @property
     def num_own(self) -> int:
-        """How many of the reads are this rank's own."""
+        """The number of reads that are this rank's own."""
         return int(np.count_nonzero(self.reader == self.rank))
 
     @property
     def shares_on_host(self) -> bool:
-        """Whether this rank and others of its host want what one of them reads."""
+        """True if this rank and others of its host want what one of them reads."""
         return len(self.shown_read) > 0 or self.num_own < len(self.row)

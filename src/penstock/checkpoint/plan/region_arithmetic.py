@@ -157,7 +157,7 @@ class Overlaps:
 
 
 def are_disjoint(regions: Regions) -> bool:
-    """Whether surely no two regions overlap. If False, `find_overlaps` has to compare them."""
+    """Return True if surely no two regions overlap. If False, `find_overlaps` has to compare them."""
     regions = regions.take(np.flatnonzero((regions.sizes > 0).all(axis=1)))
     if not len(regions):
         return True
@@ -248,12 +248,12 @@ def _num_beginnings(tensor: Ints, offset: Ints, num_tensors: int) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """How regions can be cut into contiguous parts: along the first dimension that is longer than 1."""
+    """The rows by which regions can be cut into parts: along the first dimension that is longer than 1."""
 
     dim: Ints
     count: Ints
     num_bytes: Ints
-    """Of one row."""
+    """Bytes of one row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -342,7 +342,7 @@ class _Axis:
 
 
 def _fair_cuts(set_of_box: Ints, num_bytes: Ints, sets: RankSets, num_ranks: int) -> tuple[Ints, Ints]:
-    """Where to cut the axis: for each set, one position fewer than it has members.
+    """Choose where to cut the axis: for each set, one position fewer than it has members.
 
     Small sets come first: what only few ranks can take decides how much they take of the rest.
     """

@@ -78,10 +78,10 @@ def _check_bounds(tensors: Sequence[TensorFacts], regions: Regions, where: str) 
 def _check_apart(tensors: Sequence[TensorFacts], regions: Regions, where: str) -> None:
     if are_disjoint(regions):
         return
-    met = find_overlaps(regions, regions)
-    twice = np.flatnonzero(met.left != met.right)
+    overlaps = find_overlaps(regions, regions)
+    twice = np.flatnonzero(overlaps.left != overlaps.right)
     if len(twice):
-        row, other = int(met.left[twice[0]]), int(met.right[twice[0]])
+        row, other = int(overlaps.left[twice[0]]), int(overlaps.right[twice[0]])
         facts = tensors[regions.tensor[row]]
         pieces = " and ".join(
             f"{list(offsets)} of {list(sizes)}"
@@ -109,7 +109,7 @@ class HeldObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What one rank holds of a state: `regions` of its own `tensors`. Replicas hold equal regions."""
+    """The holdings of one rank: `regions` of its own `tensors`. Replicas hold equal regions."""
 
     tensors: tuple[TensorFacts, ...]
     regions: Regions
@@ -158,12 +158,12 @@ class Bucket:
     file: str
     objects: tuple[PlacedObject, ...]
     regions: Regions
-    """Of the plan's `tensors`. A region may be a part of one that the rank holds."""
+    """Regions of the plan's `tensors`. A region may be a part of one that the rank holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """What one rank writes: regions of `tensors`, which may list more than is written."""
+    """The share of one rank: regions of `tensors`, which may list more than is written."""
 
     rank: int
     tensors: tuple[TensorFacts, ...]
@@ -178,7 +178,7 @@ class SavePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedSavePlan:
-    """What all ranks write: row by row a region and the rank that writes it; every byte exactly once."""
+    """The shares of all ranks: row by row a region and the rank that writes it; every byte exactly once."""
 
     tensors: tuple[TensorFacts, ...]
     regions: Regions
@@ -307,7 +307,7 @@ def plan_files(
     objects: Sequence[PlacedObject],
     options: SaveOptions,
 ) -> SavePlan:
-    """What one rank writes, divided among its files.
+    """Divide what one rank writes among its files.
 
     Items are placed largest first, each in the file with the fewest bytes so far. Within a file they keep the
     order of the state, so the tensors of one layer are side by side, and equal states give equal files.
@@ -323,9 +323,9 @@ def plan_files(
     objects_apart = [placed for placed in objects if placed.name.startswith(hint)]
     objects_together = [placed for placed in objects if not placed.name.startswith(hint)]
     buckets: tuple[Bucket, ...] = ()
-    for rows, those, prefix in ((~is_apart, objects_together, ""), (is_apart, objects_apart, hint)):
+    for rows, chosen, prefix in ((~is_apart, objects_together, ""), (is_apart, objects_apart, hint)):
         files = [f"{prefix}{file_name(rank, number)}" for number in range(options.writers)]
-        buckets += _deal(regions.take(rows), element_sizes(tensors), those, files)
+        buckets += _deal(regions.take(rows), element_sizes(tensors), chosen, files)
     return SavePlan(rank=rank, tensors=tensors, buckets=buckets)
 
 
@@ -368,7 +368,7 @@ def rank_object_name(name: str, rank: int) -> str:
 
 
 def is_of_one_rank(stored_name: str, paths: Mapping[str, tuple[str | int, ...]]) -> bool:
-    """Whether it is a value that a rank had of its own. Keys of a state may look like that, too.
+    """Return whether it is a rank's own value. Keys of a state may look like one, too.
 
     `paths` are the places of a checkpoint's names in the state: such a value has none of its own.
     """
@@ -389,7 +389,7 @@ def require_unmarked(names: Sequence[str]) -> None:
 
 
 def numbered_otherwise(name: str, rank: int, other: int) -> UsageError:
-    """The error of two ranks whose optimizers number different parameters alike."""
+    """The error of two ranks whose optimizers give different parameters one number."""
     return UsageError(
         f"{name!r} numbers other parameters on rank {rank} than on rank {other}: their states would be mixed",
         fix="Save get_optimizer_state_dict(model, optimizer) of torch, which names them.",
@@ -414,7 +414,7 @@ def find_leaf_name(stored_name: str, held: Container[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankObjects:
-    """What becomes of the objects, and of the small tensors, that one rank holds."""
+    """The decision about the objects, and the small tensors, that one rank holds."""
 
     own_tensors: frozenset[str]
     """Small tensors that differ from what the lowest rank has under their name."""
@@ -473,8 +473,8 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
     placed = _place_objects(writes, sharers, len(holdings))
     found = []
     for rank, own in enumerate(holdings):
-        different, alike = lists[id(own.small)]
-        equal = [*equal_objects[rank], *alike, *(f"{held.name}\0" for held in own.numbering)]
+        different, same = lists[id(own.small)]
+        equal = [*equal_objects[rank], *same, *(f"{held.name}\0" for held in own.numbering)]
         shared = tuple(sorted(name for name in equal if num_holders[name] > 1))
         common = tuple(name for name in shared if num_holders[name] == len(holdings))
         found.append(RankObjects(different, tuple(placed[rank]), shared, common))
@@ -484,7 +484,7 @@ def assign_objects(holdings: Sequence[Holdings]) -> tuple[RankObjects, ...]:
 def _place_objects(
     writes: Sequence[tuple[str, int, HeldObject]], sharers: Mapping[str, Sequence[int]], num_ranks: int
 ) -> list[list[PlacedObject]]:
-    """What each rank writes; an object that ranks share (-1) goes to the one with the fewest bytes."""
+    """Choose what each rank writes; an object that ranks share (-1) goes to the one with the fewest bytes."""
     by_name: dict[str, list[tuple[int, HeldObject]]] = {}
     for name, rank, held in writes:
         by_name.setdefault(name, []).append((rank, held))

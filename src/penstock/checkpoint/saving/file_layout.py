@@ -299,9 +299,9 @@ class FileItem:
     suffix: bytes
     payload_offset: int = field(init=False)
     payload_end: int = field(init=False)
-    """Where the suffix begins."""
+    """The beginning of the suffix."""
     end: int = field(init=False)
-    """Where the next item may begin."""
+    """The first place for the next item."""
 
     def __post_init__(self) -> None:
         self.payload_offset = self.offset + len(self.prefix)
@@ -318,7 +318,7 @@ class FileLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole file."""
+        """Bytes of the whole file."""
         return self.items[-1].end if self.items else 0
 
     def columns(self) -> tuple[Ints, Ints, Ints]:

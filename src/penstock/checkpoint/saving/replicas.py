@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from penstock.checkpoint.state.tensors import LocalState
 
 BLOCK_BYTES: Final = 1 << 20
-"""What is not contiguous is summed in copies of so many bytes."""
+"""Size of the copies by which tensors that are not contiguous are summed."""
 NUM_WORDS: Final = 1 << 22
-"""Devices sum so many words of 4 bytes at a time, which takes 64 MiB of their memory."""
+"""Words of 4 bytes that a device sums at a time, which takes 64 MiB of its memory."""
 NUM_NAMED: Final = 3
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class RegionSums:
     sums: NDArray[np.uint64]
 
     def digests(self) -> tuple[bytes, bytes]:
-        """Of the regions, and of their sums."""
+        """Digests of the regions, and of their sums."""
         return xxhash.xxh3_128_digest(self.keys.tobytes()), xxhash.xxh3_128_digest(self.sums.tobytes())
 
 
@@ -81,7 +81,7 @@ def compare_replicas(state: LocalState, comm: Comm) -> float:
 
 
 def _require_equal(summed: RegionSums, names: dict[int, str], comm: Comm) -> None:
-    """Raise the same error on all ranks if a region differs; `names` are those of this rank's, by key."""
+    """Raise the same error on all ranks if a region differs; `names` has this rank's regions by key."""
     digests = comm.gather(summed.digests(), awaiting="all ranks to compare what they hold")
     if len(set(digests)) == 1:
         return
@@ -167,16 +167,16 @@ def _find_differences(
     differing = np.unique(keys[1:][(keys[1:] == keys[:-1]) & (sums[1:] != sums[:-1])])
     if not len(differing):
         return []
-    alike = defaultdict(list)
+    ranks_with = defaultdict(list)
     for rank, digest in enumerate(digests):
-        alike[digest].append(rank)
+        ranks_with[digest].append(rank)
     found = []
     for key in differing.tolist():
         groups: dict[int, list[int]] = defaultdict(list)
         for rank, summed in senders:
             at = int(np.searchsorted(summed.keys, np.uint64(key)))
             if at < len(summed.keys) and int(summed.keys[at]) == key:
-                groups[int(summed.sums[at])] += alike[digests[rank]]
+                groups[int(summed.sums[at])] += ranks_with[digests[rank]]
         found.append(_Difference(key, tuple(sorted(tuple(sorted(ranks)) for ranks in groups.values()))))
     return found
 

@@ -46,7 +46,7 @@ _NS_PER_S = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveShare:
-    """What one rank writes: its files, and where their payloads come from."""
+    """One rank's files, and where their payloads come from."""
 
     rank: int
     layouts: tuple[FileLayout, ...]

@@ -42,9 +42,9 @@ def _close_all() -> None:
 
 
 def make_own_group(process_group: Any = None) -> RankGroup:
-    """A new group of the ranks of `process_group` (None: all), for work that runs beside the training.
+    """A new group of the ranks of `process_group` (None: all), for work that runs while the program trains.
 
-    Collective over these ranks alone. Its messages never mix with those of the trainer.
+    Collective over these ranks alone. Its messages never mix with the trainer's own.
     """
     return make_group_of(_list_ranks(process_group))
 
