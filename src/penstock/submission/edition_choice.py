@@ -4,7 +4,7 @@ A folder may hold submitters of several editions. Invariant: each is judged by i
 files have no mark is judged like the others in the folder.
 """
 
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -54,7 +54,11 @@ def choose_edition(name: str, root: Path) -> Edition | EditionChoice:
     """The edition `name` for all; with `auto`, for each submitter the one detected from its tree."""
     if name != AUTO:
         return load_edition(name)
-    detected = {submitter.folder: _detect_or_nothing(submitter) for submitter in find_submitters(root)}
+    detected: dict[Path, str] = {}
+    for submitter in find_submitters(root):
+        detected[submitter.folder] = ""
+        with suppress(Unavailable):  # the search for results names the folder
+            detected[submitter.folder] = detect_edition(submitter)
     known = {edition for edition in detected.values() if edition}
     usual = max(known, default="v1.0")
     editions = {folder: load_edition(edition or usual) for folder, edition in detected.items()}
@@ -63,47 +67,32 @@ def choose_edition(name: str, root: Path) -> Edition | EditionChoice:
     return EditionChoice(MappingProxyType(editions))
 
 
-def _detect_or_nothing(submitter: Submitter) -> str:
-    try:
-        return detect_edition(submitter)
-    except Unavailable:  # the search for results names the folder
-        return ""
-
-
 def detect_edition(submitter: Submitter) -> str:
     """Detect the edition of a submitter's tree; "" where no file tells."""
-    results = find_folder(submitter.folder, "results")
+    results, described = find_folder(submitter.folder, "results"), find_folder(submitter.folder, "systems")
     benchmarks = list_benchmarks(results) if results else frozenset[Benchmark]()
-    if Benchmark.KV_CACHE in benchmarks or any(_has_only_v3(path) for path in _descriptions(submitter)):
+    descriptions = list_folder(described)
+    if Benchmark.KV_CACHE in benchmarks or any(map(_is_only_v3, descriptions)):
         return "v3.0"
     if results and benchmarks:
-        return "v3.0" if _has_mark_of_v3(submitter, results) else "v2.0"
-    described = {path.suffix.lower() for path in list_folder(find_folder(submitter.folder, "systems"))}
-    return "v1.0" if results or ".json" in described else ""
+        has_mark = _has_own_mark(submitter, results)
+        # Marks at the top belong to all submitters, unless some have marks of their own.
+        if not has_mark and any((submitter.top / name).exists() for name in (POOL, SENTINEL)):
+            others = find_submitters(submitter.top)
+            has_mark = not any(_has_own_mark(each, find_folder(each.folder, "results")) for each in others)
+        return "v3.0" if has_mark else "v2.0"
+    is_json = any(path.suffix.lower() == ".json" for path in descriptions)
+    return "v1.0" if results or is_json else ""
 
 
-def _descriptions(submitter: Submitter) -> Iterator[Path]:
-    for path in list_folder(find_folder(submitter.folder, "systems")):
-        if path.suffix.lower() in (".yaml", ".yml") and path.is_file():
-            yield path
-
-
-def _has_only_v3(description: Path) -> bool:
+def _is_only_v3(description: Path) -> bool:
     try:
+        if description.suffix.lower() not in (".yaml", ".yml") or not description.is_file():
+            return False
         with description.open("rb") as stream:
             return _ONLY_V3 in stream.read(_MAX_DESCRIPTION_BYTES)
-    except OSError:  # the rule on descriptions says that it cannot be read
+    except OSError:  # the rule on descriptions reports that it cannot be read
         return False
-
-
-def _has_mark_of_v3(submitter: Submitter, results: Path) -> bool:
-    top = submitter.top
-    if _has_own_mark(submitter, results):
-        return True
-    # What lies at the top belongs to all submitters, unless some have marks of their own.
-    return any((top / name).exists() for name in (POOL, SENTINEL)) and not any(
-        _has_own_mark(other, find_folder(other.folder, "results")) for other in find_submitters(top)
-    )
 
 
 def _has_own_mark(submitter: Submitter, results: Path | None) -> bool:

@@ -308,7 +308,7 @@ def _find_hardware_problems(description: ParsedFile) -> Iterator[SchemaProblem]:
 
 def itemized_rack_units(description: ParsedFile) -> float | None:
     """The rack units of the product's nodes and switches; None if there are none or one does not say."""
-    units = [part.rack_units for part in product_parts(description)]
+    units = [rack_units for rack_units, _ in product_parts(description)]
     known = [each for each in units if each is not None]
     return sum(known) if known and len(known) == len(units) else None
 
@@ -324,20 +324,12 @@ def provisioned_watts(description: ParsedFile) -> float | None:
         location = description.text(system, "solution", "architecture", "storage_location")
     except MissingFact:  # the schema's rule names it
         return None
-    watts = [part.watts for part in product_parts(description) if part.watts is not None]
-    return sum(watts) if watts and deployment == "onprem" and location != "local" else None
+    known = [watts for _, watts in product_parts(description) if watts is not None]
+    return sum(known) if known and deployment == "onprem" and location != "local" else None
 
 
-@dataclass(frozen=True, slots=True)
-class ProductPart:
-    """The nodes or switches of one kind: their rack units and nameplate power, over all of them."""
-
-    rack_units: float | None
-    watts: float | None
-
-
-def product_parts(description: ParsedFile) -> Iterator[ProductPart]:
-    """The product's nodes and switches, as far as they can be read."""
+def product_parts(description: ParsedFile) -> Iterator[tuple[float | None, float | None]]:
+    """The rack units and the nameplate power of each kind of the product's nodes and switches, if known."""
     for kind, count, body in (
         ("product_nodes", "quantity", ("chassis",)),
         ("product_switches", "unit_count", ()),
@@ -346,10 +338,8 @@ def product_parts(description: ParsedFile) -> Iterator[ProductPart]:
         entries = description.value(*path) if description.has(*path) else []
         for entry in entries if isinstance(entries, list) else ():
             part = ParsedFile(file=description.file, content=entry)
-            yield ProductPart(
-                rack_units=_times(part, count, partial(_read_rack_units, part, body)),
-                watts=_times(part, count, partial(_read_watts, part, body)),
-            )
+            rack_units = _times(part, count, partial(part.number, *body, "rack_units"))
+            yield rack_units, _times(part, count, partial(_read_watts, part, body))
 
 
 def _times(part: ParsedFile, count: str, read: Callable[[], float]) -> float | None:
@@ -357,10 +347,6 @@ def _times(part: ParsedFile, count: str, read: Callable[[], float]) -> float | N
         return part.number(count) * read()
     except MissingFact:  # the schema's rule names what is missing and needed
         return None
-
-
-def _read_rack_units(part: ParsedFile, body: KeyPath) -> float:
-    return part.number(*body, "rack_units")
 
 
 def _read_watts(part: ParsedFile, body: KeyPath) -> float:
@@ -375,10 +361,10 @@ _TYPE_STEPS = frozenset({"str", "int", "float", "bool", "constrained-str", "func
 
 @cache
 def _known_keys() -> frozenset[str]:
-    return frozenset(name for part in _subclasses(_Part) for name in part.model_fields)
-
-
-def _subclasses(part: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    for subclass in part.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
+    keys: set[str] = set()
+    pending: list[type[BaseModel]] = [_Part]
+    while pending:
+        part = pending.pop()
+        pending += part.__subclasses__()
+        keys |= part.model_fields.keys()
+    return frozenset(keys)

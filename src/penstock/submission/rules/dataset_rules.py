@@ -218,76 +218,67 @@ def _min_files(samples: Fraction, samples_per_file: int, edition: Edition) -> in
     return math.ceil(exact) if edition.sizing.rounding == "up" else math.floor(exact)
 
 
-def _for_each_run(
-    judge: Callable[[Case], Callable[[ResultRun], Finding]],
-) -> Callable[[Case], Iterator[Finding]]:
-    """One finding for each run: the clients of a run, which read one data set, are judged together."""
-
-    def judge_runs(case: Case) -> Iterator[Finding]:
-        require_runs(case.result)
-        judge_run = judge(case)
-        for run in case.result.runs:
-            try:
-                yield judge_run(run)
-            except MissingFact as reason:
-                yield not_checked(reason)
-
-    return judge_runs
+def _judge_steps(case: Case) -> Iterator[Finding]:
+    require_runs(case.result)
+    for run in case.result.runs:  # the clients of a run, which read one data set, are judged together
+        try:
+            yield _judge_steps_of(run, case.edition)
+        except MissingFact as reason:
+            yield not_checked(reason)
 
 
-@_for_each_run
-def _judge_steps(case: Case) -> Callable[[ResultRun], Finding]:
-    def judge(run: ResultRun) -> Finding:
-        first, steps = run.dirs[0], case.edition.sizing.min_steps
-        batch = first.config.integer("workload", "reader", "batch_size")
-        per_file, files = _read_files(first)
-        accelerators = num_accelerators(run)
-        samples = Fraction(steps * batch * accelerators)
-        needed = _min_files(samples, per_file, case.edition)
-        return pass_if(
-            files >= needed,
-            evidence=first.summary.file,
-            value=f"{files:,} files",
-            limit=f"{needed:,} files",
-            proof=(
-                f"{steps} steps x {batch:,} samples x {accelerators:,} accelerators / "
-                f"{per_file:,} samples a file = {quotient_text(samples / per_file)} -> "
-                f"{needed:,} files {'<=' if files >= needed else '>'} {files:,}"
-            ),
-            fix=f"Generate at least {needed:,} files and repeat the runs.",
-        )
-
-    return judge
+def _judge_steps_of(run: ResultRun, edition: Edition) -> Finding:
+    first, steps = run.dirs[0], edition.sizing.min_steps
+    batch = first.config.integer("workload", "reader", "batch_size")
+    per_file, files = _read_files(first)
+    accelerators = num_accelerators(run)
+    samples = Fraction(steps * batch * accelerators)
+    needed = _min_files(samples, per_file, edition)
+    return pass_if(
+        files >= needed,
+        evidence=first.summary.file,
+        value=f"{files:,} files",
+        limit=f"{needed:,} files",
+        proof=(
+            f"{steps} steps x {batch:,} samples x {accelerators:,} accelerators / "
+            f"{per_file:,} samples a file = {quotient_text(samples / per_file)} -> "
+            f"{needed:,} files {'<=' if files >= needed else '>'} {files:,}"
+        ),
+        fix=f"Generate at least {needed:,} files and repeat the runs.",
+    )
 
 
-@_for_each_run
-def _judge_memory(case: Case) -> Callable[[ResultRun], Finding]:
-    """Judge first by the memory that the hosts have, then by the part of it that they may use."""
-    edition, systems = case.edition, case.result.systems
+def _judge_memory(case: Case) -> Iterator[Finding]:
+    require_runs(case.result)
     # All runs are of one system, whose description is searched once, and only if it matters.
-    find_limit = cache(lambda: find_memory_limit(systems))
+    find_limit = cache(lambda: find_memory_limit(case.result.systems))
+    for run in case.result.runs:
+        try:
+            yield _judge_memory_of(run, case, find_limit)
+        except MissingFact as reason:
+            yield not_checked(reason)
 
-    def judge(run: ResultRun) -> Finding:
-        first = run.dirs[0]
-        require_all_hosts(first)
-        hosts = tuple(memory for run_dir in run.dirs for memory in _read_memory(run_dir.summary, edition))
-        physical = _compare_with_memory(first, hosts, edition)
-        if physical.verdict is Verdict.PASS:
-            return physical
-        limit_of_host = find_limit()
-        if typed := _compare_with_typed_memory(run, hosts, edition):
-            return replace(typed, proof=f"{physical.proof}; {typed.proof}")
-        if limit_of_host is None:
-            for system in systems:  # one that cannot be read may state a limit
-                system.value()
-            return physical
-        limit_bytes, evidence = limit_of_host
-        limited = tuple(min(memory, Fraction(limit_bytes)) for memory in hosts)
-        if limited == hosts:
-            return physical
-        return _compare_with_memory(first, limited, edition, f"limited to this by {evidence}")
 
-    return judge
+def _judge_memory_of(run: ResultRun, case: Case, find_limit: Callable[[], tuple[int, str] | None]) -> Finding:
+    """Judge first by the memory that the hosts have, then by the part of it that they may use."""
+    first, edition = run.dirs[0], case.edition
+    require_all_hosts(first)
+    hosts = tuple(memory for run_dir in run.dirs for memory in _read_memory(run_dir.summary, edition))
+    physical = _compare_with_memory(first, hosts, edition)
+    if physical.verdict is Verdict.PASS:
+        return physical
+    limit_of_host = find_limit()
+    if typed := _compare_with_typed_memory(run, hosts, edition):
+        return replace(typed, proof=f"{physical.proof}; {typed.proof}")
+    if limit_of_host is None:
+        for system in case.result.systems:  # one that cannot be read may state a limit
+            system.value()
+        return physical
+    limit_bytes, evidence = limit_of_host
+    limited = tuple(min(memory, Fraction(limit_bytes)) for memory in hosts)
+    if limited == hosts:
+        return physical
+    return _compare_with_memory(first, limited, edition, f"limited to this by {evidence}")
 
 
 def _compare_with_memory(
