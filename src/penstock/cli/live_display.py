@@ -66,7 +66,7 @@ class Lines:
 
 
 class Bars:
-    """Progress as a bar of the present phase: share, time spent, time left. Nothing of it stays."""
+    """Progress as a bar of the present phase: share, time spent, time left. It is erased at the end."""
 
     interval_s = 0.2
 
@@ -98,7 +98,7 @@ class Bars:
 
 
 class LiveFigures:
-    """Live figures, some lines that are drawn anew every second. Nothing of it stays."""
+    """Live figures, some lines that are redrawn every second. None of them stay."""
 
     interval_s = 1.0
 

@@ -18,7 +18,6 @@ from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.reports.report import Report
-    from penstock.results.counter_files import PhaseActivity
     from penstock.results.phase_figures import PhaseFigures
     from penstock.results.run_comparison import RunComparison, RunSummary
     from penstock.results.run_record import RunRecord
@@ -57,7 +56,7 @@ def show_folder(folder: Path, terminal: Terminal) -> None:
     terminal.notes(view.notes)
     figures = _read_figures(folder, view, terminal)
     record = read_record(folder) if view.kind == "penstock" else None
-    activities = _read_activities(folder) if record else ()
+    activities = _read_activities(folder) if record else []
     found = read_checkpoints(folder) if view.kind == "penstock" else None
     checkpoints = summarize_checkpoints(found) if found else None
     document = {
@@ -67,7 +66,7 @@ def show_folder(folder: Path, terminal: Terminal) -> None:
         "deliveries": [asdict(delivery) for delivery in record.deliveries] if record else [],
         "preflight": asdict(record.preflight) if record and record.preflight else None,
         "trace": record.settings.get(TRACE) if record else None,
-        "activity": [asdict(activity) for activity in activities],
+        "activity": activities,
     }
 
     terminal.result(document, _view_run(view, figures, checkpoints, activities, record))
@@ -77,7 +76,7 @@ def _view_run(
     view: RunSummary,
     figures: PhaseFigures | None,
     checkpoints: Mapping[str, Any] | None,
-    activities: Sequence[PhaseActivity],
+    activities: Sequence[Mapping[str, Any]],
     record: RunRecord | None,
 ) -> View:
     yield bold(view.id)
@@ -113,32 +112,32 @@ def _read_figures(folder: Path, view: RunSummary, terminal: Terminal) -> PhaseFi
         return None
 
 
-def _read_activities(folder: Path) -> tuple[PhaseActivity, ...]:
-    """What hosts did in each phase; nothing for a run without counters."""
+def _read_activities(folder: Path) -> list[dict[str, Any]]:
+    """The activity of hosts in each phase; nothing for a run without counters."""
     from penstock.results.counter_files import read_counters, summarize_activity
     from penstock.results.event_files import read_events
 
     try:
         return summarize_activity(*read_counters(folder), read_events(folder))
     except ObjectNotFound:
-        return ()
+        return []
 
 
-def _activity_row(activity: PhaseActivity) -> dict[str, str]:
+def _activity_row(activity: Mapping[str, Any]) -> dict[str, str]:
     return {
-        "phase": activity.phase,
-        "took": format_seconds(activity.elapsed_s),
-        "hosts": str(activity.hosts),
-        "CPU busy": format_number(activity.cpu_busy_share, ".0%"),
-        "drives read": format_bytes(activity.drives_read_bytes),
-        "written": format_bytes(activity.drives_written_bytes),
-        "networks received": format_bytes(activity.networks_received_bytes),
-        "sent": format_bytes(activity.networks_sent_bytes),
+        "phase": activity["phase"],
+        "took": format_seconds(activity["elapsed_s"]),
+        "hosts": str(activity["hosts"]),
+        "CPU busy": format_number(activity["cpu_busy_share"], ".0%"),
+        "drives read": format_bytes(activity["drives_read_bytes"]),
+        "written": format_bytes(activity["drives_written_bytes"]),
+        "networks received": format_bytes(activity["networks_received_bytes"]),
+        "sent": format_bytes(activity["networks_sent_bytes"]),
     }
 
 
 def _context_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """The trace, device bytes beside application bytes, and the gates that were closed or skipped."""
+    """The trace, device bytes next to application bytes, and the gates that were closed or skipped."""
     if trace := record.settings.get(TRACE):
         yield "trace", trace
     yield from reconciliation_lines(record.deliveries)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LOOK_INTERVAL_S: Final = 1.0
 SILENT_S: Final = 120.0
-"""A run on another host that has not written its status for so long has died, or its folder hangs."""
+"""A run on another host that has not written its status for this long has died, or its folder hangs."""
 _INTERRUPTED: Final = 130
 _GOODBYE_S: Final = 5.0
 """Between the end of a run's record and that of its status, it draws its page."""
@@ -39,7 +39,7 @@ class _WatchOptions:
         default="",
     )
     parent: ParentOption = group(ParentOption)
-    is_once: bool = flag("--once", "Show the present figures and leave.")
+    is_once: bool = flag("--once", "Print the current figures and exit.")
     metrics: MetricsOption = group(MetricsOption)
 
 
@@ -47,8 +47,8 @@ class _WatchOptions:
 def watch(options: _WatchOptions, terminal: Terminal) -> int:
     """Follow a run until it ends, and exit with its exit code; Ctrl-C ends only the watching.
 
-    The run may be in another terminal or on another node: what it does is read from its directory. A run
-    whose process has died is said to have died, and the exit code is 1.
+    The run may be in another terminal or on another node: its state is read from its directory. If its
+    process has died, that is reported, and the exit code is 1.
 
     Examples:
 
@@ -128,7 +128,7 @@ class _WatchedRun:
 
 
 def _without_status(folder: Path, record: RunRecord) -> RunStatus:
-    """What the record alone says of a run: of an older version, or of one that could not write its status."""
+    """The status by the record alone: of an older version's run, or one that could not write its status."""
     from datetime import datetime
 
     codes = {"finished": 0, "interrupted": _INTERRUPTED, "failed": 1}

@@ -1,4 +1,4 @@
-"""Reports of benchmark runs for people: training, checkpoints, and the bytes on devices beside both."""
+"""Reports of benchmark runs for people: training, checkpoints, and the bytes that devices moved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_DEVICES_NAMED = 4
 
 
 def reconciliation_lines(reconciliations: Sequence[IoReconciliation]) -> Iterator[tuple[str, str]]:
-    """Device bytes beside application bytes: a title and a line for each direction, and why they differ."""
+    """Device bytes next to application bytes: a title and a line for each direction, and why they differ."""
     for reconciliation in reconciliations:
         title = f"devices, {reconciliation.direction}"
         if reconciliation.delivered_bytes is None:
@@ -53,7 +53,7 @@ def reconciliation_notes(reconciliations: Sequence[IoReconciliation]) -> list[st
 
 
 def capture_training_output(result: TrainingResult, remarks: Sequence[str]) -> tuple[str, str]:
-    """What the command prints of a training run, for the logs of its result directory."""
+    """Return what the command prints for a training run, for the logs of its result directory."""
     notes = (*remarks, *result.stages.remarks)
     return render_text(view_training(result)), "".join(f"{note}\n" for note in notes)
 
@@ -101,7 +101,7 @@ def _epoch_row(rate: EpochRate) -> dict[str, str]:
 
 
 def capture_checkpoint_output(result: CheckpointResult) -> tuple[str, str]:
-    """What the command prints of a checkpoint run, for the logs of its result directory."""
+    """Return what the command prints for a checkpoint run, for the logs of its result directory."""
     notes = "".join(f"{sentence}\n" for sentence in checkpoint_warnings(result))
     return render_text(view_checkpoints(result)), notes
 

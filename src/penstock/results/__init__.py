@@ -1,1 +1,1 @@
-"""What is left after a run: records that programs read, and pages that people read."""
+"""Results of runs: records that programs read, pages that people read, and the way to follow a run."""

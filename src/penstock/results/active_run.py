@@ -109,7 +109,7 @@ class ActiveRun:
         os.utime(self.folder / run_folder.RUN_FILE)
 
     def show_in_folder(self, progress: Progress) -> None:
-        """Let the run be followed in its folder by what `progress` is told."""
+        """Let the run be followed in its folder by what `progress` receives."""
         self._progress = progress
         kind = str(self.record.plan.get("kind", "training"))
         name = "_".join(filter(None, (self.record.name, self.record.accelerator)))
@@ -126,7 +126,7 @@ class ActiveRun:
     ) -> None:
         """Close the run with its figures; times rank by rank stay with the step events.
 
-        `is_right` is false if it read wrong bytes, which its command tells by its exit code.
+        `is_right` is false if it read wrong bytes, which its command reports by its exit code.
         `workload` is what turned out to be run, where that could not be known before.
         """
         self._exit_code = 0 if is_right else 1

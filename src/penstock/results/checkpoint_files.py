@@ -19,7 +19,7 @@ from penstock.results.parquet_tables import WORDS, open_table, publishing_table
 from penstock.results.run_folder import CHECKPOINTS_FILE
 
 FORMAT_VERSION: Final = 1
-"""Of both files; raised whenever a key or column is renamed or means something else."""
+"""The format of both files, raised whenever a key or column is renamed or means something else."""
 THROUGHPUT_FILE: Final = "throughput.parquet"
 _NUMBER: Final = (int, float)
 _MAYBE: Final = (int, float, type(None))
@@ -73,7 +73,7 @@ def summarize_checkpoints(document: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class MovedBytes:
-    """What one rank moved in each bucket of a round; buckets are `width_s` long."""
+    """The bytes that one rank moved in each bucket of a round; buckets are `width_s` long."""
 
     width_s: float
     sizes_bytes: Sequence[int]

@@ -154,7 +154,7 @@ def _banner(run: CheckpointRun) -> Banner:
 
 
 def _describe_figure(run: CheckpointRun) -> str:
-    """How long one checkpoint took, and how long it would take at its full size."""
+    """The time that one checkpoint took, and the time it would take at its full size."""
     size_bytes, parts, rates = run.figures["checkpoint_bytes"], [], []
     for name, totals in run.directions.items():
         rate = totals["gib_per_s"]
@@ -174,7 +174,7 @@ def _describe_figure(run: CheckpointRun) -> str:
 
 
 def _find_troubles(run: CheckpointRun) -> Iterator[Trouble]:
-    """What stands out, the gravest first."""
+    """The troubles that stand out, the gravest first."""
     wrong = sum(one["wrong_bytes"] for one in run.rounds)
     if wrong:
         first = next(one["wrong"][0] for one in run.rounds if one["wrong"])
@@ -272,7 +272,7 @@ def _over_time(run: CheckpointRun) -> Chart:
 
 
 def _until_durable(run: CheckpointRun) -> Chart:
-    """How the time of writing divides until the last byte is durable."""
+    """The parts of the time until the last written byte is durable."""
     keys: list[tuple[str, str, Tone]] = [
         ("set-up", "setup_s", "light"),
         ("moving bytes", "pipeline_s", "dark"),

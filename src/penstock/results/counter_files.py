@@ -161,15 +161,9 @@ def _samples(path: Path) -> Iterator[tuple[int, dict[str, int]]]:
                 return
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostRates:
-    """One host between moments: its CPU's busy share, and bytes a second of its drives and networks."""
-
-    cpu_busy_share: Numbers
-    drives_read: Numbers
-    drives_written: Numbers
-    networks_received: Numbers
-    networks_sent: Numbers
+HostRates = Mapping[str, Numbers]
+"""One host between moments: its `cpu_busy_share`, and bytes a second as `drives_read`, `drives_written`,
+`networks_received` and `networks_sent`."""
 
 
 def host_rates(host: SampledHost, counters: pa.Table, edges_ns: Numbers) -> HostRates:
@@ -221,29 +215,17 @@ def _rates(host: SampledHost, series: _Series, edges_ns: Numbers) -> HostRates:
         return sum(chosen, np.zeros(len(spans_s)))
 
     whole, idle = total("cpu.", ""), total("cpu.", ".idle_ms", ".iowait_ms")
+    received = total("net.", ".received_bytes") + total("ib.", ".received_bytes")
+    sent = total("net.", ".sent_bytes") + total("ib.", ".sent_bytes")
     with np.errstate(invalid="ignore"):
         busy = (whole - idle) / np.where(whole > 0, whole, np.nan)
-        return HostRates(
-            cpu_busy_share=busy,
-            drives_read=total("disk.", ".read_bytes") / spans_s,
-            drives_written=total("disk.", ".written_bytes") / spans_s,
-            networks_received=(total("net.", ".received_bytes") + total("ib.", ".received_bytes")) / spans_s,
-            networks_sent=(total("net.", ".sent_bytes") + total("ib.", ".sent_bytes")) / spans_s,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseActivity:
-    """One phase over all hosts. `cpu_busy_share` is their mean, None where no time was counted."""
-
-    phase: str
-    hosts: int
-    elapsed_s: float
-    cpu_busy_share: float | None
-    drives_read_bytes: int
-    drives_written_bytes: int
-    networks_received_bytes: int
-    networks_sent_bytes: int
+        return {
+            "cpu_busy_share": busy,
+            "drives_read": total("disk.", ".read_bytes") / spans_s,
+            "drives_written": total("disk.", ".written_bytes") / spans_s,
+            "networks_received": received / spans_s,
+            "networks_sent": sent / spans_s,
+        }
 
 
 _PHASES: Final = {SpanKind.EPOCH: "epoch", SpanKind.SAVE: "save", SpanKind.LOAD: "load"}
@@ -251,8 +233,11 @@ _PHASES: Final = {SpanKind.EPOCH: "epoch", SpanKind.SAVE: "save", SpanKind.LOAD:
 
 def summarize_activity(
     hosts: Sequence[SampledHost], counters: pa.Table, events: Sequence[RankEvents]
-) -> tuple[PhaseActivity, ...]:
-    """Sum up the phases in the order in which they began: checkpoints where there are any, else epochs."""
+) -> list[dict[str, Any]]:
+    """Sum up all hosts in each phase: checkpoints where there are any, else epochs.
+
+    `cpu_busy_share` is the mean of hosts, None where no time was counted.
+    """
     ranks = {rank.clock.rank: rank for rank in events}
     by_phase: dict[str, list[tuple[float, HostRates]]] = defaultdict(list)
     machines: set[str] = set()
@@ -271,22 +256,18 @@ def summarize_activity(
             edges_ns = np.array([span.start_ns, span.end_ns], np.float64)
             elapsed_s = (span.end_ns - span.start_ns) / 1e9
             by_phase[phase].append((elapsed_s, _rates(counted, series, edges_ns)))
-    return tuple(_sum_hosts(phase, rates) for phase, rates in by_phase.items())
-
-
-def _sum_hosts(phase: str, by_host: Sequence[tuple[float, HostRates]]) -> PhaseActivity:
-    def moved(what: str) -> int:
-        sizes = (elapsed_s * getattr(rates, what)[0] for elapsed_s, rates in by_host if elapsed_s)
-        return round(float(sum(sizes)))
-
-    busy = [share for _, rates in by_host if not np.isnan(share := float(rates.cpu_busy_share[0]))]
-    return PhaseActivity(
-        phase=phase,
-        hosts=len(by_host),
-        elapsed_s=max(elapsed_s for elapsed_s, _ in by_host),
-        cpu_busy_share=sum(busy) / len(busy) if busy else None,
-        drives_read_bytes=moved("drives_read"),
-        drives_written_bytes=moved("drives_written"),
-        networks_received_bytes=moved("networks_received"),
-        networks_sent_bytes=moved("networks_sent"),
-    )
+    activities = []
+    for phase, by_host in by_phase.items():
+        busy = [float(rates["cpu_busy_share"][0]) for _, rates in by_host]
+        known = [share for share in busy if not np.isnan(share)]
+        activity: dict[str, Any] = {
+            "phase": phase,
+            "hosts": len(by_host),
+            "elapsed_s": max(elapsed_s for elapsed_s, _ in by_host),
+            "cpu_busy_share": sum(known) / len(known) if known else None,
+        }
+        for what in ("drives_read", "drives_written", "networks_received", "networks_sent"):
+            moved = (elapsed_s * float(rates[what][0]) for elapsed_s, rates in by_host if elapsed_s)
+            activity[f"{what}_bytes"] = round(sum(moved))
+        activities.append(activity)
+    return activities

@@ -52,7 +52,7 @@ class DlioOutputs:
     train: PhaseFigures | None
     evaluation: PhaseFigures | None
     preparation: Sequence[str] = ()
-    """What was done before the first epoch and between epochs, and how long it took: for the log."""
+    """Lines for the log about the work before the first epoch and between epochs, and its duration."""
 
     def figures(self, phase: StepPhase) -> PhaseFigures | None:
         """The figures of one phase."""

@@ -25,7 +25,7 @@ _NETWORK: Final[Mapping[Direction, str]] = {"read": "received_bytes", "write": "
 
 
 class ReconciliationVerdict(StrEnum):
-    """Whether the bytes went through devices. Missing bytes fail a read: they came from memory."""
+    """The verdict on whether bytes went through devices. Missing bytes fail a read: they came from memory."""
 
     PASS = "pass"  # noqa: S105 - no secret
     WARNING = "warning"
@@ -35,7 +35,7 @@ class ReconciliationVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoReconciliation:
-    """What all ranks moved in one direction, and what devices and networks of all hosts moved.
+    """The bytes that all ranks moved in one direction, and those that all hosts' devices and networks moved.
 
     `by` has the bytes by host and device. `delivered_bytes` is None if no counter covers the storage.
     """
@@ -50,7 +50,7 @@ class IoReconciliation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTraffic:
-    """What one host counted while the application moved its bytes; `failure` says why it could not count."""
+    """The counts of one host while the application moved its bytes; `failure` is why it could not count."""
 
     host: str
     coverage: CounterCoverage
@@ -122,7 +122,7 @@ def _is_network_storage(hosts: Sequence[HostTraffic]) -> bool:
 
 
 def _relevant_traffic(host: HostTraffic, direction: Direction) -> Iterator[tuple[str, int]]:
-    """What moved on the devices behind the storage."""
+    """The bytes that moved on the devices behind the storage."""
     disk, network = _DISK[direction], _NETWORK[direction]
     if host.coverage.watched == "device":
         yield host.coverage.device, host.moved.get(f"disk.{host.coverage.device}.{disk}", 0)

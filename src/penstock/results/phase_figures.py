@@ -90,7 +90,7 @@ class TimeStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSkew:
-    """How ranks differ in one measure: mean per step of the fastest, the median and the slowest rank."""
+    """The difference between ranks: the mean per step of the fastest, the median and the slowest rank."""
 
     fastest_rank: int
     fastest_s: float
@@ -101,7 +101,7 @@ class RankSkew:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShares:
-    """How the time of all ranks divides; the shares sum to 1.
+    """The parts of the time of all ranks; the shares sum to 1.
 
     `held_up` is the part of barriers spent because the step's last rank waited longer for its samples than
     this one; `barrier` is the rest of them. `harness` is the time in blocks outside of steps.
@@ -125,7 +125,7 @@ class TimeBreakdown:
 
 
 class Bottleneck(StrEnum):
-    """What to improve first."""
+    """The part to improve first."""
 
     STORAGE = "storage"
     CLIENT_CPU = "client CPU"
@@ -328,7 +328,7 @@ MEASURES: Final[Mapping[str, Callable[[Rows], Nanoseconds]]] = MappingProxyType(
         "barrier": barrier_ns,
     }
 )
-"""What is measured of each step, by name."""
+"""The measures of each step, by name."""
 
 
 def break_down_times(
@@ -464,7 +464,7 @@ def find_bottleneck(
 
 
 def _explain_waits(times: TimeBreakdown) -> tuple[Bottleneck, str]:
-    """Whether readers or decoders were late, and the rank that waited much longer than the median."""
+    """Blame readers or decoders, and name the rank that waited much longer than the median."""
     read_s, decode_s = times.over_ranks["read"].total_s, times.over_ranks["decode"].total_s
     found, waits = Bottleneck.STORAGE, times.skew["wait"]
     reason = "The loader did not separate reading from decoding; reading is assumed."

@@ -160,7 +160,7 @@ def identify_this_process() -> ProcessMark:
 
 
 def is_alive(mark: ProcessMark) -> bool | None:
-    """Whether this process runs; None if that cannot be seen from here: another host or container."""
+    """Check whether a process runs; None if that cannot be seen from here (another host or container)."""
     observer = current_process()
     process = ProcessId(
         host=observer.host,

@@ -60,7 +60,7 @@ class _History:
         """The run that a folder's name belongs to: the last one that began in it."""
 
     def outcome(self, run: str, what: str) -> tuple[str, str]:
-        """How a run without a record ended: as it was entered, else by whether its process is alive."""
+        """Return how a run without a record ended: as it was entered, else by whether its process runs."""
         if (end := self.ended.get(run)) is not None:
             return end["outcome"], " ".join(filter(None, (end["why"], what)))
         try:
@@ -76,8 +76,8 @@ def read_catalog(parent: Path) -> tuple[list[CatalogedRun], list[str]]:
     entries, complaints = HistoryFile(parent).read()
     history = _History(entries)
     runs = list(_list_present(parent, history))
-    seen = {run.id for run in runs}
-    runs += [_catalog_entry(run, history) for run in history.began if run not in seen]
+    present = {run.id for run in runs}
+    runs += [_catalog_entry(run, history) for run in history.began if run not in present]
     runs.sort(key=lambda run: (run.started.timestamp() if run.started else 0.0, run.folder), reverse=True)
     return runs, complaints
 
@@ -177,7 +177,7 @@ def _cannot_choose(text: str, names: Sequence[str], where: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCriteria:
-    """What selected runs have in common; None and empty match every run."""
+    """The criteria that selected runs meet; None and empty match every run."""
 
     outcomes: frozenset[str] = frozenset()
     workload: str = ""
@@ -194,7 +194,7 @@ class RunCriteria:
 
     @property
     def is_selective(self) -> bool:
-        """Whether any criterion is given."""
+        """True if any criterion is given."""
         return bool(self.outcomes or self.workload or self.begun_before)
 
     def fit(self, run: CatalogedRun) -> bool:

@@ -79,7 +79,7 @@ class RunComparison:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the changes can be attributed to storage and settings alone."""
+        """True if the changes can be attributed to storage and settings alone."""
         return not self.obstacles
 
 
@@ -108,7 +108,7 @@ def compare_runs(runs: Sequence[RunSummary]) -> RunComparison:
 
 
 def may_vary(key: str) -> bool:
-    """Whether runs that differ in this setting remain comparable."""
+    """Check whether runs that differ in this setting remain comparable."""
     return key in (*VARIABLE_SETTINGS, _LOADER) or key.partition(".")[0] in _FREE_SECTIONS
 
 
@@ -335,13 +335,13 @@ def _verdict(comparison: RunComparison, changes: Sequence[float | None]) -> tupl
 
 
 def _say_run(run: RunSummary, first: RunSummary, known: Sequence[_Charted]) -> str:
-    said = []
+    parts = []
     for figure in known:
         value, change = figure.value(run), _change(figure, first, run)
         if value is not None:
             more = "" if change is None else f" ({change:+.1%})"
-            said.append(f"{figure.title} {figure.text(value)}{more}")
-    return f"{run.id}: {', '.join(said) or 'no figures'}"
+            parts.append(f"{figure.title} {figure.text(value)}{more}")
+    return f"{run.id}: {', '.join(parts) or 'no figures'}"
 
 
 def _draw(figure: _Charted, runs: Sequence[RunSummary]) -> Iterator[Chart]:

@@ -1,4 +1,4 @@
-"""What all pages of runs say alike: when and where a run was made, how it ended, and with which settings."""
+"""Facts on all pages of runs: when and where a run was made, how it ended, and with which settings."""
 
 import shlex
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ def fact_rows(record: RunRecord, more: Mapping[str, str]) -> list[dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """`kind` tells troubles apart, `since` says when it began, if it did not from the start."""
+    """A problem of a run, and its remedy; `since` is when it began, if not at the start."""
 
     kind: str
     says: str

@@ -32,7 +32,7 @@ SUMMARY_FILE: Final = "summary.json"
 CHECKPOINTS_FILE: Final = "checkpoints.json"
 PAGE_FILE: Final = "report.html"
 STAGES_FILE: Final = "stages.json"
-"""What a training run did outside of its score."""
+"""The work of a training run outside of its score."""
 _LEFT_BY_RUNS: Final = (
     SUMMARY_FILE,
     CLUSTER_FILE,
@@ -76,7 +76,7 @@ def take_run_folder(folder: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether this is a folder of a run, ours or DLIO's."""
+    """Check whether this is a folder of a run, ours or DLIO's."""
     return (folder / RUN_FILE).is_file() or (folder / SUMMARY_FILE).is_file()
 
 

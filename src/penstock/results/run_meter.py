@@ -32,7 +32,7 @@ RECENT_S: Final = 60.0
 NOTED_WAIT_S: Final = 2.0
 """Shorter waits are not worth a word."""
 LONGEST_GOODBYE_S: Final = 2.0
-"""How long the end of a run waits for a follower that is stuck, as on a results folder that hangs."""
+"""The end of a run waits this long for a follower that is stuck, as on a results folder that hangs."""
 
 
 class Follower(Protocol):
@@ -40,7 +40,7 @@ class Follower(Protocol):
 
     @property
     def interval_s(self) -> float:
-        """How often it wants to be called."""
+        """Seconds between two calls of `show`."""
 
     def show(self, status: RunStatus) -> None:
         """Show the run as it is now."""
@@ -106,7 +106,7 @@ class Meter(Progress):
         self._thread = threading.Thread(target=self._follow, name="penstock-status", daemon=True)
 
     def begin(self, phase: str, total: float) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         now_s = self._clock()
         with self._lock:
             for unit in self._phase.counted:
@@ -118,7 +118,7 @@ class Meter(Progress):
         self._wake.set()
 
     def advance(self, amount: float) -> None:
-        """More of the phase is done; from any thread."""
+        """Advance the phase, from any thread."""
         with self._lock:
             phase = self._phase
             phase.done += amount
@@ -136,17 +136,17 @@ class Meter(Progress):
                 self._totals[unit] = self._totals.get(unit, 0.0) + amount
 
     def enter(self, activity: Activity, *, unit: str = "", times: int = 1) -> None:
-        """What this rank does now. Called twice a step, hence without the lock."""
+        """Report what this rank does now. Called twice a step, hence without the lock."""
         self._activity = (activity, self._clock())
         if unit:
             self._phase.unit, self._phase.times = unit, times
 
     def expect(self, total: float, *units: str) -> None:
-        """What the run will count in all."""
+        """Announce what the run will count in all."""
         self._expected = (total, units)
 
     def remark(self, text: str) -> None:
-        """A sentence about now."""
+        """Show a sentence about now."""
         self._remark = text
 
     def attach(self, run: RunName) -> None:

@@ -62,7 +62,7 @@ LONGEST_SILENCE_S: Final = 900.0
 
 
 class RunOutcome(StrEnum):
-    """How a run ended, or that it is running."""
+    """The end of a run, or that it is running."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -72,7 +72,7 @@ class RunOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What is known before a run starts.
+    """The facts that are known before a run starts.
 
     `plan` is what was derived from the workload, as plain values with units in their keys. The user's own
     settings in `environment` are recorded without secrets. `cluster` goes into a file of its own.

@@ -2,7 +2,7 @@
 
 It is also written as `penstock-RUN.prom`, for node exporter's text collector, where that is asked for.
 
-Rank 0 alone writes it, at most once a second, and its last state stays beside the results. Each version
+Rank 0 alone writes it, at most once a second, and its last state stays next to the results. Each version
 replaces the one before in one step but without a sync: it says nothing that a crash could make wrong. A
 folder that takes no files any more costs the run nothing but this file.
 """
@@ -108,7 +108,7 @@ def replace_file(path: Path, content: bytes) -> bool:
         if not is_whole:  # the disk is full
             os.unlink(unfinished)  # noqa: PTH108 - as below
             return False
-        os.rename(unfinished, path)  # noqa: PTH104 - once a second, beside a measurement
+        os.rename(unfinished, path)  # noqa: PTH104 - once a second, during a measurement
     except OSError as error:
         logger.debug("%s cannot be written: %s", path, error)
         return False
@@ -239,7 +239,7 @@ def format_age(seconds: float) -> str:
 
 
 def state_sentence(status: RunStatus) -> str:
-    """What the run waits for and for how long, or "" while it works."""
+    """Describe what the run waits for and for how long; "" while it works."""
     if status.outcome != RUNNING:
         return ""
     for_s = f"for {format_age(status.state_s)}"
@@ -288,7 +288,7 @@ def figure_lines(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 
 def left_sentence(status: RunStatus) -> str:
-    """How far the whole run is and how long it will take, where that is known."""
+    """Describe how far the whole run is and how long it will take, where that is known."""
     share = f"{status.share_done:.0%} of the run" if status.share_done is not None else ""
     left = f"about {format_age(max(1.0, status.left_s))} left" if status.left_s is not None else ""
     return ", ".join(filter(None, (share, left)))

@@ -22,14 +22,14 @@ FORMAT_VERSION: Final = 1
 
 
 class StepPhase(IntEnum):
-    """What a step was for."""
+    """The purpose of a step."""
 
     TRAIN = 0
     EVAL = 1
 
 
 class SpanKind(IntEnum):
-    """What a span covers."""
+    """The extent of a span."""
 
     EPOCH = 0
     BLOCK = 1
@@ -144,15 +144,15 @@ class RankEvents:
 
 
 def wait_ns(steps: Rows) -> Nanoseconds:
-    """How long each step waited for its batch."""
+    """The time that each step waited for its batch."""
     return cast("Nanoseconds", steps["loaded_ns"] - steps["start_ns"])
 
 
 def compute_ns(steps: Rows) -> Nanoseconds:
-    """How long each step computed, as measured: an overlong computation counts as computation."""
+    """The time that each step computed, as measured: an overlong computation counts as computation."""
     return cast("Nanoseconds", steps["computed_ns"] - steps["loaded_ns"])
 
 
 def barrier_ns(steps: Rows) -> Nanoseconds:
-    """How long each step waited for other ranks."""
+    """The time that each step waited for other ranks."""
     return cast("Nanoseconds", steps["barrier_ns"] - steps["computed_ns"])

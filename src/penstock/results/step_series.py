@@ -53,7 +53,7 @@ class RunSteps:
         return np.linspace(0.0, max(self.end_s, 1e-6), max(2, min(MOST_BUCKETS, num_steps)) + 1)
 
     def rates(self, column: str) -> Numbers:
-        """What all ranks' steps took of a column, a second, in each bucket."""
+        """The growth of a column over all ranks' steps, per second, in each bucket."""
         edges = self.edges
         taken: Numbers = np.sum([rank.growth(column, edges) for rank in self.ranks], axis=0)
         return taken / np.diff(edges)
@@ -99,11 +99,11 @@ class RankSteps:
         return at_s
 
     def growth(self, column: str, edges: Numbers) -> Numbers:
-        """What steps took of a column between edges; evenly from a step's start to its end."""
+        """The growth of a column between edges; evenly from a step's start to its end."""
         return _growth(self.at_s("start_ns"), self.at_s("barrier_ns"), self.steps[column], edges)
 
     def spent_s(self, begin: str, end: str, edges: Numbers) -> Numbers:
-        """How long this rank spent from one moment of a step to another, between edges."""
+        """The time that this rank spent from one moment of a step to another, between edges."""
         begins, ends = self.at_s(begin), self.at_s(end)
         return _growth(begins, ends, ends - begins, edges)
 
@@ -163,7 +163,7 @@ def find_wait_shift(steps: RunSteps, *, first: int) -> WaitShift | None:
 
 
 def _usual_waits(steps: RunSteps, first: int) -> tuple[NDArray[np.int64], Numbers, Numbers, Numbers]:
-    """Of each training step: its key, when it began, the wait of the median rank, and how long it took.
+    """The key of each training step, when it began, the wait of the median rank, and its duration.
 
     One rank that is slower than the others has a sentence of its own, and must not look like a change.
     """

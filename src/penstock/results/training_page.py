@@ -59,12 +59,12 @@ class TrainingRun:
 
     @property
     def passed(self) -> bool:
-        """Whether the utilization that the workload requires was reached."""
+        """True if the utilization that the workload requires was reached."""
         return self.figures is not None and self.figures.meets_threshold
 
     @property
     def ceiling(self) -> Mapping[str, Any] | None:
-        """What the run reached on storage that costs nothing; None if that was not measured."""
+        """The result on storage that costs nothing; None if that was not measured."""
         return self.stages.get("ceiling")
 
     @property
@@ -75,12 +75,12 @@ class TrainingRun:
     @property
     def cpu_busy_shares(self) -> list[float]:
         """The mean busy share of each host whose processors were sampled."""
-        means = (np.nanmean(rates.cpu_busy_share) for rates in self.hosts.values() if _is_known(rates))
+        means = (np.nanmean(rates["cpu_busy_share"]) for rates in self.hosts.values() if _is_known(rates))
         return [float(mean) for mean in means]
 
 
 def _is_known(rates: HostRates) -> bool:
-    return not bool(np.isnan(rates.cpu_busy_share).all())
+    return not bool(np.isnan(rates["cpu_busy_share"]).all())
 
 
 def make_training_page(folder: Path, record: RunRecord) -> Report:
@@ -118,7 +118,7 @@ def _read_run(folder: Path, record: RunRecord) -> TrainingRun:
 
 
 def _read_host_rates(folder: Path, steps: RunSteps) -> dict[str, HostRates]:
-    """What each sampled host did over the time of the steps; nothing of a run without counters."""
+    """The rates of each sampled host over the time of the steps; nothing of a run without counters."""
     try:
         hosts, counters = read_counters(folder)
     except ObjectNotFound:
@@ -396,7 +396,7 @@ def _sections(run: TrainingRun) -> Iterator[Section]:
         text=["Steps count their bytes when they take their batch; devices count those of all programs."],
         charts=list(_bytes(run)),
     )
-    processors = [host.cpu_busy_share for host in run.hosts.values()]
+    processors = [host["cpu_busy_share"] for host in run.hosts.values()]
     busy = run.cpu_busy_shares
     chart = Chart(
         kind=Kind.HEAT,
@@ -466,7 +466,7 @@ def _latencies(run: TrainingRun) -> Iterator[Chart]:
 def _bytes(run: TrainingRun) -> Iterator[Chart]:
     asked = run.steps.rates("read_bytes")
     hosts = list(run.hosts.values())
-    delivered: Numbers = np.sum([host.drives_read + host.networks_received for host in hosts], axis=0)
+    delivered: Numbers = np.sum([host["drives_read"] + host["networks_received"] for host in hosts], axis=0)
     most = max(asked.max(), delivered.max() if hosts else 0.0)
     total = run.figures.read_bytes if run.figures else 0
     notes = [delivery.why for delivery in run.record.deliveries if delivery.direction == "read"]

@@ -39,7 +39,7 @@ from penstock.workload.load_workload import load
 
 GIB: Final = 2**30
 _NEAR: Final = 1.02
-"""A run that is this much faster than the probe is said to be; less is noise."""
+"""A run that is faster than the probe by this factor is reported; less is noise."""
 _WORKLOADS: Final = ("unet3d_h100", "resnet50_h100", "cosmoflow_h100")
 
 
@@ -56,7 +56,7 @@ class Tour:
     diagnoses: tuple[Diagnosis, ...]
 
     def sentences(self) -> list[str]:
-        """What the page says first."""
+        """The sentences at the top of the page."""
         return [
             f"This storage {say_headline(self)}.",
             say_training(self),
@@ -102,7 +102,7 @@ class Limit:
         return cls(*max(rates, key=lambda rate: rate[0]))
 
     def excess(self) -> float:
-        """How many times as fast as the probe the fastest was."""
+        """The rate of the fastest as a multiple of the probe's."""
         return self.bytes_per_s / (self.probe.gib_per_s * GIB)
 
 
@@ -119,7 +119,7 @@ def say_headline(tour: Tour) -> str:
 
 
 def say_training(tour: Tour) -> str:
-    """What a small training made of this storage, and what each accelerator takes."""
+    """The result of a small training on this storage, and the needs of each accelerator."""
     train, ceiling = tour.training.train, tour.training.stages.ceiling
     above = f", {ceiling.au_compat_percent:.1f} % is this client's ceiling" if ceiling else ""
     each = forecast_accelerators(load(_WORKLOADS[0]).workload, Fraction(1)).bytes_per_accelerator_per_s
@@ -130,7 +130,7 @@ def say_training(tour: Tour) -> str:
 
 
 def say_checkpoints(tour: Tour) -> str:
-    """How long a checkpoint of a named model takes, and how soon it is back."""
+    """The time that a checkpoint of a named model takes to write and to read back."""
     write, read = tour.checkpoints.write, tour.checkpoints.read
     if write is None or read is None or not write.gib_per_s or not read.gib_per_s:
         return "Checkpoints were read from memory alone, which says nothing about this storage."
@@ -145,7 +145,7 @@ def say_checkpoints(tour: Tour) -> str:
 
 
 def say_limits(tour: Tour) -> str:
-    """What the storage can do at best."""
+    """The best rates of this storage."""
     read, write = Limit.of(tour, "read"), Limit.of(tour, "write")
     random = probe_page.best(tour.probe, "random_read")
     return (
@@ -156,7 +156,7 @@ def say_limits(tour: Tour) -> str:
 
 
 def say_what_helps(tour: Tour) -> str:
-    """What would help most."""
+    """The change that would help most."""
     ceiling, train = tour.training.stages.ceiling, tour.training.train
     if ceiling is not None and ceiling.au_compat_percent < _ASKED:
         return "More or faster cores: this client does not reach 90 % on storage that costs nothing."
@@ -192,7 +192,7 @@ def make_demo_page(tour: Tour) -> Report:
     """The page of a tour."""
     results = tour.probe
     limitations = [diagnosis for diagnosis in tour.diagnoses if diagnosis.state != "ok"]
-    met = tour.training.train.meets_threshold
+    passed = tour.training.train.meets_threshold
     return Report(
         title=f"What the storage at {results.uri} can do",
         subtitle=(
@@ -200,8 +200,8 @@ def make_demo_page(tour: Tour) -> Report:
             "small runs of each benchmark"
         ),
         banner=Banner(
-            verdict="passed" if met else "failed",
-            look=Look.GOOD if met else Look.BAD,
+            verdict="passed" if passed else "failed",
+            look=Look.GOOD if passed else Look.BAD,
             figure=say_headline(tour),
             more={
                 "Training": say_training(tour),
