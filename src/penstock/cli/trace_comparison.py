@@ -93,9 +93,9 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
     with _open_study(spec, folder, read.dask, terminal, strict=read.strict) as (study, progress):
         comparison = compare_study(study, progress=progress)
     if options.out is not None:
-        from penstock.trace.compare.report import write_report
+        from penstock.trace.compare.report import write_comparison
 
-        for path in write_report(comparison, options.out):
+        for path in write_comparison(comparison, options.out):
             terminal.note(f"wrote {path}")
     terminal.result(trace_options.comparison_document(comparison), _view(comparison))
 

@@ -284,6 +284,6 @@ def _view_report(made: RunReport) -> View:
     yield from made.says
     for finding in made.findings:
         yield bold(f"{finding.code} {finding.title}")
-    for figure in made.figures:
-        if not (figure.panels or figure.tables):
-            yield f"{figure.title}: {figure.why_empty}"
+    for _, section in made.figures.values():
+        if not (section.charts or section.tables or section.parts):
+            yield f"{section.title}: {section.why_empty}"

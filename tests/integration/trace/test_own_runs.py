@@ -91,7 +91,7 @@ def test_the_report_draws_each_step_and_what_it_waited_for(
     waited = sum(bar["sum_us"] for bar in timeline["rows"] if bar["kind"] == "wait")
     assert waited == pytest.approx(waited_us(run), abs=len(run.steps))
     looks = "[...document.querySelectorAll('#timeline ~ .panels')][0].querySelectorAll('path.%s').length"
-    questions = {look: looks % look for look in ("step", "wait", "compute", "read")}
+    questions = {look: looks % look for look in ("t-faint", "t-doubt", "t-pale", "t-full")}
     seen = browser.open(page, width=390, dark=True, questions=questions)
     assert seen.errors == []
     assert seen.answers == dict.fromkeys(questions, 1)

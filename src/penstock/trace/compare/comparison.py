@@ -11,8 +11,7 @@ from penstock.progress import Progress, Silent
 from penstock.trace.compare import findings, loop_findings, study_tables, work_findings, write_findings
 from penstock.trace.compare.study_tables import file_tables, followed_files
 from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding, Weight, format_ranges
-from penstock.trace.figures.over_time import bandwidth
-from penstock.trace.figures.time_axis import measure_axis
+from penstock.trace.figures import bandwidth, measure_axis
 from penstock.trace.questions.answer import Answer, Column, Value, make_columns
 from penstock.trace.questions.breakdowns import ranks
 from penstock.trace.questions.events_view import IS_IO

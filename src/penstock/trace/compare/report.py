@@ -1,15 +1,14 @@
 """The report of a comparison: report.html, report.md, tables.parquet.
 
-Mismatches come first, then findings, figures and tables. A figure is drawn from an answer's exact rows, so
-figure and table cannot disagree. `tables.parquet` has one row per cell (table, row, column, unit, the value
-as text, and as a number where it is one), so tables of all shapes fit in one file that any tool can pivot.
+Mismatches come first, then findings, figures and tables. A figure has the exact rows of an answer, so figure
+and table cannot disagree. `tables.parquet` has one row per cell (table, row, column, unit, the value as text,
+and as a number where it is one), so tables of all shapes fit in one file that any tool can pivot.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,12 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import StorageError
-from penstock.reports.html_page import LONG_TEXT, Cell, Table, is_page, render_page
-from penstock.reports.panels import Panel, Sheet
-from penstock.trace.figures.draw_histograms import Bins, draw_bins, draw_rank_bars
-from penstock.trace.figures.draw_over_time import draw_bandwidth
+from penstock.reports.page import is_page, render_report
+from penstock.reports.report import Banner, Cell, Chart, Kind, Look, Report, Section, Series, Table, Tone
 from penstock.trace.questions.answer import Answer, Unit, as_markdown, cells, heading
-from penstock.units import format_seconds
+from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.trace.compare.comparison import ComparisonResult
@@ -31,12 +28,17 @@ if TYPE_CHECKING:
 REPORT_FILES: Final = ("report.html", "report.md", "tables.parquet")
 
 _MARKDOWN_ROWS: Final = 60
-_HTML_ROWS: Final = 200
+_PAGE_ROWS: Final = 200
 """Rows of a table on the page; all are in tables.parquet."""
 _OPEN: Final = ("t1", "t1_measures", "t2")
 """Tables that are unfolded when the page opens."""
-FINDING_LOOKS: Final = {"alarm": "bad", "cost": "doubt", "note": "good"}
-
+_LOOKS: Final = {"alarm": Look.BAD, "cost": Look.DOUBT, "note": Look.GOOD}
+TONES: Final[Mapping[str, Tone]] = {
+    "read": "full", "write": "dark", "metadata": "light", "compute": "pale",
+    "checkpoint": "ink", "barrier": "bad", "wait": "doubt", "step": "faint",
+}  # fmt: skip
+"""The tone of each kind of call, and of each part of a program's loop."""
+_MOST_TROUBLES: Final = 3
 
 _CELL_SCHEMA: Final = pa.schema(
     [
@@ -46,9 +48,11 @@ _CELL_SCHEMA: Final = pa.schema(
 )  # fmt: skip
 _MARKDOWN_TITLE: Final = re.compile(rb"# \d+ runs compared\n")
 
+Row = Mapping[str, Any]
+
 
 def is_report_file(path: Path) -> bool:
-    """Whether a file is one of an earlier report."""
+    """Return whether a file is one of an earlier report."""
     if path.suffix == ".html":
         return is_page(path)
     if path.suffix == ".md":
@@ -60,12 +64,12 @@ def is_report_file(path: Path) -> bool:
         return False
 
 
-def write_report(comparison: ComparisonResult, folder: Path) -> list[Path]:
+def write_comparison(comparison: ComparisonResult, folder: Path) -> list[Path]:
     """Write the three files into `folder`, over those of an earlier report."""
     paths = [folder / name for name in REPORT_FILES]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        paths[0].write_text(render_html(comparison), encoding="utf-8")
+        paths[0].write_bytes(render_report(comparison_page(comparison)).encode(errors="backslashreplace"))
         paths[1].write_text(render_markdown(comparison), encoding="utf-8")
         pq.write_table(tabulate_cells(comparison), paths[2])
     except OSError as error:
@@ -81,159 +85,302 @@ def render_markdown(comparison: ComparisonResult) -> str:
         "## Differences between the runs\n",
         as_markdown(comparison.mismatches),
         "## Findings\n",
-        *(map(_finding_markdown, comparison.findings)),
-        *([] if comparison.findings else ["Nothing.\n"]),
-        "## Tables\n",
-        *(as_markdown(table, most_rows=_MARKDOWN_ROWS) for table in comparison.tables),
     ]
-    return "\n".join(parts)
+    for finding in comparison.findings:
+        sentences = "\n".join(f"- {sentence}" for sentence in finding.says)
+        evidence = as_markdown(finding.evidence, most_rows=10).partition("\n")[2]
+        parts.append(
+            f"### {finding.code} ({finding.weight.value}): {finding.title}\n\n{sentences}\n\n"
+            f"{finding.evidence.title}:\n{evidence}"
+        )
+    if not comparison.findings:
+        parts.append("Nothing.\n")
+    tables = (as_markdown(table, most_rows=_MARKDOWN_ROWS) for table in comparison.tables)
+    return "\n".join([*parts, "## Tables\n", *tables])
 
 
-def _finding_markdown(finding: TraceFinding) -> str:
-    sentences = "\n".join(f"- {sentence}" for sentence in finding.says)
-    head = f"### {finding.code} ({finding.weight.value}): {finding.title}\n\n{sentences}\n"
-    evidence = as_markdown(finding.evidence, most_rows=10).partition("\n")[2]
-    return f"{head}\n{finding.evidence.title}:\n{evidence}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageTable:
-    """An answer as the template draws it."""
-
-    title: str
-    table: Table | None
-    num_hidden: int
-    notes: Sequence[str]
-    is_open: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageFigure:
-    """Panels with a heading, and how to read them."""
-
-    name: str
-    title: str
-    says: str
-    panels: Sequence[Panel]
-    looks: Sequence[str] = ()
-    is_grid: bool = False
-
-
-def render_html(comparison: ComparisonResult) -> str:
-    """The whole page; it loads nothing, so it can be mailed and read without a network."""
+def comparison_page(comparison: ComparisonResult) -> Report:
+    """The page of a comparison."""
     num_alarms = sum(finding.weight == "alarm" for finding in comparison.findings)
-    busy_times, figures = _tabulate_busy_times(comparison), draw_figures(comparison)
-    return render_page(
-        "trace_report.html",
+    names = ", ".join(comparison.runs)
+    return Report(
         title=f"{len(comparison.runs)} runs compared",
         subtitle=(
-            f"{', '.join(comparison.runs)}; against {comparison.baseline}; "
-            f"{len(comparison.findings)} findings, {num_alarms} of them about misleading numbers"
+            f"{names}; against {comparison.baseline}; {len(comparison.findings)} findings, {num_alarms} of "
+            "them about misleading numbers"
         ),
-        mismatches=lay_out(comparison.mismatches),
-        findings=[(finding, lay_out(finding.evidence), say_lost(finding)) for finding in comparison.findings],
-        finding_looks=FINDING_LOOKS,
-        contents=[
-            ("findings", "Findings"),
-            *([("busy", "Busy time by run and tier")] if busy_times else []),
-            *((figure.name, figure.title) for figure in figures),
-            ("tables", "Tables"),
+        banner=banner_of(
+            comparison.findings,
+            figure=f"{len(comparison.runs)} runs, compared with {comparison.baseline}",
+            since="see Bandwidth over time",
+        ),
+        runs=comparison.runs,
+        has_contents=True,
+        sections=[
+            Section(
+                title="Differences between the runs",
+                tables=answer_tables(comparison.mismatches),
+                notes=comparison.mismatches.notes,
+            ),
+            findings_section(comparison.findings),
+            *_draw_figures(comparison),
+            Section(
+                name="tables",
+                title="Tables",
+                parts=[
+                    Section(
+                        title=table.title,
+                        tables=answer_tables(table),
+                        notes=_count_hidden(table),
+                        is_folded=table.name not in _OPEN,
+                        why_empty="(no rows)",
+                    )
+                    for table in comparison.tables
+                ],
+            ),
         ],
-        busy_times=busy_times,
-        figures=figures,
-        tables=[lay_out(table) for table in comparison.tables],
     )
 
 
-def say_lost(finding: TraceFinding) -> str:
-    """What a finding costs an average rank; empty where it does not say."""
+def banner_of(findings: Sequence[TraceFinding], *, figure: str, since: str) -> Banner:
+    """The answers of a page: the verdict, what costs most, what to do about it, and what else stands out."""
+    alarms = [finding for finding in findings if finding.weight == "alarm"]
+    costs = [finding for finding in findings if finding.weight == "cost"]
+    verdict, look = ("nothing stands out", Look.GOOD)
+    if alarms:
+        verdict, look = ("misleading", Look.BAD)
+    elif costs:
+        verdict, look = ("could be faster", Look.DOUBT)
+    found = [*alarms, *costs]
+    dearest = max(costs, key=lambda one: one.lost_us or 0, default=None)
+    limited_by = "nothing that stands out in these traces"
+    if dearest is not None:
+        lost = format_lost(dearest)
+        limited_by = f"{dearest.title}, which costs {lost}" if lost else dearest.title
+    fixes = [finding.fix for finding in found if finding.fix] or [
+        f'Look at the finding "{finding.title}".' for finding in found
+    ]
+    return Banner(
+        verdict=verdict,
+        look=look,
+        figure=figure,
+        limited_by=limited_by,
+        since=since,
+        to_do=fixes[0] if fixes else "Nothing, by these traces.",
+        troubles=[finding.title for finding in found if finding is not dearest][:_MOST_TROUBLES],
+    )
+
+
+def findings_section(findings: Sequence[TraceFinding]) -> Section:
+    """All findings, each with its evidence."""
+    return Section(
+        name="findings",
+        title="Findings",
+        parts=[
+            Section(
+                title=f"{finding.code} {finding.title}",
+                aside=f"{finding.weight.value}, {lost}"
+                if (lost := format_lost(finding))
+                else finding.weight.value,
+                text=[*finding.says, *([finding.fix] if finding.fix else [])],
+                tables=answer_tables(finding.evidence),
+                notes=_count_hidden(finding.evidence),
+                look=_LOOKS[finding.weight.value],
+                is_folded=True,
+            )
+            for finding in findings
+        ],
+        why_empty="Nothing stands out.",
+    )
+
+
+def format_lost(finding: TraceFinding) -> str:
+    """The cost of a finding for an average rank; empty where it is unknown."""
     return f"{format_seconds(finding.lost_us / 1e6)} a rank" if finding.lost_us else ""
 
 
-def lay_out(answer: Answer) -> PageTable:
-    """An answer as a table of cells, of which a page shows so many rows."""
-    looks = ["" if column.unit is Unit.TEXT else "number" for column in answer.columns]
-    head = tuple(Cell(heading(column), look) for column, look in zip(answer.columns, looks, strict=True))
-    rows = tuple(tuple(map(_make_cell, cells(answer, row), looks)) for row in answer.rows[:_HTML_ROWS])
-    return PageTable(
-        title=answer.title,
-        table=Table(head=head, rows=rows) if rows else None,
-        num_hidden=max(len(answer.rows) - _HTML_ROWS, 0),
-        notes=answer.notes,
-        is_open=answer.name in _OPEN,
-    )
-
-
-def _make_cell(text: str, look: str) -> Cell:
-    return Cell(text, look or ("long" if len(text) > LONG_TEXT else ""))
-
-
-def draw_figures(comparison: ComparisonResult) -> list[PageFigure]:
-    """The figures of the page, those without anything to draw left out."""
-    bandwidths = comparison.table("bandwidth")
-    # The last bytes that moved end the axis: what comes after them is in the tables.
-    span_us = max((_end_us(row) for row in bandwidths.records()), default=1)
-    sheet = Sheet.of_runs(comparison.runs, span_us)
-    sizes = [
-        {**row, "kind": row["direction"], "to_bytes": 2 * row["from_bytes"]}
-        for row in _rows(comparison, "size_histogram")
+def answer_tables(answer: Answer) -> list[Table]:
+    """The first rows of an answer as a table for people; none if it has no rows."""
+    if not answer.rows:
+        return []
+    heads = [heading(column) for column in answer.columns]
+    rows = [dict(zip(heads, cells(answer, row), strict=True)) for row in answer.rows[:_PAGE_ROWS]]
+    numbers = [
+        head for head, column in zip(heads, answer.columns, strict=True) if column.unit is not Unit.TEXT
     ]
-    bins = Bins("from_bytes", "to_bytes", Unit.BYTES)
-    figures = [
-        PageFigure(
+    return [Table(rows, title=answer.title, numbers=numbers)]
+
+
+def _count_hidden(answer: Answer) -> list[str]:
+    num_hidden = len(answer.rows) - _PAGE_ROWS
+    return [*answer.notes, *([f"{num_hidden:,} more rows in tables.parquet."] if num_hidden > 0 else [])]
+
+
+def _draw_figures(comparison: ComparisonResult) -> list[Section]:
+    """The figures of the page; those without anything to draw are left out."""
+    busy = [row for row in comparison.table("t1_measures").records() if row["max_union_us"]]
+    # The union of the busiest process on each tier: sums of threads would not be times.
+    busy_rows: list[Mapping[str, str | Cell]] = [
+        {
+            "run": Cell(str(row["run"]), run=str(row["run"])),
+            "tier": str(row["tier"]),
+            "busy": Cell(
+                format_seconds(float(row["max_union_us"] or 0) / 1e6), value=float(row["max_union_us"] or 0)
+            ),
+            "calls at a time": "-" if row["concurrency"] is None else f"{row['concurrency']:.1f}",
+        }
+        for row in busy
+    ]
+    ranks: list[Row] = [
+        row for row in comparison.table("ranks").records() if row["rank"] is not None and row["union_us"]
+    ]
+    num_ranks = max((row["rank"] for row in ranks), default=0) + 1
+    longest_s = max((row["union_us"] for row in ranks), default=0) / 1e6
+    sizes: list[Row] = [
+        {**row, "kind": row["direction"], "to_bytes": 2 * row["from_bytes"]}  # type: ignore[operator]
+        for row in comparison.table("size_histogram").records()
+    ]
+    counted = (("num_events", "calls"), ("total_bytes", "bytes"))
+    sections = [
+        Section(
+            name="busy",
+            title="Busy time by run and tier",
+            tables=[Table(busy_rows, bars="busy", numbers={"calls at a time"})] if busy_rows else [],
+        ),
+        Section(
             name="ranks",
             title="Busy with I/O by rank",
-            says="The time in which a rank had at least one call under way; a rank without traces is a gap.",
-            panels=draw_rank_bars(_rows(comparison, "ranks"), sheet),
-            is_grid=True,
+            text=["The time in which at least one call of a rank ran; a rank without traces is a gap."],
+            charts=[
+                Chart(
+                    kind=Kind.BARS, title=run, run=run, unit="s", x_title="rank", y_end=longest_s,
+                    names=[str(rank) for rank in range(num_ranks)],
+                    # Of a rank with several processes, the busiest.
+                    series=[Series(x=list(by_rank), y=list(by_rank.values()))],
+                )
+                for run, rows in by_run(comparison.runs, ranks)
+                for by_rank in [
+                    {
+                        row["rank"]: row["union_us"] / 1e6
+                        for row in sorted(rows, key=lambda one: one["union_us"])
+                    }
+                ]
+            ],
         ),
-        PageFigure(
+        Section(
             name="bandwidth",
             title="Bandwidth over time",
-            says="On one axis for all runs of a tier: reads rise from zero, writes hang from it.",
-            panels=draw_bandwidth(bandwidths, sheet),
-            looks=("read", "write"),
+            text=["On one axis for all runs of a tier: reads rise from zero, writes hang from it."],
+            charts=bandwidth_charts(comparison.runs, comparison.table("bandwidth").records()),
         ),
-        PageFigure(
+        Section(
             name="sizes",
             title="Sizes of transfers",
-            says="A bin is from its label to twice of that: how many calls, and which carry the bytes.",
-            panels=draw_bins(sizes, sheet, bins, (("num_events", "calls"), ("total_bytes", "bytes"))),
-            looks=("read", "write"),
-            is_grid=True,
+            text=["A bin is from its label to twice of that: how many calls, and which carry the bytes."],
+            charts=bin_charts(comparison.runs, sizes, "from_bytes", "to_bytes", counted),
         ),
+    ]  # fmt: skip
+    return [section for section in sections if section.charts or section.tables]
+
+
+def by_run(runs: Sequence[str], rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """The rows of each run that has any, in the order of runs."""
+    found = [(run, [row for row in rows if row["run"] == run]) for run in runs]
+    return [(run, of_run) for run, of_run in found if of_run]
+
+
+def bandwidth_charts(runs: Sequence[str], rows: Sequence[Row], x_end: float = 0.0) -> list[Chart]:
+    """Bytes a second in each bucket, a chart for each tier and run: reads rise, writes hang from zero."""
+    # The last bytes that moved end the axis: what comes after them is in the tables.
+    x_end = x_end or max((row["since_start_us"] + row["bucket_us"] for row in rows), default=1) / 1e6
+    charts = []
+    for tier in dict.fromkeys(row["tier"] for row in rows):
+        of_tier = [row for row in rows if row["tier"] == tier]
+        peaks = {
+            column: max(_rate(row, column) for row in of_tier) for column in ("read_bytes", "written_bytes")
+        }
+        for run, of_run in by_run(runs, of_tier):
+            series, notes = [], []
+            for kind, column, sign in (("read", "read_bytes", 1), ("write", "written_bytes", -1)):
+                moving = [row for row in of_run if row[column]]
+                if moving:
+                    x, ends = times_of(moving)
+                    y = [sign * _rate(row, column) for row in moving]
+                    series.append(Series(name=kind, tone=TONES[kind], x=x, ends=ends, y=y))
+                    notes.append(f"{kind} at most {format_rate(max(map(abs, y)))}")
+            charts.append(
+                Chart(
+                    kind=Kind.AREA, title=run if tier is None else f"{run}, {tier}", run=run, unit="B/s",
+                    series=series, x_end=x_end, y_end=peaks["read_bytes"], y_begin=-peaks["written_bytes"],
+                    note=", ".join(notes),
+                )
+            )  # fmt: skip
+    return charts
+
+
+def _rate(row: Row, column: str) -> float:
+    return float(row[column] * 1e6 / row["bucket_us"])
+
+
+def times_of(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    """Where rows begin and end, in seconds: a bucket by its width, other rows by their own end."""
+    ends = [
+        row["until_us"] if "until_us" in row else row["since_start_us"] + row["bucket_us"] for row in rows
     ]
-    return [figure for figure in figures if figure.panels]
+    return [row["since_start_us"] / 1e6 for row in rows], [end / 1e6 for end in ends]
 
 
-def _rows(comparison: ComparisonResult, name: str) -> list[Mapping[str, Any]]:
-    return list(comparison.table(name).records())
+def bin_charts(
+    runs: Sequence[str], rows: Sequence[Row], begins: str, ends: str, counted: Sequence[tuple[str, str]]
+) -> list[Chart]:
+    """Histograms, stacked by kind: a chart for each run and each of the columns `counted`, with its title.
+
+    Bins stand next to each other from the first to the last that any run has; those without calls are gaps.
+    """
+    if not rows:
+        return []
+    first, last = min(row[begins] for row in rows), max(row[ends] for row in rows)
+    is_bytes = begins.endswith("_bytes")
+    ladder = (
+        [0, *(2**power for power in range(63))]
+        if is_bytes
+        else [0, *(step * 10**power for power in range(18) for step in (1, 2, 5))]
+    )
+    edges = [edge for edge in ladder if first <= edge < last]
+    places = {edge: place for place, edge in enumerate(edges)}
+    charts = []
+    for run, of_run in by_run(runs, rows):
+        for column, title in counted:
+            unit = "B" if column.endswith("_bytes") else "s" if column.endswith("_us") else ""
+            scale = 1e6 if unit == "s" else 1.0
+            totals = [
+                sum(row[column] for row in rows if row["run"] == other and row[begins] == edge)
+                for other in runs
+                for edge in edges
+            ]
+            series = [
+                Series(
+                    name=kind, tone=TONES[kind],
+                    x=[places[row[begins]] for row in of_kind], y=[row[column] / scale for row in of_kind],
+                )
+                for kind in ("read", "write", "metadata")
+                if (of_kind := [row for row in of_run if row["kind"] == kind])
+            ]  # fmt: skip
+            charts.append(
+                Chart(
+                    kind=Kind.BARS, title=f"{run}: {title}", run=run, unit=unit, series=series,
+                    names=[format_bytes(edge) if is_bytes else _format_us(edge) for edge in edges],
+                    y_end=max(totals) / scale,
+                )
+            )  # fmt: skip
+    return charts
 
 
-def _end_us(row: Mapping[str, Any]) -> int:
-    return int(row["since_start_us"]) + int(row["bucket_us"])
-
-
-def _tabulate_busy_times(comparison: ComparisonResult) -> Table | None:
-    """The union of the busiest process on each tier, as bars: sums of threads would not be times."""
-    hues = Sheet.of_runs(comparison.runs, 1).hues
-    rows = [row for row in _rows(comparison, "t1_measures") if row["max_union_us"]]
-    longest = max((row["max_union_us"] for row in rows), default=1)
-    cells = [
-        (
-            Cell(row["run"], f"hue run-{hues[row['run']]}"),
-            Cell(str(row["tier"])),
-            Cell(
-                format_seconds(row["max_union_us"] / 1e6),
-                f"number bar hued run-{hues[row['run']]}",
-                100 * row["max_union_us"] / longest,
-            ),
-            Cell("-" if row["concurrency"] is None else f"{row['concurrency']:.1f}", "number"),
-        )
-        for row in rows
-    ]
-    head = (Cell("run"), Cell("tier"), Cell("busy", "number"), Cell("calls at a time", "number"))
-    return Table(head=head, rows=tuple(cells)) if cells else None
+def _format_us(edge: int) -> str:
+    scale, name = next(
+        ((scale, name) for scale, name in ((10**6, "s"), (1000, "ms")) if edge >= scale), (1, "us")
+    )
+    return f"{edge // scale} {name}"
 
 
 def tabulate_cells(comparison: ComparisonResult) -> pa.Table:
@@ -244,19 +391,19 @@ def tabulate_cells(comparison: ComparisonResult) -> pa.Table:
         *comparison.charts,
         *(finding.evidence for finding in comparison.findings),
     ]
-    table_cells = []
-    for answer in answers:
-        for number, row in enumerate(answer.rows):
-            for column, value in zip(answer.columns, row, strict=True):
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                table_cells.append(
-                    {
-                        "table": answer.name,
-                        "row": number,
-                        "column": column.name,
-                        "unit": column.unit.value,
-                        "text": None if value is None else str(value),
-                        "number": value if is_number else None,
-                    }
-                )
-    return pa.Table.from_pylist(table_cells, schema=_CELL_SCHEMA)
+    return pa.Table.from_pylist(
+        [
+            {
+                "table": answer.name,
+                "row": number,
+                "column": column.name,
+                "unit": column.unit.value,
+                "text": None if value is None else str(value),
+                "number": value if isinstance(value, int | float) and not isinstance(value, bool) else None,
+            }
+            for answer in answers
+            for number, row in enumerate(answer.rows)
+            for column, value in zip(answer.columns, row, strict=True)
+        ],
+        schema=_CELL_SCHEMA,
+    )

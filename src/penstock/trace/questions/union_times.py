@@ -11,7 +11,7 @@ them in the order of time, a batch at a time: an event adds its part behind the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +26,7 @@ _NEVER: Final = np.iinfo(np.int64).min // 2
 
 Numbers = npt.NDArray[np.int64]
 Key = tuple[Any, ...]
+Totals = defaultdict[Any, list[int]]
 
 
 def measure_groups(
@@ -48,10 +49,19 @@ def union_times(events: EventsView, by: Sequence[str], *sets: str) -> dict[Key, 
 
     Groups none of whose events takes any time are left out.
     """
-    totals: dict[Key, list[int]] = defaultdict(lambda: [0] * len(sets))
-    for keys, place, groups, begins, ends in _find_pieces(events, by, sets):
-        for group, total_us in _add_by(groups, ends - begins):
+
+    def add(totals: Totals, keys: list[Key], place: int, groups: Numbers, lengths: Numbers) -> None:
+        firsts = np.flatnonzero(np.concatenate((np.ones(1, bool), groups[1:] != groups[:-1])))
+        sums = np.add.reduceat(lengths, firsts).tolist()
+        for group, total_us in zip(groups[firsts].tolist(), sums, strict=True):
             totals[keys[group]][place] += total_us
+
+    totals = _add_up(
+        events,
+        by,
+        sets,
+        lambda total, keys, place, at, begins, ends: add(total, keys, place, at, ends - begins),
+    )
     times = {key: tuple(total) for key, total in totals.items()}
     # Without keys all events are one group, even if there are none.
     return times if by else {(): (0,) * len(sets), **times}
@@ -61,9 +71,10 @@ def union_in_buckets(
     events: EventsView, by: Sequence[str], *sets: str, width_us: int, origin_of: Callable[[Key], int]
 ) -> dict[tuple[Key, int], list[int]]:
     """The same in each bucket of time: by key and number of the bucket, counted from the key's origin."""
-    totals: dict[tuple[Key, int], list[int]] = defaultdict(lambda: [0] * len(sets))
-    for keys, place, *pieces in _find_pieces(events, by, sets):
-        groups, begins, ends = pieces
+
+    def add(  # noqa: PLR0917 - the arrays of a batch
+        totals: Totals, keys: list[Key], place: int, groups: Numbers, begins: Numbers, ends: Numbers
+    ) -> None:
         origins = np.array([origin_of(key) for key in keys], dtype=np.int64)[groups]
         begins, ends = begins - origins, ends - origins
         while len(groups):
@@ -78,51 +89,60 @@ def union_in_buckets(
             # Pieces that reach into the next bucket go on there.
             is_longer = ends > edges
             groups, begins, ends = groups[is_longer], edges[is_longer], ends[is_longer]
-    return totals
+
+    return _add_up(events, by, sets, add)
 
 
-def _find_pieces(
-    events: EventsView, by: Sequence[str], sets: Sequence[str]
-) -> Iterator[tuple[list[Key], int, Numbers, Numbers, Numbers]]:
-    """Pieces of time that do not overlap within a group and set, whose lengths add up to the union.
+def _add_up(events: EventsView, by: Sequence[str], sets: Sequence[str], add: Callable[..., None]) -> Totals:
+    """The totals that `add` makes of the pieces of time whose lengths add up to unions.
 
-    Yields keys, the place of the set, and the group (a place among the keys), begin and end of each piece;
-    pieces of a group stand together, in order. Events are read in the order in which they are stored, which
-    is that of time within one table; of several tables they are sorted.
+    The pieces of a group and set do not overlap; `add` gets the keys, the place of the set, and the group (a
+    place among the keys), begin and end of each piece. Pieces of a group stand together, in order.
     """
     is_member = " OR ".join(f"({one})" for one in sets)
     members = " + ".join(f"(coalesce({one}, false)::UTINYINT << {place})" for place, one in enumerate(sets))
     where = f"WHERE dur_us > 0 AND ({is_member})"
-    numbered, keys = "0", [()]
+    numbered, keys, number_of = "0", [()], {0: 0}
     if by:
         names = ", ".join(by)
-        # A hash stands for the values of a group, as a join would lose the order of events.
+        # A hash stands for the values of a group: a join with a table of groups would lose the order.
         numbered = f"hash({names})"
         found = events.ask(f"SELECT {numbered}, {names} FROM {{events}} {where} GROUP BY {names}")
         keys = [row[1:] for row in found]
         number_of = {row[0]: number for number, row in enumerate(found)}
         assert len(number_of) == len(keys), "two groups have the same hash of 64 bits"
     query = f"SELECT {numbered} AS numbered, {members} AS members, ts_us, end_us FROM {{events}} {where}"
-    order = "" if _is_in_order(events) else " ORDER BY ts_us"
-    reach = np.full((len(sets), len(keys)), _NEVER)
-    code_type = np.int16 if len(keys) < 1 << 15 else np.int32
-    for batch in events.read(query + order, _BATCH_ROWS):
-        members_of, starts, ends = (batch.column(place).to_numpy() for place in (1, 2, 3))
-        codes = np.zeros(len(starts), dtype=np.int64)
-        if by:
-            encoded = batch.column(0).dictionary_encode()
-            numbers = [number_of[value] for value in encoded.dictionary.to_pylist()]
-            codes = np.array(numbers, dtype=np.int64)[encoded.indices.to_numpy()]
-            # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
-            by_group = np.argsort(codes.astype(code_type), kind="stable")
-            codes, members_of, starts, ends = (one[by_group] for one in (codes, members_of, starts, ends))
-        for place in range(len(sets)):
-            chosen = (members_of & (1 << place)) != 0
-            if chosen.any():
-                groups, begins, until = codes[chosen], starts[chosen], ends[chosen]
-                begins = _cut_covered(groups, begins, until, reach[place])
-                is_left = until > begins
-                yield keys, place, groups[is_left], begins[is_left], until[is_left]
+    # A table has its events in the order of time. Several tables may not, and conditions that DuckDB makes a
+    # join of lose the order; then events are sorted, which takes longer than all the rest.
+    for order in ("", " ORDER BY ts_us"):
+        totals: Totals = defaultdict(lambda: [0] * len(sets))
+        reach = np.full((len(sets), len(keys)), _NEVER)
+        last_us = _NEVER
+        for batch in events.read(query + order, _BATCH_ROWS):
+            members_of, starts, ends = (batch.column(place).to_numpy() for place in (1, 2, 3))
+            if len(starts) and (starts[0] < last_us or np.any(starts[1:] < starts[:-1])):
+                break
+            last_us = starts[-1] if len(starts) else last_us
+            codes = np.zeros(len(starts), dtype=np.int64)
+            if by:
+                encoded = batch.column(0).dictionary_encode()
+                numbers = [number_of[value] for value in encoded.dictionary.to_pylist()]
+                codes = np.array(numbers, dtype=np.int64)[encoded.indices.to_numpy()]
+                # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
+                sortable = codes.astype(np.int16 if len(keys) < 1 << 15 else np.int32)
+                by_group = np.argsort(sortable, kind="stable")
+                codes, members_of, starts, ends = (one[by_group] for one in (codes, members_of, starts, ends))
+            for place in range(len(sets)):
+                chosen = (members_of & (1 << place)) != 0
+                if chosen.any():
+                    groups, begins, until = codes[chosen], starts[chosen], ends[chosen]
+                    begins = _cut_covered(groups, begins, until, reach[place])
+                    is_left = until > begins
+                    if is_left.any():
+                        add(totals, keys, place, groups[is_left], begins[is_left], until[is_left])
+        else:
+            return totals
+    raise AssertionError("sorted events are out of order")
 
 
 def _cut_covered(groups: Numbers, starts: Numbers, ends: Numbers, reach: Numbers) -> Numbers:
@@ -147,18 +167,3 @@ def _cut_covered(groups: Numbers, starts: Numbers, ends: Numbers, reach: Numbers
     before[firsts] = reach[of_firsts]
     reach[of_firsts] = furthest[np.append(firsts[1:], len(groups)) - 1]
     return np.maximum(starts, before)
-
-
-def _is_in_order(events: EventsView) -> bool:
-    """Whether events are stored in the order of time."""
-    (is_late,) = events.ask_one("""
-        SELECT count(*) > 0 FROM (SELECT ts_us, lag(ts_us) OVER () AS before FROM {events})
-        WHERE ts_us < before""")
-    return not is_late
-
-
-def _add_by(groups: Numbers, lengths: Numbers) -> Iterator[tuple[int, int]]:
-    """Sums of lengths by group."""
-    if len(groups):
-        firsts = np.flatnonzero(np.concatenate((np.ones(1, bool), groups[1:] != groups[:-1])))
-        yield from zip(groups[firsts].tolist(), np.add.reduceat(lengths, firsts).tolist(), strict=True)

@@ -7,13 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.trace.compare.comparison import ComparisonResult
-from penstock.trace.compare.report import write_report
+from penstock.trace.compare.report import write_comparison
 
 
 @pytest.fixture(scope="session")
 def report(compared: ComparisonResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    write_report(compared, folder)
+    write_comparison(compared, folder)
     return folder
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 from tests.support.trace_studies import small_study
 
+from penstock.reports.page import render_report
 from penstock.trace.compare.comparison import rank_findings
 from penstock.trace.compare.run_overview import overview, say_answer
-from penstock.trace.compare.run_report import render_run_report, report_runs
+from penstock.trace.compare.run_report import report_runs
 from penstock.trace.compare.trace_study import TraceFinding, Weight
 from penstock.trace.questions.answer import Answer, make_columns
 
@@ -117,6 +118,6 @@ def test_a_report_has_findings_about_each_run_with_what_to_do_about_them() -> No
     found = {each["code"]: each for each in made.document()["findings"]}
     assert found["R1"]["lost_us"] == 200
     assert "larger buffer" in found["R1"]["fix"]
-    page = render_run_report(made)
+    page = render_report(made.page())
     assert "200 us a rank" in page
     assert "Read through a larger buffer" in page

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from tests.support.trace_studies import small_study
 
+from penstock.trace import figures
 from penstock.trace.compare.trace_study import Study
-from penstock.trace.figures import calls, histograms, over_time
-from penstock.trace.figures.placed_calls import place_calls
-from penstock.trace.figures.time_axis import TimeAxis, measure_axis
+from penstock.trace.figures import TimeAxis, measure_axis, place_calls
 from penstock.trace.questions.answer import Answer
 
 READS = ("read", "pread64", "fread")
@@ -134,8 +133,8 @@ def test_buckets_are_round_and_not_more_than_asked_for(axis: TimeAxis, most: int
 def test_bandwidth_divides_bytes_by_the_time_in_each_bucket(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    answer = over_time.bandwidth(study.events, axis)
-    width = axis.bucket_us(over_time.BANDWIDTH_BUCKETS)
+    answer = figures.bandwidth(study.events, axis)
+    width = axis.bucket_us(figures.BANDWIDTH_BUCKETS)
     expected: dict[tuple[Any, ...], float] = defaultdict(float)
     for event in events:
         if event["size_bytes"]:
@@ -155,8 +154,8 @@ def test_bandwidth_divides_bytes_by_the_time_in_each_bucket(
 def test_cells_of_ranks_have_their_bytes_and_the_exact_time_they_were_busy(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    answer = over_time.rank_cells(place_calls(study.events, axis))
-    width = axis.bucket_us(over_time.HEAT_BUCKETS)
+    answer = figures.rank_cells(place_calls(study.events, axis))
+    width = axis.bucket_us(figures.HEAT_BUCKETS)
     for run in axis.runs:
         rows = [row for row in records(answer) if row["run"] == run]
         own = [event for event in events if event["run"] == run and is_io(event)]
@@ -180,7 +179,7 @@ def test_many_ranks_share_rows_and_no_byte_is_lost() -> None:
         for rank in range(150)
     ]  # fmt: skip
     with small_study(events, runs=["base"]) as study:
-        answer = over_time.rank_cells(place_calls(study.events, measure_axis(study.events, study.runs)))
+        answer = figures.rank_cells(place_calls(study.events, measure_axis(study.events, study.runs)))
     rows = records(answer)
     assert {row["row"] for row in rows} == set(range(50))
     assert {(row["first_rank"], row["last_rank"]) for row in rows if row["row"] == 49} == {(147, 149)}
@@ -192,8 +191,8 @@ def test_many_ranks_share_rows_and_no_byte_is_lost() -> None:
 def test_computation_io_and_both_are_measured_in_each_process(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    answer = over_time.overlap_lanes(place_calls(study.events, axis))
-    width = axis.bucket_us(over_time.OVERLAP_BUCKETS)
+    answer = figures.overlap_lanes(place_calls(study.events, axis))
+    width = axis.bucket_us(figures.OVERLAP_BUCKETS)
     for run in axis.runs:
         expected: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
         own = [event for event in events if event["run"] == run and event["dur_us"]]
@@ -220,8 +219,8 @@ def test_computation_io_and_both_are_measured_in_each_process(
 def test_metadata_calls_count_where_they_begin_and_rare_ones_are_other(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    answer = over_time.metadata_calls(study.events, axis)
-    width = axis.bucket_us(over_time.HEAT_BUCKETS)
+    answer = figures.metadata_calls(study.events, axis)
+    width = axis.bucket_us(figures.HEAT_BUCKETS)
     starts: dict[tuple[str, int], int] = defaultdict(int)
     for event in events:
         if event["kind"] == "metadata":
@@ -231,12 +230,12 @@ def test_metadata_calls_count_where_they_begin_and_rare_ones_are_other(
         found[row["run"], row["since_start_us"]] += row["num_calls"]
     assert found == starts
     operations = {row["op"] for row in records(answer)}
-    assert len(operations) == over_time.MOST_OPERATIONS + 1
+    assert len(operations) == figures.MOST_OPERATIONS + 1
     assert "other" in operations
 
 
 def test_bars_hold_every_event_within_their_ends(events: list[Event], study: Study, axis: TimeAxis) -> None:
-    bars = records(calls.call_bars(place_calls(study.events, axis)))
+    bars = records(figures.call_bars(place_calls(study.events, axis)))
     drawn = [event for event in events if event["kind"] != "app"]
     assert sum(bar["num_events"] for bar in bars) == len(drawn)
     assert sum(bar["sum_us"] for bar in bars) == sum(event["dur_us"] for event in drawn)
@@ -252,10 +251,10 @@ def test_bars_hold_every_event_within_their_ends(events: list[Event], study: Stu
 
 
 def test_too_many_events_become_fewer_bars_and_the_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST_BARS", 200)
+    monkeypatch.setattr(figures, "MOST_BARS", 200)
     events = make_events(3000, span_us=400_000)
     with small_study(plain(events), runs=RUNS) as study:
-        answer = calls.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
+        answer = figures.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
     assert len(answer.rows) <= 200
     drawn = sum(event["kind"] != "app" for event in events)
     assert sum(row["num_events"] for row in records(answer)) == drawn
@@ -266,8 +265,8 @@ def test_too_many_events_become_fewer_bars_and_the_note_says_so(monkeypatch: pyt
 def test_each_lane_keeps_a_bar_of_each_kind_however_few_are_wanted(
     events: list[Event], study: Study, axis: TimeAxis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "MOST_BARS", 1)
-    rows = records(calls.call_bars(place_calls(study.events, axis)))
+    monkeypatch.setattr(figures, "MOST_BARS", 1)
+    rows = records(figures.call_bars(place_calls(study.events, axis)))
     lanes = [(row["run"], row["host"], row["pid"], row["tid"], row["kind"]) for row in rows]
     assert len(lanes) == len(set(lanes))
     assert set(lanes) == {
@@ -282,14 +281,14 @@ def test_more_threads_than_lanes_become_processes_and_then_the_busiest() -> None
 
     of_threads = [write(pid, tid, 5) for pid in range(4) for tid in range(30)]
     with small_study(of_threads, runs=["base"]) as study:
-        answer = calls.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
+        answer = figures.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
     assert {row["pid"] for row in records(answer)} == {0, 1, 2, 3}
     assert "4 processes" in answer.notes[0]
     of_processes = [write(pid, tid, pid) for pid in range(1, 61) for tid in range(2)]
     with small_study(of_processes, runs=["base"]) as study:
-        answer = calls.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
-    assert {row["pid"] for row in records(answer)} == set(range(61 - calls.MOST_LANES, 61))
-    assert f"the {calls.MOST_LANES} of 60 processes with the most I/O" in answer.notes[0]
+        answer = figures.call_bars(place_calls(study.events, measure_axis(study.events, study.runs)))
+    assert {row["pid"] for row in records(answer)} == set(range(61 - figures.MOST_LANES, 61))
+    assert f"the {figures.MOST_LANES} of 60 processes with the most I/O" in answer.notes[0]
 
 
 def loop_spans(num_steps: int, step_us: int) -> list[dict[str, Any]]:
@@ -321,7 +320,7 @@ def loop_spans(num_steps: int, step_us: int) -> list[dict[str, Any]]:
 
 def test_steps_waits_barriers_and_checkpoints_of_a_loop_are_bars_of_its_thread() -> None:
     with small_study(loop_spans(10, 10_000), runs=["base"]) as study:
-        rows = records(calls.call_bars(place_calls(study.events, measure_axis(study.events, study.runs))))
+        rows = records(figures.call_bars(place_calls(study.events, measure_axis(study.events, study.runs))))
     assert {row["tid"] for row in rows} == {7}
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:
@@ -336,7 +335,7 @@ def test_steps_waits_barriers_and_checkpoints_of_a_loop_are_bars_of_its_thread()
 
 def test_steps_too_narrow_to_be_told_apart_are_one_bar() -> None:
     with small_study(loop_spans(1000, 40), runs=["base"]) as study:
-        rows = records(calls.call_bars(place_calls(study.events, measure_axis(study.events, study.runs))))
+        rows = records(figures.call_bars(place_calls(study.events, measure_axis(study.events, study.runs))))
     (steps,) = [row for row in rows if row["kind"] == "step"]
     assert (steps["num_events"], steps["sum_us"], steps["until_us"]) == (1000, 40_000, 40_000)
 
@@ -344,8 +343,8 @@ def test_steps_too_narrow_to_be_told_apart_are_one_bar() -> None:
 def test_spans_of_a_loop_are_no_calls_in_other_figures() -> None:
     with small_study(loop_spans(10, 10_000), runs=["base"]) as study:
         placed = place_calls(study.events, measure_axis(study.events, study.runs))
-        assert over_time.rank_cells(placed).rows == []
-        overlap = records(over_time.overlap_lanes(placed))
+        assert figures.rank_cells(placed).rows == []
+        overlap = records(figures.overlap_lanes(placed))
     assert sum(row["compute_us"] for row in overlap) == 50_000
     assert sum(row["io_us"] for row in overlap) == 0
 
@@ -353,7 +352,7 @@ def test_spans_of_a_loop_are_no_calls_in_other_figures() -> None:
 def test_offsets_of_the_busiest_files_hold_all_their_bytes(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    rows = records(calls.file_offsets(study.events, axis))
+    rows = records(figures.file_offsets(study.events, axis))
     for run in axis.runs:
         totals: dict[str, int] = defaultdict(int)
         ends: dict[str, int] = defaultdict(int)
@@ -361,7 +360,7 @@ def test_offsets_of_the_busiest_files_hold_all_their_bytes(
             if event["run"] == run and event["offset"] is not None and event["size_bytes"]:
                 totals[event["path"]] += event["size_bytes"]
                 ends[event["path"]] = max(ends[event["path"]], event["offset"] + event["size_bytes"])
-        busiest = largest(totals, calls.MOST_FILES)
+        busiest = largest(totals, figures.MOST_OFFSET_FILES)
         found: dict[Any, int] = defaultdict(int)
         for row in rows:
             if row["run"] == run:
@@ -371,7 +370,7 @@ def test_offsets_of_the_busiest_files_hold_all_their_bytes(
 
 
 def test_every_transfer_is_in_the_bin_of_its_size(events: list[Event], study: Study) -> None:
-    rows = records(histograms.size_bins(study.events))
+    rows = records(figures.size_bins(study.events))
     moving = [event for event in events if event["size_bytes"] is not None]
     assert sum(row["num_calls"] for row in rows) == len(moving)
     for row in rows:
@@ -389,7 +388,7 @@ def test_a_power_of_two_begins_a_bin_and_one_byte_less_ends_the_one_before(power
     sizes = [2**power - 1, 2**power]
     events = [{"run": "base", "name": "write", "path": "/fast/x", "size_bytes": size} for size in sizes]
     with small_study(events, runs=["base"]) as study:
-        rows = records(histograms.size_bins(study.events))
+        rows = records(figures.size_bins(study.events))
     below = 2 ** (power - 1) if power else 0
     assert [(row["from_bytes"], row["to_bytes"]) for row in rows] == [
         (below, 2**power),
@@ -398,7 +397,7 @@ def test_a_power_of_two_begins_a_bin_and_one_byte_less_ends_the_one_before(power
 
 
 def test_every_call_is_in_the_bin_of_its_duration(events: list[Event], study: Study) -> None:
-    rows = records(histograms.latency_bins(study.events))
+    rows = records(figures.latency_bins(study.events))
     timed = [event for event in events if is_io(event)]
     assert sum(row["num_calls"] for row in rows) == len(timed)
     for row in rows:
@@ -415,7 +414,7 @@ def test_every_call_is_in_the_bin_of_its_duration(events: list[Event], study: St
 def test_durations_at_an_edge_begin_a_bin(edge: int) -> None:
     events = [{"run": "base", "name": "open", "path": "/fast/x", "dur_us": dur} for dur in (edge - 1, edge)]
     with small_study(events, runs=["base"]) as study:
-        rows = records(histograms.latency_bins(study.events))
+        rows = records(figures.latency_bins(study.events))
     assert [row["from_us"] for row in rows][1] == edge
     assert rows[0]["to_us"] == edge
 
@@ -423,7 +422,7 @@ def test_durations_at_an_edge_begin_a_bin(edge: int) -> None:
 def test_files_are_those_with_most_bytes_or_time_and_their_time_is_a_union(
     events: list[Event], study: Study, axis: TimeAxis
 ) -> None:
-    rows = records(histograms.busiest_files(study.events))
+    rows = records(figures.busiest_files(study.events))
     for run in axis.runs:
         moved: dict[str, int] = defaultdict(int)
         took: dict[str, int] = defaultdict(int)
@@ -431,7 +430,7 @@ def test_files_are_those_with_most_bytes_or_time_and_their_time_is_a_union(
             if event["run"] == run and event["path"]:
                 moved[event["path"]] += event["size_bytes"] or 0
                 took[event["path"]] += event["dur_us"]
-        most = {path for sums in (moved, took) for path in largest(sums, histograms.MOST_FILES)}
+        most = {path for sums in (moved, took) for path in largest(sums, figures.MOST_FILES)}
         assert {row["path"] for row in rows if row["run"] == run} == most
     for row in rows:
         own = [event for event in events if (event["run"], event["path"]) == (row["run"], row["path"])]
@@ -443,7 +442,7 @@ def test_files_are_those_with_most_bytes_or_time_and_their_time_is_a_union(
 
 
 def test_operations_have_their_median_and_their_longest_call(events: list[Event], study: Study) -> None:
-    rows = records(histograms.operations(study.events))
+    rows = records(figures.operations(study.events))
     assert sum(row["num_calls"] for row in rows) == sum(map(is_io, events))
     (found,) = [row for row in rows if (row["run"], row["op"]) == ("base", "pwritev")]
     durations = sorted(e["dur_us"] for e in events if (e["run"], e["name"]) == ("base", "pwritev2"))
@@ -455,7 +454,7 @@ def test_runs_without_any_event_have_figures_without_rows() -> None:
     with small_study([], runs=["base"]) as study:
         axis = measure_axis(study.events, study.runs)
         placed = place_calls(study.events, axis)
-        for of_calls in (over_time.rank_cells, over_time.overlap_lanes, calls.call_bars):
+        for of_calls in (figures.rank_cells, figures.overlap_lanes, figures.call_bars):
             assert of_calls(placed).rows == []
-        for ask in (over_time.bandwidth, over_time.metadata_calls, calls.file_offsets):
+        for ask in (figures.bandwidth, figures.metadata_calls, figures.file_offsets):
             assert ask(study.events, axis).rows == []

@@ -1,0 +1,519 @@
+"""The rows of each figure of a report: one SQL query for each, with as many rows as a drawing can show.
+
+    events -> TimeAxis, which all runs share -> calls, placed on it as numbers -> rows of figures
+
+An event that spans several buckets of time is divided by the time that it spent in each; it counts as a call
+where it began. Sums over all buckets are those of the events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.trace.dimensions import case_sql, sql_literal
+from penstock.trace.event_schema import ALL_RANKS
+from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
+from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
+from penstock.trace.questions.timeline import cut_sql, round_up, share_sql
+from penstock.units import format_seconds
+
+KIND = f"""CASE WHEN phase = 'compute' THEN 'compute' WHEN phase <> 'io' THEN NULL
+                WHEN {IS_READ} THEN 'read' WHEN {IS_WRITE} THEN 'write' ELSE 'metadata' END"""
+"""SQL expression: which kind of call or computation an event is in a drawing, else NULL."""
+LOOP_PART = """CASE WHEN phase IN ('wait', 'barrier') THEN phase WHEN phase = 'stall' THEN 'checkpoint'
+                     WHEN phase = 'app_io' AND contains(cat, 'checkpoint') THEN 'checkpoint'
+                     WHEN phase = 'loop' AND cat = 'step' THEN 'step' END"""
+"""SQL expression: which part of a program's own loop an event is in a drawing, else NULL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunExtent:
+    """What a run has to draw, and when it began."""
+
+    origin_us: int
+    span_us: int
+    num_events: int
+    num_io: int
+    num_compute: int
+    num_offsets: int
+    num_processes: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeAxis:
+    """Runs that have events, in their order, and the span of the longest."""
+
+    runs: Mapping[str, RunExtent]
+    span_us: int
+
+    def since_sql(self, run: str = "run") -> str:
+        """SQL expression: an event's start since its run's first event; `run` is the column of names."""
+        return f"(ts_us - {case_sql(run, {name: extent.origin_us for name, extent in self.runs.items()})})"
+
+    def bucket_us(self, most: int) -> int:
+        """A round length of time of which at most `most` cover the axis: 1, 2 or 5 times a power of ten."""
+        return round_up(-(-(self.span_us + 1) // most))
+
+
+def measure_axis(events: EventsView, runs: Sequence[str]) -> TimeAxis:
+    """Measure the runs; those without events are left out."""
+    rows = events.ask(f"""
+        SELECT run, min(ts_us), max(end_us) - min(ts_us), count(*), count(*) FILTER (WHERE {IS_IO}),
+               count(*) FILTER (WHERE phase = 'compute' AND dur_us > 0),
+               count(*) FILTER (WHERE {IS_IO} AND "offset" IS NOT NULL AND size_bytes > 0)
+        FROM {{events}} GROUP BY run""")
+    threads = events.ask(f"""
+        SELECT run, count(DISTINCT (host, pid)) FILTER (pid <> {ALL_RANKS}), count(*)
+        FROM (SELECT DISTINCT run, host, pid, tid FROM {{events}}) GROUP BY run""")
+    counted = {run: (num_processes, num_threads) for run, num_processes, num_threads in threads}
+    extents = {
+        row[0]: RunExtent(
+            origin_us=row[1],
+            span_us=row[2],
+            num_events=row[3],
+            num_io=row[4],
+            num_compute=row[5],
+            num_offsets=row[6],
+            num_processes=counted[row[0]][0],
+            num_threads=counted[row[0]][1],
+        )
+        for row in rows
+    }
+    ordered = {run: extents[run] for run in runs if run in extents}
+    return TimeAxis(runs=ordered, span_us=max((extent.span_us for extent in ordered.values()), default=1))
+
+
+THREADS: Final = "penstock_threads"
+"""Table: run, host, pid, tid, rank; `thread` and `process`, numbered over all runs, and `row`, within a run.
+
+A process is one rank of a host where ranks are known, because its workers read for it.
+"""
+CALLS: Final = "penstock_calls"
+"""Table: process, thread, kind, since_us, until_us, size_bytes; and where each event adds to a union:
+`io_from_us` to that of I/O, `compute_from_us` to that of computation, `any_from_us` to that of both."""
+LOOP_PARTS: Final = "penstock_loop_parts"
+"""Table: thread, kind, since_us, until_us of the steps, waits and checkpoints that a program records."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedCalls:
+    """The tables, on the connection of the events they are made from."""
+
+    events: EventsView
+    axis: TimeAxis
+
+
+def place_calls(events: EventsView, axis: TimeAxis) -> PlacedCalls:
+    """Make the tables, over those of an earlier report on this connection."""
+    process = "rank NULLS LAST, host, CASE WHEN rank IS NULL THEN pid END"
+    events.ask(f"""
+        CREATE OR REPLACE TEMP TABLE {THREADS} AS
+        SELECT *, row_number() OVER (ORDER BY run, {process}, pid, tid)::INTEGER AS thread,
+               dense_rank() OVER (ORDER BY run, {process})::INTEGER AS process,
+               dense_rank() OVER (PARTITION BY run ORDER BY {process}) - 1 AS row
+        FROM (SELECT run, host, pid, tid, min(min(rank)) OVER (PARTITION BY run, host, pid) AS rank
+              FROM {{events}} WHERE phase IN ('io', 'compute') OR {LOOP_PART} IS NOT NULL
+              GROUP BY run, host, pid, tid)""")
+    has_compute = any(extent.num_compute for extent in axis.runs.values())
+    parts = {"io": "kind <> 'compute'", "compute": "kind = 'compute'", "any": "true"}
+    columns = ", ".join(
+        f"{_part(where) if has_compute or what == 'io' else 'NULL::BIGINT'} AS {what}_from_us"
+        for what, where in parts.items()
+    )
+    events.ask(f"""
+        CREATE OR REPLACE TEMP TABLE {CALLS} AS
+        SELECT *, {columns}
+        FROM (SELECT t.process, t.thread, ({KIND})::ENUM ('read', 'write', 'metadata', 'compute') AS kind,
+                     {axis.since_sql("e.run")} AS since_us, since_us + dur_us AS until_us, size_bytes
+              FROM {{events}} e JOIN {THREADS} t ON {_SAME_THREAD} WHERE phase IN ('io', 'compute'))
+        WINDOW before AS (PARTITION BY process ORDER BY since_us
+                          ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)""")
+    events.ask(f"""
+        CREATE OR REPLACE TEMP TABLE {LOOP_PARTS} AS
+        SELECT t.thread, {LOOP_PART} AS kind, {axis.since_sql("e.run")} AS since_us,
+               since_us + dur_us AS until_us
+        FROM {{events}} e JOIN {THREADS} t ON {_SAME_THREAD}
+        -- The first condition is cheap, and holds for few events.
+        WHERE phase NOT IN ('io', 'compute') AND {LOOP_PART} IS NOT NULL""")
+    return PlacedCalls(events, axis)
+
+
+_SAME_THREAD: Final = (
+    "e.run = t.run AND e.pid = t.pid AND e.tid = t.tid AND e.host IS NOT DISTINCT FROM t.host"
+)
+
+
+def _part(where: str) -> str:
+    """SQL expression: where an event begins to add to the union of those that `where` holds for."""
+    reach = f"max(until_us) FILTER (WHERE {where}) OVER before"
+    return f"CASE WHEN {where} THEN least(until_us, greatest(since_us, coalesce({reach}, since_us))) END"
+
+
+BANDWIDTH_BUCKETS: Final = 1000
+HEAT_BUCKETS: Final = 150
+OVERLAP_BUCKETS: Final = 300
+MOST_RANK_ROWS: Final = 64
+MOST_OPERATIONS: Final = 6
+
+_MOVED: Final = share_sql("size_bytes")
+
+
+def bandwidth(events: EventsView, axis: TimeAxis) -> Answer:
+    """Bytes read and written in each fine bucket, by run and tier; buckets without bytes are left out."""
+    width_us = axis.bucket_us(BANDWIDTH_BUCKETS)
+    since = axis.since_sql()
+    source = f"""
+        SELECT run, tier, size_bytes, {IS_READ} AS is_read, dur_us AS whole_us, {since} AS since_us,
+               since_us + dur_us AS until_us
+        FROM {{events}} WHERE {IS_IO} AND size_bytes > 0 AND ({IS_READ} OR {IS_WRITE})"""
+    rows = events.ask(f"""
+        SELECT run, tier, bucket * {width_us}, {width_us},
+               coalesce(sum({_MOVED}) FILTER (WHERE is_read), 0),
+               coalesce(sum({_MOVED}) FILTER (WHERE NOT is_read), 0)
+        FROM ({cut_sql(source, width_us, "run, tier, size_bytes, is_read, whole_us")})
+        GROUP BY run, tier, bucket ORDER BY run, tier, bucket""")
+    columns = make_columns("run", "tier", "since_start_us", "bucket_us", "read_bytes", "written_bytes")
+    return Answer(name="bandwidth", title="Bandwidth over time", columns=columns, rows=rows)
+
+
+def rank_cells(placed: PlacedCalls) -> Answer:
+    """Bytes and busy time of each rank in each bucket; of many ranks, several neighbours are one row.
+
+    Busy is the time in which a rank had at least one call under way; of a row of several, the sum of them.
+    """
+    width_us = placed.axis.bucket_us(HEAT_BUCKETS)
+    (num_rows,) = placed.events.ask_one(f"SELECT coalesce(max(row), 0) + 1 FROM {THREADS}")
+    together = -(-num_rows // MOST_RANK_ROWS)
+    source = f"""
+        SELECT process, kind, size_bytes, until_us - since_us AS whole_us, io_from_us, since_us, until_us
+        FROM {CALLS} WHERE kind <> 'compute'"""
+    rows = placed.events.ask(f"""
+        WITH cells AS (
+            SELECT process, bucket,
+                   coalesce(sum({_MOVED}) FILTER (WHERE kind = 'read'), 0) AS read_bytes,
+                   coalesce(sum({_MOVED}) FILTER (WHERE kind = 'write'), 0) AS written_bytes,
+                   sum(greatest(0, finish_us - greatest(begin_us, io_from_us))) AS busy_us
+            FROM ({cut_sql(source, width_us, "process, kind, size_bytes, whole_us, io_from_us")})
+            GROUP BY process, bucket),
+        ranks AS (
+            SELECT run, process, row // {together} AS row, min(rank) AS rank, min(pid) AS pid,
+                   any_value(host) AS host
+            FROM {THREADS} SEMI JOIN cells USING (process) GROUP BY ALL),
+        row_names AS (
+            SELECT run, row, min(rank) AS first_rank, max(rank) AS last_rank, any_value(host) AS host,
+                   min(pid) AS pid, count(*) AS num_processes
+            FROM ranks GROUP BY run, row)
+        SELECT run, row, first_rank, last_rank, n.host, n.pid, num_processes, bucket * {width_us}, {width_us},
+               sum(read_bytes), sum(written_bytes), sum(busy_us)::BIGINT
+        FROM cells JOIN ranks USING (process) JOIN row_names n USING (run, row)
+        GROUP BY run, row, first_rank, last_rank, n.host, n.pid, num_processes, bucket
+        ORDER BY run, row, bucket""")
+    columns = make_columns(
+        "run", Column("row", Unit.COUNT), Column("first_rank", Unit.COUNT), Column("last_rank", Unit.COUNT),
+        "host", Column("pid", Unit.COUNT), "num_processes", "since_start_us", "bucket_us", "read_bytes",
+        "written_bytes", "busy_us",
+    )  # fmt: skip
+    notes = [] if together == 1 else [f"Each row is {together} ranks, next to one another."]
+    return Answer(name="rank_cells", title="I/O by rank and time", columns=columns, rows=rows, notes=notes)
+
+
+def overlap_lanes(placed: PlacedCalls) -> Answer:
+    """Time of computation, of I/O, and of both at once in each bucket: sums over the ranks of a run."""
+    width_us = placed.axis.bucket_us(OVERLAP_BUCKETS)
+    source = " UNION ALL ".join(
+        f"SELECT process, '{what}' AS what, {what}_from_us AS since_us, until_us FROM {CALLS} "
+        f"WHERE {what}_from_us < until_us AND any_from_us IS NOT NULL"
+        for what in ("io", "compute", "any")
+    )
+    rows = placed.events.ask(f"""
+        WITH spent AS (
+            SELECT process, bucket, {", ".join(map(_spent, ("compute", "io", "any")))}
+            FROM ({cut_sql(source, width_us, "process, what")}) GROUP BY process, bucket),
+        computing AS (
+            SELECT run, count(DISTINCT process) AS num_processes
+            FROM {THREADS} SEMI JOIN spent USING (process) GROUP BY run),
+        by_run AS (
+            SELECT run, bucket, sum(compute_us)::BIGINT AS compute_us, sum(io_us)::BIGINT AS io_us,
+                   sum(any_us)::BIGINT AS any_us
+            FROM spent JOIN (SELECT DISTINCT run, process FROM {THREADS}) USING (process)
+            GROUP BY run, bucket)
+        SELECT run, bucket * {width_us}, {width_us}, num_processes, compute_us, io_us,
+               compute_us + io_us - any_us
+        FROM by_run JOIN computing USING (run)
+        WHERE run IN (SELECT run FROM by_run WHERE compute_us > 0) ORDER BY run, bucket""")
+    columns = make_columns(
+        "run", "since_start_us", "bucket_us", "num_processes", "compute_us", "io_us", "both_us"
+    )
+    return Answer(name="overlap_lanes", title="Computation and I/O", columns=columns, rows=rows)
+
+
+def _spent(what: str) -> str:
+    return f"coalesce(sum(finish_us - begin_us) FILTER (WHERE what = '{what}'), 0) AS {what}_us"
+
+
+def metadata_calls(events: EventsView, axis: TimeAxis) -> Answer:
+    """Calls that move no data (open, stat, seek, close, sync) in each bucket, by run and operation.
+
+    The most frequent operations have their names, the others are `other`.
+    """
+    width_us = axis.bucket_us(HEAT_BUCKETS)
+    is_metadata = f"{IS_IO} AND NOT ({IS_READ} OR {IS_WRITE})"
+    rows = events.ask(f"""
+        WITH frequent AS (
+            SELECT op FROM {{events}} WHERE {is_metadata} GROUP BY op ORDER BY count(*) DESC, op
+            LIMIT {MOST_OPERATIONS})
+        SELECT run, CASE WHEN op IN (SELECT op FROM frequent) THEN op ELSE 'other' END AS operation,
+               {axis.since_sql()} // {width_us} * {width_us} AS since_us, {width_us}, count(*),
+               sum(dur_us)::BIGINT
+        FROM {{events}} WHERE {is_metadata} GROUP BY ALL ORDER BY run, operation, since_us""")
+    columns = make_columns("run", "op", "since_start_us", "bucket_us", "num_calls", "sum_us")
+    return Answer(name="metadata_calls", title="Metadata operations over time", columns=columns, rows=rows)
+
+
+PIXELS: Final = 1000
+"""Columns of a drawing: calls that begin and end in the same ones are one bar."""
+MOST_LANES: Final = 48
+MOST_BARS: Final = 12_000
+OFFSET_ROWS: Final = 120
+MOST_OFFSET_FILES: Final = 4
+STEP_PIXELS: Final = 4
+"""Steps that are wider have an edge each; others become one bar, as they follow one another."""
+
+
+def lanes_of_each(num_runs: int) -> int:
+    """The most lanes that one of so many runs has, so that a page of many runs can still be read."""
+    return max(16, MOST_LANES // max(1, num_runs))
+
+
+def call_bars(placed: PlacedCalls) -> Answer:
+    """Bars of calls, and parts of a loop, by thread: neighbours that no drawing could tell apart are one bar.
+
+    A run of more threads than lanes has a lane for each process; of more processes than lanes, those with the
+    most I/O are drawn. The notes tell.
+    """
+    axis = placed.axis
+    most_lanes = lanes_of_each(len(axis.runs))
+    pixel_us = max(1, axis.span_us // PIXELS)
+    threads = placed.events.ask(f"SELECT run, count(*) FROM {THREADS} GROUP BY run")
+    of_processes = [run for run, num_threads in threads if num_threads > most_lanes]
+    runs = ", ".join(map(sql_literal, of_processes)) or "NULL"
+    rows = placed.events.ask(f"""
+        WITH busy AS (
+            SELECT thread, coalesce(sum(until_us - since_us) FILTER (WHERE kind <> 'compute'), 0) AS sum_us
+            FROM {CALLS} GROUP BY thread),
+        named AS (
+            SELECT *, CASE WHEN run IN ({runs}) THEN -process ELSE thread END AS lane
+            FROM {THREADS} JOIN busy USING (thread)),
+        lanes AS (
+            SELECT lane, run, min(rank) AS rank, any_value(host) AS host, min(pid) AS pid,
+                   CASE WHEN lane < 0 THEN 0 ELSE min(tid) END AS tid, list(thread) AS threads,
+                   count(*) OVER (PARTITION BY run) AS num_lanes
+            FROM named GROUP BY lane, run
+            QUALIFY row_number() OVER (PARTITION BY run ORDER BY sum(sum_us) DESC, lane) <= {most_lanes}),
+        placed AS (SELECT lane, unnest(threads) AS thread FROM lanes),
+        drawn AS ({" UNION ALL ".join(_drawn_sql(table, pixel_us) for table in (CALLS, LOOP_PARTS))})
+        SELECT run, rank, host, pid, tid, num_lanes, kind, since_us, until_us, num_events, sum_us
+        FROM drawn JOIN lanes USING (lane)
+        ORDER BY run, rank NULLS LAST, host, pid, tid, kind, since_us""")
+    most = max(1, MOST_BARS // max(1, len(axis.runs)))
+    merged: list[tuple[Value, ...]] = []
+    notes: list[str] = []
+    for run in axis.runs:
+        bars, gap_us = _thin([row for row in rows if row[0] == run], pixel_us, most, axis.span_us)
+        merged += [(*row[:5], *row[6:]) for row in bars]
+        notes.append(_explain(run, bars, gap_us, most_lanes, is_of_processes=run in of_processes))
+    columns = make_columns(
+        "run", Column("rank", Unit.COUNT), "host", Column("pid", Unit.COUNT), Column("tid", Unit.COUNT),
+        "kind", "since_start_us", "until_us", "num_events", "sum_us",
+    )  # fmt: skip
+    return Answer(
+        name="call_bars", title="Calls by rank and thread", columns=columns, rows=merged, notes=notes
+    )
+
+
+def _drawn_sql(table: str, pixel_us: int) -> str:
+    """Events of a table in the lanes of `placed`, those that begin and end in the same pixels as one."""
+    return f"""
+        SELECT lane, kind::VARCHAR AS kind, min(since_us) AS since_us, max(until_us) AS until_us,
+               count(*) AS num_events, sum(until_us - since_us)::BIGINT AS sum_us
+        FROM {table} JOIN placed USING (thread)
+        GROUP BY lane, {table}.kind, since_us // {pixel_us}, until_us // {pixel_us}"""
+
+
+Bars = list[tuple[Value, ...]]
+
+
+def _thin(rows: Bars, gap_us: int, most: int, span_us: int) -> tuple[Bars, int]:
+    """Merge neighbours of one lane and kind that are closer than `gap_us`, which grows until bars are few."""
+    bars = list(_merge(rows, gap_us))
+    while len(bars) > most and gap_us < span_us:
+        gap_us *= 2
+        bars = list(_merge(bars, gap_us))
+    return bars, gap_us
+
+
+def _merge(rows: Sequence[tuple[Value, ...]], gap_us: int) -> Iterator[tuple[Value, ...]]:
+    """Rows end in start, end, number and sum; what is before them names lane and kind."""
+    last: _Bar | None = None
+    for row in rows:
+        *lane, since_us, until_us, num_events, sum_us = row
+        bar = _Bar(tuple(lane), since_us, until_us, num_events, sum_us)  # type: ignore[arg-type]
+        if last is not None and last.meets(bar, gap_us):
+            last.until_us = max(last.until_us, bar.until_us)
+            last.num_events += bar.num_events
+            last.sum_us += bar.sum_us
+            continue
+        if last is not None:
+            yield last.row()
+        last = bar
+    if last is not None:
+        yield last.row()
+
+
+@dataclass(slots=True)
+class _Bar:
+    lane: tuple[Value, ...]
+    since_us: int
+    until_us: int
+    num_events: int
+    sum_us: int
+
+    def meets(self, bar: _Bar, gap_us: int) -> bool:
+        """Whether the next bar is of the same lane and kind, and so near that the two are one."""
+        if bar.lane != self.lane or bar.since_us > self.until_us + gap_us:
+            return False
+        longest_us = max(self.sum_us / self.num_events, bar.sum_us / bar.num_events)
+        return self.lane[-1] != "step" or longest_us < STEP_PIXELS * gap_us
+
+    def row(self) -> tuple[Value, ...]:
+        """The bar as it came from the query."""
+        return (*self.lane, self.since_us, self.until_us, self.num_events, self.sum_us)
+
+
+def _explain(run: str, bars: Bars, gap_us: int, most_lanes: int, *, is_of_processes: bool) -> str:
+    """What the drawing of a run leaves out or puts together."""
+    num_events, num_bars = sum(int(bar[-2] or 0) for bar in bars), len(bars)
+    num_lanes = int(bars[0][5] or 0) if bars else 0
+    lanes = "processes" if is_of_processes else "threads"
+    said = [f"{num_lanes:,} {lanes}"]
+    if num_lanes > most_lanes:
+        said = [f"the {most_lanes} of {num_lanes:,} {lanes} with the most I/O"]
+    if num_events > num_bars:
+        gap = format_seconds(gap_us / 1e6)
+        said.append(f"{num_events:,} events as {num_bars:,} bars: those less than {gap} apart are one")
+    return f"{run}: {', '.join(said)}"
+
+
+def file_offsets(events: EventsView, axis: TimeAxis) -> Answer:
+    """Where in the busiest files each run reads and writes over time, on a grid as fine as a drawing.
+
+    The busiest files of a run are those with the most bytes among calls whose offset is known.
+    """
+    columns_us = max(1, axis.span_us // (PIXELS // 2))
+    placed = f"""
+        SELECT run, path, {IS_WRITE} AS is_write, "offset" AS begins, size_bytes,
+               {axis.since_sql()} AS since_us, since_us + dur_us AS until_us
+        FROM {{events}}
+        WHERE {IS_IO} AND ({IS_READ} OR {IS_WRITE}) AND "offset" IS NOT NULL AND path IS NOT NULL
+          AND size_bytes > 0"""
+    rows = events.ask(f"""
+        WITH placed AS ({placed}),
+        busiest AS (
+            SELECT run, path, sum(size_bytes) AS total, max(begins + size_bytes) AS length FROM placed
+            GROUP BY run, path
+            QUALIFY row_number() OVER (PARTITION BY run ORDER BY total DESC, path) <= {MOST_OFFSET_FILES})
+        SELECT run, path, total::BIGINT, length::BIGINT,
+               CASE WHEN is_write THEN 'write' ELSE 'read' END AS kind,
+               min(since_us), max(until_us), min(begins), max(begins + size_bytes), count(*),
+               sum(size_bytes)::BIGINT
+        FROM placed JOIN busiest USING (run, path)
+        GROUP BY run, path, total, length, kind, since_us // {columns_us}, until_us // {columns_us},
+                 begins * {OFFSET_ROWS} // length, (begins + size_bytes) * {OFFSET_ROWS} // length
+        ORDER BY run, total DESC, path, 6, 8""")
+    columns = make_columns(
+        "run", "path", "total_bytes", Column("length_bytes", Unit.BYTES), "kind",
+        "since_start_us", "until_us", Column("from_bytes", Unit.BYTES), Column("to_bytes", Unit.BYTES),
+        "num_calls", "moved_bytes",
+    )  # fmt: skip
+    return Answer(name="file_offsets", title="Offsets over time", columns=columns, rows=rows)
+
+
+MOST_FILES: Final = 12
+
+
+def size_bins(events: EventsView) -> Answer:
+    """Transfers and their bytes between powers of two, by run and direction; nothing moved is a bin, too."""
+    rows = events.ask(f"""
+        SELECT run, CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END AS kind,
+               CASE WHEN size_bytes > 0 THEN (2 ** floor(log2(size_bytes)))::BIGINT ELSE 0 END AS from_bytes,
+               greatest(1, 2 * from_bytes), count(*), sum(size_bytes)::BIGINT
+        FROM {{events}} WHERE {IS_IO} AND size_bytes IS NOT NULL AND ({IS_WRITE} OR {IS_READ})
+        GROUP BY run, kind, from_bytes ORDER BY run, kind, from_bytes""")
+    columns = make_columns(
+        "run", "kind", "from_bytes", Column("to_bytes", Unit.BYTES), "num_calls", "total_bytes"
+    )
+    return Answer(name="size_bins", title="Sizes of transfers", columns=columns, rows=rows)
+
+
+def latency_bins(events: EventsView) -> Answer:
+    """Calls and their time by duration, in bins of 1, 2 and 5 times powers of ten, by run and kind."""
+    rows = events.ask(f"""
+        WITH alike AS (
+            SELECT run, op, phase, dur_us, count(*) AS num_calls FROM {{events}} WHERE {IS_IO} GROUP BY ALL),
+        timed AS (
+            SELECT run, {KIND} AS kind, dur_us, num_calls,
+                   (10 ** floor(log10(greatest(dur_us, 1))))::BIGINT AS power_us
+            FROM alike)
+        SELECT run, kind,
+               CASE WHEN dur_us < 1 THEN 0 WHEN dur_us >= 5 * power_us THEN 5 * power_us
+                    WHEN dur_us >= 2 * power_us THEN 2 * power_us ELSE power_us END AS from_us,
+               any_value(CASE WHEN dur_us < 1 THEN 1 WHEN dur_us >= 5 * power_us THEN 10 * power_us
+                              WHEN dur_us >= 2 * power_us THEN 5 * power_us ELSE 2 * power_us END),
+               sum(num_calls)::BIGINT, sum(num_calls * dur_us)::BIGINT
+        FROM timed GROUP BY run, kind, from_us ORDER BY run, kind, from_us""")
+    columns = make_columns("run", "kind", "from_us", "to_us", "num_calls", "sum_us")
+    return Answer(name="latency_bins", title="Durations of calls", columns=columns, rows=rows)
+
+
+def busiest_files(events: EventsView) -> Answer:
+    """The files of each run with the most bytes, and those with the most time: calls, bytes, busy time.
+
+    `union_us` is the time in which at least one call on the file was under way.
+    """
+    rows = events.ask(f"""
+        WITH totals AS (
+            SELECT run, path, any_value(tier) AS tier, count(*) AS num_calls, sum(dur_us)::BIGINT AS sum_us,
+                   coalesce(sum(size_bytes) FILTER (WHERE {IS_READ}), 0)::BIGINT AS read_bytes,
+                   coalesce(sum(size_bytes) FILTER (WHERE {IS_WRITE}), 0)::BIGINT AS written_bytes
+            FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY run, path
+            QUALIFY row_number() OVER (
+                        PARTITION BY run ORDER BY read_bytes + written_bytes DESC, path) <= {MOST_FILES}
+                 OR row_number() OVER (PARTITION BY run ORDER BY sum_us DESC, path) <= {MOST_FILES}),
+        busy AS (
+            SELECT run, path,
+                   greatest(0, end_us - greatest(ts_us, coalesce(max(end_us) OVER (
+                       PARTITION BY run, path ORDER BY ts_us
+                       ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), ts_us))) AS added_us
+            FROM {{events}} SEMI JOIN totals USING (run, path) WHERE {IS_IO})
+        SELECT run, tier, path, num_calls, read_bytes, written_bytes, sum_us, sum(added_us)::BIGINT
+        FROM totals JOIN busy USING (run, path) GROUP BY ALL ORDER BY run, 8 DESC, path""")
+    columns = make_columns(
+        "run", "tier", "path", "num_calls", "read_bytes", "written_bytes", "sum_us", "union_us"
+    )
+    return Answer(name="busiest_files", title="Files by bytes and time", columns=columns, rows=rows)
+
+
+def operations(events: EventsView) -> Answer:
+    """Calls by run and operation: how many, how long they took together and at most, and bytes."""
+    rows = events.ask(f"""
+        SELECT run, op, any_value({KIND}) AS kind, count(*), sum(dur_us)::BIGINT AS sum_us, avg(dur_us),
+               max(dur_us), coalesce(sum(size_bytes), 0)::BIGINT, arg_max(path, dur_us)
+        FROM {{events}} WHERE {IS_IO} GROUP BY run, op ORDER BY run, sum_us DESC, op""")
+    columns = make_columns(
+        "run", "op", "kind", "num_calls", "sum_us", "mean_us", "max_us", "moved_bytes",
+        Column("slowest_path", Unit.TEXT),
+    )  # fmt: skip
+    return Answer(name="operations", title="Operations", columns=columns, rows=rows)
