@@ -26,7 +26,7 @@ class _HaltOptions:
     run: str = argument("RUN", URI, "Durable directory or URI of the manager.")
     reason: str = option("--reason", TEXT, "Write this reason into the job's log.", default="")
     cancels: bool = flag("--cancel", "Withdraw the request, if no job has obeyed it yet.")
-    shows_status: bool = flag("--status", "Show whether a stop is requested, and request none.")
+    shows_status: bool = flag("--status", "Show whether a stop has been requested, without requesting one.")
 
 
 @verb(_HaltOptions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,43 +24,39 @@ _MTBF = above_zero(with_unit(TIME, "90d"))
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanOptions:
-    state_bytes: int = required("--state", SIZE, "Assume checkpoints of this size, of all ranks together.")
-    nodes: int = required("--nodes", whole(1), "Assume a job on this many hosts.")
-    fast_bytes_per_s: float = required("--fast", _RATE, "Assume this write bandwidth of one host's cache.")
-    slow_bytes_per_s: float = required(
-        "--slow", _RATE, "Assume this write bandwidth of the durable storage, in total."
-    )
-    node_mtbf_s: float = required("--node-mtbf", _MTBF, "Assume this mean time between failures of one host.")
+    state_bytes: int = required("--state", SIZE, "Total checkpoint size over all ranks.")
+    nodes: int = required("--nodes", whole(1), "Number of hosts.")
+    fast_bytes_per_s: float = required("--fast", _RATE, "Write bandwidth of one host's cache.")
+    slow_bytes_per_s: float = required("--slow", _RATE, "Total write bandwidth of the durable storage.")
+    node_mtbf_s: float = required("--node-mtbf", _MTBF, "Mean time between failures of one host.")
     process_mtbf_s: float | None = option(
         "--process-mtbf",
         _MTBF,
-        "Assume this mean time between failures of a process of the job (default: never).",
+        "Mean time between failures of a process of the job (default: never).",
     )
     system_mtbf_s: float | None = option(
         "--system-mtbf",
         _MTBF,
-        "Assume this mean time between failures of several hosts at once (default: never).",
+        "Mean time between failures of several hosts at once (default: never).",
     )
     network_bytes_per_s: float = option(
-        "--network", _RATE, "Assume this network bandwidth of one host.", default="10GiB/s"
+        "--network", _RATE, "Network bandwidth of one host.", default="10GiB/s"
     )
     scheme: str = option(
         "--scheme",
         choice("single", "partner", "xor", "double-parity"),
-        "Protect the cache by this redundancy scheme.",
+        "Redundancy scheme of the cache.",
         default="xor",
     )
-    group_size: int = option("--group", whole(), "Protect groups of this many hosts.", default="8")
+    group_size: int = option("--group", whole(), "Hosts in each redundancy group.", default="8")
     flush_every: int = option(
         "--flush-every", whole(1), "Flush every N-th checkpoint to durable storage.", default="10"
     )
-    restart_s: float = option(
-        "--restart", TIME, "Assume this time from a failure until loading begins.", default="2min"
-    )
+    restart_s: float = option("--restart", TIME, "Time from a failure until loading begins.", default="2min")
     interval_s: float | None = option(
-        "--interval", _TIME, "Save at this interval (default: the best one for each strategy)."
+        "--interval", _TIME, "Time between saves (default: the best for each strategy)."
     )
-    seed: int = option("--seed", whole(), "Seed the simulated failures.", default="1")
+    seed: int = option("--seed", whole(), "Seed of the simulated failures.", default="1")
     page: PageOption = group(PageOption)
 
 
@@ -145,7 +141,7 @@ def _list_doubts(predictions: Sequence[Prediction]) -> list[str]:
 
 def _build_strategies(options: _PlanOptions) -> Sequence[Strategy]:
     """The strategies for this machine and redundancy scheme; failures without a rate never happen."""
-    from penstock.checkpoint.levels.efficiency_model import Machine, Protection, build_strategies
+    from penstock.checkpoint.levels.efficiency_model import Machine, build_strategies
     from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
 
     machine = Machine(
@@ -160,16 +156,13 @@ def _build_strategies(options: _PlanOptions) -> Sequence[Strategy]:
         system_mtbf_s=options.system_mtbf_s or math.inf,
     )
     members = min(options.group_size, options.nodes)
-    grouped: dict[str, type[Partner | Xor | DoubleParity]] = {
-        "partner": Partner,
-        "xor": Xor,
-        "double-parity": DoubleParity,
+    schemes: dict[str, Callable[[], Scheme]] = {
+        "single": Single,
+        "partner": lambda: Partner(group=members),
+        "xor": lambda: Xor(group=members),
+        "double-parity": lambda: DoubleParity(group=members),
     }
-    scheme: Scheme = Single() if options.scheme == "single" else grouped[options.scheme](group=members)
-    protection = Protection(
-        name=scheme.name, losses=scheme.losses, kept_share=scheme.kept_share(members), group=members
-    )
-    return build_strategies(machine, protection, flush_every=options.flush_every)
+    return build_strategies(machine, schemes[options.scheme](), flush_every=options.flush_every)
 
 
 def _document(predictions: Sequence[Prediction]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class NodeCache:
         )
 
     def claim(self, run: str) -> None:
-        """From now on, save steps of this run; `UsageError` if the cache has those of another."""
+        """From now on, save steps of this run; `UsageError` if the cache has steps of another."""
         try:
             owner = bytes(read_object(self.storage, RUN_NOTE)).decode()
         except ObjectNotFound:
@@ -357,7 +357,9 @@ class CacheLevel:
                 RecordedFile(name=file.name, size_bytes=file.size_bytes, sum="") for file in share.files
             )
             own = GroupMember(rank=comm.rank, domain=self._domains[comm.rank], files=files, order=order)
-            told = comm.gather((own, kept_files, share.stats), awaiting="all ranks to report what they wrote")
+            reports = comm.gather(
+                (own, kept_files, share.stats), awaiting="all ranks to report what they wrote"
+            )
             # Only rank 0 needs to know where each tensor is, and the leads get the files that describe it.
             seal = decide_on_rank0(
                 comm,
@@ -374,15 +376,15 @@ class CacheLevel:
                     losses=scheme.losses,
                     chunk_bytes=layouts[ranks].chunk_bytes if scheme.losses else 0,
                     block_bytes=layouts[ranks].block_bytes if scheme.losses else BLOCK_BYTES,
-                    members=tuple(told[rank][0] for rank in ranks),
-                    kept=tuple(file for rank in ranks for file in told[rank][1]),
+                    members=tuple(reports[rank][0] for rank in ranks),
+                    kept=tuple(file for rank in ranks for file in reports[rank][1]),
                 )
                 for number, ranks in enumerate(fitted.groups)
                 if not set(ranks).isdisjoint(self.node.ranks)
             }
             self._publish(draft, (seal.manifest, seal.metadata), records)
             undo.pop_all()
-        return tuple(stats for _, _, stats in told)
+        return tuple(stats for _, _, stats in reports)
 
     def drop(self, draft: Draft) -> None:
         """Remove an unfinished draft: the lead of each node its own."""

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from penstock.checkpoint.levels.options import Scheme
 from penstock.checkpoint.manager.save_policy import daly_interval_s
 
 if TYPE_CHECKING:
     import numpy as np
 
+NUM_FAILURES: Final = 4000
+"""How many failures a simulation draws."""
 TRUSTED_DIFFERENCE: Final = 0.02
 """Formula and simulation agree if their shares of time differ by no more than this."""
 
@@ -88,83 +91,56 @@ class Machine:
     """Of failures of several nodes at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Protection:
-    """How a cache is protected; see `options.Scheme`."""
-
-    name: str
-    losses: int
-    kept_share: float
-    """Bytes kept by each member over its own."""
-    group: int
-
-
-def build_strategies(machine: Machine, protection: Protection, *, flush_every: int) -> tuple[Strategy, ...]:
-    """The strategies to compare: durable at once, a cache with a flush, a protected cache with a flush."""
-    cached = machine.state_bytes / machine.nodes / machine.fast_bytes_per_s
-    durable = machine.state_bytes / machine.slow_bytes_per_s
-    direct = Strategy(
-        name="durable, each time",
-        blocked_s=durable,
-        failures=_failures(machine, {}, every=1, latency_s=0.0, durable_s=durable),
-    )
-    local = {"process": (0.0, cached, "cache")}
-    single = Strategy(
-        name=f"cache, flushed every {flush_every}",
-        blocked_s=cached,
-        failures=_failures(machine, local, every=flush_every, latency_s=durable, durable_s=durable),
-        warnings=_warnings(machine, cached, durable),
-    )
+def build_strategies(machine: Machine, scheme: Scheme, *, flush_every: int) -> tuple[Strategy, ...]:
+    """The strategies to compare: durable at once, a cache with a flush, and one protected by `scheme`."""
     own_bytes = machine.state_bytes / machine.nodes
-    sent_bytes = own_bytes * protection.losses
-    encoding_s = own_bytes / machine.fast_bytes_per_s + sent_bytes / machine.network_bytes_per_s
-    rebuilding_s = cached + own_bytes * max(protection.group - 1, 1) / machine.network_bytes_per_s
-    guarded = {**local, "node": (encoding_s, rebuilding_s, f"{protection.name}, rebuilt")}
-    protected = Strategy(
-        name=f"cache with {protection.name}, flushed every {flush_every}",
-        blocked_s=cached,
-        failures=_failures(machine, guarded, every=flush_every, latency_s=durable, durable_s=durable),
-        warnings=_warnings(machine, cached, durable),
-    )
-    return (direct, single) if not protection.losses else (direct, single, protected)
-
-
-def _failures(
-    machine: Machine,
-    cached: dict[str, tuple[float, float, str]],
-    *,
-    every: int,
-    latency_s: float,
-    durable_s: float,
-) -> tuple[FailureMode, ...]:
+    cached_s = own_bytes / machine.fast_bytes_per_s
+    durable_s = machine.state_bytes / machine.slow_bytes_per_s
+    encoding_s = cached_s + own_bytes * scheme.losses / machine.network_bytes_per_s
+    rebuilding_s = cached_s + own_bytes * max(scheme.members - 1, 1) / machine.network_bytes_per_s
+    # By kind of failure: when a cached checkpoint begins to survive it, the time to load it, and its source.
+    single = {"process": (0.0, cached_s, "cache")}
+    protected = {**single, "node": (encoding_s, rebuilding_s, f"{scheme.name}, rebuilt")}
+    flushed = f"flushed every {flush_every}"
+    plans = {
+        "durable, each time": ({}, durable_s, 1),
+        f"cache, {flushed}": (single, cached_s, flush_every),
+        f"cache with {scheme.name}, {flushed}": (protected, cached_s, flush_every),
+    }
     mtbf_s = {
         "process": machine.process_mtbf_s,
         "node": machine.node_mtbf_s / machine.nodes,
         "system": machine.system_mtbf_s,
     }
-    failures = []
-    for name, apart_s in mtbf_s.items():
-        if not math.isfinite(apart_s):
-            continue
-        late_s, load_s, source = cached.get(name, (latency_s, durable_s, "durable"))
-        failures.append(
-            FailureMode(
+    strategies = []
+    for name, (cached, blocked_s, every) in list(plans.items())[: 3 if scheme.losses else 2]:
+        failures = []
+        for kind in (kind for kind, apart_s in mtbf_s.items() if math.isfinite(apart_s)):
+            late_s, load_s, source = cached.get(kind, (durable_s if cached else 0.0, durable_s, "durable"))
+            failures.append(
+                FailureMode(
+                    name=kind,
+                    mtbf_s=mtbf_s[kind],
+                    every=1 if kind in cached else every,
+                    latency_s=late_s,
+                    recovery_s=machine.restart_s + load_s,
+                    restored_from=source,
+                )
+            )
+        warning = (
+            f"the cache does not pay off: {machine.nodes} nodes write a checkpoint to it in {cached_s:,.1f} "
+            f"s, and to the durable storage in {durable_s:,.1f} s"
+        )
+        is_slow = bool(cached) and cached_s >= durable_s
+        strategies.append(
+            Strategy(
                 name=name,
-                mtbf_s=apart_s,
-                every=1 if name in cached else every,
-                latency_s=late_s,
-                recovery_s=machine.restart_s + load_s,
-                restored_from=source,
+                blocked_s=blocked_s,
+                failures=tuple(failures),
+                warnings=(warning,) if is_slow else (),
             )
         )
-    return tuple(failures)
-
-
-def _warnings(machine: Machine, cached_s: float, durable_s: float) -> tuple[str, ...]:
-    if cached_s < durable_s:
-        return ()
-    cached = f"{machine.nodes} nodes write a checkpoint to it in {cached_s:,.1f} s"
-    return (f"the cache does not pay off: {cached}, and to the durable storage in {durable_s:,.1f} s",)
+    return tuple(strategies)
 
 
 def efficiency(strategy: Strategy, interval_s: float) -> float:
@@ -192,7 +168,7 @@ def best_interval_s(strategy: Strategy) -> float:
 
 
 def simulate(
-    strategy: Strategy, interval_s: float, *, random: np.random.Generator, num_failures: int = 4000
+    strategy: Strategy, interval_s: float, *, random: np.random.Generator, num_failures: int = NUM_FAILURES
 ) -> float:
     """The share of useful time in a simulation of random failures, one after another."""
     if not strategy.failures:
@@ -220,7 +196,7 @@ def predict(strategy: Strategy, interval_s: float, *, random: np.random.Generato
         interval_s=interval_s,
         efficiency=efficiency(strategy, interval_s),
         simulated=simulate(strategy, interval_s, random=random),
-        num_failures=4000 if strategy.failures else 0,
+        num_failures=NUM_FAILURES if strategy.failures else 0,
     )
 
 
@@ -228,18 +204,15 @@ def predict_all(
     strategies: Sequence[Strategy], *, interval_s: float | None, random: np.random.Generator
 ) -> list[Prediction]:
     """The prediction for each strategy, at one interval or each at its best."""
-    predictions = [
-        predict(strategy, interval_s or best_interval_s(strategy), random=random) for strategy in strategies
+    direct, *cached = [
+        predict(each, interval_s or best_interval_s(each), random=random) for each in strategies
     ]
-    direct, *cached = predictions
-    return [direct, *(_add_warning(prediction, direct) for prediction in cached)]
-
-
-def _add_warning(prediction: Prediction, direct: Prediction) -> Prediction:
-    if prediction.efficiency > direct.efficiency:
-        return prediction
-    share, better = f"{prediction.efficiency:.1%}", f"{direct.efficiency:.1%}"
-    warning = f"leaves {share} of the time for training, {direct.strategy.name!r} {better}"
-    return replace(
-        prediction, strategy=replace(prediction.strategy, warnings=(*prediction.strategy.warnings, warning))
-    )
+    for number, prediction in enumerate(cached):
+        if prediction.efficiency <= direct.efficiency:
+            warning = (
+                f"leaves {prediction.efficiency:.1%} of the time for training, {direct.strategy.name!r} "
+                f"{direct.efficiency:.1%}"
+            )
+            warnings = (*prediction.strategy.warnings, warning)
+            cached[number] = replace(prediction, strategy=replace(prediction.strategy, warnings=warnings))
+    return [direct, *cached]

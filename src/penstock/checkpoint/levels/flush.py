@@ -205,7 +205,7 @@ class FlushFolder:
 
 @dataclass(slots=True)
 class RateLimiter:
-    """Limits the rate of bytes over all threads; each waits for the time that those before it have taken.
+    """Limits the rate of bytes over all threads; each waits until the bytes before its own had their time.
 
     Unused time is kept for `burst_s`, so that waiting for the disk does not lower the rate.
     """
@@ -518,7 +518,7 @@ class _SharedDraft:
                 self._tree.make(self._draft.folder, keep_name=False)
 
     def renew(self) -> None:
-        """Renew the lease, for all nodes: its age tells whether all of them are dead."""
+        """Renew the lease, for all nodes: if it is old, all of them are dead."""
         # It names no process that can be looked up: the death of one must not end the work of others.
         nobody = replace(current_process(), kernel="", numbering="")
         write_object(self._durable, self._draft.folder + protocol.LEASE_ENDING, [protocol.lease_text(nobody)])
@@ -570,7 +570,7 @@ class _SharedDraft:
         return True
 
     def clear_up(self) -> None:
-        """Remove what a late flusher made anew of a draft that another has published."""
+        """Remove a draft that a late flusher made again after another had published it."""
         if self._tree is not None and self.sizes():
             self._tree.remove(self._draft.folder)
         self._end_lease(self._draft)

@@ -35,10 +35,6 @@ class Scheme:
         """How many ranks a group has, if there are enough failure domains."""
         return 1
 
-    def kept_share(self, members: int) -> float:
-        """The bytes that a member of a group of `members` keeps, with parity, over its own bytes."""
-        return members / (members - self.losses)
-
     def substitutes(self) -> Iterator[Scheme]:
         """What to use where this scheme does not fit the failure domains, best first."""
         yield from ()
@@ -62,8 +58,8 @@ class Single(Scheme):
 class _GroupScheme(Scheme):
     """A scheme whose ranks protect each other in groups of `group`.
 
-    Where there are too few failure domains for such groups, the job is told and another scheme is used;
-    with `strict`, it is refused.
+    If there are too few failure domains for such groups, another scheme is used and the job is warned; with
+    `strict`, it is refused.
     """
 
     group: int = 8
@@ -105,7 +101,7 @@ class _GroupScheme(Scheme):
 class Xor(_GroupScheme):
     """One parity, distributed over the group: survives the loss of any one member.
 
-    A `group` has so many members; `strict` refuses a job with too few failure domains for it. Of several
+    `group` is the number of members; `strict` refuses a job with too few failure domains for it. Of several
     schemes, the one with the largest `every` that divides a checkpoint's number protects it.
     """
 
@@ -117,7 +113,7 @@ class Xor(_GroupScheme):
 class DoubleParity(_GroupScheme):
     """Two independent parities, distributed over the group: survives the loss of any two members.
 
-    A `group` has so many members; `strict` refuses a job with too few failure domains for it. Of several
+    `group` is the number of members; `strict` refuses a job with too few failure domains for it. Of several
     schemes, the one with the largest `every` that divides a checkpoint's number protects it.
     """
 
@@ -129,7 +125,7 @@ class DoubleParity(_GroupScheme):
 class Partner(_GroupScheme):
     """A second copy of each member's bytes on the next member: survives any loss but that of neighbours.
 
-    A `group` has so many members; `strict` refuses a job with too few failure domains for it. Of several
+    `group` is the number of members; `strict` refuses a job with too few failure domains for it. Of several
     schemes, the one with the largest `every` that divides a checkpoint's number protects it.
     """
 
@@ -137,10 +133,6 @@ class Partner(_GroupScheme):
 
     name: ClassVar[str] = "partner"
     losses: ClassVar[int] = 1
-
-    def kept_share(self, members: int) -> float:  # noqa: ARG002 - the same in every group
-        """Its own bytes and its neighbour's."""
-        return 2.0
 
 
 def scheme_for(number: int, schemes: Sequence[Scheme]) -> Scheme:

@@ -456,11 +456,11 @@ class Protector:
         to_key: KeyOf,
         failure: FirstFailure,
     ) -> None:
-        """Take part in writing the shares of some of a group's ranks: those that are `lost`, or that move.
+        """Take part in writing shares of a group: the shares that are `lost`, and the shares that move.
 
         A share of `targets` is written by that rank: from sums of what the `holders` of the group's other
         shares have if it is lost, else from its own holder. `from_key` gives the keys of files on this node,
-        `to_key` those of the files that are written.
+        `to_key` the keys of files that are written.
         """
         tag, layout, rank = self._next_tag(), record.layout, self._comm.rank
         missing = [place for place, each in enumerate(record.ranks) if each in lost]

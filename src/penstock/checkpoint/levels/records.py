@@ -117,7 +117,7 @@ def list_members(
 class NodeShares:
     """What one node's cache has of a step; `sizes` is empty if it has not committed a share.
 
-    `domains` are those of the records, in which they are left out: at 1,024 ranks they are the most of it.
+    `records` come without their `domains`, which are the same in all of them and long: here they are once.
     """
 
     ranks: tuple[int, ...]
@@ -244,7 +244,7 @@ def _explain_loss(records: Mapping[int, GroupRecord], domains: Sequence[str], lo
         )
     for record in records.values():
         missing = [place for place, rank in enumerate(record.ranks) if rank in lost]
-        # Copies survive any loss but that of two neighbours, as each member keeps those of the one before.
+        # Copies survive any loss except two neighbours, as each member keeps a copy of the one before.
         neighbours = any((place + 1) % len(record.members) in missing for place in missing)
         if len(missing) > record.losses and (record.scheme != "partner" or neighbours):
             members = [record.members[place] for place in missing]

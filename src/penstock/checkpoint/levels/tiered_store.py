@@ -134,7 +134,7 @@ class TieredStore:
         self._is_open = True
 
     def steps(self) -> list[int]:
-        """The durable steps and those in this node's cache."""
+        """The durable steps and the steps in this node's cache."""
         return sorted({*self._catalog.committed(), *self.cache.node.steps()})
 
     def open(self, name: str, *, is_last: bool = False) -> step_store.StepSlot:
@@ -276,7 +276,7 @@ class TieredStore:
             self._durable.close()
 
     def hide_surplus(self) -> list[Callable[[], None]]:
-        """Hide the oldest steps of this node's cache, except those still to be flushed; what removes them.
+        """Hide the oldest steps of this node's cache, except pending ones; the calls remove their files.
 
         As on the durable level, steps beyond the one saved last do not count; who saved none removes none.
         """

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 MARKER_NAME: Final = "halt.json"
-"""Lies beside a run's durable steps; the job that obeys it removes it."""
+"""Is next to a run's durable steps; the job that obeys it removes it."""
 
 SAVES_SPARED: Final = 2.0
 """Time kept for the last save, in durations of the slowest so far: storage is busy when jobs end."""

@@ -170,7 +170,7 @@ class Manager:
         """Save `state` as `step`, and return when it is committed. Collective.
 
         An older checkpoint of this step is replaced, and stays usable until then. `only` saves the parts
-        whose names match; `dtype` converts floating-point tensors; `progress` is told of every byte.
+        whose names match; `dtype` converts floating-point tensors; `progress` receives every byte.
         """
         choice = SaveChoice(only=only, dtype=dtype)
         with self._scheduler.measure():
@@ -332,7 +332,7 @@ class Manager:
             self._close_resources()
 
     def __reduce__(self) -> NoReturn:
-        """Copies are refused: two would number their saves alike."""
+        """Copies are refused: two managers would give their saves the same numbers."""
         raise UsageError("A Manager cannot be copied or pickled", fix="Make a new one in each process.")
 
     def __enter__(self) -> Self:

@@ -43,7 +43,7 @@ class SaveReport:
 class SaveHandle:
     """A save in the background, by `save_async(step, state)`. Any thread may call; nothing is collective.
 
-    `number` counts the saves of a manager from 1, alike on all ranks; the manager calls `commit` and `end`.
+    `number` counts the saves of a manager from 1 on all ranks; the manager calls `commit` and `end`.
     """
 
     def __init__(self, step: int, number: int, staged: StagedSave, *, timeout_s: float) -> None:

@@ -9,7 +9,6 @@ import pytest
 from penstock.checkpoint.levels.efficiency_model import (
     FailureMode,
     Machine,
-    Protection,
     Strategy,
     best_interval_s,
     build_strategies,
@@ -18,6 +17,7 @@ from penstock.checkpoint.levels.efficiency_model import (
     predict_all,
     simulate,
 )
+from penstock.checkpoint.levels.options import Single, Xor
 
 DAY_S = 86_400.0
 MACHINE = Machine(
@@ -31,7 +31,7 @@ MACHINE = Machine(
     node_mtbf_s=200 * DAY_S,
     system_mtbf_s=60 * DAY_S,
 )
-XOR = Protection(name="xor", losses=1, kept_share=8 / 7, group=8)
+XOR = Xor(group=8)
 
 
 def _random() -> np.random.Generator:
@@ -87,5 +87,4 @@ def test_a_cache_that_is_slower_than_the_durable_storage_is_warned_of() -> None:
 
 
 def test_without_redundancy_there_are_two_strategies() -> None:
-    single = Protection(name="single", losses=0, kept_share=1.0, group=1)
-    assert len(build_strategies(MACHINE, single, flush_every=10)) == 2
+    assert len(build_strategies(MACHINE, Single(), flush_every=10)) == 2

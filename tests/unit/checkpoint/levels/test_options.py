@@ -5,7 +5,6 @@ import pytest
 from penstock.checkpoint.levels.options import (
     DoubleParity,
     Partner,
-    Scheme,
     Single,
     Xor,
     check_schemes,
@@ -30,17 +29,6 @@ def test_a_checkpoint_without_a_scheme_is_refused_before_it_is_saved() -> None:
     with pytest.raises(UsageError, match="No redundancy scheme applies to checkpoint 3"):
         scheme_for(3, [Partner(every=2)])
     check_schemes([Single(), Partner(every=4)])
-
-
-@pytest.mark.parametrize(
-    ("scheme", "losses", "share"),
-    [(Single(), 0, 1.0), (Partner(), 1, 2.0), (Xor(group=8), 1, 8 / 7), (DoubleParity(group=8), 2, 8 / 6)],
-)
-def test_each_scheme_says_what_it_survives_and_what_it_keeps(
-    scheme: Scheme, losses: int, share: float
-) -> None:
-    assert scheme.losses == losses
-    assert scheme.kept_share(8) == share
 
 
 def test_invalid_groups_and_intervals_are_refused() -> None:
