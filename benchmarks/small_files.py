@@ -210,7 +210,7 @@ def _read(storage: Storage) -> None:
         loop = TrainingLoop(
             comm=SoloComm(), loader=loader, recorder=EventsInMemory(), progress=Silent(), planned_ahead=4
         )
-        loop.train(work, 1, prepared.plan.epochs[0].num_steps)
+        loop.run(work, 1, prepared.plan.epochs[0].num_steps)
 
 
 def _read_bare(paths: list[str]) -> None:

@@ -112,7 +112,7 @@ def _without_computation(workload: Workload, storage: Storage) -> Mapping[str, f
     recorder = EventsInMemory()
     with closing(NativeLoader(storage, NativeOptions(threads=WORKERS, prefetch_batches=4))) as loader:
         loop = TrainingLoop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=6)
-        loop.train(work, 1, prepared.plan.epochs[0].num_steps)
+        loop.run(work, 1, prepared.plan.epochs[0].num_steps)
     steps = recorder.events(rank=0, host=COMM.host).steps
     elapsed_s = (int(steps["barrier_ns"][-1]) - int(steps["start_ns"][0])) / 1e9
     return {"GiB/s beside raw reads": int(steps["read_bytes"].sum()) / GIB / elapsed_s}
@@ -190,7 +190,7 @@ def _native(storage: Storage) -> Mapping[str, float]:
     with closing(NativeLoader(storage, NativeOptions(threads=WORKERS))) as loader:
         loop = TrainingLoop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=4)
         began_s = time.process_time()
-        loop.train(works[StepPhase.TRAIN], 1, prepared.plan.epochs[0].num_steps)
+        loop.run(works[StepPhase.TRAIN], 1, prepared.plan.epochs[0].num_steps)
         cpu_s = time.process_time() - began_s
     steps = recorder.events(rank=0, host=COMM.host).steps
     waits_s = (steps["loaded_ns"] - steps["start_ns"]) / 1e9

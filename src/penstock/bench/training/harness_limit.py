@@ -90,7 +90,7 @@ def measure_harness_limit(
             planned_ahead=options.prefetch_batches + 2,
         )
         comm.barrier(awaiting="all ranks to begin measuring the harness limit")
-        loop.train(work, 1, num_steps)
+        loop.run(work, 1, num_steps)
         mine = recorder.events(rank=comm.rank, host=comm.host)
         events = comm.gather(mine, awaiting="the harness limit of all ranks")
         limit = summarize_limit(events, workload, num_steps)

@@ -7,7 +7,6 @@ four timestamps but what their names say.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -113,110 +112,79 @@ class TrainingLoop:
     planned_ahead: int
     saver: TrainingCheckpoints | None = None
 
-    def train(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
-        """One epoch of training; collective: all ranks meet after each step."""
-        return self._run(work, epoch, num_steps, self._meet_ranks)
+    def run(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
+        """One epoch of training, in which all ranks meet after each step, or one evaluation. Collective.
 
-    def evaluate(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
-        """One evaluation, in which ranks do not wait for each other, as with DLIO."""
-        return self._run(work, epoch, num_steps, lambda _step: None)
-
-    def record_epoch(self, epoch: int, began_ns: int) -> None:
-        """Record that an epoch, its evaluation included, is over."""
-        self._add_span(SpanKind.EPOCH, StepPhase.TRAIN, epoch, began_ns)
-
-    def _run(
-        self, work: PhaseWork, epoch: int, num_steps: int, meet: Callable[[int], None]
-    ) -> Preload | None:
+        In an evaluation ranks do not wait for each other, as with DLIO.
+        """
+        comm, progress, clock, phase = self.comm, self.progress, SystemClock(), work.phase
+        saver = self.saver if phase is StepPhase.TRAIN else None
         durations_ns = work.compute.of_epoch(epoch, num_steps)
-        order = RankEpoch(work.sharding, rank=self.comm.rank, epoch=epoch)
-        requests = plan_ahead(work.batches.of_epoch(order, num_steps), self.planned_ahead)
-        with closing(requests):
-            preload = None
+        order = RankEpoch(work.sharding, rank=comm.rank, epoch=epoch)
+        preload, block = None, 1
+        with closing(plan_ahead(work.batches.of_epoch(order, num_steps), self.planned_ahead)) as requests:
             began_ns = time.monotonic_ns()
             batches = iter(self.loader.epoch(requests))
             if work.reads_first:
-                preload, batches = self._preload(batches)
+                # Read the whole epoch and wait for all ranks; its batches then come from memory.
+                loaded = list(batches)
+                comm.barrier(awaiting="all ranks to read their samples before the first step")
+                elapsed_s = (time.monotonic_ns() - began_ns) / 1e9
+                preload = Preload(read_bytes=sum(batch.read_bytes for batch in loaded), elapsed_s=elapsed_s)
+                batches = (Batch(batch.num_samples) for batch in loaded)
                 began_ns = time.monotonic_ns()
-            self._run_steps(work, epoch, batches, durations_ns, meet, began_ns=began_ns)
+            for step, duration_ns in enumerate(durations_ns, start=1):
+                progress.enter("reading")
+                start_ns = time.monotonic_ns()
+                batch = next(batches)
+                loaded_ns = time.monotonic_ns()
+                progress.enter("computing")
+                computed_ns = compute_until(loaded_ns + duration_ns, clock)
+                if phase is StepPhase.TRAIN:
+                    comm.barrier(awaiting=f"all ranks to finish step {step}")
+                barrier_ns = time.monotonic_ns()
+                # Recording comes after the barrier: its time falls between two steps, and into no figure.
+                self.recorder.add_step(
+                    StepEvent(
+                        phase=phase,
+                        epoch=epoch,
+                        block=block,
+                        step=step,
+                        start_ns=start_ns,
+                        loaded_ns=loaded_ns,
+                        computed_ns=computed_ns,
+                        barrier_ns=barrier_ns,
+                        samples=batch.num_samples,
+                        read_bytes=batch.read_bytes,
+                        reads=batch.num_reads,
+                        read_ns=batch.read_ns,
+                        decode_ns=batch.decode_ns,
+                    )
+                )
+                # All ranks read as many samples as this one, and about as many bytes.
+                progress.advance(1)
+                progress.count(
+                    steps=1,
+                    samples=batch.num_samples * comm.size,
+                    read_bytes=batch.read_bytes * comm.size,
+                    computing_s=(computed_ns - loaded_ns) / 1e9,
+                    sample_wait_s=(loaded_ns - start_ns) / 1e9,
+                    rank_wait_s=(barrier_ns - computed_ns) / 1e9,
+                )
+                saves = saver is not None and saver.is_due(epoch, step, num_steps)
+                # A checkpoint ends its block before it is taken, so its time counts in no block.
+                if saves or step == num_steps:
+                    self.add_span(SpanKind.BLOCK, phase, epoch, began_ns, step=step, block=block)
+                if saver is not None and saves:
+                    saver.take(epoch, block, step)
+                    block, began_ns = block + 1, time.monotonic_ns()
+            progress.enter("working")
         return preload
 
-    def _run_steps(
-        self,
-        work: PhaseWork,
-        epoch: int,
-        batches: Iterator[Batch],
-        durations_ns: list[int],
-        meet: Callable[[int], None],
-        *,
-        began_ns: int,
-    ) -> None:
-        clock = SystemClock()
-        saver = self.saver if work.phase is StepPhase.TRAIN else None
-        block, num_steps = 1, len(durations_ns)
-        for step, duration_ns in enumerate(durations_ns, start=1):
-            self.progress.enter("reading")
-            start_ns = time.monotonic_ns()
-            batch = next(batches)
-            loaded_ns = time.monotonic_ns()
-            self.progress.enter("computing")
-            computed_ns = compute_until(loaded_ns + duration_ns, clock)
-            meet(step)
-            # Recording comes after the barrier: its time falls between two steps, and into no figure.
-            event = StepEvent(
-                phase=work.phase,
-                epoch=epoch,
-                block=block,
-                step=step,
-                start_ns=start_ns,
-                loaded_ns=loaded_ns,
-                computed_ns=computed_ns,
-                barrier_ns=time.monotonic_ns(),
-                samples=batch.num_samples,
-                read_bytes=batch.read_bytes,
-                reads=batch.num_reads,
-                read_ns=batch.read_ns,
-                decode_ns=batch.decode_ns,
-            )
-            self.recorder.add_step(event)
-            self._count(event)
-            saves = saver is not None and saver.is_due(epoch, step, num_steps)
-            # A checkpoint ends its block before it is taken, so its time counts in no block.
-            if saves or step == num_steps:
-                self._add_span(SpanKind.BLOCK, work.phase, epoch, began_ns, step=step, block=block)
-            if saver is not None and saves:
-                saver.take(epoch, block, step)
-                block, began_ns = block + 1, time.monotonic_ns()
-        self.progress.enter("working")
-
-    def _count(self, step: StepEvent) -> None:
-        """Count a step of all ranks, which read as many samples as this one and about as many bytes."""
-        self.progress.advance(1)
-        self.progress.count(
-            steps=1,
-            samples=step.samples * self.comm.size,
-            read_bytes=step.read_bytes * self.comm.size,
-            computing_s=(step.computed_ns - step.loaded_ns) / 1e9,
-            sample_wait_s=(step.loaded_ns - step.start_ns) / 1e9,
-            rank_wait_s=(step.barrier_ns - step.computed_ns) / 1e9,
-        )
-
-    def _preload(self, batches: Iterator[Batch]) -> tuple[Preload, Iterator[Batch]]:
-        """Read a whole epoch and wait for all ranks; its batches as they come from memory, without a read."""
-        began_s = time.monotonic()
-        loaded = list(batches)
-        self.comm.barrier(awaiting="all ranks to read their samples before the first step")
-        preload = Preload(
-            read_bytes=sum(batch.read_bytes for batch in loaded), elapsed_s=time.monotonic() - began_s
-        )
-        return preload, (Batch(batch.num_samples, 0, 0, 0) for batch in loaded)
-
-    def _meet_ranks(self, step: int) -> None:
-        self.comm.barrier(awaiting=f"all ranks to finish step {step}")
-
-    def _add_span(
+    def add_span(
         self, kind: SpanKind, phase: StepPhase, epoch: int, began_ns: int, *, step: int = 0, block: int = 1
     ) -> None:
+        """Record that a block or an epoch, its evaluation included, is over."""
         self.recorder.add_span(
             SpanEvent(
                 kind=kind,

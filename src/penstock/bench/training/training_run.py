@@ -40,7 +40,7 @@ from penstock.errors import StorageError, UsageError
 from penstock.progress import Progress, RunProgress
 from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
 from penstock.results.active_run import ActiveRun
-from penstock.results.step_events import StepPhase
+from penstock.results.step_events import SpanKind, StepPhase
 from penstock.storage import Counters, Storage, capabilities
 from penstock.workload import enums
 from penstock.workload.spec import Workload
@@ -308,11 +308,11 @@ class _Session:
             self.progress.begin(f"epoch {epoch.epoch} of {len(plan.epochs)}, steps", epoch.num_steps)
             began_ns = time.monotonic_ns()
             change_s = began_ns / 1e9 - ended_s - (cache.elapsed_s if cache else 0.0)
-            preload = loop.train(works[StepPhase.TRAIN], epoch.epoch, epoch.num_steps)
+            preload = loop.run(works[StepPhase.TRAIN], epoch.epoch, epoch.num_steps)
             if epoch.epoch in plan.eval_epochs:
                 self.progress.begin(f"evaluation after epoch {epoch.epoch}, steps", plan.eval_steps)
-                loop.evaluate(works[StepPhase.EVAL], epoch.epoch, plan.eval_steps)
-            loop.record_epoch(epoch.epoch, began_ns)
+                loop.run(works[StepPhase.EVAL], epoch.epoch, plan.eval_steps)
+            loop.add_span(SpanKind.EPOCH, StepPhase.TRAIN, epoch.epoch, began_ns)
             ended_s = time.monotonic()
             yield training_result.EpochStage(
                 epoch=epoch.epoch, cache=cache, change_s=change_s, preload=self._merge(preload)

@@ -94,8 +94,8 @@ class Scene:
             )
             began_ns = time.monotonic_ns()
             work: PhaseWork = self.works[phase]
-            (loop.train if phase is StepPhase.TRAIN else loop.evaluate)(work, 1, num_steps)
-            loop.record_epoch(1, began_ns)
+            loop.run(work, 1, num_steps)
+            loop.add_span(SpanKind.EPOCH, StepPhase.TRAIN, 1, began_ns)
         return self.recorder.events(rank=0, host="here")
 
 
