@@ -311,7 +311,7 @@ CASES = (
         key="my_data:make_loader",
         shows=(
             r"^Waiting [\d.]+% of the time",
-            r"^  predicted workers=4: [\d.]+x, tried",
+            r"^  tried +workers=4: [\d.]+x",
             r"'storage_s': [\d.]+",
         ),
     ),
