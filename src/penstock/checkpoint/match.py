@@ -1,4 +1,13 @@
-"""Match."""
+"""Which name of a checkpoint goes to which leaf of a state, and the places that a load fills.
+
+A fresh optimizer has no state yet, and a data loader may have another structure than when it was saved: their
+own state would have no place for most of the checkpoint. So a part gets places for what the checkpoint has of
+it and the load takes, and for nothing else: `loading_into` yields the state with all places, and afterwards
+lets each part load what arrived. Optimizers number their parameters, torch's helpers name them: a checkpoint
+of either form is loaded into both.
+Invariants: a place has no value before the load; no part changes before all of it has arrived, or if nothing
+of it is loaded; no parameter gets the state of another one where groups, names or shapes tell them apart.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate, chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -52,11 +61,6 @@ class LeafSelection:
     unused: tuple[str, ...]
     missing: tuple[str, ...]
     """Those of the `left` ones that the checkpoint lacks."""
-
-    def warn_of_missing(self, rank: int) -> None:
-        """Name what a load that is not strict has left as it was. Ranks hardly differ there, so one tells."""
-        if self.missing and rank == 0:
-            logger.warning("Missing from the checkpoint, left unchanged: %s", name_some(self.missing, 10))
 
 
 def select_leaves(
@@ -459,12 +463,40 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class OptimizerState:
+class _Part:
+    """One entry of a state while it is loaded into `inner`; of this class are values without a state."""
+
+    inner: Any
+
+    def take(self, loaded: Any) -> Any:
+        """Load what arrived in `inner`, or in place of it; returns what then stands in the state."""
+        return loaded
+
+
+@dataclass(slots=True)
+class _StatefulPart(_Part):
+    """A part with `load_state_dict`.
+
+    A module knows the names of its tensors, but not what its extra state was. Any other part gets the
+    structure that was saved.
+    """
+
+    part: Stateful
+    places: Places
+
+    def take(self, loaded: Any) -> Any:
+        """Load the state."""
+        self.places.end()
+        self.part.load_state_dict(loaded)
+        return self.part
+
+
+@dataclass(slots=True)
+class OptimizerState(_Part):
     """An optimizer, whose state has the entries of the checkpoint, numbered or named as they are there."""
 
     key: str
     part: torch.optim.Optimizer
-    inner: dict[str, Any]
     numbers: Mapping[int | str, int]
     """By number and, where it is known, by name the number of each parameter."""
     groups: Sequence[Sequence[int]]
@@ -510,12 +542,11 @@ class OptimizerState:
 
 
 @dataclass(slots=True)
-class NamedState:
+class NamedState(_Part):
     """The dict of `get_optimizer_state_dict`, for a checkpoint that numbers the parameters."""
 
     key: str
     own: dict[str, Any]
-    inner: dict[str, Any]
 
     def take(self, loaded: Any) -> Any:
         """Copy the options of the groups back; the rest was loaded in place."""
@@ -579,7 +610,7 @@ def begin_optimizer(
     numbers.update(by_name)
     order = None if is_named else _order_error(key, entries, by_number)
     misfit = _other_optimizer_error(key, part, options) or _cut_error(key, cut) or order
-    return OptimizerState(key, part, inner, numbers, groups, misfit)
+    return OptimizerState(inner, key, part, numbers, groups, misfit)
 
 
 def _require_order(key: str, group: Mapping[str, Any], own: Sequence[str] | None) -> None:
@@ -707,15 +738,6 @@ def number_names(part: Any, places: StoredPlaces) -> dict[str, Any] | None:
     return {**part, "state": state, "param_groups": groups}
 
 
-class _Part(Protocol):
-    """One entry of a state while it is loaded into `inner`."""
-
-    inner: Any
-
-    def take(self, loaded: Any) -> Any:
-        """Let the part take what was loaded into `inner`, or instead of it; what then stands in the state."""
-
-
 @dataclass(slots=True)
 class _EmptyPlaces:
     """Fills what is empty in a plain state with places for what is stored there: dicts, lists and None."""
@@ -796,49 +818,6 @@ class _EmptyPlaces:
 
 
 @dataclass(slots=True)
-class _Plain:
-    """A value that is filled or replaced where it is."""
-
-    inner: Any
-    prefix: str
-    places: _EmptyPlaces
-
-    def take(self, loaded: Any) -> Any:
-        """It is what was loaded."""
-        return loaded
-
-
-@dataclass(slots=True)
-class _ModuleState:
-    """A module, which knows the names of its tensors, but not what its extra state was."""
-
-    part: torch.nn.Module
-    inner: dict[str, Any]
-    places: Places
-
-    def take(self, loaded: Any) -> Any:
-        """Load the state."""
-        self.places.end()
-        self.part.load_state_dict(loaded)
-        return self.part
-
-
-@dataclass(slots=True)
-class _OwnState:
-    """A part with `load_state_dict` that is no module: it gets the structure that was saved."""
-
-    part: Stateful
-    inner: Any
-    places: Places
-
-    def take(self, loaded: Any) -> Any:
-        """Load the state."""
-        self.places.end()
-        self.part.load_state_dict(loaded)
-        return self.part
-
-
-@dataclass(slots=True)
 class LoadedParts:
     """The state that is loaded into: `state` has the places of all leaves."""
 
@@ -865,7 +844,9 @@ class LoadedParts:
 
     def gets_copies(self, leaf: Leaf) -> bool:
         """Whether a leaf's part takes values as `load_state_dict` of no module does: from any memory."""
-        return type(leaf.value) is torch.Tensor and isinstance(self.parts.get(str(leaf.path[0])), _OwnState)
+        part = self.parts.get(str(leaf.path[0]))
+        is_copied = isinstance(part, _StatefulPart) and not isinstance(part.part, torch.nn.Module)
+        return is_copied and type(leaf.value) is torch.Tensor
 
     def is_left(self, key: str) -> bool:
         """Whether nothing of a part was filled, though it has something."""
@@ -898,7 +879,7 @@ class LoadedParts:
         """Whether a name belongs to a part that is meant as a whole. Any other dict names what it wants."""
         key = self._owner(stored_name)
         part = None if key is None else self.parts[key]
-        if not isinstance(part, _Plain):
+        if type(part) is not _Part:
             return part is not None
         return isinstance(part.inner, Mapping) and {"state", "param_groups"} <= part.inner.keys()
 
@@ -952,8 +933,7 @@ def loading_into(
     names = parameter_names(state)
     empty = _EmptyPlaces(stored)
     parts = {
-        key: _begin(key, part, stored, prefixes[key], names) or _Plain(part, prefixes[key], empty)
-        for key, part in state.items()
+        key: _begin(key, part, stored, prefixes[key], names) or _Part(part) for key, part in state.items()
     }
     containers = (Mapping, list)
     fixed = [key for key, part in parts.items() if not isinstance(part.inner, (*containers, torch.Tensor))]
@@ -962,7 +942,7 @@ def loading_into(
             f"The state is a {type(state).__name__}, in which {name_some(fixed)} cannot be replaced",
             fix="Load into a dict.",
         )
-    plain = {key: part.inner for key, part in parts.items() if isinstance(part, _Plain)}
+    plain = {key: part.inner for key, part in parts.items() if type(part) is _Part}
     empty.fill(plain, prefixes)
     for key, inner in plain.items():
         parts[key].inner = inner
@@ -983,7 +963,13 @@ def loading_into(
 
 def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping[int, str]) -> _Part | None:
     if isinstance(part, torch.nn.Module):
-        return _begin_module(key, part, stored, prefix)
+        own, making = part.state_dict(), Places(stored.key_types, prefix)
+        extra = {name: copied(value) for name, value in own.items() if name.endswith(EXTRA_STATE)}
+        if extra and prefix:
+            places = stored.below(prefix, key)
+            making.fit(extra, {path: facts for path, facts in places.items() if path[0] in extra})
+            own.update(extra)
+        return _StatefulPart(own, part, making)
     if is_stateful(part):
         own = part.state_dict()
         if isinstance(part, torch.optim.Optimizer) and {"state", "param_groups"} <= own.keys():
@@ -991,20 +977,9 @@ def _begin(key: str, part: Any, stored: StoredNames, prefix: str, names: Mapping
         places = stored.below(prefix, key) if prefix else {}
         own, making = copied(own), Places(stored.key_types, prefix)
         making.fit(own, places)
-        return _OwnState(part, own, making)
+        return _StatefulPart(own, part, making)
     if isinstance(part, dict) and {"state", "param_groups"} <= part.keys() and prefix:
         numbered = number_names(part, stored.below(prefix, key))
         if numbered is not None:
-            return NamedState(key, part, numbered)
+            return NamedState(numbered, key, part)
     return None
-
-
-def _begin_module(key: str, part: torch.nn.Module, stored: StoredNames, prefix: str) -> _ModuleState:
-    own, making = part.state_dict(), Places(stored.key_types, prefix)
-    extra = [name for name in own if name.endswith(EXTRA_STATE)]
-    if extra and prefix:
-        places = stored.below(prefix, key)
-        holder = {name: copied(own[name]) for name in extra}
-        making.fit(holder, {path: facts for path, facts in places.items() if path[0] in holder})
-        own.update(holder)
-    return _ModuleState(part, own, making)

@@ -47,6 +47,8 @@ def outcome(root: Path, act: Any) -> dict[str, Any]:
         load(state, root / "step", progress=progress)
     except (PenstockError, KeyboardInterrupt) as raised:
         error = raised
+        if dist.get_rank() == 0:
+            (root / "rank0-ended").touch()
     # Nothing that was under way disturbs what comes next.
     load(state, root / "step")
     assert all(tensor.eq(number).all() for number, tensor in enumerate(state.values()))
@@ -54,23 +56,14 @@ def outcome(root: Path, act: Any) -> dict[str, Any]:
 
 
 def interrupted(rank: int, root: Path) -> dict[str, Any]:
-    heard = threading.Event()
-
-    def on_interrupt(*_: Any) -> None:
-        heard.set()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-
     def interrupt() -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        # This thread reads no more until the main one has heard.
-        assert heard.wait(60)
+        # This thread reads no more until the other rank's load has ended, however busy the machine is.
+        give_up_s = time.monotonic() + 60
+        while not (root / "rank0-ended").exists() and time.monotonic() < give_up_s:
+            time.sleep(0.01)
 
-    try:
-        return outcome(root, interrupt)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return outcome(root, interrupt)
 
 
 def raising(rank: int, root: Path) -> dict[str, Any]:
