@@ -1,9 +1,9 @@
-"""The interface between a manager and what moves the bytes of a state.
+"""The records and protocols between what decides about a save and what moves its bytes.
 
-A manager decides when and where to save and which step to load; `TorchEngine` decides which rank moves what.
-A save goes through its `prepare` (ranks agree on a plan), `PreparedSave.stage` (copying begins),
-`StagedSave.write_to` (files become durable), `PreparedSave.seal` and the commit. This module needs no torch.
-Invariant: an engine fails on all ranks or on none, except for errors that `StagedSave` raises on one rank.
+A manager decides when and where to save and which step to load. A save goes through `Saver.prepare` (ranks
+agree on a plan), `PreparedSave.stage` (copying begins), `StagedSave.write_to` (files become durable),
+`PreparedSave.seal` and the commit; files that a program wrote itself take the same way. This module needs no
+torch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 State = Mapping[str, Any]
 Replicas = Literal["share", "compare"]
-"""What is done with regions that several ranks hold: "share" lets each write a part of what it trusts to be
-equal, "compare" compares them first, and refuses to save what differs."""
+"""The treatment of regions that several ranks hold: "share" lets each write a part and trusts that they are
+equal, "compare" compares them first and refuses to save what differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveChoice:
-    """Which parts of a state are saved, and with which dtype. By default everything, unchanged."""
+    """The parts of a state to save, and their dtype. By default everything, unchanged."""
 
     only: NamePatterns | None = None
     dtype: Any = None
@@ -41,7 +41,7 @@ class SaveChoice:
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """Which parts of a state are loaded, and how strictly they must match the checkpoint."""
+    """The parts of a state to load, and how strictly they must match the checkpoint."""
 
     only: NamePatterns | None = None
     exclude: NamePatterns | None = None
@@ -49,14 +49,14 @@ class LoadChoice:
     _: KW_ONLY
     strict: bool = True
     convert_dtypes: bool = False
-    """Whether values are converted where a tensor's dtype differs from the checkpoint's."""
+    """Convert values where a tensor's dtype differs from the checkpoint's."""
     trust: bool = False
-    """Whether objects of any kind may be unpickled, which can run code from the checkpoint."""
+    """Unpickle objects of any kind, which can run code from the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSaveStats:
-    """What one rank's share of a save cost. `memory_bytes` is the size of its buffers."""
+    """The cost of one rank's share of a save. `memory_bytes` is the size of its buffers."""
 
     rank: int
     payload_bytes: int
@@ -83,7 +83,7 @@ class RankSaveStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShareContents:
-    """What one rank's files contain, to describe the checkpoint; names come with their paths in the state."""
+    """The contents of one rank's files, to describe the checkpoint; names come with their paths."""
 
     regions: tuple[Regions, ...] = ()
     """By file; `tensor` has the numbers that the plan gave to the tensors of all ranks."""
@@ -93,7 +93,7 @@ class ShareContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenShare:
-    """What one rank reports to rank 0, pickled, when all its files are durable."""
+    """The report of one rank to rank 0 when all its files are durable."""
 
     rank: int
     files: tuple[WrittenFile, ...]
@@ -102,7 +102,7 @@ class WrittenShare:
 
 
 Urgency = Literal["copy", "commit"]
-"""What the caller waits for.
+"""The event that the caller waits for.
 
 "copy": until tensors may change. All of the staging memory is used, and if it holds everything, nothing is
 written before everything is copied, because a busy disk slows memory down. "commit": until the checkpoint is
@@ -131,7 +131,7 @@ class StagedSave(Protocol):
         """
 
     def count_bytes(self, storage: Storage, key_of: Callable[[str], str]) -> int:
-        """How many bytes `write_to` will write in all, called with the same arguments."""
+        """Count the bytes that `write_to` will write, called with the same arguments."""
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
@@ -149,7 +149,7 @@ class PreparedSave(Protocol):
     """A save that all ranks have planned together; nothing is copied yet."""
 
     def stage(self, urgent: Urgency = "copy") -> StagedSave:
-        """Take memory for this rank's share, waiting for that of earlier saves. Not collective."""
+        """Take memory for this rank's share, waiting for memory of earlier saves. Not collective."""
 
     def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: describe the whole checkpoint from the shares of all ranks, in rank order.

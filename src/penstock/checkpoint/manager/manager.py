@@ -2,9 +2,9 @@
 
 The whole way is here: `save` -> `_start` (agree, stage; then write, commit and retention on a thread of its
 own), and `restore`, which tries the copies of a `RestoreSearch` until one can be loaded. A `StepStore` knows
-where steps are, a `TorchEngine` how a state's bytes move. Invariant: what `restore` returns was committed and
-loaded completely; a failed save is raised by `SaveHandle.result`, or on all ranks by the next collective
-call, at the latest.
+where steps are, a `Saver` and a `CheckpointLoader` how bytes move. Invariant: what `restore` returns
+was committed and loaded completely; a failed save is raised by `SaveHandle.result`, or on all ranks by the
+next collective call, at the latest.
 """
 
 from __future__ import annotations
@@ -119,11 +119,12 @@ class Manager:
         self._scheduler = policies.SaveScheduler(save_policy)
         self._stop = GracefulStop(stop, self._storage, self._rank)
         with explained_imports():
+            from penstock.checkpoint.loader import CheckpointLoader  # noqa: PLC0415 - loads torch
             from penstock.checkpoint.plan.save_plan import SaveOptions  # noqa: PLC0415 - loads numpy
-            from penstock.checkpoint.saver import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch
-            from penstock.checkpoint.torch_engine import TorchEngine  # noqa: PLC0415 - likewise
+            from penstock.checkpoint.saver import DEFAULT_STAGING_BYTES, Saver  # noqa: PLC0415 - loads torch
 
-        self._engine = TorchEngine(
+        self._loader = CheckpointLoader()
+        self._saver = Saver(
             SaveOptions(writers=writers),
             staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES,
             replicas=replicas,
@@ -205,7 +206,7 @@ class Manager:
         """The part of a save that the caller waits for: agree who writes what, and begin to copy."""
         name, is_last = step_dirname(step), bool(self.stop_reason)
         self._sync(f"saving {name}")
-        prepared = self._engine.prepare(state, self._front, choice)
+        prepared = self._saver.prepare(state, self._front, choice)
         staged = stage_on_all_ranks(prepared, urgent, self._front.comm)
         if self._rank == 0 and not self._num_saves:
             self._worker.submit(step_store.warn_of_newer_steps, self._store, step)
@@ -261,7 +262,7 @@ class Manager:
                 if verify:
                     self._verify(checkpoint)
                 try:
-                    self._engine.load(state, checkpoint, self._front, choice, progress)
+                    self._loader.load(state, checkpoint, self._front, choice, progress)
                 except (UsageError, RankError) as error:
                     from penstock.checkpoint.manager import user_files  # noqa: PLC0415 - rarely needed
 
@@ -371,7 +372,7 @@ class Manager:
     def _close_resources(self) -> None:
         self._owner = None
         self._worker.shutdown()
-        for part in (self._stop, self._store, self._engine, self._front, self._back):
+        for part in (self._stop, self._store, self._saver, self._loader, self._front, self._back):
             part.close()
 
 
