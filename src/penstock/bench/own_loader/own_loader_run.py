@@ -385,6 +385,18 @@ class EpochLoop:
     def run_epoch(self, loader: Iterable[Any], epoch: int, *, max_steps: int | None = None) -> list[StepWait]:
         """Run one epoch. Collective: it ends for all ranks with the batches of any."""
         waits: list[StepWait] = []
+        try:
+            self._run_epoch(loader, epoch, max_steps, waits)
+        except RuntimeError as error:
+            # torch hears of dead workers by a signal, and raises wherever this thread is.
+            if not is_dead_worker(error):
+                raise
+            raise explain_failure(error, loader=self.name, epoch=epoch, step=len(waits) + 1) from error
+        return waits
+
+    def _run_epoch(
+        self, loader: Iterable[Any], epoch: int, max_steps: int | None, waits: list[StepWait]
+    ) -> None:
         ended_ns = began_ns = time.monotonic_ns()
         try:
             for event, wait in self._step_through(loader, epoch, max_steps):
@@ -404,11 +416,6 @@ class EpochLoop:
                 )
                 if ended_ns - self._pending[0].barrier_ns > _RECORDED_EVERY_NS:
                     self._record()
-        except RuntimeError as error:
-            # torch hears of dead workers by a signal, and raises wherever this thread is.
-            if not is_dead_worker(error):
-                raise
-            raise explain_failure(error, loader=self.name, epoch=epoch, step=len(waits) + 1) from error
         finally:
             self._waits_since_ns = 0
             self.progress.enter("working")
@@ -427,7 +434,6 @@ class EpochLoop:
             )
             self.recorder.add_span(span)
         self.ended_s = (time.monotonic_ns() - ended_ns) / 1e9
-        return waits
 
     def _step_through(
         self, loader: Iterable[Any], epoch: int, max_steps: int | None
