@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Single, Xor
     from penstock.checkpoint.loader import LoadReport
     from penstock.checkpoint.manager.graceful_stop import StopConditions
-    from penstock.checkpoint.manager.manager import Manager
-    from penstock.checkpoint.manager.save_handle import SaveHandle, SaveReport
+    from penstock.checkpoint.manager.manager import Manager, SaveHandle, SaveReport
     from penstock.checkpoint.manager.save_policy import Daly, EverySeconds, EverySteps, Overhead
     from penstock.checkpoint.torch_dcp.planners import LoadPlanner, SavePlanner
     from penstock.checkpoint.torch_dcp.reader import Reader
@@ -56,8 +55,7 @@ _MODULES: Final = MappingProxyType(
         "api": ("DryRun", "dry_run", "load", "save"),
         "levels.options": ("DoubleParity", "Flush", "Partner", "Single", "Xor"),
         "loader": ("LoadReport",),
-        "manager.manager": ("Manager",),
-        "manager.save_handle": ("SaveHandle", "SaveReport"),
+        "manager.manager": ("Manager", "SaveHandle", "SaveReport"),
         "manager.save_policy": ("Daly", "EverySeconds", "EverySteps", "Overhead"),
         "manager.graceful_stop": ("StopConditions",),
         "torch_dcp.planners": ("LoadPlanner", "SavePlanner"),

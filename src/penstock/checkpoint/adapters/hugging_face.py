@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.manager.manager import Manager
-    from penstock.checkpoint.manager.save_handle import SaveHandle
+    from penstock.checkpoint.manager.manager import Manager, SaveHandle
 
 logger = logging.getLogger(__name__)
 

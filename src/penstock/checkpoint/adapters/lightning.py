@@ -18,7 +18,7 @@ import torch
 
 from penstock.checkpoint.adapters.tree import load_tree, save_tree
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
-from penstock.checkpoint.manager.save_handle import log_failure
+from penstock.checkpoint.manager.manager import log_failure
 from penstock.checkpoint.manager.step_store import start_lasting_worker
 from penstock.checkpoint.plan.save_plan import SaveOptions
 from penstock.checkpoint.saver import DEFAULT_STAGING_BYTES, Saver

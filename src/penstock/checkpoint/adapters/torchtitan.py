@@ -15,8 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from penstock.checkpoint.api import load
-from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.manager.save_handle import SaveHandle
+from penstock.checkpoint.manager.manager import Manager, SaveHandle
 from penstock.errors import Unavailable
 
 try:
