@@ -24,10 +24,9 @@ from tests.support.trace_files import Writing, write_trace
 
 from harness import Ratio, interleave
 from penstock.progress import Silent
-from penstock.trace.event_table import GatheredEvents, convert, write_table
 from penstock.trace.reading.event_batch import BATCH_SCHEMA, TEXT_COLUMNS
 from penstock.trace.reading.find_files import find_trace_files
-from penstock.trace.trace_set import name_trace_files
+from penstock.trace.trace_set import GatheredEvents, convert, name_trace_files, write_table
 
 NUM_FILES = 4
 EVENTS_PER_FILE = int(os.environ.get("PENSTOCK_BENCH_EVENTS", "2000000")) // NUM_FILES

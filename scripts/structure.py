@@ -45,6 +45,7 @@ ENTERED = {
     "Manager.save": 40,
     "Manager.restore": 40,
     "penstock checkpoint ls": 30,
+    "penstock trace summary": 23,
 }
 
 BROAD_EXCEPT = {
@@ -275,6 +276,9 @@ def acts(folder: Path) -> Iterator[tuple[str, set[str]]]:
         yield "Manager.save", entered.during(lambda: manager.save(next(steps), state))
         yield "Manager.restore", entered.during(lambda: manager.restore(state))
     yield "penstock checkpoint ls", entered.during(run("checkpoint", "ls", str(folder / "run")))
+    trace = folder / "trace.pfw"
+    trace.write_text('{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":5,"dur":2,"ph":"X","args":{"ret":9}}\n')
+    yield "penstock trace summary", entered.during(run("trace", "summary", str(trace)))
 
 
 def main() -> int:

@@ -116,7 +116,7 @@ def _open_study(
 ) -> Iterator[tuple[Study, Progress]]:
     """Load all traces of a comparison, and print what was lost of them."""
     from penstock.trace.compare.trace_study import open_study
-    from penstock.trace.reading.clock_check import find_clock_mismatches
+    from penstock.trace.trace_set import find_clock_mismatches
 
     with (
         terminal.progress() as progress,

@@ -85,8 +85,8 @@ def check_output(out: Path, traces: Sequence[str], *, kind: str, is_kind: Callab
 
     An empty file has nothing to lose, and what is no file is not replaced: /dev/stdout.
     """
-    from penstock.trace.event_table import refuse_overwriting
     from penstock.trace.reading.find_files import find_trace_files
+    from penstock.trace.trace_set import refuse_overwriting
 
     if out.exists() and (out.is_dir() or out.is_file()):
         refuse_overwriting(
@@ -195,8 +195,7 @@ class TracedRunOptions(TierOptions, ClassOptions, PhaseOptions, DimensionOptions
 
     def describe(self) -> ComparisonSpec:
         """The runs and how they are seen, as a file would describe them."""
-        from penstock.trace.compare.run_names import name_runs
-        from penstock.trace.compare.trace_study import ComparisonSpec
+        from penstock.trace.compare.trace_study import ComparisonSpec, name_runs
 
         dimensions = self.dimensions()
         return ComparisonSpec(

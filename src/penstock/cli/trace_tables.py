@@ -84,11 +84,9 @@ def load(options: _LoadOptions, terminal: Terminal) -> None:
 
       penstock trace load traces -o writes.events --where "op = 'write'" --strict --json
     """
-    from penstock.trace.event_table import convert
-    from penstock.trace.reading.clock_check import find_clock_mismatches
     from penstock.trace.reading.event_batch import RANK_PATTERN
     from penstock.trace.reading.find_files import find_trace_files
-    from penstock.trace.trace_set import load_with_dask, name_trace_files
+    from penstock.trace.trace_set import convert, find_clock_mismatches, load_with_dask, name_trace_files
 
     read = options.traces.read
     sources = name_trace_files(

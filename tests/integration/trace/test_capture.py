@@ -24,12 +24,11 @@ from penstock.testing.storage_contract import StorageContract
 from penstock.trace import span, steps, traced, tracing_to
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns
 from penstock.trace.capture.trace_writer import (
-    COUNT_SUFFIX,
     EventKind,
     Layer,
     TraceFileWriter,
-    read_event_count,
 )
+from penstock.trace.reading.chunks import COUNT_SUFFIX, read_event_count
 from penstock.trace.reading.event_batch import TraceFile
 from penstock.trace.reading.find_files import find_trace_files
 from penstock.trace.reading.trace_file import read_trace_file

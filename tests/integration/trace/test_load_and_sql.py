@@ -16,10 +16,16 @@ from penstock.errors import UsageError
 from penstock.progress import Silent
 from penstock.trace import load
 from penstock.trace.event_schema import COLUMNS
-from penstock.trace.event_table import GatheredEvents, convert, read_events, read_facts
 from penstock.trace.questions.events_view import check_query
 from penstock.trace.reading.find_files import find_trace_files
-from penstock.trace.trace_set import name_trace_files, open_trace_set
+from penstock.trace.trace_set import (
+    GatheredEvents,
+    convert,
+    name_trace_files,
+    open_trace_set,
+    read_events,
+    read_facts,
+)
 
 
 @pytest.fixture
@@ -173,7 +179,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from penstock.progress import Silent
-from penstock.trace.event_table import convert
+from penstock.trace.trace_set import convert
 from penstock.trace.reading.find_files import find_trace_files
 from penstock.trace.trace_set import name_trace_files
 

@@ -9,9 +9,8 @@ from tests.support.command_line import run_command
 from tests.support.trace_files import Writing, write_trace
 
 from penstock.progress import Progress
-from penstock.trace.event_table import GatheredEvents, read_events
 from penstock.trace.reading.find_files import find_trace_files
-from penstock.trace.trace_set import name_trace_files
+from penstock.trace.trace_set import GatheredEvents, name_trace_files, read_events
 
 NUM_FILES = 600
 NUM_EVENTS = 3

@@ -16,7 +16,8 @@ import pytest
 
 from penstock.errors import Unavailable
 from penstock.trace.event_schema import FileAccount
-from penstock.trace.reading.darshan_log import LOG_MAGIC, DarshanLog
+from penstock.trace.reading.content_guess import LOG_MAGIC
+from penstock.trace.reading.darshan_log import DarshanLog
 from penstock.trace.reading.event_batch import BATCH_SCHEMA, TraceFile
 from penstock.trace.reading.trace_file import read_trace_file
 

@@ -8,8 +8,8 @@ from tests.support.trace_files import Writing, write_trace
 from penstock.errors import UsageError
 from penstock.progress import Silent
 from penstock.trace.event_schema import FileAccount
-from penstock.trace.event_table import GatheredEvents, check_where, read_events
 from penstock.trace.reading.event_batch import TraceFile
+from penstock.trace.trace_set import GatheredEvents, check_where, read_events
 
 
 def read(path: Path, where: str) -> tuple[list[dict[str, Any]], FileAccount]:

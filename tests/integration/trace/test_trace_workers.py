@@ -7,9 +7,8 @@ from tests.support.trace_files import Writing, write_trace
 from penstock.errors import UsageError
 from penstock.progress import Silent
 from penstock.trace import load
-from penstock.trace.event_table import convert, read_facts
 from penstock.trace.reading.find_files import find_trace_files
-from penstock.trace.trace_set import load_with_dask, name_trace_files
+from penstock.trace.trace_set import convert, load_with_dask, name_trace_files, read_facts
 
 distributed = pytest.importorskip("distributed")
 

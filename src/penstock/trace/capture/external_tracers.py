@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.errors import Unavailable, UsageError
-from penstock.trace.reading.strace_threads import HOST_MARK
+from penstock.trace.reading.strace import HOST_MARK
 
 Tracer = Literal["auto", "dftracer", "strace"]
 

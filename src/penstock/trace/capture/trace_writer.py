@@ -21,6 +21,7 @@ import xxhash
 from isal import igzip
 
 from penstock.errors import OutOfSpace, PenstockError, StorageError
+from penstock.trace.reading.chunks import COUNT_SUFFIX
 
 COMPLETE: Final = 1
 METADATA: Final = 4
@@ -142,7 +143,6 @@ class LineFormatter:
         return (json.dumps(line, separators=(",", ":")) + "\n").encode()
 
 
-COUNT_SUFFIX: Final = ".count"
 COUNTED_THREADS: Final = 4096
 """Threads of one process with a count of their own; further ones share the last one."""
 
@@ -166,15 +166,6 @@ class EventCount:
             os.close(descriptor)
         # Never closed: a thread may record until the process ends.
         self.counts = memoryview(shared).cast("q")
-
-
-def read_event_count(trace: Path) -> int | None:
-    """How many events the process of an unfinished trace has recorded; None for a finished one."""
-    try:
-        content = trace.with_name(trace.name + COUNT_SUFFIX).read_bytes()
-    except FileNotFoundError:
-        return None
-    return sum(memoryview(content[: len(content) // 8 * 8]).cast("q"))
 
 
 class TraceFileWriter:

@@ -20,8 +20,7 @@ from penstock.trace.compare.trace_study import (
 )
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
-from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE
-from penstock.trace.questions.union_times import measure_groups
+from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, measure_groups
 from penstock.units import format_bytes, format_rate, format_seconds
 
 

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from penstock.trace.compare.trace_study import PROCESS, Study, TraceFinding, Weight
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
-from penstock.trace.questions.events_view import IS_IO, IS_READ
-from penstock.trace.questions.union_times import measure_groups
+from penstock.trace.questions.events_view import IS_IO, IS_READ, measure_groups
 from penstock.units import format_bytes, format_rate, format_seconds
 
 WAITING: Final = "waiting for data"

@@ -12,8 +12,7 @@ from typing import Any, Final
 from penstock.trace.compare.trace_study import TraceFinding, Weight
 from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
-from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
-from penstock.trace.questions.union_times import measure_groups
+from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView, measure_groups
 from penstock.units import format_bytes, format_rate, format_seconds
 
 PARTIAL: Final = "F1"

@@ -11,8 +11,7 @@ from penstock.trace.compare.trace_study import PROCESS, Study, longest_process_s
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
-from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE
-from penstock.trace.questions.union_times import measure_groups
+from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, measure_groups
 
 GIB = 1 << 30
 APP_TIER: Final = "(application event)"

@@ -5,6 +5,7 @@ Tables, mismatches and findings know this and nothing of where events come from.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +26,8 @@ from penstock.trace.dimensions import (
 )
 from penstock.trace.event_schema import ALL_RANKS, FileAccount
 from penstock.trace.questions.answer import Answer, Column, Unit, Value
-from penstock.trace.questions.events_view import IS_IO, EventsView, view_events
-from penstock.trace.questions.union_times import measure_groups
-from penstock.trace.trace_set import RELATION, open_trace_set
+from penstock.trace.questions.events_view import IS_IO, EventsView, measure_groups, view_events
+from penstock.trace.trace_set import RELATION, open_trace_set, read_facts
 from penstock.trace.yaml_documents import YamlDocument
 from penstock.units import parse_rate
 
@@ -263,3 +263,54 @@ def format_ranges(values: Iterable[Any]) -> str:
         else:
             parts.append([value, value])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+_NAMED: Final = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
+_ENDINGS: Final = re.compile(r"(\.(pfw|gz|json|txt|strace|events|parquet|darshan|zst))+$")
+
+
+def name_runs(given: Sequence[str]) -> dict[str, str | tuple[str, ...]]:
+    """The patterns of each run, by its name, in the order in which runs were first given."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for text in given:
+        named = _NAMED.fullmatch(text)
+        if named and not Path(text).exists():
+            groups.setdefault(("named", named[1]), []).append(named[2])
+            continue
+        path = Path(text)
+        is_own = not path.is_file() or read_facts(path) is not None
+        groups.setdefault(("path", text) if is_own else ("folder", str(path.parent)), []).append(text)
+    names = dict(
+        zip(groups, _tell_apart([_propose(kind, of, groups[kind, of]) for kind, of in groups]), strict=True)
+    )
+    return {names[key]: tuple(patterns) for key, patterns in groups.items()}
+
+
+def _propose(kind: str, of: str, patterns: Sequence[str]) -> list[str]:
+    """Names for a run, each longer than the one before."""
+    if kind == "named":
+        return [of]
+    if len(patterns) == 1:
+        path = Path(patterns[0])
+        own = re.sub(r"[*?\[\]{}]+", "", _ENDINGS.sub("", path.name)).strip("._-")
+        parents = [part for part in path.absolute().parent.parts if not re.search(r"[*?\[]", part)]
+    else:
+        path = Path(of).absolute()
+        own, parents = path.name, list(path.parent.parts)
+    if not own:
+        own = parents.pop() if parents else ""
+    parts = [*(part.strip("/") for part in parents), own]
+    parts = [part for part in parts if part] or ["run"]
+    return ["/".join(parts[-depth:]) for depth in range(1, len(parts) + 1)]
+
+
+def _tell_apart(proposals: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The shortest name of each that no other run could have, or a numbered one."""
+    taken: set[str] = set()
+    for number, names in enumerate(proposals):
+        others = {name for other, some in enumerate(proposals) if other != number for name in some}
+        name = next((name for name in names if name not in others | taken), f"{names[0]} {number + 1}")
+        if len(names) == 1 and names[0] not in taken:
+            name = names[0]
+        taken.add(name)
+        yield name

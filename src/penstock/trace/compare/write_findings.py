@@ -13,8 +13,7 @@ from penstock.trace.compare.trace_study import (
 )
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
-from penstock.trace.questions.events_view import IS_IO, IS_WRITE
-from penstock.trace.questions.union_times import union_times
+from penstock.trace.questions.events_view import IS_IO, IS_WRITE, union_times
 from penstock.units import format_bytes, format_seconds
 
 _OTHER_SIZE: Final = 2.0

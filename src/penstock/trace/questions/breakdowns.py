@@ -14,8 +14,15 @@ from penstock.errors import UsageError
 from penstock.trace.dimensions import NO_IO, sql_literal
 from penstock.trace.event_schema import ALL_RANKS
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
-from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView, check_keys
-from penstock.trace.questions.union_times import measure_groups, union_times
+from penstock.trace.questions.events_view import (
+    IS_IO,
+    IS_READ,
+    IS_WRITE,
+    EventsView,
+    check_keys,
+    measure_groups,
+    union_times,
+)
 
 
 def summary(events: EventsView) -> tuple[Answer, Answer]:

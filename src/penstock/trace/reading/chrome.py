@@ -25,7 +25,7 @@ from penstock.trace.reading.event_batch import (
     count_line,
     parse_int64,
 )
-from penstock.trace.reading.lenient_json import parse_event, parse_line
+from penstock.trace.reading.json_lines import parse_event, parse_line
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -21,6 +21,8 @@ LINE_LIMIT_BYTES: Final = 8 << 20
 _KEPT_BYTES: Final = 1 << 16
 """What is kept of a line that is too long: enough to salvage an event."""
 
+COUNT_SUFFIX: Final = ".count"
+"""Ending of the file beside a trace that is being written, which has the number of its events."""
 _READ_BYTES: Final = 1 << 17
 _GZIP_MAGIC: Final = b"\x1f\x8b\x08"
 
@@ -185,3 +187,12 @@ class _Members:
                 return True
             overlap = window[-len(_GZIP_MAGIC) + 1 :]
         return False
+
+
+def read_event_count(trace: Path) -> int | None:
+    """How many events the process of an unfinished trace has recorded; None for a finished one."""
+    try:
+        content = trace.with_name(trace.name + COUNT_SUFFIX).read_bytes()
+    except FileNotFoundError:
+        return None
+    return sum(memoryview(content[: len(content) // 8 * 8]).cast("q"))

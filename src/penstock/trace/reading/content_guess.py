@@ -3,8 +3,10 @@
 import re
 from typing import Final
 
-from penstock.trace.reading.darshan_log import is_darshan_log
 from penstock.trace.reading.strace import OTHER_CLOCK
+
+LOG_MAGIC: Final = (6567223).to_bytes(8, "little"), (6567223).to_bytes(8, "big")
+"""Behind the eight bytes of the version, in the order of bytes of the machine that wrote the log."""
 
 UTF8_MARK: Final = b"\xef\xbb\xbf"
 """The byte order mark that some editors put before UTF-8."""
@@ -37,6 +39,11 @@ _PATTERNS: Final = (
     (_UTF16, _BEGINNINGS[0][1]),
     (OTHER_CLOCK, "a listing of strace without the day of its calls: trace again with strace -f -ttt -T"),
 )
+
+
+def is_darshan_log(head: bytes) -> bool:
+    """Whether a file that begins like this is a log of Darshan, of whatever version."""
+    return head[8:16] in LOG_MAGIC
 
 
 def is_of_recorder(name: str) -> bool:

@@ -24,9 +24,6 @@ from penstock.trace.reading.event_batch import BATCH_ROWS, TraceFile, build_batc
 if TYPE_CHECKING:
     import pyarrow as pa
 
-LOG_MAGIC: Final = (6567223).to_bytes(8, "little"), (6567223).to_bytes(8, "big")
-"""Behind the eight bytes of the version, in the order of bytes of the machine that wrote the log."""
-
 _CALLS: Final = {
     "POSIX": {
         "read": ("READS",),
@@ -58,11 +55,6 @@ _SPANS: Final = {
 """The counters of the time that all calls took, of their first beginnings, and of their last ends."""
 _UNREAD: Final = ("H5F", "H5D", "PNETCDF_FILE", "PNETCDF_VAR", "DFS", "DAOS", "BG/Q", "MDHIM")
 """Modules with I/O that has no events here."""
-
-
-def is_darshan_log(head: bytes) -> bool:
-    """Whether a file that begins like this is a log of Darshan, of whatever version."""
-    return head[8:16] in LOG_MAGIC
 
 
 class DarshanLog:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import UsageError
-from penstock.trace.capture.trace_writer import COUNT_SUFFIX
-from penstock.trace.reading.chunks import explain_unreadable
+from penstock.trace.reading.chunks import COUNT_SUFFIX, explain_unreadable
 from penstock.trace.reading.content_guess import RECORDER, UTF8_MARK, is_of_recorder
 from penstock.trace.reading.trace_file import Dialect, detect_dialect
 

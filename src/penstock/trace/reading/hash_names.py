@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Final
 
 from penstock.trace.reading.chunks import read_pieces, split_chunks
-from penstock.trace.reading.lenient_json import HASH_KINDS
+from penstock.trace.reading.json_lines import HASH_KINDS
 
 _GLOBAL_HASH: Final = re.compile(r"[0-9a-f]{16}")
 _searching: Final = Lock()

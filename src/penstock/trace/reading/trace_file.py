@@ -18,13 +18,17 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from penstock.trace.capture.trace_writer import read_event_count
 from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.chrome import ChromeDocument
-from penstock.trace.reading.chunks import read_pieces, split_chunks
-from penstock.trace.reading.content_guess import RECORDER, UTF8_MARK, guess_content, is_of_recorder
+from penstock.trace.reading.chunks import read_event_count, read_pieces, split_chunks
+from penstock.trace.reading.content_guess import (
+    RECORDER,
+    UTF8_MARK,
+    guess_content,
+    is_darshan_log,
+    is_of_recorder,
+)
 from penstock.trace.reading.darshan_dxt import MARK, DarshanDxt
-from penstock.trace.reading.darshan_log import DarshanLog, is_darshan_log
 from penstock.trace.reading.event_batch import TraceFile, read_lines
 from penstock.trace.reading.hash_names import find_name_in_siblings
 from penstock.trace.reading.json_lines import QUERY_LINES, JsonLines
@@ -126,6 +130,8 @@ def _read_batches(
         case Dialect.DARSHAN:
             batches = read_lines(split_chunks(pieces), DarshanDxt(), file, account)
         case Dialect.DARSHAN_LOG:
+            from penstock.trace.reading.darshan_log import DarshanLog  # noqa: PLC0415 - few have such logs
+
             batches = DarshanLog(file, account).read()
     for batch in batches:
         account.hosts |= {host for host in batch["host"].dictionary.to_pylist() if host is not None}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trace.compare.run_names import name_runs
+from penstock.trace.compare.trace_study import name_runs
 
 
 @pytest.fixture

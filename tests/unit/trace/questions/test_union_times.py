@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 from tests.support.trace_events import events_table
 
 from penstock.trace.dimensions import Dimensions
-from penstock.trace.questions import union_times as measuring
-from penstock.trace.questions.events_view import EventsView, view_events
+from penstock.trace.questions import events_view as measuring
+from penstock.trace.questions.events_view import (
+    EventsView,
+    measure_groups,
+    union_in_buckets,
+    union_times,
+    view_events,
+)
 from penstock.trace.questions.timeline import timeline
-from penstock.trace.questions.union_times import measure_groups, union_in_buckets, union_times
 
 ROWS = st.lists(
     st.fixed_dictionaries(

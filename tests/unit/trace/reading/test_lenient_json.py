@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.trace.reading.event_batch import LineFate, ParsedLine
-from penstock.trace.reading.lenient_json import parse_line
+from penstock.trace.reading.json_lines import parse_line
 
 
 def parse(line: str, ns_per_tick: int = 1000) -> ParsedLine:

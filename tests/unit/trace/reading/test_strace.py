@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.trace.reading.event_batch import LineFate
-from penstock.trace.reading.strace import FIRST_LINE, Strace
-from penstock.trace.reading.strace_threads import Task
+from penstock.trace.reading.strace import FIRST_LINE, Strace, Task
 
 
 def rows(*calls: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import gzip
 from pathlib import Path
 
-from penstock.trace.reading.strace_threads import UNKNOWN_TASK, Task, find_host, find_task
+from penstock.trace.reading.strace import UNKNOWN_TASK, Task, find_host, find_task
 
 HEAD = b"1700000000.000001 getpid() = 10 <0.000001>\n"
 
