@@ -277,7 +277,9 @@ def acts(folder: Path) -> Iterator[tuple[str, set[str]]]:
         yield "Manager.restore", entered.during(lambda: manager.restore(state))
     yield "penstock checkpoint ls", entered.during(run("checkpoint", "ls", str(folder / "run")))
     trace = folder / "trace.pfw"
-    trace.write_text('{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":5,"dur":2,"ph":"X","args":{"ret":9}}\n')
+    trace.write_text(
+        '{"name":"read","cat":"POSIX","pid":1,"tid":1,"ts":5,"dur":2,"ph":"X","args":{"ret":9}}\n'
+    )
     yield "penstock trace summary", entered.during(run("trace", "summary", str(trace)))
 
 
