@@ -23,7 +23,7 @@ from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.environment import Environment
-from penstock.progress import RunProgress
+from penstock.progress import Progress
 from penstock.reports.page import render_report
 from penstock.storage import open_storage
 from penstock.transfer.pipeline import PipelineSettings
@@ -42,7 +42,7 @@ PROBE_MAX_SECONDS = 4.0
 
 
 def tour(
-    out: Path, *, environment: Environment, progress: RunProgress, probe_size_bytes: int = PROBE_SIZE_BYTES
+    out: Path, *, environment: Environment, progress: Progress, probe_size_bytes: int = PROBE_SIZE_BYTES
 ) -> Tour:
     """Run every benchmark below `out`, for about a minute, and write `out/report.html` and `report.json`."""
     out.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def tour(
     return results
 
 
-def _train(out: Path, *, environment: Environment, progress: RunProgress) -> TrainingResult:
+def _train(out: Path, *, environment: Environment, progress: Progress) -> TrainingResult:
     """Train a small U-Net 3D: generate its data past the page cache, read them, and remove them."""
     settings = (
         f"dataset.num_files_train={_NUM_FILES}",
@@ -108,7 +108,7 @@ def _train(out: Path, *, environment: Environment, progress: RunProgress) -> Tra
 
 
 def _take_checkpoints(
-    out: Path, *, scheme: str, size_bytes: int, environment: Environment, progress: RunProgress
+    out: Path, *, scheme: str, size_bytes: int, environment: Environment, progress: Progress
 ) -> CheckpointResult:
     """Write checkpoints of a language model, scaled to about `size_bytes`, read them back and remove them."""
     model = checkpoint_run.change_checkpoint_section(
