@@ -101,16 +101,16 @@ def _describe(
     begins = np.searchsorted(stored.regions.tensor[order], np.arange(len(index.tensors) + 1)).tolist()
     size = torch.Size
 
-    def boxes(number: int) -> Iterator[tuple[int, Any, Any]]:
-        """Row, offsets and sizes of each part of a tensor."""
+    def parts(number: int) -> Iterator[tuple[Any, ...]]:
+        """For each part of a tensor its row, offsets, sizes, file, and place in the file."""
         rows, dims = order[begins[number] : begins[number + 1]], len(index.tensors[number].shape)
-        columns = (rows, stored.regions.offsets[rows, :dims], stored.regions.sizes[rows, :dims])
-        for row, offsets, sizes in zip(*(column.tolist() for column in columns), strict=True):
-            yield row, size(offsets), size(sizes)
+        regions = stored.regions.offsets[rows, :dims], stored.regions.sizes[rows, :dims]
+        places = stored.file[rows], stored.item_offset[rows], stored.item_bytes[rows]
+        return zip(*(column.tolist() for column in (rows, *regions, *places)), strict=True)
 
     def chunks(number: int) -> Iterator[Any]:
-        for _, offsets, sizes in boxes(number):
-            yield records.ChunkStorageMetadata(offsets, sizes)
+        for _, offsets, sizes, *_ in parts(number):
+            yield records.ChunkStorageMetadata(size(offsets), size(sizes))
 
     def state() -> Iterator[tuple[str, Any]]:
         for number, facts in enumerate(index.tensors):
@@ -130,9 +130,12 @@ def _describe(
 
     def storage() -> Iterator[tuple[Any, Any]]:
         for number, facts in enumerate(index.tensors):
-            for row, offsets, _ in boxes(number):
-                at = int(stored.file[row]), int(stored.item_offset[row]), int(stored.item_bytes[row])
-                yield records.MetadataIndex(facts.name, offsets), place(*at, index.transforms_of(row))
+            for row, offsets, _, file, begin, num_bytes in parts(number):
+                transforms = index.transforms[row] if index.transforms else ()
+                yield (
+                    records.MetadataIndex(facts.name, size(offsets)),
+                    place(file, begin, num_bytes, transforms),
+                )
         for held in index.objects:
             at = held.file, held.offset, held.size_bytes
             yield records.MetadataIndex(held.name), place(*at, held.transforms)

@@ -61,29 +61,25 @@ def make_group_of(ranks: Sequence[int]) -> RankGroup:
     return made
 
 
-def borrow_group(process_group: Any = None) -> RankGroup:
-    """The caller's group if it has a gloo backend, else a new one; for work that ends within the call."""
-    ranks = _list_ranks(process_group)
-    if len(ranks) < 2:
-        return RankGroup(SoloComm(gethostname()))
-    import torch.distributed as dist  # noqa: PLC0415 - already loaded by now
-
-    from penstock.cluster.torch_comm import TorchComm  # noqa: PLC0415 - likewise
-
-    if "gloo" not in str(dist.get_backend_config(process_group)):
-        return make_own_group(process_group)
-    group = dist.group.WORLD if process_group is None else process_group
-    return RankGroup(TorchComm(gethostname(), group), group)
-
-
 @contextmanager
 def borrowed_group(process_group: Any = None) -> Iterator[RankGroup]:
-    """Borrow a group for one call."""
-    group = borrow_group(process_group)
+    """The caller's group if it has a gloo backend, else a new one, for work that ends within the call."""
+    if len(_list_ranks(process_group)) < 2:
+        made = RankGroup(SoloComm(gethostname()))
+    else:
+        import torch.distributed as dist  # noqa: PLC0415 - already loaded by now
+
+        from penstock.cluster.torch_comm import TorchComm  # noqa: PLC0415 - likewise
+
+        group = dist.group.WORLD if process_group is None else process_group
+        has_gloo = "gloo" in str(dist.get_backend_config(process_group))
+        made = (
+            RankGroup(TorchComm(gethostname(), group), group) if has_gloo else make_own_group(process_group)
+        )
     try:
-        yield group
+        yield made
     finally:
-        group.close()
+        made.close()
 
 
 def _list_ranks(process_group: Any) -> list[int]:

@@ -1,6 +1,8 @@
 """Tensors in stock items are located or decoded, and packed items are exchanged with torch."""
 
 import io
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from penstock.errors import DataDamaged, Unavailable, UsageError
 torch = pytest.importorskip("torch")
 
 from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402 - torch may be missing
+
+from penstock.checkpoint.formats.data_classes import names_beyond_data  # noqa: E402 - it loads torch
 
 
 def stock_item(tensor: Any) -> bytes:
@@ -153,3 +157,22 @@ def test_garbled_objects_are_damage(*, trust: bool) -> None:
     for content in (item[:-30], b"", b"no archive at all"):
         with pytest.raises((DataDamaged, UsageError), match="The object x"):
             load_object(content, "x", trust=trust, where="here")
+
+
+def test_an_object_of_a_module_with_a_hyphen_needs_trust(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("conf-v2")
+    exec("class Config:\n    lr = 0.1", vars(module))
+    monkeypatch.setitem(sys.modules, "conf-v2", module)
+    item = object_bytes(module.Config())
+    with pytest.raises(UsageError, match=r"conf-v2\.Config"):
+        load_object(item, "config", trust=False, where="here")
+    assert names_beyond_data(item) == ["conf-v2.Config"]
+
+
+def test_integers_of_any_size_are_data_also_next_to_tensors() -> None:
+    item = object_bytes({"seed": 1 << 3000, "mean": torch.arange(3.0)})
+    loaded = load_object(item, "state", trust=False, where="here")
+    assert loaded["seed"] == 1 << 3000
+    assert torch.equal(loaded["mean"], torch.arange(3.0))
