@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from penstock.checkpoint.state.walk import NamePatterns
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafSelection:
     """`stored_names` by leaf name.
@@ -60,7 +63,7 @@ class LeafSelection:
     left: tuple[str, ...]
     unused: tuple[str, ...]
     missing: tuple[str, ...]
-    """Those of the `left` ones that the checkpoint lacks."""
+    """The `left` leaves that the checkpoint lacks."""
 
 
 def select_leaves(
@@ -459,9 +462,6 @@ def _counts(holder: Mapping[Any, Any]) -> bool:
     return not any(isinstance(key, str) and key.isdecimal() for key in holder)
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(slots=True)
 class _Part:
     """One entry of a state while it is loaded into `inner`; of this class are values without a state."""
@@ -829,9 +829,9 @@ class LoadedParts:
     """What was empty in plain parts."""
     state: dict[str, Any] = field(init=False)
     filled: Collection[str] = ()
-    """The names in the state of what the load has filled, when it ends."""
+    """The names in the state of what the load has filled; set when it ends."""
     left: Collection[str] = ()
-    """And those of what it has left as it was."""
+    """The names of what it has left unchanged."""
 
     def __post_init__(self) -> None:
         self.state = {key: part.inner for key, part in self.parts.items()}
@@ -855,7 +855,7 @@ class LoadedParts:
         return has_left and not any(name.startswith(begin) for name in self.filled)
 
     def untaken(self, unused: Iterable[str]) -> list[str]:
-        """Those of the `unused` names of the checkpoint that are below these parts, and chosen."""
+        """The `unused` names of the checkpoint that are below these parts, and chosen."""
         owned = ((name, self.own_name(name)) for name in unused if not self.stored.is_of_others(name))
         found = [name for name, own in owned if own is not None and self.stored.find(own) is not None]
         # A dict that was empty on some ranks alone is taken with what other ranks had in it.
