@@ -52,7 +52,7 @@ def main() -> None:
     alone, followed = measure(seconds, "alone"), measure(seconds, "followed")
     share = followed - alone
     verdict = "within" if share < LIMIT else "ABOVE"
-    print(f"counting alone {alone:.3%} of a core, followed and scraped each second {followed:.3%}")
+    print(f"counting alone {alone:.3%} of a core, followed {followed:.3%}")
     print(f"being followed costs {share:.3%}: {verdict} the limit of {LIMIT:.1%}")
 
 
