@@ -183,7 +183,7 @@ def test_log_without_the_library_names_the_extra_to_install(
     path = tmp_path / "job.darshan"
     path.write_bytes(b"3.41\0\0\0\0" + LOG_MAGIC[0] + bytes(1000))
     monkeypatch.setitem(sys.modules, "darshan", None)
-    with pytest.raises(Unavailable, match=r"pip install 'penstock\[darshan\]'"):
+    with pytest.raises(Unavailable, match=r"pip install 'penstock-io\[darshan\]'"):
         _read(path)
 
 
