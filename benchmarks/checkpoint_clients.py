@@ -21,7 +21,7 @@ from penstock.bench.checkpoint.checkpoint_run import (
 )
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.cluster.comm import SoloComm
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage import open_storage
 from penstock.transfer.pipeline import PipelineSettings
 from penstock.workload.load_workload import load_model
@@ -63,7 +63,7 @@ class Side:
         )
         uri = f"s3://{BUCKET}/{self._client}"
         reopen = partial(open_storage, uri, self._server.environment, options={"client": self._client})
-        result = run_checkpoints(request, reopen, comm=SoloComm(), progress=Silent())
+        result = run_checkpoints(request, reopen, comm=SoloComm(), progress=Progress())
         rates = {
             "writing": result.write.gib_per_s if result.write else None,
             "reading": result.read.gib_per_s if result.read else None,

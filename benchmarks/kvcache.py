@@ -45,7 +45,7 @@ from penstock.kvcache.lru_simulation import find_reuse
 from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
 from penstock.kvcache.models import MODELS
 from penstock.kvcache.read_traces import read_trace
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage import Storage, open_storage
 from penstock.storage.capabilities import defer_sync
 from penstock.storage.files.file_storage import reclaim_unfinished
@@ -126,7 +126,7 @@ def measure(
     (folder / "records").mkdir(exist_ok=True)
     return on_ranks(
         ranks,
-        lambda comm: measure_plan(request, storage, folder / "records", comm=comm, progress=Silent()),
+        lambda comm: measure_plan(request, storage, folder / "records", comm=comm, progress=Progress()),
         hosts=["host"] * ranks,
         timeout_s=600,
     )[0].document
@@ -207,7 +207,7 @@ def _probe_chunks(folder: Path) -> dict[str, float]:
         streams=(_CHUNK_STREAMS,),
         block_bytes=(32 * MIB,),
     )
-    report = probe(request, comm=SoloComm(), environment={}, options={}, progress=Silent())
+    report = probe(request, comm=SoloComm(), environment={}, options={}, progress=Progress())
     rates = {
         f"probe's streams, {measured.op}": measured.gib_per_s
         for measured in report.measurements
@@ -223,7 +223,7 @@ def _probe_chunks(folder: Path) -> dict[str, float]:
     place = ProbeFolder(parse_uri(request.uri), "files", comm=SoloComm(), environment={}, options={})
     with place:
         place.storage = defer_sync(place.storage, "names")
-        measured = measure_step(files, place, comm=SoloComm(), progress=Silent())
+        measured = measure_step(files, place, comm=SoloComm(), progress=Progress())
     return rates | {"probe's files, write": measured.gib_per_s}
 
 
@@ -266,7 +266,7 @@ def mlperf_document(
         if limit is not None:
             storage = RateLimitedStorage(storage, limit)
         document: dict[str, Any] = on_ranks(
-            1, lambda comm: run_mlperf(request, storage, comm=comm, progress=Silent()), timeout_s=600
+            1, lambda comm: run_mlperf(request, storage, comm=comm, progress=Progress()), timeout_s=600
         )[0]
         return document | {"target": "no limit" if limit is None else f"{limit / MIB:g} MiB/s"}
 
@@ -479,7 +479,7 @@ def _run_plan_forever(folder: str, plan: IoPlan, records: Path) -> None:
     )
     storage = open_storage(folder, {})
     while True:
-        on_ranks(1, lambda comm: measure_plan(request, storage, records, comm=comm, progress=Silent()))
+        on_ranks(1, lambda comm: measure_plan(request, storage, records, comm=comm, progress=Progress()))
 
 
 def _count_damaged(folder: Path, plan: IoPlan) -> int:

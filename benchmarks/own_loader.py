@@ -38,7 +38,7 @@ from penstock.bench.own_loader.user_code import DescribedLoader, SampleCounter
 from penstock.bench.training.harness_limit import EventsInMemory
 from penstock.cluster.comm import SoloComm
 from penstock.errors import PenstockError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.run_meter import Meter
 from penstock.workload.quantities import Duration
 from penstock.workload.spec import Train, Workload
@@ -189,7 +189,7 @@ def run_here(words: dict[str, Any]) -> dict[str, Any]:
             seed=0,
         )
         try:
-            result = run_own_loader(request, comm=SoloComm(), progress=Silent())
+            result = run_own_loader(request, comm=SoloComm(), progress=Progress())
         except PenstockError as error:
             named = "shared memory" if str(error).startswith("Shared memory is full") else "another failure"
             return {"bottleneck": named, "answer": str(error), "samples_per_s": 0.0}

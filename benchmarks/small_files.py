@@ -32,7 +32,7 @@ from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE, Content
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.step_events import StepPhase
 from penstock.storage import Storage, open_storage, residency
 from penstock.storage.files.durable import sync_folder
@@ -155,7 +155,7 @@ def _figure(name: str, work: Callable[[], None], *, before: Storage | None = Non
 
 def _generate(folder: Path) -> None:
     recipe = DatasetRecipe(dataset=WORKLOAD.dataset, seed=1, reduction=IRREDUCIBLE)
-    generate(recipe, open_storage(str(folder), {}), comm=SoloComm(), threads=2, progress=Silent())
+    generate(recipe, open_storage(str(folder), {}), comm=SoloComm(), threads=2, progress=Progress())
 
 
 CONTENT = os.urandom(100_490)
@@ -203,12 +203,12 @@ def _begin_bare(folder: Path, calls: ctypes.CDLL) -> tuple[int, str]:
 
 def _read(storage: Storage) -> None:
     prepared = prepare_training(
-        replace(WORKLOAD), storage, seed=1, division=Remainder.ROTATE, comm=SoloComm(), progress=Silent()
+        replace(WORKLOAD), storage, seed=1, division=Remainder.ROTATE, comm=SoloComm(), progress=Progress()
     )
     work = make_phase_works(WORKLOAD, prepared, storage, rank=0)[StepPhase.TRAIN]
     with closing(NativeLoader(storage, NativeOptions(threads=4))) as loader:
         loop = TrainingLoop(
-            comm=SoloComm(), loader=loader, recorder=EventsInMemory(), progress=Silent(), planned_ahead=4
+            comm=SoloComm(), loader=loader, recorder=EventsInMemory(), progress=Progress(), planned_ahead=4
         )
         loop.run(work, 1, prepared.plan.epochs[0].num_steps)
 

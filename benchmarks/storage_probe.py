@@ -37,7 +37,7 @@ from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.probe_plan import ProbeRequest
 from penstock.bench.probe.timed_streams import FileTarget, find_local_files
 from penstock.cluster.comm import SoloComm
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage import Storage, open_storage
 from penstock.storage.aligned import PAGE_BYTES
 from penstock.storage.uri import parse_uri
@@ -221,7 +221,7 @@ def _our_job(folder: str, job: Job, pages: Pages, figure: str = "rate") -> Mappi
     with closing(FileTarget(files, _shared_file(folder), folder, is_sequential=False)) as target:
         with pages.ours():
             loop = LoadLoop(
-                job.load, target, uri=folder, size_bytes=SIZE_BYTES, comm=SoloComm(), progress=Silent()
+                job.load, target, uri=folder, size_bytes=SIZE_BYTES, comm=SoloComm(), progress=Progress()
             )
         before_s = time.process_time()
         times = loop.run(None, SECONDS)
@@ -272,7 +272,7 @@ def _load(
     folder = ProbeFolder(parse_uri(uri), "penstock-probe-bench", comm=SoloComm(), environment={}, options={})
     with folder as place:
         place.storage = wrap(place.storage)
-        return measure_load(request, place, comm=SoloComm(), progress=Silent())
+        return measure_load(request, place, comm=SoloComm(), progress=Progress())
 
 
 def print_knees() -> None:
@@ -322,7 +322,7 @@ def _our_calls(folder: str) -> Mapping[str, float]:
     uri = parse_uri(f"file://{folder}")
     place = ProbeFolder(uri, "penstock-probe-bench", comm=SoloComm(), environment={}, options={})
     with place:
-        rates = measure_metadata(place, (1,), comm=SoloComm(), progress=Silent())
+        rates = measure_metadata(place, (1,), comm=SoloComm(), progress=Progress())
         return {f"{rate.op} files": rate.files_per_s for rate in rates}
 
 

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from tests.support.trace_files import Writing, write_trace
 
 from harness import Ratio, interleave
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.trace.reading.event_batch import BATCH_SCHEMA, TEXT_COLUMNS
 from penstock.trace.reading.find_files import find_trace_files
 from penstock.trace.trace_set import GatheredEvents, convert, name_trace_files, write_table
@@ -186,7 +186,7 @@ def _make_table(folder: Path, rows: int, large: Path) -> None:
     traces, table = folder / "small", folder / "small.events"
     traces.mkdir()
     write_trace(traces, Writing(events=rows, rank=0, files=5000))
-    facts = convert(name_trace_files(find_trace_files([str(traces)]), run=""), table, progress=Silent())
+    facts = convert(name_trace_files(find_trace_files([str(traces)]), run=""), table, progress=Progress())
     scratch = folder / "runs"
     scratch.mkdir()
     gathered = GatheredEvents(scratch)

@@ -35,7 +35,7 @@ from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe, write_manifest
 from penstock.dataset.generate import generate
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.step_events import StepPhase
 from penstock.storage import Storage, open_storage, residency
 from penstock.storage.in_memory import MemoryStorage
@@ -66,7 +66,7 @@ def measure(repetitions: int) -> list[Ratio]:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         storage = open_storage(folder, {})
         recipe = DatasetRecipe(dataset=WORKLOAD.dataset, seed=1, reduction=IRREDUCIBLE)
-        generate(recipe, storage, comm=COMM, threads=2, progress=Silent())
+        generate(recipe, storage, comm=COMM, threads=2, progress=Progress())
         ratios = []
         for start in ("fork", "spawn"):
             side = _TorchSide(storage, Path(folder), start)
@@ -94,7 +94,7 @@ def _beside_raw_reads(repetitions: int) -> list[Ratio]:
         with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=BESIDE_US) as folder:
             storage = open_storage(f"direct://{folder}", {})
             recipe = DatasetRecipe(dataset=files, seed=1, reduction=IRREDUCIBLE)
-            generate(recipe, storage, comm=COMM, threads=2, progress=Silent())
+            generate(recipe, storage, comm=COMM, threads=2, progress=Progress())
             paths = [str(path) for path in sorted(Path(folder).glob("train/*.npz"))]
             (found,) = interleave(
                 partial(_without_computation, workload, storage),
@@ -111,7 +111,7 @@ def _without_computation(workload: Workload, storage: Storage) -> Mapping[str, f
     work = make_phase_works(workload, prepared, storage, rank=0)[StepPhase.TRAIN]
     recorder = EventsInMemory()
     with closing(NativeLoader(storage, NativeOptions(threads=WORKERS, prefetch_batches=4))) as loader:
-        loop = TrainingLoop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=6)
+        loop = TrainingLoop(comm=COMM, loader=loader, recorder=recorder, progress=Progress(), planned_ahead=6)
         loop.run(work, 1, prepared.plan.epochs[0].num_steps)
     steps = recorder.events(rank=0, host=COMM.host).steps
     elapsed_s = (int(steps["barrier_ns"][-1]) - int(steps["start_ns"][0])) / 1e9
@@ -142,7 +142,7 @@ def _read_directly(path: str) -> int:
 
 def _prepared(workload: Workload, storage: Storage) -> PreparedTraining:
     return prepare_training(
-        workload, storage, seed=1, division=Remainder.ROTATE, comm=COMM, progress=Silent()
+        workload, storage, seed=1, division=Remainder.ROTATE, comm=COMM, progress=Progress()
     )
 
 
@@ -172,7 +172,7 @@ def _print_ceilings() -> None:
         write_manifest(storage, DatasetRecipe(dataset=files, seed=1, reduction=IRREDUCIBLE), complete=True)
         options = NativeOptions(threads=WORKERS)
         found, *_ = measure_harness_limit(
-            workload, _prepared(workload, storage), storage, options=options, comm=COMM, progress=Silent()
+            workload, _prepared(workload, storage), storage, options=options, comm=COMM, progress=Progress()
         )
         assert found is not None
         print(
@@ -188,7 +188,7 @@ def _native(storage: Storage) -> Mapping[str, float]:
     works = make_phase_works(WORKLOAD, prepared, storage, rank=0)
     recorder = EventsInMemory()
     with closing(NativeLoader(storage, NativeOptions(threads=WORKERS))) as loader:
-        loop = TrainingLoop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=4)
+        loop = TrainingLoop(comm=COMM, loader=loader, recorder=recorder, progress=Progress(), planned_ahead=4)
         began_s = time.process_time()
         loop.run(works[StepPhase.TRAIN], 1, prepared.plan.epochs[0].num_steps)
         cpu_s = time.process_time() - began_s

@@ -71,8 +71,3 @@ class PhasesOnly(Progress):
     def advance(self, amount: float) -> None:
         """Pass it on."""
         self._progress.advance(amount)
-
-
-# The names that callers used before; they go once all rooms say `Progress`.
-RunProgress = Progress
-Silent = Progress

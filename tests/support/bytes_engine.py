@@ -24,7 +24,7 @@ from penstock.checkpoint.formats.manifest import (
     read_manifest,
 )
 from penstock.errors import DataDamaged, UsageError
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.storage.protocol import read_object, write_object
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class _Staged:
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:
-        seen = progress or Silent()
+        seen = progress or Progress()
         seen.begin("writing", len(self.content))
         while self.engine.hold is not None and not self.engine.hold.wait(0.01):
             if self.given_up.is_set():

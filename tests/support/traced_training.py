@@ -13,7 +13,7 @@ from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.environment import TRACE
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.event_files import read_events
 from penstock.results.step_events import Rows
 from penstock.storage import Source, Storage, open_storage
@@ -71,7 +71,7 @@ class TracedRun:
 def make_data_set(folder: Path) -> None:
     """Write 24 files of one sample each."""
     recipe = DatasetRecipe(dataset=DATASET, seed=3, reduction=IRREDUCIBLE)
-    generate(recipe, open_storage(str(folder), {}), comm=SoloComm(), threads=1, progress=Silent())
+    generate(recipe, open_storage(str(folder), {}), comm=SoloComm(), threads=1, progress=Progress())
 
 
 def train_traced(data: Path, out: Path, *, compute_s: float, rate: float = UNLIMITED) -> TracedRun:
@@ -94,7 +94,7 @@ def train_traced(data: Path, out: Path, *, compute_s: float, rate: float = UNLIM
         environment=environment,
     )
     try:
-        result = train(request, storage, comm=SoloComm(), progress=Silent())
+        result = train(request, storage, comm=SoloComm(), progress=Progress())
     finally:
         get_recorder(str(traces)).close()
     return TracedRun(result=result, traces=traces)

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.cluster.comm import Comm
 from penstock.cluster.gates.preflight import PreflightResult
 from penstock.environment import Environment
-from penstock.progress import RunProgress
+from penstock.progress import Progress
 from penstock.results import event_files, provenance
 from penstock.results.active_run import ActiveRun
 from penstock.results.dlio_files import HYDRA_FOLDER, DlioOutputs, HydraFacts, write_dlio_files, write_iostat
@@ -51,7 +51,7 @@ class RunSettings:
         seeds: Mapping[str, int],
         plan: Mapping[str, Any],
         remarks: Sequence[str] = (),
-        progress: RunProgress | None = None,
+        progress: Progress | None = None,
     ) -> Iterator[tuple[ActiveRun | None, Path]]:
         """Make the run's folder with its record, where `progress` can be followed. Collective.
 

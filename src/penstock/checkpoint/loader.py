@@ -85,7 +85,7 @@ from penstock.checkpoint.state.tensors import collect_for_load
 from penstock.checkpoint.state.walk import Leaf, require_dict
 from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks
 from penstock.errors import ObjectNotFound, UsageError, name_some
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES
 from penstock.storage.capabilities import find_local_paths, no_thread
@@ -212,7 +212,7 @@ class CheckpointLoader:
                 items=items,
                 group=group,
                 buffers=buffers,
-                progress=progress or Silent(),
+                progress=progress or Progress(),
                 storage=storage,
                 links=links,
             )

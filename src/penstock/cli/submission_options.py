@@ -22,7 +22,7 @@ from penstock.workload.mlperf_divisions import SubmissionDivision, require_allow
 from penstock.workload.spec import Workload
 
 if TYPE_CHECKING:
-    from penstock.submission.authoring.result_dir import Series
+    from penstock.submission.authoring.result_dir import RunSeries
     from penstock.workflows.submission.result_draft import ResultWriter
 
 
@@ -113,9 +113,9 @@ class ResultOptions:
         """The option that names the directory."""
         return "--results" if self.tree is None else "--submission"
 
-    def find_series(self, *, benchmark: Benchmark, model: str) -> Series | None:
+    def find_series(self, *, benchmark: Benchmark, model: str) -> RunSeries | None:
         """The series of results that the run belongs to; None for a run that is not submitted."""
-        from penstock.submission.authoring.result_dir import Series
+        from penstock.submission.authoring.result_dir import RunSeries
         from penstock.submission.authoring.tree_owner import require_owned_tree
 
         if self.tree is None:
@@ -127,7 +127,7 @@ class ResultOptions:
             )
         tree = require_owned_tree(Path(self.tree))
         tree.require_purpose(is_rehearsal=self.rehearsed_at is not None)
-        return Series(
+        return RunSeries(
             tree=tree,
             division=division,
             system=self.system,
@@ -140,12 +140,12 @@ class ResultOptions:
 class SubmissionEntry:
     """The series that a run belongs to, and its workload with the location of its bytes."""
 
-    series: Series
+    series: RunSeries
     located: DataLocation
     rehearsed_at: Fraction | None = None
 
 
-def locate(series: Series, workload: Workload, uri: str) -> DataLocation:
+def locate(series: RunSeries, workload: Workload, uri: str) -> DataLocation:
     """The workload with its data at this URI; raises UsageError if the division forbids that place."""
     located = locate_data(workload, uri)
     paths = [tuple(key.split(".")) for key in located.changes]

@@ -27,7 +27,7 @@ from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.results.provenance import HostFacts
-    from penstock.submission.authoring.result_dir import Series
+    from penstock.submission.authoring.result_dir import RunSeries
     from penstock.submission.authoring.run_sequence import RunSequence
     from penstock.workload.dataset_size import DatasetSizing
     from penstock.workload.spec import Workload
@@ -156,7 +156,7 @@ class MadeTraining:
     """The present part of a training result, and the size that its data set has to have."""
 
     workload: Workload
-    series: Series
+    series: RunSeries
     sequence: RunSequence
     required_size: DatasetSizing
 
@@ -214,7 +214,7 @@ def _load_workload(options: option_groups.WorkloadOptions) -> Workload:
     return load(options.name, accelerator=options.accelerator, overrides=overrides).workload
 
 
-def _count_missing_bytes(workload: Workload, series: Series, data: option_groups.DataOptions) -> int:
+def _count_missing_bytes(workload: Workload, series: RunSeries, data: option_groups.DataOptions) -> int:
     """The bytes still to be generated into a local folder; object services report no free space."""
     from penstock.dataset.generate import missing_bytes
     from penstock.storage.capabilities import find_local_root
@@ -228,7 +228,7 @@ def _count_missing_bytes(workload: Workload, series: Series, data: option_groups
 
 
 def _sized_workload(
-    options: TrainingOptions, series: Series, workload: Workload, required_size: DatasetSizing
+    options: TrainingOptions, series: RunSeries, workload: Workload, required_size: DatasetSizing
 ) -> option_groups.WorkloadOptions:
     """The workload with a data set that is large enough; an existing one that is large enough is kept."""
     from penstock.submission.authoring.run_sequence import read_series_state

@@ -24,7 +24,7 @@ from penstock.submission.tree_layout import SENTINEL
 
 if TYPE_CHECKING:
     from penstock.cluster.facts.host_facts import ClusterFacts
-    from penstock.submission.authoring.run_sequence import SeriesProgress
+    from penstock.submission.authoring.run_sequence import SeriesStatus
 
 INCOMPLETE = 1
 
@@ -179,7 +179,7 @@ def status(options: _StatusOptions, terminal: Terminal) -> None:
     terminal.result(document, _view_progress(results, is_rehearsal=tree.is_rehearsal))
 
 
-def _progress_document(result: SeriesProgress) -> dict[str, Any]:
+def _progress_document(result: SeriesStatus) -> dict[str, Any]:
     series = result.series
     return {
         "division": series.division.value,
@@ -199,7 +199,7 @@ def _progress_document(result: SeriesProgress) -> dict[str, Any]:
     }
 
 
-def _view_progress(results: Sequence[SeriesProgress], *, is_rehearsal: bool) -> View:
+def _view_progress(results: Sequence[SeriesStatus], *, is_rehearsal: bool) -> View:
     yield TextTable(
         "Results of a rehearsal" if is_rehearsal else "Results", [_progress_row(result) for result in results]
     )
@@ -212,7 +212,7 @@ def _view_progress(results: Sequence[SeriesProgress], *, is_rehearsal: bool) -> 
             yield f"cannot be read: {text}"
 
 
-def _progress_row(result: SeriesProgress) -> dict[str, str]:
+def _progress_row(result: SeriesStatus) -> dict[str, str]:
     series = result.series
     count = "?" if result.num_accelerators is None else str(result.num_accelerators)
     return {

@@ -25,7 +25,7 @@ from penstock.kvcache.cache_figures import Times
 from penstock.kvcache.entries import MISSES, EntryLayout, EntryOutcome
 from penstock.kvcache.io_engine import EngineSettings, IoEngine, count_requests
 from penstock.kvcache.io_plan import OPERATION, IoPlan, Op, Operations, TierNumber
-from penstock.progress import Progress, RunProgress, Silent
+from penstock.progress import Progress
 from penstock.results import counter_files, published_files
 from penstock.results.provenance import peak_rss_bytes
 from penstock.storage import Counters, Storage, capabilities, volumes
@@ -54,7 +54,7 @@ def remove_leftovers(storage: Storage, operations: Operations, layout: EntryLayo
             else:
                 other_objects += 1
                 other_bytes += info.size_bytes
-    _remove(storage, left, Silent())
+    _remove(storage, left, Progress())
     return {"left_entries": len(left), "other_objects": other_objects, "other_bytes": other_bytes}
 
 
@@ -205,7 +205,7 @@ class CacheResult:
         return not self.times.missed_requests.any()
 
 
-def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: RunProgress) -> CacheResult:
+def run_plan(request: CacheRequest, storage: Storage, *, comm: Comm, progress: Progress) -> CacheResult:
     """Execute the plan on all ranks, and record it in a run's folder. Collective."""
     plan = request.plan
     with request.open_run(
@@ -232,7 +232,7 @@ def measure_plan(
     folder: Path,
     *,
     comm: Comm,
-    progress: RunProgress,
+    progress: Progress,
     phase: str = "cache operations",
 ) -> CacheResult:
     """The same without a record of its own: `folder` takes the counters of hosts. Collective."""
@@ -349,7 +349,7 @@ def _beside_entries(request: CacheRequest, storage: Storage, *, is_writer: bool)
 
 
 def _begin_progress(
-    progress: RunProgress, phase: str, num_operations: int, num_ranks: int
+    progress: Progress, phase: str, num_operations: int, num_ranks: int
 ) -> Callable[[float], None]:
     progress.begin(phase, num_operations)
     progress.enter("working", unit="operations", times=num_ranks)
@@ -357,7 +357,7 @@ def _begin_progress(
 
 
 def _search_load(
-    request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: RunProgress
+    request: CacheRequest, storage: Storage, folder: Path, *, comm: Comm, progress: Progress
 ) -> CacheResult:
     """Find the largest load that meets the objective; the result is that of this load. Collective."""
     assert request.objective_ms is not None

@@ -22,7 +22,7 @@ from penstock.kvcache.io_plan import IoPlan
 from penstock.kvcache.mlperf_files import RankTrial, TrialResult
 from penstock.kvcache.mlperf_plan import OptionSettings, plan_option
 from penstock.kvcache.models import find_model
-from penstock.progress import RunProgress
+from penstock.progress import Progress
 from penstock.results import counter_files, published_files
 from penstock.results.provenance import peak_rss_bytes
 from penstock.storage import Storage
@@ -69,9 +69,7 @@ class MlperfRequest(RunSettings):
         )
 
 
-def run_mlperf(
-    request: MlperfRequest, storage: Storage, *, comm: Comm, progress: RunProgress
-) -> dict[str, Any]:
+def run_mlperf(request: MlperfRequest, storage: Storage, *, comm: Comm, progress: Progress) -> dict[str, Any]:
     """Run all options, and write the files of the tool into the run's folder. Collective."""
     plans = {number: plan_option(request.settings(number, comm.rank)) for number in request.options}
     planned = comm.gather(
@@ -133,7 +131,7 @@ def _run_options(
     leaf: Path,
     *,
     comm: Comm,
-    progress: RunProgress,
+    progress: Progress,
 ) -> list[TrialResult]:
     if comm.rank == 0:
         reclaim_unfinished(storage)
@@ -156,7 +154,7 @@ def _run_trial(
     *,
     trial: int,
     comm: Comm,
-    progress: RunProgress,
+    progress: Progress,
 ) -> RankTrial:
     number = int(plan.facts["option"])
     settings, operations = request.settings(number, comm.rank), plan.in_storage

@@ -73,7 +73,7 @@ _Look = tuple[float, float, dict[str, float]]
 
 
 class Meter(Progress):
-    """The `RunProgress` of rank 0. Entered, it shows itself to its followers until it is left.
+    """The `Progress` of rank 0. Entered, it shows itself to its followers until it is left.
 
     `name` is that of work without a folder; `find_wait` says what this rank awaits of others, if anything.
     """

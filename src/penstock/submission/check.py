@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.submission import result_files
 from penstock.submission.edition import Edition
 from penstock.submission.edition_choice import EditionChoice
@@ -83,7 +83,7 @@ def read_tree(
     root: Path, edition: Edition | EditionChoice, progress: Progress | None = None
 ) -> Iterator[SubmittedResult]:
     """Every result below `root` with its files; asking for the next one drops the last."""
-    progress = progress or Silent()
+    progress = progress or Progress()
     locations = require_results(search_tree(root), root)
     progress.begin("results", len(locations))
     # Each pool of code images is hashed once. Locations are sorted by submitter, whose files are read once.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.optional_libraries import explained_imports
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.trace.dimensions import Dimensions
 from penstock.trace.event_schema import FileAccount
 from penstock.trace.questions.events_view import EventsView, view_events
@@ -133,7 +133,7 @@ def load(
     opened = resources.enter_context(
         open_trace_set(
             {name: _patterns(paths) for name, paths in runs.items()},
-            progress=progress or Silent(),
+            progress=progress or Progress(),
             where=where,
             rank_pattern=rank_pattern,
             dask=dask,

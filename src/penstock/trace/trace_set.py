@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import duckdb
 import numpy as np
@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 
 from penstock.errors import UsageError
 from penstock.optional_libraries import explained_imports
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.storage.files.durable import replace_durably
 from penstock.storage.process_id import pid_exists
 from penstock.trace.dimensions import sql_literal
@@ -43,9 +43,6 @@ from penstock.trace.event_schema import SCHEMA, FileAccount, refuse_damaged, ref
 from penstock.trace.reading.event_batch import RANK_PATTERN, TraceFile
 from penstock.trace.reading.find_files import find_trace_files, name_some
 from penstock.trace.reading.trace_file import Dialect, read_trace_file
-
-if TYPE_CHECKING:
-    from penstock.progress import Progress
 
 
 def refuse_overwriting(
@@ -581,7 +578,7 @@ def load_with_dask(
 
 
 def _convert_one(file: TraceFile, target: Path, where: str) -> EventTableFacts:
-    return convert([file], target, progress=Silent(), where=where, threads=1)
+    return convert([file], target, progress=Progress(), where=where, threads=1)
 
 
 logger = logging.getLogger(__name__)

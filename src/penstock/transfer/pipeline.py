@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from typing import Literal, Protocol, Self
 
 from penstock.errors import PenstockError, ShortTransfer, StorageTimeout, UsageError, WaitTimeout
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.capabilities import no_thread
 from penstock.storage.protocol import Release, Sink, Storage
@@ -390,7 +390,7 @@ class WritePipeline:
         progress: Progress | None = None,
     ) -> Measurement:
         """Write the buffers to storage until everything is durable, and return the measurement."""
-        progress = progress or Silent()
+        progress = progress or Progress()
         progress.begin("writing", self._stamps.planned_bytes)
         self._stamps.begin_counting(storages)
         self._buffers.expect_returns()

@@ -21,7 +21,7 @@ from penstock.cluster.counter_coverage import find_coverage
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.counter_files import read_counters
 from penstock.results.io_reconciliation import IoReconciliation, ReconciliationVerdict
 from penstock.results.run_record import read_record
@@ -52,13 +52,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if find_coverage(open_storage(str(folder), {})).watched != "device":
         pytest.skip(f"no device counts here: {find_coverage(open_storage(str(folder), {})).reason}")
     recipe = DatasetRecipe(dataset=WORKLOAD.dataset, seed=3, reduction=IRREDUCIBLE)
-    generate(recipe, open_storage(str(folder), {}), comm=SoloComm(), threads=2, progress=Silent())
+    generate(recipe, open_storage(str(folder), {}), comm=SoloComm(), threads=2, progress=Progress())
     return folder
 
 
 def _train(uri: str, results: Path) -> tuple[Path, IoReconciliation]:
     request = TrainingRequest(workload=WORKLOAD, results=results, seed=1, loader=NativeOptions(threads=2))
-    result = train(request, open_storage(uri, {}), comm=SoloComm(), progress=Silent())
+    result = train(request, open_storage(uri, {}), comm=SoloComm(), progress=Progress())
     folder = Path(result.results_dir)
     (delivery,) = read_record(folder).deliveries
     assert (delivery,) == result.stages.deliveries

@@ -23,7 +23,7 @@ from penstock.bench.probe.probe_plan import Part
 from penstock.bench.probe.timed_streams import FileTarget, find_local_files
 from penstock.cluster.comm import Comm, SoloComm
 from penstock.errors import StorageError, UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.reports.page import render_report
 from penstock.storage import Storage, open_storage
 from penstock.storage.uri import parse_uri
@@ -45,7 +45,7 @@ def _load(
     folder = ProbeFolder(parse_uri(uri), "penstock-probe-test", comm=comm, environment={}, options={})
     with folder as place:
         place.storage = wrap(place.storage)
-        return measure_load(request, place, comm=comm, progress=Silent())
+        return measure_load(request, place, comm=comm, progress=Progress())
 
 
 def _quick(max_seconds: float = 1.2, **load: object) -> ProbeRequest:
@@ -144,7 +144,9 @@ def test_times_of_operations_are_in_order_and_keep_to_the_depth(
     files = find_local_files(open_storage(f"direct://{tmp_path}", {}))
     assert files is not None
     with closing(FileTarget(files, "file", "file:///x", is_sequential=False)) as target:
-        loop = LoadLoop(load, target, uri="file:///x", size_bytes=1 << 20, comm=SoloComm(), progress=Silent())
+        loop = LoadLoop(
+            load, target, uri="file:///x", size_bytes=1 << 20, comm=SoloComm(), progress=Progress()
+        )
         times = loop.run(due, 0.1)
     assert (times.begun >= np.maximum(times.due, times.free)).all()
     assert due is None or times.due.tolist() == due
@@ -167,7 +169,7 @@ def _probe(uri: str, *parts: Part, load: LoadRequest | None = None) -> ProbeResu
         parts=parts,
         load=replace(load or LoadRequest(), seconds=0.05),
     )
-    return probe(request, comm=SoloComm(), environment={}, options={}, progress=Silent())
+    return probe(request, comm=SoloComm(), environment={}, options={}, progress=Progress())
 
 
 @pytest.mark.parametrize("scheme", ["file", "mem"])

@@ -20,7 +20,7 @@ from penstock.bench.probe.probe_run import notes_on_rates
 from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError, UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.run_record import read_record
 from penstock.storage import Sink, Storage
 from penstock.storage.uri import parse_uri
@@ -30,7 +30,7 @@ SMALL = ProbeRequest(uri="mem://x", size_bytes=4 << 20, streams=(1, 3), block_by
 
 
 def _probe(request: ProbeRequest, **options: str) -> ProbeResult:
-    return probe(request, comm=SoloComm(), environment=dict(os.environ), options=options, progress=Silent())
+    return probe(request, comm=SoloComm(), environment=dict(os.environ), options=options, progress=Progress())
 
 
 @pytest.mark.parametrize("scheme", ["file", "direct"])
@@ -44,7 +44,7 @@ def test_every_kind_of_measurement_comes_out_and_nothing_stays_on_disk(tmp_path:
 def test_a_probe_in_a_folder_keeps_its_result_there_or_why_there_is_none(tmp_path: Path) -> None:
     def run(name: str, request: ProbeRequest) -> ProbeResult:
         settings = RunSettings(results=tmp_path, run_folder=tmp_path / name, environment=dict(os.environ))
-        return probe_in_folder(settings, request, comm=SoloComm(), options={}, progress=Silent())
+        return probe_in_folder(settings, request, comm=SoloComm(), options={}, progress=Progress())
 
     kept = run("good", SMALL)
     assert json.loads((tmp_path / "good" / "probe.json").read_text()) == json.loads(json.dumps(asdict(kept)))
@@ -92,7 +92,7 @@ def test_a_storage_that_cannot_create_is_the_error_and_not_the_streams_that_wait
     def run() -> None:
         with _place(tmp_path) as place:
             place.storage = FailAtCall(place.storage, "create", 2)
-            probe_run.measure(step, place, comm=SoloComm(), progress=Silent())
+            probe_run.measure(step, place, comm=SoloComm(), progress=Progress())
 
     with pytest.raises(StorageError, match="Injected fault in create"):
         run()
@@ -196,7 +196,7 @@ def test_a_stream_that_fails_ends_all_of_them_with_its_own_error_and_nothing_sta
     def run() -> None:
         with _place(tmp_path) as place:
             place.storage = _Breaking(place.storage)
-            probe_run.measure(step, place, comm=SoloComm(), progress=Silent())
+            probe_run.measure(step, place, comm=SoloComm(), progress=Progress())
 
     of_others = set(threading.enumerate())
     with pytest.raises(StorageError, match="The cable is out"):
@@ -231,7 +231,7 @@ def test_a_failed_removal_is_told_and_does_not_hide_the_failure(caplog: pytest.L
     request = replace(SMALL, uri="s3://bucket/x")
     options = {"attempts": "1", "client": "minio"}
     with pytest.raises(StorageError) as caught:
-        probe(request, comm=SoloComm(), environment=environment, options=options, progress=Silent())
+        probe(request, comm=SoloComm(), environment=environment, options=options, progress=Progress())
     assert "ListObjects" not in str(caught.value)
     assert "may still be at s3://bucket/x" in caplog.text
 

@@ -15,14 +15,14 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from penstock.checkpoint.api import load, save
 from penstock.checkpoint.heartbeat import INTERRUPTED
 from penstock.errors import PenstockError
-from penstock.progress import Silent
+from penstock.progress import Progress
 
 Told = dict[str, list[Any]]
 NUM_TENSORS = 12
 TENSOR_BYTES = 2 << 20
 
 
-class AtFirstBlock(Silent):
+class AtFirstBlock(Progress):
     """Does something on the last rank when its first block has come, then counts."""
 
     def __init__(self, act: Any) -> None:

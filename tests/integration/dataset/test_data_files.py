@@ -10,7 +10,7 @@ from penstock.dataset.content import Reduction
 from penstock.dataset.data_files import remove
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe, read_manifest
 from penstock.dataset.generate import data_files, generate
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage import Storage, open_storage
 from penstock.storage.protocol import write_object
 from penstock.workload.enums import DataFormat
@@ -20,7 +20,7 @@ from penstock.workload.spec import Dataset
 def made(folder: Path, dataset: Dataset) -> tuple[DatasetRecipe, Storage]:
     recipe = DatasetRecipe(dataset=dataset, seed=1, reduction=Reduction())
     storage = open_storage(str(folder), {})
-    generate(recipe, storage, comm=SoloComm("here"), threads=2, progress=Silent())
+    generate(recipe, storage, comm=SoloComm("here"), threads=2, progress=Progress())
     return recipe, storage
 
 

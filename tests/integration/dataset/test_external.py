@@ -12,7 +12,7 @@ from tests.support.rank_threads import on_ranks
 from penstock.cluster.comm import Comm, SoloComm
 from penstock.dataset.external_dataset import ExternalFiles, list_external_files, list_in_parallel
 from penstock.errors import ObjectNotFound, StorageError, UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage import ObjectInfo, open_storage
 from penstock.storage.protocol import WrappedStorage
 from penstock.workload.enums import DataFormat
@@ -27,7 +27,7 @@ def put(folder: Path, *names: str) -> None:
 
 def found(place: Path, dataset: Dataset, *, evaluates: bool = False) -> ExternalFiles:
     storage = open_storage(str(place), {})
-    return list_external_files(dataset, storage, evaluates=evaluates, comm=SoloComm(), progress=Silent())
+    return list_external_files(dataset, storage, evaluates=evaluates, comm=SoloComm(), progress=Progress())
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_one_rank_lists_and_hands_on_to_each_node(tmp_path: Path) -> None:
 
     def on_rank(comm: Comm) -> list[str]:
         storage = Watched(open_storage(str(tmp_path), {}))
-        seen = list_external_files(dataset, storage, evaluates=False, comm=comm, progress=Silent())
+        seen = list_external_files(dataset, storage, evaluates=False, comm=comm, progress=Progress())
         return [seen.train.name(number) for number in range(300)]
 
     ranks = on_ranks(3, on_rank, hosts=["a", "a", "b"])

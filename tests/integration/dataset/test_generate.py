@@ -24,7 +24,7 @@ from penstock.dataset.dataset_manifest import KEY, DatasetRecipe, read_manifest,
 from penstock.dataset.generate import GenerationResult, generate
 from penstock.dataset.verify import VerificationResult, verify
 from penstock.errors import OutOfSpace, StorageError, UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage import Storage, open_storage
 from penstock.storage.files.folders import VerifiedFolders
 from penstock.storage.in_memory import MemoryStorage
@@ -46,11 +46,11 @@ RECIPE = DatasetRecipe(dataset=SMALL, seed=7, reduction=IRREDUCIBLE)
 
 
 def _generate(storage: Storage, recipe: DatasetRecipe = RECIPE) -> GenerationResult:
-    return generate(recipe, storage, comm=SoloComm(), threads=3, progress=Silent())
+    return generate(recipe, storage, comm=SoloComm(), threads=3, progress=Progress())
 
 
 def _verify(storage: Storage, recipe: DatasetRecipe = RECIPE) -> VerificationResult:
-    return verify(recipe, storage, comm=SoloComm(), threads=3, progress=Silent())
+    return verify(recipe, storage, comm=SoloComm(), threads=3, progress=Progress())
 
 
 def _at(folder: Path) -> Storage:

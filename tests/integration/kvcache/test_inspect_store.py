@@ -13,7 +13,7 @@ from penstock.kvcache.inspect_store import inspect_store, parse_entry_name
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, ObjectLayout, Op
 from penstock.kvcache.models import MODELS
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage import open_storage
 
 RANDOM = np.random.Generator(np.random.PCG64(7))
@@ -33,7 +33,7 @@ CONFIG = {
 
 
 def inspected(folder: Path, **settings: Any) -> dict[str, Any]:
-    return inspect_store(open_storage(str(folder), {}), Silent(), **settings)
+    return inspect_store(open_storage(str(folder), {}), Progress(), **settings)
 
 
 def put(path: Path, size: int) -> Path:

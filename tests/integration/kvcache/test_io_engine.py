@@ -25,7 +25,7 @@ from penstock.kvcache.entries import FOOTER_BYTES, EntryLayout, EntryOutcome, La
 from penstock.kvcache.io_engine import EngineSettings, IoEngine
 from penstock.kvcache.io_plan import OPERATION, IoPlan, ObjectLayout, Op, Operations, TierSizes, plan_blocks
 from penstock.kvcache.models import MODELS
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.reports.page import render_report
 from penstock.storage import Storage, open_storage
 from penstock.storage.files.file_io import BufferedAccess
@@ -164,7 +164,7 @@ def run_on(ranks: int, plan: IoPlan, folder: Path, **settings: Any) -> CacheResu
             engine=EngineSettings(**settings),
             measures_ceiling=comm.size == 1,
         )
-        return run_plan(request, MemoryStorage(), comm=comm, progress=Silent())
+        return run_plan(request, MemoryStorage(), comm=comm, progress=Progress())
 
     return on_ranks(ranks, program, hosts=["host"] * ranks)[0]
 
@@ -218,7 +218,7 @@ def test_the_ledger_of_a_run_counts_what_was_read_and_written(tmp_path: Path) ->
         engine=EngineSettings(streams=2),
     )
     storage = open_storage(str(tmp_path / "cache"), {})
-    document = run_plan(request, storage, comm=SoloComm(), progress=Silent()).document
+    document = run_plan(request, storage, comm=SoloComm(), progress=Progress()).document
     for delivery in document["deliveries"]:
         moved_bytes = document[delivery["direction"]]["bytes"]
         num_operations = document["plan"][f"{delivery['direction']}s"]["operations"]
@@ -280,7 +280,7 @@ def test_a_run_begins_with_none_of_its_entries_and_leaves_those_of_others(tmp_pa
     request = CacheRequest(
         results=tmp_path, plan=plan, layout=layout, engine=EngineSettings(), measures_ceiling=False
     )
-    [result] = on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Silent()))
+    [result] = on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Progress()))
     found = [result.document[name] for name in ("left_entries", "other_objects", "other_bytes")]
     assert found == [20, 2, 2 * (20_000 + FOOTER_BYTES)]
     assert sum(1 for _ in storage.list()) == 2
@@ -326,7 +326,7 @@ def test_a_cache_that_has_no_room_is_refused_before_the_first_byte(tmp_path: Pat
     )
     storage = open_storage(str(tmp_path / "store"), {})
     with pytest.raises(OutOfSpace, match=r"takes .* TiB, and") as raised:
-        on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Silent()))
+        on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Progress()))
     assert "--capacity" in str(raised.value.fix)
     assert not (tmp_path / "store").exists()
 
@@ -341,7 +341,7 @@ def test_objects_of_a_service_are_read_and_written_by_the_same_path(moto: S3Serv
         engine=EngineSettings(streams=4, chunk_bytes=8192),
         measures_ceiling=False,
     )
-    [result] = on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Silent()))
+    [result] = on_ranks(1, lambda comm: run_plan(request, storage, comm=comm, progress=Progress()))
     assert result.is_right
     counted = result.document["storage_counters"]
     objects = plan.document()["writes"]

@@ -19,7 +19,7 @@ from penstock.kvcache.mlperf_files import RankTrial, TrialResult, judge_trial, s
 from penstock.kvcache.mlperf_plan import OptionSettings, plan_option
 from penstock.kvcache.mlperf_run import MlperfRequest, load_limits, run_mlperf
 from penstock.kvcache.models import find_model
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage.in_memory import MemoryStorage
 from penstock.submission import query_runs
 from penstock.submission.check import check
@@ -116,7 +116,7 @@ def leaf(tmp_path_factory: pytest.TempPathFactory) -> Path:
             duration_s=1.5,
             pause_s=0,
         )
-        return run_mlperf(request, MemoryStorage(), comm=comm, progress=Silent())
+        return run_mlperf(request, MemoryStorage(), comm=comm, progress=Progress())
 
     document = on_ranks(4, program, hosts=["a", "a", "b", "b"])[0]
     assert not any(option["misses"] for option in document["options"].values())

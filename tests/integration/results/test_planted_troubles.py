@@ -23,7 +23,7 @@ from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage import open_storage
 from penstock.testing.faults import Gate, Gated, Verb
 from penstock.workload.enums import DataFormat
@@ -105,7 +105,7 @@ def run(place: Path, plant: Plant, *, threads: int = 4) -> dict[str, str]:
             workload=WORKLOAD, results=place / "runs", seed=1, loader=NativeOptions(threads=threads)
         )
         storage = Gated(open_storage(str(place / "data"), {}), plant(comm.rank))
-        return train(request, storage, comm=comm, progress=Silent()).results_dir
+        return train(request, storage, comm=comm, progress=Progress()).results_dir
 
     results = on_ranks(RANKS, program, hosts=["node"] * RANKS, timeout_s=120)
     return read_banner(Path(results[0]) / "report.html")
@@ -114,7 +114,9 @@ def run(place: Path, plant: Plant, *, threads: int = 4) -> dict[str, str]:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     recipe = DatasetRecipe(dataset=WORKLOAD.dataset, seed=3, reduction=IRREDUCIBLE)
-    generate(recipe, open_storage(str(tmp_path / "data"), {}), comm=SoloComm(), threads=2, progress=Silent())
+    generate(
+        recipe, open_storage(str(tmp_path / "data"), {}), comm=SoloComm(), threads=2, progress=Progress()
+    )
     return tmp_path
 
 

@@ -22,7 +22,7 @@ from penstock.cluster.counter_coverage import find_coverage
 from penstock.cluster.gates.gate_model import Gate, GateVerdict, PreflightRequest
 from penstock.cluster.gates.preflight import run_preflight
 from penstock.errors import OutOfSpace
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage import Storage, uri
 from penstock.storage.capabilities import find_local_root, uses_page_cache
 from penstock.storage.protocol import read_object, write_object
@@ -114,7 +114,7 @@ def test_the_probe_measures_it_as_files_through_the_page_cache(tmp_path: Path) -
     request = ProbeRequest(
         uri=f"pfs://{tmp_path / 'probed'}", size_bytes=1 << 16, streams=(1,), block_bytes=(1 << 14,)
     )
-    result = probe(request, comm=SoloComm(), environment={}, options={}, progress=Silent())
+    result = probe(request, comm=SoloComm(), environment={}, options={}, progress=Progress())
     assert {measurement.mode for measurement in result.measurements} == {"buffered"}
     assert "fsync" in {measurement.op for measurement in result.measurements}
     assert not (tmp_path / "probed").exists()

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.cli.app import main
 from penstock.errors import StorageError, UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.trace.reading.event_batch import TraceFile
 from penstock.trace.reading.find_files import find_trace_files
 from penstock.trace.reading.trace_file import read_trace_file
@@ -87,14 +87,14 @@ def test_folder_that_cannot_be_read_is_not_empty(
 def test_processes_of_files_without_hosts_are_told_to_be_ambiguous(tmp_path: Path) -> None:
     for name in ("a.pfw", "b.pfw"):
         (tmp_path / name).write_text("".join(json.dumps({**EVENT, "pid": pid}) + "\n" for pid in (1, 2)))
-    with open_trace_set({"": [str(tmp_path)]}, progress=Silent()) as traces:
+    with open_trace_set({"": [str(tmp_path)]}, progress=Progress()) as traces:
         (sentence,) = [one for one in traces.mismatches() if one.startswith("Process")]
     assert sentence.startswith(
         "Process 1 occurs in a.pfw, b.pfw, which name no host, and 1 more processes do"
     )
     hosted = {**EVENT, "args": {"hostname": "node1"}}
     (tmp_path / "b.pfw").write_text(json.dumps(hosted) + "\n")
-    with open_trace_set({"": [str(tmp_path)]}, progress=Silent()) as traces:
+    with open_trace_set({"": [str(tmp_path)]}, progress=Progress()) as traces:
         assert not [one for one in traces.mismatches() if one.startswith("Process")]
 
 

@@ -13,7 +13,7 @@ from tests.support.trace_files import START_US, Writing, make_events, write_trac
 
 from penstock.cli import main
 from penstock.errors import UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.trace import load
 from penstock.trace.event_schema import COLUMNS
 from penstock.trace.questions.events_view import check_query
@@ -101,9 +101,9 @@ def test_strict_refuses_a_damaged_trace_and_leaves_no_table(
 
 def test_a_table_older_than_its_sources_is_made_again(traces: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.events"
-    convert(name_trace_files(find_trace_files([str(traces)]), run=""), out, progress=Silent())
+    convert(name_trace_files(find_trace_files([str(traces)]), run=""), out, progress=Progress())
     write_trace(traces, Writing(events=900, rank=1, generation=2))
-    with open_trace_set({"": [str(out)]}, progress=Silent()) as opened:
+    with open_trace_set({"": [str(out)]}, progress=Progress()) as opened:
         assert opened.connection.sql("SELECT count(*) FROM events").fetchall() == [(1701,)]
     facts = read_facts(out)
     assert facts is not None
@@ -112,7 +112,7 @@ def test_a_table_older_than_its_sources_is_made_again(traces: Path, tmp_path: Pa
 
 def test_a_table_outlives_its_sources(traces: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.events"
-    convert(name_trace_files(find_trace_files([str(traces)]), run=""), out, progress=Silent())
+    convert(name_trace_files(find_trace_files([str(traces)]), run=""), out, progress=Progress())
     for path in traces.iterdir():
         path.unlink()
     with load(out) as run:
@@ -123,7 +123,7 @@ def test_a_table_is_never_written_over_something_else(traces: Path, tmp_path: Pa
     precious = tmp_path / "thesis.txt"
     precious.write_text("years of work")
     with pytest.raises(UsageError, match="not a Penstock event table"):
-        convert(name_trace_files(find_trace_files([str(traces)]), run=""), precious, progress=Silent())
+        convert(name_trace_files(find_trace_files([str(traces)]), run=""), precious, progress=Progress())
     assert precious.read_text() == "years of work"
 
 
@@ -178,12 +178,12 @@ def test_export_and_report_replace_only_what_they_have_made(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.trace.trace_set import convert
 from penstock.trace.reading.find_files import find_trace_files
 from penstock.trace.trace_set import name_trace_files
 
-class Killer(Silent):
+class Killer(Progress):
     def advance(self, amount):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -197,7 +197,7 @@ def test_a_killed_conversion_leaves_no_table_and_the_next_cleans_up(traces: Path
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists()
     assert len(list(out.parent.iterdir())) == 1
-    convert(name_trace_files(find_trace_files([str(traces)]), run=""), out, progress=Silent())
+    convert(name_trace_files(find_trace_files([str(traces)]), run=""), out, progress=Progress())
     assert list(out.parent.iterdir()) == [out]
 
 
@@ -215,7 +215,7 @@ def test_events_come_as_relation_arrow_and_pandas(traces: Path) -> None:
 
 def test_runs_have_names(traces: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.events"
-    convert(name_trace_files(find_trace_files([str(traces)]), run="old"), out, progress=Silent())
+    convert(name_trace_files(find_trace_files([str(traces)]), run="old"), out, progress=Progress())
     with load({"table": str(out), "raw": str(traces)}) as run:
         rows = run.sql("SELECT run, count(*) FROM events GROUP BY run ORDER BY run").fetchall()
     assert rows == [("raw", 1201), ("table", 1201)]
@@ -306,7 +306,7 @@ def test_more_events_than_fit_in_memory_are_sorted_from_disk(traces: Path, tmp_p
     answers = []
     for limit in (100, 10_000):
         gathered = GatheredEvents(tmp_path, limit)
-        read_events(files, gathered, progress=Silent())
+        read_events(files, gathered, progress=Progress())
         assert gathered.has_parts is (limit == 100)
         with duckdb.connect() as connection:
             answers.append(connection.execute(gathered.source(connection)).fetchall())

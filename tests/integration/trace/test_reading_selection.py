@@ -6,7 +6,7 @@ import pytest
 from tests.support.trace_files import Writing, write_trace
 
 from penstock.errors import UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.event_batch import TraceFile
 from penstock.trace.trace_set import GatheredEvents, check_where, read_events
@@ -14,7 +14,7 @@ from penstock.trace.trace_set import GatheredEvents, check_where, read_events
 
 def read(path: Path, where: str) -> tuple[list[dict[str, Any]], FileAccount]:
     gathered = GatheredEvents(path.parent)
-    (account,) = read_events([TraceFile(path=path)], gathered, progress=Silent(), where=where)
+    (account,) = read_events([TraceFile(path=path)], gathered, progress=Progress(), where=where)
     with duckdb.connect() as connection:
         table: Any = connection.sql(gathered.source(connection)).to_arrow_table()
     rows = table.to_pylist()

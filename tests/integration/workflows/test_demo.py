@@ -9,14 +9,14 @@ import pytest
 from tests.support.browser import Browser
 from tests.support.page_checks import FIRST_SCREEN, QUESTIONS, check_page, read_banner
 
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.reports.page import write_report
 from penstock.units import format_rate
 from penstock.workflows.demo import tour
 from penstock.workflows.demo_page import Limit, Tour, find_excess, make_demo_page
 
 
-class _Phases(Silent):
+class _Phases(Progress):
     """Notes which phases were begun, and how far each came."""
 
     def __init__(self) -> None:

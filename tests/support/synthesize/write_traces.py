@@ -19,7 +19,7 @@ from tests.support.synthesize.planned_calls import PlannedCall, plan_rank
 from tests.support.synthesize.trace_description import FileDamage, Run, SynthesisSpec
 
 from penstock.errors import StorageError, UsageError
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 
 _STREAMS: Final = ("fread", "fwrite")
 _LIBC_LAYER, _PYTHON_LAYER, _TRACER_LAYER = 3, 6, 1
@@ -225,7 +225,7 @@ def synthesize(
     description: SynthesisSpec, folder: Path, *, progress: Progress | None = None
 ) -> SynthesizedTraces:
     """Write the traces of all runs below `folder`, which must be new or empty."""
-    progress = progress or Silent()
+    progress = progress or Progress()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

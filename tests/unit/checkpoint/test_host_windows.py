@@ -21,7 +21,7 @@ from penstock.checkpoint.host_windows import (
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
 from penstock.checkpoint.state.regions import Regions
 from penstock.errors import RankError, StorageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage.aligned import address_of
 from penstock.transfer.reader import (
     BlockReader,
@@ -120,7 +120,7 @@ def load(links: HostLinks, rank: int, before: Callable[[int], None] = lambda _: 
         open_file=lambda _: source,
         sink=memory,
         items={},
-        progress=Silent(),
+        progress=Progress(),
         wait_for_room=lambda: None,
         viewers=sharing,
     )

@@ -10,7 +10,7 @@ import pytest
 from tests.support.trace_events import events_table
 
 from penstock.errors import StorageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.trace.dimensions import Dimensions
 from penstock.trace.perfetto_export import export_perfetto
 from penstock.trace.questions.events_view import view_events
@@ -26,7 +26,7 @@ def exported(rows: list[dict[str, Any]], path: Path) -> dict[str, Any]:
     with duckdb.connect() as connection:
         connection.register("events", events_table(rows))
         events = view_events(connection, "events", Dimensions())
-        assert export_perfetto(events, path, progress=Silent()) == len(rows)
+        assert export_perfetto(events, path, progress=Progress()) == len(rows)
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     document: dict[str, Any] = json.loads(raw)
     return document

@@ -23,7 +23,7 @@ from penstock.errors import (
     Unavailable,
     WaitTimeout,
 )
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import (
     ObjectInfo,
@@ -168,7 +168,7 @@ def test_each_reader_keeps_its_own_statistics() -> None:
     both = threading.Barrier(2)
     met = threading.local()
 
-    class Together(Silent):
+    class Together(Progress):
         def advance(self, amount: float) -> None:
             if not getattr(met, "done", False):
                 met.done = True
@@ -490,7 +490,7 @@ def test_a_verifier_that_raises_fails_the_phase() -> None:
 
 
 def test_progress_adds_up_to_what_was_moved() -> None:
-    class Added(Silent):
+    class Added(Progress):
         def __init__(self) -> None:
             self.phases: list[tuple[str, float]] = []
             self.moved = 0.0

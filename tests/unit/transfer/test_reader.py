@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage.protocol import Source
 from penstock.transfer.reader import (
     BlockReader,
@@ -87,7 +87,7 @@ def read(
         open_file=lambda _: source,
         sink=landing,
         items=items,
-        progress=Silent(),
+        progress=Progress(),
         wait_for_room=lambda: None,
     )
     with ThreadPoolExecutor(SETTINGS.streams) as threads:

@@ -28,7 +28,7 @@ from penstock.bench.step_recorder import StepRecorder
 from penstock.cluster.comm import Comm, all_gather_results, decide_on_rank0
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError, UsageError
-from penstock.progress import Progress, RunProgress
+from penstock.progress import Progress
 from penstock.results.checkpoint_files import MovedBytes, RoundThroughput
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.storage import Storage
@@ -89,7 +89,7 @@ class RoundProgress(Progress):
     """Follows the rounds of one rank. It is the `Progress` that the pipeline advances, from any thread."""
 
     def __init__(
-        self, board: ProgressBoard, *, rank: int, progress: RunProgress, heartbeat: Callable[[], None]
+        self, board: ProgressBoard, *, rank: int, progress: Progress, heartbeat: Callable[[], None]
     ) -> None:
         self._board = board
         self._is_first = rank == 0

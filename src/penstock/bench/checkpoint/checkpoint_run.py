@@ -31,7 +31,7 @@ from penstock.bench.step_recorder import RunTrace, StepRecorder, read_clocks
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import CONTENT_VERSION, Content
 from penstock.errors import ObjectNotFound, StorageError, UsageError
-from penstock.progress import RunProgress
+from penstock.progress import Progress
 from penstock.results import counter_files, event_files, published_files, run_folder, step_events
 from penstock.results.checkpoint_files import write_throughput
 from penstock.results.io_reconciliation import IoReconciliation
@@ -320,7 +320,7 @@ def run_checkpoints(
     reopen: OpenStorage,
     *,
     comm: Comm,
-    progress: RunProgress,
+    progress: Progress,
     tell: Tell = lambda _text: None,
 ) -> CheckpointResult:
     """Write and read as the request's workload says; the same result on every rank."""

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Self
 
 from penstock.errors import ShortTransfer
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.storage.protocol import Source, Storage
 from penstock.transfer.buffers import WarmMemory
 from penstock.transfer.ledger import Measurement, Timestamps, WrongByte, now_ns
@@ -53,7 +53,7 @@ def read_objects(
     memory.touch(settings.buffer_memory_bytes)
     pipe = ReadPipeline(storages, planned, verify, settings, memory=memory, entered_ns=entered_ns)
     with pipe:
-        return pipe.read(rank, origin_ns, progress or Silent())
+        return pipe.read(rank, origin_ns, progress or Progress())
 
 
 class ReadPipeline:

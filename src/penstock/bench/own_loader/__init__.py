@@ -34,7 +34,7 @@ def measure_loader(
     from penstock.bench.own_loader.own_loader_run import OwnLoaderRequest, run_own_loader  # noqa: PLC0415
     from penstock.bench.own_loader.user_code import DescribedLoader  # noqa: PLC0415
     from penstock.cluster.comm import SoloComm  # noqa: PLC0415
-    from penstock.progress import Silent  # noqa: PLC0415
+    from penstock.progress import Progress  # noqa: PLC0415
     from penstock.storage.uri import open_here  # noqa: PLC0415
     from penstock.workload.quantities import Duration  # noqa: PLC0415
     from penstock.workload.spec import Train, Workload  # noqa: PLC0415
@@ -53,4 +53,4 @@ def measure_loader(
         data=open_here(data) if data else None,
         trials=trials,
     )
-    return run_own_loader(request, comm=SoloComm(), progress=Silent())
+    return run_own_loader(request, comm=SoloComm(), progress=Progress())

@@ -37,7 +37,7 @@ from penstock.bench.training.training_loop import EventRecorder
 from penstock.bench.training.training_result import EpochStage, HarnessLimit, Stages, TrainingResult
 from penstock.cluster.comm import Comm, all_gather_results
 from penstock.errors import PenstockError, StorageError, UsageError
-from penstock.progress import PhasesOnly, RunProgress
+from penstock.progress import PhasesOnly, Progress
 from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
 from penstock.results.active_run import ActiveRun
 from penstock.results.phase_figures import Bottleneck, BottleneckVerdict
@@ -77,7 +77,7 @@ class OwnLoaderRequest(RunSettings):
     trials: Sequence[str] = ()
 
 
-def run_own_loader(request: OwnLoaderRequest, *, comm: Comm, progress: RunProgress) -> TrainingResult:
+def run_own_loader(request: OwnLoaderRequest, *, comm: Comm, progress: Progress) -> TrainingResult:
     """Run the user's loader for all epochs; the same result on every rank."""
     for change in request.trials:
         parse_trial(change)  # refuse a wrong one before hours of measurement
@@ -97,7 +97,7 @@ def run_own_loader(request: OwnLoaderRequest, *, comm: Comm, progress: RunProgre
 def _measure_and_try(
     request: OwnLoaderRequest,
     comm: Comm,
-    progress: RunProgress,
+    progress: Progress,
     *,
     folder: Path,
     on_flush: Callable[[], None],
@@ -181,7 +181,7 @@ class _Measurement:
 
     request: OwnLoaderRequest
     comm: Comm
-    progress: RunProgress
+    progress: Progress
     changes: Mapping[str, Any] | None = None
     remarks: list[str] = field(default_factory=list)
     stages: list[EpochStage] = field(default_factory=list)
@@ -361,7 +361,7 @@ class EpochLoop:
 
     comm: Comm
     recorder: EventRecorder
-    progress: RunProgress
+    progress: Progress
     consume: Consume
     name: str
     count: Callable[[Any], int] = lambda _: 1

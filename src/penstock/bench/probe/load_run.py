@@ -54,7 +54,7 @@ from penstock.bench.probe.timed_streams import (
 )
 from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
-from penstock.progress import RunProgress
+from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.units import format_bytes
@@ -120,9 +120,7 @@ class LoadResult:
     notes: tuple[str, ...]
 
 
-def measure_load(
-    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
-) -> LoadResult:
+def measure_load(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress) -> LoadResult:
     """Write what is to be read, find out what the storage does at most, then the knee."""
     load, notes = request.load, []
     if place.mode == "direct" and load.block_bytes % _SECTOR_BYTES:
@@ -194,7 +192,7 @@ def measure_load(
     )
 
 
-def _fill(request: ProbeRequest, key: str, place: ProbeFolder, *, comm: Comm, progress: RunProgress) -> int:
+def _fill(request: ProbeRequest, key: str, place: ProbeFolder, *, comm: Comm, progress: Progress) -> int:
     """Write this rank's object; its size is a whole number of blocks of the load and of writing."""
     step_bytes = max(_FILL_BLOCK_BYTES, request.load.block_bytes)
     step_bytes -= step_bytes % request.load.block_bytes
@@ -277,7 +275,7 @@ class LoadLoop:
         uri: str,
         size_bytes: int,
         comm: Comm,
-        progress: RunProgress,
+        progress: Progress,
     ) -> None:
         self.load = load
         self._target = target

@@ -33,7 +33,7 @@ from penstock.bench.probe.timed_streams import Blocks, StreamStopped, StreamTask
 from penstock.bench.run_settings import RunSettings
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment
-from penstock.progress import RunProgress
+from penstock.progress import Progress
 from penstock.results import published_files
 from penstock.storage import Counters, residency
 from penstock.storage.protocol import OptionValue
@@ -83,7 +83,7 @@ def probe(
     comm: Comm,
     environment: Environment,
     options: Mapping[str, str],
-    progress: RunProgress,
+    progress: Progress,
 ) -> ProbeResult:
     """Measure what `request` asks for, with the storage's own `options`; leave nothing behind."""
     folder_name = comm.broadcast(
@@ -114,7 +114,7 @@ def probe_in_folder(
     *,
     comm: Comm,
     options: Mapping[str, str],
-    progress: RunProgress,
+    progress: Progress,
 ) -> ProbeResult:
     """The same as a run with a folder, where it can be followed and its result stays. Collective."""
     with settings.open_run(
@@ -134,7 +134,7 @@ def probe_in_folder(
 
 
 def _probe_location(
-    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
+    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> ProbeResult:
     """Measure one location, as large as the time allows."""
     affordable_bytes, is_memory = request.size_bytes, False
@@ -181,7 +181,7 @@ def _probe_location(
 
 
 def _measure_all(
-    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
+    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> Iterator[ProbeMeasurement]:
     """Every step once. The first step also runs before, uncounted: memory not used lately is slow.
 
@@ -198,7 +198,7 @@ def _measure_all(
 
 
 def _calibrate(
-    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: RunProgress
+    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> tuple[int, bool]:
     """Estimate what one stream of each rank moves in `max_seconds`, by a short first write, which warms up.
 
@@ -294,7 +294,7 @@ _OPERATIONS: Final[Mapping[str, Callable[[StreamTask], StreamTimes]]] = {
 }
 
 
-def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: RunProgress) -> ProbeMeasurement:
+def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> ProbeMeasurement:
     """Time one step; collective. Steps that read need the step that wrote to have run in the same place."""
     phase = f"{place.mode} {step.op}, {step.streams} x {format_bytes(step.block_bytes)}"
     progress.begin(phase, step.size_bytes)
@@ -339,9 +339,7 @@ def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: RunPro
     )
 
 
-def _run_streams(
-    step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: RunProgress
-) -> list[StreamTimes]:
+def _run_streams(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> list[StreamTimes]:
     """Start all threads, start the clocks together on all ranks, wait; the first real failure is raised."""
     gate, stop = threading.Barrier(step.streams + 1), threading.Event()
     operation = _OPERATIONS[step.op]

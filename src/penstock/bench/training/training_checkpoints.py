@@ -26,7 +26,7 @@ from penstock.bench.training.training_result import CheckpointsTaken
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
 from penstock.environment import Environment
-from penstock.progress import Activity, RunProgress, Silent
+from penstock.progress import Activity, Progress
 from penstock.storage import open_storage
 from penstock.storage.capabilities import find_local_root
 from penstock.storage.uri import has_option
@@ -92,10 +92,10 @@ def count_due(when: CheckpointSection, epochs: Sequence[tuple[int, int]]) -> int
     return sum(is_due(when, epoch, num_steps, num_steps) for epoch, num_steps in epochs)
 
 
-class _OnTheWay(Silent):
+class _OnTheWay(Progress):
     """Shows a checkpoint as a remark next to the steps of the epoch, which it must not advance."""
 
-    def __init__(self, progress: RunProgress) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
     def begin(self, phase: str, total: float) -> None:  # noqa: ARG002 - the protocol's
@@ -131,7 +131,7 @@ class TrainingCheckpoints:
         comm: Comm,
         board: Path,
         recorder: StepRecorder,
-        progress: RunProgress,
+        progress: Progress,
         heartbeat: Callable[[], None],
     ) -> TrainingCheckpoints:
         """Check that there is room for all of them, and warm up. Collective."""

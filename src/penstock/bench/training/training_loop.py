@@ -18,7 +18,7 @@ from penstock.bench.training.batch_requests import KNOWN_FILES, BatchPlanner, pl
 from penstock.bench.training.training_plan import RankEpoch, Sharding, TrainingPlan
 from penstock.bench.training.training_result import Preload
 from penstock.cluster.comm import Comm
-from penstock.progress import RunProgress
+from penstock.progress import Progress
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 from penstock.storage import Storage
 from penstock.workload.enums import ReadType
@@ -108,7 +108,7 @@ class TrainingLoop:
     comm: Comm
     loader: Loader
     recorder: EventRecorder
-    progress: RunProgress
+    progress: Progress
     planned_ahead: int
     saver: TrainingCheckpoints | None = None
 

@@ -37,7 +37,7 @@ from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.external_dataset import list_external_files
 from penstock.dataset.formats import open_format
 from penstock.errors import StorageError, UsageError
-from penstock.progress import Progress, RunProgress
+from penstock.progress import Progress
 from penstock.results import counter_files, event_files, phase_figures, published_files, run_folder
 from penstock.results.active_run import ActiveRun
 from penstock.results.step_events import SpanKind, StepPhase
@@ -130,7 +130,7 @@ def prepare_training(
 
 
 def train(
-    request: TrainingRequest, storage: Storage, *, comm: Comm, progress: RunProgress
+    request: TrainingRequest, storage: Storage, *, comm: Comm, progress: Progress
 ) -> training_result.TrainingResult:
     """Run the workload on the files at `storage`; the same result on every rank."""
     prepared = prepare_training(
@@ -201,7 +201,7 @@ class _Session:
     request: TrainingRequest
     storage: Storage
     comm: Comm
-    progress: RunProgress
+    progress: Progress
     prepared: PreparedTraining
 
     def run(self, folder: Path, run: ActiveRun | None) -> training_result.Stages:

@@ -49,7 +49,7 @@ from penstock.checkpoint.commit.catalog import (
 from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
 from penstock.checkpoint.formats.manifest import ManifestFile, start_checksum
 from penstock.errors import AlreadyThere, DataDamaged, ObjectNotFound, PenstockError, StorageError
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, aligned_buffer
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
@@ -308,7 +308,7 @@ class Flusher:
         self._cache = cache
         self._folder = FlushFolder(local_path(cache, ""))
         self._durable = durable
-        self._progress = progress or Silent()
+        self._progress = progress or Progress()
         self._pace = RateLimiter(None)
         self._lock = Lock()
         self._now = FlushProgress(pid=os.getpid())

@@ -24,7 +24,7 @@ from penstock.checkpoint.state.walk import matches_pattern
 from penstock.checkpoint.tools.tensor_slabs import Appender, SlabReader
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError, name_some
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.protocol import exists, write_object
 
@@ -69,7 +69,7 @@ def convert(
     rebuilds objects even if that runs code of the checkpoint. Unless `verified` is False, the source is
     verified first. `DataDamaged` if it is damaged; `UsageError` for parts that the format cannot store.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     storage, name = open_parent(target)
     _require_free(storage, name)
     checkpoint, notes = open_checkpoint(source), []

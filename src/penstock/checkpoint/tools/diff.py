@@ -20,7 +20,7 @@ from penstock.checkpoint.formats.torch_save import is_plain
 from penstock.checkpoint.state.regions import TensorFacts
 from penstock.checkpoint.state.walk import matches_pattern
 from penstock.checkpoint.tools.tensor_slabs import SlabReader, cut_into_slabs
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.transfer.buffers import WarmMemory
 
 SLAB_BYTES: Final = 16 << 20
@@ -73,7 +73,7 @@ def compare(
     first: AnyPath, second: AnyPath, *, only: Sequence[str] = (), progress: Progress | None = None
 ) -> CheckpointComparison:
     """Compare the checkpoints at two paths or URIs; `only` are patterns of names."""
-    progress = progress or Silent()
+    progress = progress or Progress()
     pair = open_checkpoint(first), open_checkpoint(second)
     for checkpoint in pair:
         # Equal checksums say nothing about files that are gone.

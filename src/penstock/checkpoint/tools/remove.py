@@ -20,7 +20,7 @@ from penstock.checkpoint.formats.checkpoint_source import checkpoint_uri
 from penstock.checkpoint.tools.inspection import CheckpointListing, CheckpointState, list_storage
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import ObjectNotFound, UsageError
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.protocol import ObjectInfo
 from penstock.storage.uri import parse_uri
@@ -70,7 +70,7 @@ def remove(
     (removed,) = (checkpoint for checkpoint in checkpoints if checkpoint.name == name)
     stays = ""
     if not even_last and not removed.is_damaged:
-        stays = _require_another(path, checkpoints, name, verified=verified, progress=progress or Silent())
+        stays = _require_another(path, checkpoints, name, verified=verified, progress=progress or Progress())
     catalog.hide(committed)()
     StepCatalog(storage).point_past(name)
     return RemovedCheckpoint(

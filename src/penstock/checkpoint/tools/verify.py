@@ -27,7 +27,7 @@ from penstock.checkpoint.formats.torch_save import ReadRange, ZipRecord, data_of
 from penstock.checkpoint.tools import file_scan
 from penstock.checkpoint.tools.file_scan import Damage
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError, name_some
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.protocol import Source, read_object
@@ -73,7 +73,7 @@ def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
 
     Damage is returned, not raised, even damage of the manifest or of `.metadata`.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     storage, name = open_parent(path)
     uri, folder = checkpoint_uri(storage, name), find_folder(storage, name)
     try:
@@ -121,7 +121,7 @@ def find_damage(
     progress: Progress | None = None,
 ) -> list[Damage]:
     """The damage in `files`, all of a checkpoint's or the ones that this node has."""
-    progress = progress or Silent()
+    progress = progress or Progress()
     damage: list[Damage] = []
     work: list[file_scan.Stretch] = []
     for file in files:

@@ -34,7 +34,7 @@ from penstock.checkpoint.state.process_group import make_group_of
 from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, element_sizes
 from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.transfer.reader import ReadBuffers, ReadSettings
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Reader(StorageReader):
                 items=item_index,
                 group=group,
                 buffers=self._buffers,
-                progress=Silent(),
+                progress=Progress(),
                 storage=checkpoint.storage_of_files(),
             )
             execute_plan(assigned.plan, requests.regions, targets, context)

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.errors import UsageError
 from penstock.storage.uri import find_local_paths_at, parse_uri
-from penstock.submission.authoring.result_dir import HIDDEN, Series
+from penstock.submission.authoring.result_dir import HIDDEN, RunSeries
 from penstock.submission.edition import Edition
 from penstock.workload.enums import StorageKind
 from penstock.workload.mlperf_divisions import Breach, SubmissionDivision
@@ -78,7 +78,7 @@ def require_none(breaches: Iterable[Breach], where: str) -> None:
 
 
 def training_breaches(
-    edition: Edition, series: Series, *, accelerator: str, num_accelerators: int, num_hosts: int, data: str
+    edition: Edition, series: RunSeries, *, accelerator: str, num_accelerators: int, num_hosts: int, data: str
 ) -> Iterator[Breach]:
     """All breaches of the edition's rules for a training result; `data` is the URI of the data set."""
     workloads = edition.min_utilization_percent

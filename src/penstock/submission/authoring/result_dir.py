@@ -30,7 +30,7 @@ TRASH: Final = "trash"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class RunSeries:
     """The result directories of one workload on one system, in one division of an organisation's tree."""
 
     tree: OwnedTree
@@ -62,7 +62,7 @@ class Series:
 class ResultDirAddress:
     """The place of one result directory: a phase of a series, and the time its run started, in UTC."""
 
-    series: Series
+    series: RunSeries
     phase: SubmissionPhase
     started_at: datetime
 
@@ -83,7 +83,7 @@ class ResultDirAddress:
         return root / HIDDEN / UNDER_WAY / self.folder.relative_to(root)
 
 
-def reserve_address(series: Series, phase: SubmissionPhase, *, now: datetime) -> ResultDirAddress:
+def reserve_address(series: RunSeries, phase: SubmissionPhase, *, now: datetime) -> ResultDirAddress:
     """The address of a run that begins now, with its draft; an existing name moves to the next second.
 
     Only the name is in whole seconds: a start that is rounded down would precede the end of the run before.
@@ -123,7 +123,7 @@ def set_aside(tree: OwnedTree, folder: Path) -> Path:
     return target
 
 
-def list_drafts(series: Series) -> list[Path]:
+def list_drafts(series: RunSeries) -> list[Path]:
     """The drafts of runs that failed, or are still running."""
     below = series.tree.root / HIDDEN / UNDER_WAY / series.folder
     depth = "*/*" if series.benchmark is Benchmark.TRAINING else "*"

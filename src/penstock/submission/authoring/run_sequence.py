@@ -24,7 +24,7 @@ from penstock.submission.authoring.result_dir import (
     HIDDEN,
     UNDER_WAY,
     Attempt,
-    Series,
+    RunSeries,
     list_drafts,
     read_attempt,
 )
@@ -89,7 +89,7 @@ class SeriesState:
     unreadable: tuple[str, ...]
 
 
-def read_series_state(series: Series) -> SeriesState:
+def read_series_state(series: RunSeries) -> SeriesState:
     """Read the series from its tree."""
     unreadable: list[str] = []
     dirs: dict[SubmissionPhase, list[PublishedDir]] = {phase: [] for phase in SubmissionPhase}
@@ -242,10 +242,10 @@ def may_follow(runs: Sequence[PublishedDir], started_at: datetime, request: Requ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeriesProgress:
+class SeriesStatus:
     """One series: how many of its runs count, how many it needs, and what is missing."""
 
-    series: Series
+    series: RunSeries
     num_accelerators: int | None
     accelerator: str
     num_runs: int
@@ -255,7 +255,7 @@ class SeriesProgress:
     unreadable: tuple[str, ...]
 
 
-def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> tuple[SeriesProgress, ...]:
+def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> tuple[SeriesStatus, ...]:
     """The progress of all series of the tree, in order."""
     keys = set()
     for top in (tree.root, tree.root / HIDDEN / UNDER_WAY):
@@ -267,7 +267,7 @@ def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> tuple[
                         keys.add((division, folder.parts[-3], benchmark, folder.name))
     return tuple(
         _measure_progress(
-            Series(tree=tree, division=division, system=system, benchmark=benchmark, model=model),
+            RunSeries(tree=tree, division=division, system=system, benchmark=benchmark, model=model),
             edition,
             now,
         )
@@ -275,7 +275,7 @@ def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> tuple[
     )
 
 
-def _measure_progress(series: Series, edition: Edition, now: datetime) -> SeriesProgress:
+def _measure_progress(series: RunSeries, edition: Edition, now: datetime) -> SeriesStatus:
     state = read_series_state(series)
     is_training = series.benchmark is Benchmark.TRAINING
     counted, num_required = state.runs, edition.num_runs if is_training else 1
@@ -299,7 +299,7 @@ def _measure_progress(series: Series, edition: Edition, now: datetime) -> Series
     if not is_training and state.runs:
         missing += [f"{num} {what}" for what, num in missing_checkpoints(state, edition).items() if num]
     run_dir = next((each for each in (*reversed(state.runs), *state.datasizes)), None)
-    return SeriesProgress(
+    return SeriesStatus(
         series=series,
         num_accelerators=run_dir.num_processes if run_dir else None,
         accelerator=run_dir.accelerator if run_dir else "",
@@ -320,7 +320,7 @@ def missing_checkpoints(state: SeriesState, edition: Edition) -> dict[str, int]:
     }
 
 
-def missing_system_files(series: Series) -> Iterator[str]:
+def missing_system_files(series: RunSeries) -> Iterator[str]:
     """The files of the system's description that are missing, or the lines that need correction."""
     root = series.tree.root
     path = root / series.submitter / "systems" / f"{series.system}.yaml"

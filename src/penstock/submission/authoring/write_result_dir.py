@@ -26,7 +26,7 @@ from penstock.results import provenance, run_record
 from penstock.results.dlio_files import HydraFacts, write_configuration
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.uri import find_local_paths_at
-from penstock.submission.authoring.result_dir import ResultDirAddress, Series, publish
+from penstock.submission.authoring.result_dir import ResultDirAddress, RunSeries, publish
 from penstock.submission.code_image import POINTER, UNKNOWN, Program, pointer_text
 from penstock.submission.edition import Edition
 from penstock.submission.find_results import Submitter, find_result_dirs
@@ -299,7 +299,7 @@ def build_provenance(
     }
 
 
-def write_report(series: Series, edition: Edition) -> None:
+def write_report(series: RunSeries, edition: Edition) -> None:
     """Write `results.json` and `results.csv` of the series' result, with figures recomputed from its runs."""
     folder = (series.tree.root / series.folder).resolve()
     # The report states the verdict, and a rule requires the report: only the second pass reads its own file.
@@ -311,7 +311,7 @@ def write_report(series: Series, edition: Edition) -> None:
         write_files(files)
 
 
-def write_manifest(series: Series, *, by: str, now: datetime) -> None:
+def write_manifest(series: RunSeries, *, by: str, now: datetime) -> None:
     """Write `submission.yaml` of the submitter's folder that a series is in."""
     tree = series.tree
     folder = tree.root / series.submitter

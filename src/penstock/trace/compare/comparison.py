@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.trace.compare import findings, loop_findings, study_tables, work_findings, write_findings
 from penstock.trace.compare.study_tables import file_tables, followed_files
 from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding, Weight, format_ranges
@@ -139,7 +139,7 @@ class ComparisonResult:
 
 def compare_runs(study: Study, *, progress: Progress | None = None) -> ComparisonResult:
     """Compare all runs of a study: mismatches, tables, charts, findings."""
-    progress = progress or Silent()
+    progress = progress or Progress()
     progress.begin("comparing", 5)
     mismatches = find_mismatches(study)
     progress.advance(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import StorageError
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.reports.page import render_report
 from penstock.reports.report import Cell, Chart, Kind, Report, Section, Series, Table, Tone
 from penstock.trace import figures
@@ -126,7 +126,7 @@ class RunReport:
 
 def report_runs(study: Study, *, progress: Progress | None = None) -> RunReport:
     """Ask a study all that its report shows."""
-    progress = progress or Silent()
+    progress = progress or Progress()
     progress.begin("drawing the report", len(_FIGURES) + 3)
     placed = figures.place_calls(study.events, figures.measure_axis(study.events, study.runs))
     progress.advance(1)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from penstock.progress import Progress, Silent
+from penstock.progress import Progress
 from penstock.trace.dimensions import (
     DEFAULT_PHASES,
     Dimensions,
@@ -140,7 +140,7 @@ def open_study(
         run: [str(folder / glob) for glob in ([globs] if isinstance(globs, str) else globs)]
         for run, globs in spec.runs.items()
     }
-    with open_trace_set(runs, progress=progress or Silent(), where=spec.where, dask=dask) as traces:
+    with open_trace_set(runs, progress=progress or Progress(), where=spec.where, dask=dask) as traces:
         num_events = sum(account.events + account.salvaged for account in traces.accounts)
         events = view_events(
             traces.connection, RELATION, spec.dimensions(), is_stored=num_events <= _IN_MEMORY_EVENTS

@@ -23,7 +23,7 @@ from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import TrainingRequest
 from penstock.cluster.comm import Comm
 from penstock.errors import DataDamaged
-from penstock.progress import RunProgress
+from penstock.progress import Progress
 from penstock.results import provenance, run_record
 from penstock.submission.authoring import result_dir, write_result_dir
 from penstock.submission.authoring.tree_owner import OwnedTree
@@ -42,7 +42,7 @@ AnyResult = TypeVar("AnyResult", TrainingResult, CheckpointResult)
 class RunObserver(Generic[AnyResult]):
     """Follows runs: `note` gets a sentence before or during each, `format_logs` makes a result's logs."""
 
-    progress: RunProgress
+    progress: Progress
     note: Callable[[str], None]
     format_logs: Callable[[AnyResult], tuple[str, str]]
 
@@ -56,7 +56,7 @@ class ResultWriter:
     scale of a rehearsal, None in earnest.
     """
 
-    series: result_dir.Series
+    series: result_dir.RunSeries
     program: Program
     data_path: str
     changed: Mapping[str, Any]

@@ -20,7 +20,7 @@ from penstock.bench.checkpoint.checkpoint_run import (
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.cluster.comm import SoloComm
 from penstock.errors import RankFailed
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.storage import open_storage
@@ -58,7 +58,7 @@ def run(server: FakeServer, client: str, results: Path) -> CheckpointResult:
     uri = f"s3://{BUCKET}/place-{next(_places)}"
     options = {"client": client, **PATIENCE}
     reopen = partial(open_storage, uri, server.as_server().environment, options=options)
-    return run_checkpoints(request, reopen, comm=SoloComm(), progress=Silent())
+    return run_checkpoints(request, reopen, comm=SoloComm(), progress=Progress())
 
 
 @pytest.mark.parametrize("client", ["obstore", "minio"])

@@ -26,7 +26,7 @@ from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.cluster.comm import Comm, SoloComm
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, RankFailed, Unavailable, UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.event_files import read_events
 from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
@@ -64,7 +64,7 @@ class Ground:
         writes: int = 2,
         reads: int = 2,
         settings: tuple[str, ...] = (),
-        progress: Silent | None = None,
+        progress: Progress | None = None,
         **fields: Any,
     ) -> CheckpointResult:
         comm = comm or SoloComm()
@@ -86,7 +86,7 @@ class Ground:
             model=asked, layout=layout, scale=scale, pipe=SMALL, results=self.results, **fields
         )
         return run_checkpoints(
-            request, self.reopen, comm=comm, progress=progress or Silent(), tell=self.said.append
+            request, self.reopen, comm=comm, progress=progress or Progress(), tell=self.said.append
         )
 
     def stored(self) -> set[str]:
@@ -241,7 +241,7 @@ def test_storage_that_acknowledges_only_at_the_end_cannot_take_more_than_the_buf
         model=asked, layout=layout, scale=SCALE, pipe=settings, results=ground.results
     )
     with pytest.raises(RankFailed, match="Rank 0"):
-        run_checkpoints(request, ground.reopen, comm=SoloComm(), progress=Silent())
+        run_checkpoints(request, ground.reopen, comm=SoloComm(), progress=Progress())
     assert ground.stored() == set()
 
 
@@ -481,7 +481,7 @@ def test_ranks_without_files_take_part_all_the_same(tmp_path: Path) -> None:
     assert exists(memory, "global_epoch1_step1/model_states-0.pt")
 
 
-class _Phases(Silent):
+class _Phases(Progress):
     def __init__(self) -> None:
         self.seen: list[tuple[str, float]] = []
         self.moved: list[float] = []

@@ -17,7 +17,7 @@ from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage import open_storage
 from penstock.workload.enums import DataFormat, Shuffle
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
@@ -44,7 +44,7 @@ def test_each_epoch_gets_each_object_once(tmp_path: Path, name: str, shuffle: Sh
         opened = partial(open_storage, f"s3://{BUCKET}/data", server.as_server().environment)
         storage = opened()
         recipe = DatasetRecipe(dataset=FILES, seed=3, reduction=IRREDUCIBLE)
-        generate(recipe, storage, comm=SoloComm(), threads=2, progress=Silent())
+        generate(recipe, storage, comm=SoloComm(), threads=2, progress=Progress())
         gets = []
         for epochs in (1, 3):
             before = server.requests["GetObject"]
@@ -60,6 +60,6 @@ def test_each_epoch_gets_each_object_once(tmp_path: Path, name: str, shuffle: Sh
                 loader=loader(name),
                 reopen=opened,
             )
-            train(request, storage, comm=SoloComm(), progress=Silent())
+            train(request, storage, comm=SoloComm(), progress=Progress())
             gets.append(server.requests["GetObject"] - before)
     assert gets[1] - gets[0] == 2 * FILES.num_files_train

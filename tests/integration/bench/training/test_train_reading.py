@@ -21,7 +21,7 @@ from penstock.dataset.formats.format_protocol import FilePlan, FileSurvey, Range
 from penstock.dataset.formats.npz import NpzFormat
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, StorageError, UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.event_files import read_events
 from penstock.results.run_folder import STAGES_FILE
 from penstock.results.run_record import read_record
@@ -52,7 +52,7 @@ class Ground:
         self.data = str(self.place / "data")
         self.storage = open_storage(self.data, {})
         recipe = DatasetRecipe(dataset=self.dataset, seed=3, reduction=IRREDUCIBLE)
-        generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
+        generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Progress())
 
     def run(
         self, reads: ReaderSection = READER, /, *, loader: LoaderOptions = NATIVE, **fields: Any
@@ -70,7 +70,7 @@ class Ground:
             reopen=partial(open_storage, self.data, {}),
             **fields,
         )
-        return train(request, self.storage, comm=SoloComm(), progress=Silent())
+        return train(request, self.storage, comm=SoloComm(), progress=Progress())
 
     def damage(self) -> str:
         """Flip the last byte of a sample's array, in the file that is read last in neither epoch."""

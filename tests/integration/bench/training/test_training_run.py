@@ -23,7 +23,7 @@ from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, PenstockError, ShortTransfer, UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.event_files import read_events
 from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
@@ -71,7 +71,7 @@ class Ground:
 
     def make(self, dataset: Dataset = FILES) -> Ground:
         recipe = DatasetRecipe(dataset=dataset, seed=3, reduction=IRREDUCIBLE)
-        generate(recipe, self.storage, comm=COMM, threads=1, progress=Silent())
+        generate(recipe, self.storage, comm=COMM, threads=1, progress=Progress())
         return self
 
     def run(self, asked: Workload | None = None, **fields: Any) -> TrainingResult:
@@ -82,7 +82,7 @@ class Ground:
             loader=NativeOptions(threads=2, buffer_bytes=1 << 16),
             **fields,
         )
-        return train(request, self.storage, comm=COMM, progress=Silent())
+        return train(request, self.storage, comm=COMM, progress=Progress())
 
     def sizes(self) -> dict[str, int]:
         return {info.key: info.size_bytes for info in self.storage.list() if info.key != KEY}
@@ -375,7 +375,7 @@ def test_a_missing_index_is_a_missing_file(ground: Ground) -> None:
     ground.storage.delete("train/img_00_of_24.indexed_binary.sz.idx")
     files = open_files(dataset, ground.storage, seed=1, evaluates=False)
     with pytest.raises(ObjectNotFound, match=r"sz\.idx"):
-        validate(files, ground.storage, comm=COMM, progress=Silent())
+        validate(files, ground.storage, comm=COMM, progress=Progress())
 
 
 def test_first_last_and_every_kth_file_are_looked_up() -> None:
@@ -416,7 +416,7 @@ def test_a_place_without_files_says_what_to_do(ground: Ground) -> None:
 
 
 def test_ctrl_c_leaves_a_run_that_is_marked_so(ground: Ground) -> None:
-    class Impatient(Silent):
+    class Impatient(Progress):
         def advance(self, amount: float) -> None:
             if self.is_training:
                 raise KeyboardInterrupt

@@ -33,7 +33,7 @@ from penstock.errors import (
     UsageError,
     WaitTimeout,
 )
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage.files.folders import FileFolderTree
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.uri import open_here
@@ -436,7 +436,7 @@ def test_an_unreadable_folder_is_an_error_and_not_an_empty_run(tmp_path: Path) -
 
 
 def test_progress_is_passed_on(tmp_path: Path) -> None:
-    class Seen(Silent):
+    class Seen(Progress):
         phases: tuple[str, float] = ("", 0.0)
         done = 0.0
 

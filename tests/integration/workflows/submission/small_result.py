@@ -15,11 +15,11 @@ from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_run import TrainingRequest
 from penstock.cluster.comm import SoloComm
 from penstock.environment import process_environment
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.provenance import HostFacts
 from penstock.storage import open_storage
 from penstock.submission.authoring.preflight import locate_data
-from penstock.submission.authoring.result_dir import Series
+from penstock.submission.authoring.result_dir import RunSeries
 from penstock.submission.authoring.tree_owner import claim_tree
 from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
@@ -145,7 +145,7 @@ class SmallResult:
         self.workload: Workload = located.workload
         scaled = dict(text.split("=") for text in SCALE)
         self.session = ResultWriter(
-            series=Series(
+            series=RunSeries(
                 tree=self.tree,
                 division=SubmissionDivision.CLOSED,
                 system="fast",
@@ -185,11 +185,11 @@ class SmallResult:
 
     def datagen(self) -> Path:
         """The result directory of the data set."""
-        return add_datagen(self.session, self.plan(), self.storage, comm=COMM, progress=Silent())
+        return add_datagen(self.session, self.plan(), self.storage, comm=COMM, progress=Progress())
 
     def run(self) -> TrainingResult:
         """Run once, into a result directory."""
-        observer = RunObserver(progress=Silent(), note=print, format_logs=format_logs)
+        observer = RunObserver(progress=Progress(), note=print, format_logs=format_logs)
         return add_run(self.session, self.request(), self.storage, comm=COMM, observer=observer)
 
     def plan(self, num_accelerators: int = 1) -> TrainingResultPlan:
@@ -209,10 +209,10 @@ class SmallResult:
         (systems / "fast.pdf").write_text("%PDF-1.4")
         (systems / "fast.yaml").write_text(yaml.safe_dump(DESCRIBED))
 
-    def whole(self, progress: Silent | None = None, *, comm: Comm = COMM) -> tuple[RunSequence, list[str]]:
+    def whole(self, progress: Progress | None = None, *, comm: Comm = COMM) -> tuple[RunSequence, list[str]]:
         """The whole sequence, and the notes on its way."""
         notes: list[str] = []
-        observer = RunObserver(progress=progress or Silent(), note=notes.append, format_logs=format_logs)
+        observer = RunObserver(progress=progress or Progress(), note=notes.append, format_logs=format_logs)
         sequence = make_training(
             self.session, self.plan(comm.size), self.storage, comm=comm, observer=observer
         )
@@ -221,7 +221,7 @@ class SmallResult:
     def part(self, phase: SubmissionPhase) -> tuple[RunSequence, list[str]]:
         """One result directory, and the notes on its way."""
         notes: list[str] = []
-        observer = RunObserver(progress=Silent(), note=notes.append, format_logs=format_logs)
+        observer = RunObserver(progress=Progress(), note=notes.append, format_logs=format_logs)
         sequence = make_part(
             self.session, self.plan(), self.storage, phase=phase, comm=COMM, observer=observer
         )

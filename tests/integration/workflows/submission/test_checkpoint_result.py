@@ -17,10 +17,10 @@ from tests.support.rank_threads import on_ranks
 from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, change_checkpoint_section
 from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.environment import process_environment
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage import open_storage
 from penstock.submission.authoring.preflight import locate_checkpoints
-from penstock.submission.authoring.result_dir import Series
+from penstock.submission.authoring.result_dir import RunSeries
 from penstock.submission.authoring.run_sequence import list_progress
 from penstock.submission.authoring.tree_owner import claim_tree
 from penstock.submission.check import check
@@ -59,7 +59,7 @@ def published_dir(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path
     located = locate_checkpoints(model.workload, str(apart / "saves"))
     program = Program(folder=place / "program", version="1.0")
     session = ResultWriter(
-        series=Series(
+        series=RunSeries(
             tree=claim_tree(root, "acme", now=began, by="tests"),
             division=SubmissionDivision.CLOSED,
             system="fast",
@@ -81,7 +81,7 @@ def published_dir(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path
         facts_of=small_host,
     )
     observer: RunObserver[CheckpointResult] = RunObserver(
-        progress=Silent(), note=print, format_logs=lambda result: (f"{result.results_dir}\n", "")
+        progress=Progress(), note=print, format_logs=lambda result: (f"{result.results_dir}\n", "")
     )
 
     def rank(comm: Comm) -> str:

@@ -10,7 +10,7 @@ from tests.integration.workflows.submission.small_result import SCALE, SmallResu
 from tests.support.rank_threads import on_ranks
 
 from penstock.errors import PenstockError, StorageError, UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.submission.authoring.run_sequence import read_series_state
 from penstock.submission.check import check
 from penstock.submission.edition import Edition, load_edition
@@ -169,7 +169,7 @@ def test_failed_datagen_says_why_and_leaves_nothing_that_blocks(tmp_path: Path) 
     assert "was set aside: nothing was generated or run for this size" in said[0]
 
 
-class StoppedIn(Silent):
+class StoppedIn(Progress):
     """Somebody presses Ctrl-C when this phase begins."""
 
     def __init__(self, phase: str) -> None:

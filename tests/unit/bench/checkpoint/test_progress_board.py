@@ -8,10 +8,10 @@ import pytest
 
 from penstock.bench.checkpoint import checkpoint_rounds as watching
 from penstock.bench.checkpoint.checkpoint_rounds import ProgressBoard, RoundProgress
-from penstock.progress import Silent
+from penstock.progress import Progress
 
 
-class _Bar(Silent):
+class _Bar(Progress):
     def __init__(self) -> None:
         self.begun: list[tuple[str, float]] = []
         self.moved = 0.0

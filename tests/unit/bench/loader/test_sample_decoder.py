@@ -30,7 +30,7 @@ from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.formats.format_protocol import Extent
 from penstock.dataset.generate import generate
 from penstock.errors import StorageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.step_events import StepPhase
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import read_object, write_object
@@ -51,7 +51,7 @@ class Stage:
     def __post_init__(self) -> None:
         self.storage = MemoryStorage()
         self.recipe = DatasetRecipe(dataset=self.dataset, seed=3, reduction=IRREDUCIBLE)
-        generate(self.recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
+        generate(self.recipe, self.storage, comm=SoloComm(), threads=1, progress=Progress())
 
     def files(self) -> TrainingFiles:
         return open_files(self.dataset, self.storage, seed=9, evaluates=False)

@@ -22,7 +22,7 @@ from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.step_events import StepPhase
 from penstock.storage import Source
 from penstock.storage.in_memory import MemoryStorage
@@ -77,7 +77,7 @@ class Stage:
         self.storage = RecordingStorage(MemoryStorage())
         recipe = DatasetRecipe(dataset=self.dataset, seed=3, reduction=IRREDUCIBLE)
         if self.dataset.format is not DataFormat.SYNTHETIC:
-            generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
+            generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Progress())
         self.sizes = {info.key: info.size_bytes for info in self.storage.list() if info.key != KEY}
 
     @property

@@ -19,7 +19,7 @@ from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.results.step_events import RankEvents, SpanKind, StepPhase
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.enums import DataFormat
@@ -50,7 +50,7 @@ class MeetingComm(SoloComm):
         super().barrier(awaiting=awaiting, timeout_s=timeout_s)
 
 
-class Counting(Silent):
+class Counting(Progress):
     """Counts the steps that were told."""
 
     advanced = 0.0
@@ -66,7 +66,7 @@ class Scene:
         self.workload = workload
         self.storage = MemoryStorage()
         recipe = DatasetRecipe(dataset=workload.dataset, seed=1, reduction=IRREDUCIBLE)
-        generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
+        generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Progress())
         self.comm, self.recorder, self.progress = MeetingComm(), EventsInMemory(), Counting()
         self.prepared = self._prepare()
         self.works = make_phase_works(workload, self.prepared, self.storage, rank=0)

@@ -18,7 +18,7 @@ from penstock.checkpoint.tools.file_scan import (
     cut_into_stretches,
     scan,
 )
-from penstock.progress import Silent
+from penstock.progress import Progress
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import write_object
 from penstock.testing.faults import FailAtCall
@@ -63,24 +63,24 @@ def segments_of(content: bytes, cuts: list[int]) -> list[Segment]:
 def test_a_flipped_byte_is_damage_of_its_segment_alone(content: bytes, cuts: list[int], streams: int) -> None:
     segments = segments_of(content, cuts)
     work = [alone(one) for one in segments]
-    assert scan(held(f=content), key_of, work, Silent(), streams=streams) == []
+    assert scan(held(f=content), key_of, work, Progress(), streams=streams) == []
     spot = sum(content) % len(content)
     flipped = content[:spot] + bytes([content[spot] ^ 1]) + content[spot + 1 :]
-    (damage,) = scan(held(f=flipped), key_of, work, Silent(), streams=streams)
+    (damage,) = scan(held(f=flipped), key_of, work, Progress(), streams=streams)
     assert damage.begin <= spot < damage.end
 
 
 def test_gaps_must_be_zeros_and_known_damage_stays_damage() -> None:
     segments = [Segment(0, 10, "", check_zeros), Segment(10, 20, "x", lambda _: "no archive")]
     work = list(cut_into_stretches("f", segments))
-    assert [damage.what for damage in scan(held(f=bytes(20)), key_of, work, Silent())] == ["no archive"]
-    found = scan(held(f=bytes(9) + b"!" + bytes(10)), key_of, work, Silent())
+    assert [damage.what for damage in scan(held(f=bytes(20)), key_of, work, Progress())] == ["no archive"]
+    found = scan(held(f=bytes(9) + b"!" + bytes(10)), key_of, work, Progress())
     assert [damage.what for damage in found] == ["something was written between items", "no archive"]
 
 
 def test_bytes_past_the_end_of_a_file_are_damage() -> None:
     work = list(cut_into_stretches("f", [Segment(0, 5, "a", check_zeros), Segment(5, 50, "b", check_zeros)]))
-    (damage,) = scan(held(f=bytes(20)), key_of, work, Silent())
+    (damage,) = scan(held(f=bytes(20)), key_of, work, Progress())
     assert (damage.item, damage.what) == ("b", "the file ends before it")
 
 
@@ -89,19 +89,19 @@ def test_a_failed_read_is_damage_of_its_segment_and_the_scan_continues() -> None
     segments = [Segment(begin, begin + 4096, str(begin), check_zeros) for begin in (0, 40960)]
     work = [alone(one) for one in segments]
     storage = FailAtCall(held(f=pages), "read_into", 1)
-    (damage,) = scan(storage, key_of, work, Silent(), streams=1)
+    (damage,) = scan(storage, key_of, work, Progress(), streams=1)
     assert damage.item == "0"
     assert damage.what.startswith("cannot be read: Injected fault")
 
 
 def test_a_file_that_cannot_be_opened_is_damage_of_each_stretch() -> None:
     work = list(cut_into_stretches("gone", [Segment(0, 5, "a", check_zeros)]))
-    (damage,) = scan(held(), key_of, work, Silent())
+    (damage,) = scan(held(), key_of, work, Progress())
     assert (damage.file, damage.begin, damage.end) == ("gone", 0, 5)
 
 
 def test_nothing_to_check_is_no_damage() -> None:
-    assert scan(held(), key_of, [], Silent()) == []
+    assert scan(held(), key_of, [], Progress()) == []
 
 
 def test_stretches_are_runs_that_threads_can_share() -> None:

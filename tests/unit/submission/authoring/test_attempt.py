@@ -14,7 +14,7 @@ from penstock.results.provenance import identify_this_process
 from penstock.submission.authoring.result_dir import (
     RecordedAttempt,
     ResultDirAddress,
-    Series,
+    RunSeries,
     read_attempt,
     reserve_address,
 )
@@ -27,7 +27,7 @@ NOW = datetime(2026, 7, 1, 10, 0, 0, 250_000, tzinfo=UTC)
 
 @pytest.fixture
 def address(tmp_path: Path) -> ResultDirAddress:
-    series = Series(
+    series = RunSeries(
         tree=claim_tree(tmp_path / "tree", "acme", now=NOW, by="tests"),
         division=SubmissionDivision.CLOSED,
         system="fast",

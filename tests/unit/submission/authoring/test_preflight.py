@@ -16,7 +16,7 @@ from penstock.submission.authoring.preflight import (
     require_none,
     training_breaches,
 )
-from penstock.submission.authoring.result_dir import Series
+from penstock.submission.authoring.result_dir import RunSeries
 from penstock.submission.authoring.tree_owner import claim_tree
 from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark
@@ -26,7 +26,7 @@ V3 = load_edition("v3.0")
 
 
 def breaches(root: Path, model: str = "unet3d", **changes: Any) -> Iterator[Breach]:
-    series = Series(
+    series = RunSeries(
         tree=claim_tree(root, "acme", now=datetime(2026, 7, 1, tzinfo=UTC), by="tests"),
         division=SubmissionDivision.CLOSED,
         system="fast",

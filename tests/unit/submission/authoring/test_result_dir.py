@@ -12,7 +12,7 @@ from penstock.errors import StorageError
 from penstock.results.active_run import ActiveRun
 from penstock.results.provenance import HostFacts
 from penstock.results.run_record import RunRequest
-from penstock.submission.authoring.result_dir import Series, list_drafts, reserve_address, set_aside
+from penstock.submission.authoring.result_dir import RunSeries, list_drafts, reserve_address, set_aside
 from penstock.submission.authoring.run_sequence import list_progress, missing_system_files, read_series_state
 from penstock.submission.authoring.tree_owner import OwnedTree, claim_tree
 from penstock.submission.authoring.write_result_dir import (
@@ -48,14 +48,16 @@ def workload() -> Workload:
     return load("unet3d_b200", overrides=parse_settings(["dataset.num_files_train=7000"])).workload
 
 
-def make_series(tree: OwnedTree, benchmark: Benchmark = Benchmark.TRAINING, model: str = "unet3d") -> Series:
-    return Series(
+def make_series(
+    tree: OwnedTree, benchmark: Benchmark = Benchmark.TRAINING, model: str = "unet3d"
+) -> RunSeries:
+    return RunSeries(
         tree=tree, division=SubmissionDivision.CLOSED, system="fast", benchmark=benchmark, model=model
     )
 
 
 def publish(
-    series: Series,
+    series: RunSeries,
     workload: Workload,
     *,
     minute: float = 0,

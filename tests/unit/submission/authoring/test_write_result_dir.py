@@ -7,7 +7,7 @@ import pytest
 
 from penstock.results.provenance import HostFacts
 from penstock.submission.authoring.preflight import locate_checkpoints, locate_data
-from penstock.submission.authoring.result_dir import ResultDirAddress, Series
+from penstock.submission.authoring.result_dir import ResultDirAddress, RunSeries
 from penstock.submission.authoring.tree_owner import OwnedTree
 from penstock.submission.authoring.write_result_dir import (
     RunFacts,
@@ -37,7 +37,7 @@ def host(name: str, memory_bytes: int) -> HostFacts:
 
 
 def facts(phase: SubmissionPhase = SubmissionPhase.RUN) -> RunFacts:
-    series = Series(
+    series = RunSeries(
         tree=OwnedTree(root=Path("/tree"), organisation="acme"),
         division=SubmissionDivision.CLOSED,
         system="fast",
