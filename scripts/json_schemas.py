@@ -72,9 +72,6 @@ checkpoint convert ckpt/step-1 one.safetensors
 checkpoint diff ckpt/step-1 ckpt/step-1
 checkpoint rm ckpt/step-1
 checkpoint flush cache
-checkpoint rebuild cache
-checkpoint scavenge cache --to scavenged
-checkpoint drop cache --all --force
 kvcache models
 kvcache size --model llama3.1-8b --users 4
 kvcache size requests.jsonl --users 4
