@@ -412,7 +412,8 @@ class SaveHandle:
     A failure is raised once by `result`, or on all ranks by the next collective call of the manager, or else
     printed to stderr when the program ends.
 
-    `number` counts the saves of a manager from 1 on all ranks; the manager calls `commit` and `end`.
+    The manager makes it of a `step`, its `number` (saves count from 1 on all ranks), what was `staged` and
+    `timeout_s`, and calls `commit(report)` and `end(work)`.
     """
 
     def __init__(self, step: int, number: int, staged: StagedSave, *, timeout_s: float) -> None:
