@@ -56,6 +56,9 @@ def outcome(root: Path, act: Any) -> dict[str, Any]:
 
 
 def interrupted(rank: int, root: Path) -> dict[str, Any]:
+    # Shells start background jobs with SIGINT ignored, and Python leaves it so: Ctrl-C would do nothing here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def interrupt() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         # This thread reads no more until the other rank's load has ended, however busy the machine is.
