@@ -29,23 +29,23 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LIMITS = {
-    "statements": 58_877,
-    "expressions": 384_200,
-    "record types": 853,
-    "modules": 545,
-    "protocols": 79,
-    "functions of three lines or less": 1_895,
-    "modules in an import cycle": 40,
+    "statements": 47_800,
+    "expressions": 319_000,
+    "record types": 620,
+    "modules": 407,
+    "protocols": 44,
+    "functions of three lines or less": 1_395,
+    "modules in an import cycle": 0,
     "public class names used twice": 0,
     "broad except clauses outside the list": 0,
-    "places of avoided English": 1_300,
+    "places of avoided English": 400,
 }
 ENTERED = {
-    "pc.save": 40,
-    "Manager.save": 40,
-    "Manager.restore": 40,
-    "penstock checkpoint ls": 30,
-    "penstock trace summary": 23,
+    "pc.save": 36,
+    "Manager.save": 37,
+    "Manager.restore": 37,
+    "penstock checkpoint ls": 25,
+    "penstock trace summary": 24,
 }
 
 BROAD_EXCEPT = {
