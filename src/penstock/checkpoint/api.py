@@ -1,6 +1,6 @@
 """Save or load one checkpoint in one call, without a manager; and the engine that a manager uses.
 
-`save` and `load` show the order of the steps; `saver` and `loading.loader` carry them out. Invariant: each
+`save` and `load` show the order of the steps; `saver` and `loader` carry them out. Invariant: each
 call returns on all ranks with its work done and durable, or raises on all ranks.
 """
 
