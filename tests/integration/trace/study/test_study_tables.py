@@ -270,7 +270,7 @@ def test_f5_finds_a_nearer_tier_that_is_slower(compared: ComparisonResult) -> No
 
 
 def test_the_whole_report_is_what_it_was(compared: ComparisonResult) -> None:
-    # After a wanted change: penstock trace synthesize seven_runs -o S; penstock trace compare S/runs.yaml
+    # After a wanted change, write what it renders now: `compared` is made by this folder's conftest.py.
     assert report.render_markdown(compared) == GOLDEN.read_text(encoding="utf-8")
 
 
