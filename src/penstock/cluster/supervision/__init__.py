@@ -1,4 +1,4 @@
-"""Ranks that stop together: a supervisor beside each rank, and one control server for the job.
+"""Ranks that stop together: a supervisor for each rank, and one control server for the job.
 
 Three functions are all that callers need: `launch_job` runs a launch plan to its end, `join_job` is what each
 rank's main program runs in, `join_ranks` only meets the other ranks, without supervision.

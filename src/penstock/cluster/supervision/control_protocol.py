@@ -1,5 +1,20 @@
 """Messages between supervisors, their ranks and the control server: one JSON line each, on a socket.
 
+A message has a kind and some values:
+
+| kind | values | from, to, and meaning |
+|---|---|---|
+| challenge | nonce | server to every new connection, which has to prove that it knows the token |
+| hello | rank, host, pid, proof | a supervisor's first message |
+| server | address, token | rank to its supervisor, if no process launched the job: where rank 0's server is |
+| late | rank, call, awaiting | the rank has waited long in its `call`-th collective call |
+| absent | call, ranks | server to rank 0, which waits in that call: the ranks that do not |
+| failed | those of `Failed` | why the job ends |
+| stop | those of `Failed` | server to all supervisors: end the rank and all that it started |
+| gone | rank | a supervisor's answer to `stop`: its rank and all that it started have ended |
+| finished | rank, exit_code | the rank finished its work; the code is a verdict, not a failure |
+| dismiss | | server to all supervisors: every rank has finished or ended, so exit |
+
 Independent of the communicators on purpose: this must work while ranks are stuck, dead or not yet connected.
 Invariant: a server accepts no message before the other side has proved that it knows the job's token.
 """
@@ -8,9 +23,10 @@ import hashlib
 import hmac
 import json
 import socket
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, get_args
+from typing import Any
 
 from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, UsageError
 
@@ -18,9 +34,12 @@ LONGEST_LINE_BYTES = 256 * 1024
 READ_BYTES = 64 * 1024
 SEND_LIMIT_S = 10.0
 
+Message = Mapping[str, Any]
+"""The values of a message, and its `kind`."""
+
 
 class Ending(StrEnum):
-    """How a rank failed, as far as the job's exit code and its message depend on it."""
+    """A way to fail, as far as the job's exit code and its message depend on it."""
 
     FAILED = "failed"
     NOT_FOUND = "not found"
@@ -30,46 +49,8 @@ class Ending(StrEnum):
     INTERRUPTED = "interrupted"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Challenge:
-    """Server to every new connection: the nonce for its proof."""
-
-    nonce: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """A supervisor's first message, with the proof."""
-
-    rank: int
-    host: str
-    pid: int
-    proof: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerAt:
-    """Rank to its supervisor, in a job that another launcher started: where the control server listens."""
-
-    address: str
-    token: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongWait:
-    """A rank has waited long in its `call`-th collective call."""
-
-    rank: int
-    call: int
-    awaiting: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Absent:
-    """Server to rank 0, which waits in its `call`-th collective call: the ranks that do not."""
-
-    call: int
-    ranks: tuple[int, ...]
+class ChannelBroken(RankError, ConnectionError):
+    """The other side has closed the connection, or does not follow the protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,60 +74,13 @@ class Failed:
         return error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """The rank finished its work. `exit_code` is a verdict, not a failure."""
-
-    rank: int
-    exit_code: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
-    """Server to all supervisors: end the rank and all that it started."""
-
-    failure: Failed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankGone:
-    """A supervisor's answer to `Stop`: its rank and all that it started have ended."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dismiss:
-    """Server to all supervisors: every rank has finished or ended, so exit."""
-
-
-Message = Challenge | Hello | ServerAt | LongWait | Absent | Failed | Finished | Stop | RankGone | Dismiss
-_KINDS = {kind.__name__: kind for kind in get_args(Message)}
-
-
-class ChannelBroken(RankError, ConnectionError):
-    """The other side has closed the connection, or does not follow the protocol."""
-
-
-def encode(message: Message) -> bytes:
-    """The line of a message, its end included."""
-    return json.dumps({type(message).__name__: asdict(message)}, ensure_ascii=False).encode() + b"\n"
-
-
-def decode(line: bytes) -> Message:
-    """The message in `line`; `ChannelBroken` for anything that `encode` would not have written."""
+def read_failure(message: Message) -> Failed:
+    """The failure in a message of the kind `failed` or `stop`."""
+    fields = {name: value for name, value in message.items() if name != "kind"}
     try:
-        ((name, fields),) = json.loads(line).items()
-        if name == "Stop":
-            return Stop(failure=_decode_failure(fields["failure"]))
-        message: Message = _decode_failure(fields) if name == "Failed" else _KINDS[name](**fields)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ChannelBroken(f"Not a message between supervisors: {line[:80]!r}") from error
-    return message
-
-
-def _decode_failure(fields: dict[str, Any]) -> Failed:
-    return Failed(**{**fields, "ending": Ending(fields["ending"])})
+        return Failed(**{**fields, "ending": Ending(fields["ending"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ChannelBroken(f"Not a failure of a rank: {message!r}") from error
 
 
 class MessageChannel:
@@ -156,15 +90,14 @@ class MessageChannel:
         connection.settimeout(SEND_LIMIT_S)
         self._connection = connection
         self._unread = b""
+        self.fileno = connection.fileno
+        self.close = connection.close
 
-    def fileno(self) -> int:
-        """The socket's descriptor, for selectors."""
-        return self._connection.fileno()
-
-    def send(self, message: Message) -> None:
+    def send(self, kind: str, **values: Any) -> None:
         """Block for at most `SEND_LIMIT_S`; `ChannelBroken` if the other side no longer reads."""
+        line = json.dumps({"kind": kind, **values}, ensure_ascii=False).encode() + b"\n"
         try:
-            self._connection.sendall(encode(message))
+            self._connection.sendall(line)
         except OSError as error:
             raise ChannelBroken(f"The connection broke while sending: {error}") from error
 
@@ -179,11 +112,16 @@ class MessageChannel:
         *lines, self._unread = (self._unread + received).split(b"\n")
         if len(self._unread) > LONGEST_LINE_BYTES:
             raise ChannelBroken(f"The other side sent a line of more than {LONGEST_LINE_BYTES} bytes")
-        return [decode(line) for line in lines]
-
-    def close(self) -> None:
-        """Close the connection. Safe twice."""
-        self._connection.close()
+        messages: list[Message] = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = None
+            if not isinstance(message, dict) or "kind" not in message:
+                raise ChannelBroken(f"Not a message between supervisors: {line[:80]!r}")
+            messages.append(message)
+        return messages
 
 
 def compute_proof(token: str, nonce: str, rank: int) -> str:
@@ -203,21 +141,18 @@ def connect_to_server(
         except OSError as error:
             refusals.append(f"{name}: {error}")
             continue
-        return _introduce(open_channel(connection), token, rank=rank, host=host, pid=pid)
+        channel = open_channel(connection)
+        match channel.receive():
+            case [{"kind": "challenge", "nonce": str(nonce)}]:
+                channel.send("hello", rank=rank, host=host, pid=pid, proof=compute_proof(token, nonce, rank))
+                return channel
+            case unexpected:
+                raise ChannelBroken(f"Expected a challenge, got {unexpected!r}")
     raise RankError(
         f"Rank {rank} cannot reach the process that launched it ({'; '.join(refusals)})",
         where=host,
         fix=f"Let this machine connect to TCP port {port} there, or start the ranks on one network.",
     )
-
-
-def _introduce(channel: MessageChannel, token: str, *, rank: int, host: str, pid: int) -> MessageChannel:
-    match channel.receive():
-        case [Challenge(nonce=nonce)]:
-            channel.send(Hello(rank=rank, host=host, pid=pid, proof=compute_proof(token, nonce, rank)))
-            return channel
-        case unexpected:
-            raise ChannelBroken(f"Expected a challenge, got {unexpected!r}")
 
 
 def open_channel(connection: socket.socket) -> MessageChannel:

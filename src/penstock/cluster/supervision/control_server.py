@@ -1,22 +1,24 @@
 """The server that the supervisors of all ranks report to: the first failure stops the whole job.
 
 Runs as one thread of the launching process, or of rank 0's supervisor in a job that another launcher started.
-Invariant: from the first failure on, every supervisor is told to stop, and none is dismissed before all
-ranks have ended or had `GRACE_S` + `KILL_S` to end.
+Invariant: from the first failure on, every supervisor has to stop, and none is dismissed before all ranks
+have ended or had `GRACE_S` + `KILL_S` to end.
 """
 
 import hmac
 import logging
+import math
 import resource
 import secrets
 import selectors
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -51,20 +53,31 @@ class _Member:
 class ControlServer:
     """Listens from construction on; `with` runs it. All public members may be used from any thread."""
 
-    def __init__(self, *, ranks: int, bind: str = "127.0.0.1", token: str | None = None) -> None:
-        self.token = token or secrets.token_hex(16)
+    def __init__(self, *, ranks: int, bind: str = "127.0.0.1") -> None:
+        self.token = secrets.token_hex(16)
         self.ranks = ranks
+        self.arrived: set[int] = set()
+        """The ranks whose supervisors have connected."""
+        self.exit_codes: dict[int, int] = {}
+        """The exit codes of the ranks that finished."""
+        self.failure: protocol.Failed | None = None
+        """Why the job stops; None while it runs."""
+        self.is_over = False
+        """True once all ranks have finished or ended, and their supervisors have been dismissed."""
         _allow_open_files(ranks + 256)
-        self._listener = _listen(bind, backlog=min(ranks + 8, 4096))
+        backlog = min(ranks + 8, 4096)
+        if bind == EVERYWHERE and socket.has_dualstack_ipv6():
+            self._listener = socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+            )
+        else:
+            self._listener = socket.create_server((bind, 0), backlog=backlog)
         self.port: int = self._listener.getsockname()[1]
         self._news = threading.Condition()
         self._members: dict[int, _Member] = {}
-        self._exit_codes: dict[int, int] = {}
-        self._failure: protocol.Failed | None = None
         self._has_late_news = False
         self._pending: tuple[float, protocol.Failed] | None = None
-        self._stopped_s: float | None = None
-        self._is_over = False
+        self._stopped_s = math.inf
         self._wake_out, self._wake_in = socket.socketpair()
         self._requested: list[protocol.Failed] = []
         self._closing = False
@@ -90,28 +103,6 @@ class ControlServer:
         for end in (self._listener, self._wake_in, self._wake_out):
             end.close()
 
-    @property
-    def failure(self) -> protocol.Failed | None:
-        """Why the job stops; None while it runs."""
-        return self._failure
-
-    @property
-    def arrived(self) -> set[int]:
-        """The ranks whose supervisors have connected."""
-        with self._news:
-            return set(self._members)
-
-    @property
-    def exit_codes(self) -> dict[int, int]:
-        """The exit codes of the ranks that finished."""
-        with self._news:
-            return dict(self._exit_codes)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all ranks have finished or ended, and their supervisors have been dismissed."""
-        return self._is_over
-
     def wait_for_news(self, timeout_s: float) -> None:
         """Return when something changed, or after `timeout_s`."""
         with self._news:
@@ -132,28 +123,26 @@ class ControlServer:
         self._selector.register(self._wake_out, selectors.EVENT_READ)
         try:
             while not self._closing:
-                self._serve_once()
+                for key, _ in self._selector.select(timeout=0.2):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is self._wake_out:
+                        self._wake_out.recv(64)
+                    else:
+                        self._read(key.fileobj)  # type: ignore[arg-type] # only channels are left
+                while self._requested:
+                    self._fail(self._requested.pop(0))
+                self._report_absent()
+                self._fail_pending()
+                self._dismiss_when_settled()
+                with self._news:
+                    self._news.notify_all()
         finally:
             for channel in [*self._unproved, *(member.channel for member in self._members.values())]:
                 channel.close()
             self._selector.close()
             self._listener.close()
             self._wake_out.close()
-
-    def _serve_once(self) -> None:
-        for key, _ in self._selector.select(timeout=0.2):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj is self._wake_out:
-                self._wake_out.recv(64)
-            else:
-                self._read(key.fileobj)  # type: ignore[arg-type] # only channels are left
-        while self._requested:
-            self._fail(self._requested.pop(0))
-        self._tell_absent()
-        self._dismiss_when_settled()
-        with self._news:
-            self._news.notify_all()
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -162,34 +151,41 @@ class ControlServer:
         self._unproved[channel] = nonce
         self._selector.register(channel, selectors.EVENT_READ)
         try:
-            channel.send(protocol.Challenge(nonce=nonce))
+            channel.send("challenge", nonce=nonce)
         except protocol.ChannelBroken as error:
             self._drop(channel, error)
 
     def _read(self, channel: protocol.MessageChannel) -> None:
         try:
-            messages = channel.receive()
+            for message in channel.receive():
+                if channel in self._unproved:
+                    self._authenticate(channel, message)
+                else:
+                    self._on_message(message)
         except protocol.ChannelBroken as error:
             self._drop(channel, error)
-            return
-        for message in messages:
-            if channel not in self._unproved:
-                self._on_message(message)
-            elif not (isinstance(message, protocol.Hello) and self._authenticate(channel, message)):
-                self._drop(channel, protocol.ChannelBroken("It did not prove that it belongs to this job"))
-                return
 
-    def _authenticate(self, channel: protocol.MessageChannel, hello: protocol.Hello) -> bool:
-        expected = protocol.compute_proof(self.token, self._unproved[channel], hello.rank)
+    def _authenticate(self, channel: protocol.MessageChannel, message: protocol.Message) -> None:
+        match message:
+            case {
+                "kind": "hello",
+                "rank": int(rank),
+                "host": str(host),
+                "pid": int(pid),
+                "proof": str(proof),
+            }:
+                expected = protocol.compute_proof(self.token, self._unproved[channel], rank)
+                is_proved = hmac.compare_digest(expected, proof)
+            case _:
+                is_proved = False
         # A second connection of a rank is refused, because it would replace the first one's supervisor.
-        if not hmac.compare_digest(expected, hello.proof) or hello.rank in self._members:
-            return False
+        if not is_proved or rank in self._members:
+            raise protocol.ChannelBroken("It did not prove that it belongs to this job")
         del self._unproved[channel]
-        with self._news:
-            self._members[hello.rank] = _Member(channel, hello.rank, hello.host, hello.pid)
-        if self._failure is not None:
-            self._send(self._members[hello.rank], protocol.Stop(failure=self._failure))
-        return True
+        member = self._members[rank] = _Member(channel, rank, host, pid)
+        self.arrived.add(rank)
+        if self.failure is not None:
+            self._send([member], "stop", **asdict(self.failure))
 
     def _drop(self, channel: protocol.MessageChannel, reason: protocol.ChannelBroken) -> None:
         self._selector.unregister(channel)
@@ -205,105 +201,84 @@ class ControlServer:
 
     def _on_message(self, message: protocol.Message) -> None:
         match message:
-            case protocol.LongWait(rank=rank, call=call):
+            case {"kind": "late", "rank": rank, "call": call}:
                 self._members[rank].last_late_call = call
                 self._has_late_news = True
-            case protocol.Failed():
-                self._on_failure(message)
-            case protocol.Finished(rank=rank, exit_code=exit_code):
-                with self._news:
-                    self._members[rank].finished = True
-                    self._exit_codes[rank] = exit_code
-            case protocol.RankGone(rank=rank):
+            case {"kind": "failed"}:
+                failure = protocol.read_failure(message)
+                if failure.ending is not protocol.Ending.TIMED_OUT:
+                    self._fail(failure)
+                    return
+                if failure.rank in self._members:
+                    self._members[failure.rank].last_late_call = failure.call
+                # The first rank to time out is not to blame: the others that wait in the same call report
+                # within a second, and those that do not are the missing ones.
+                if self._pending is None:
+                    self._pending = (time.monotonic() + MISSING_RANKS_S, failure)
+            case {"kind": "finished", "rank": rank, "exit_code": exit_code}:
+                self._members[rank].finished = True
+                self.exit_codes[rank] = exit_code
+            case {"kind": "gone", "rank": rank}:
                 self._members[rank].gone = True
             case unexpected:
                 logger.warning("Ignored a message that only servers send: %r", unexpected)
 
-    def _on_failure(self, failure: protocol.Failed) -> None:
-        if failure.ending is not protocol.Ending.TIMED_OUT:
-            self._fail(failure)
-            return
-        member = self._members.get(failure.rank)
-        if member is not None:
-            member.last_late_call = failure.call
-        # The first rank to time out is not to blame: the others that wait in the same call report within a
-        # second, and those that do not are the missing ones.
-        if self._pending is None:
-            self._pending = (time.monotonic() + MISSING_RANKS_S, failure)
+    def _missing(self, call: int) -> list[int]:
+        """The ranks that have not reported a long wait in this call."""
+        late = {member.rank for member in self._members.values() if member.last_late_call == call}
+        return [rank for rank in range(self.ranks) if rank not in late]
 
-    def _dismiss_when_settled(self) -> None:
-        self._fail_pending()
-        if self._is_over or (self._failure is None and self._pending is not None):
-            return
-        outstanding = self.ranks if self._failure is None else len(self._members)
-        settled = sum(member.gone or member.finished for member in self._members.values()) == outstanding
-        patience_ran_out = (
-            self._stopped_s is not None and time.monotonic() > self._stopped_s + GRACE_S + KILL_S
-        )
-        if settled or patience_ran_out:
-            for member in self._members.values():
-                self._send(member, protocol.Dismiss())
-            self._is_over = True
-
-    def _tell_absent(self) -> None:
-        """Tell rank 0 whom it waits for: it can say so to those who follow the run."""
+    def _report_absent(self) -> None:
+        """Tell rank 0 whom it waits for: it can pass that on to those who follow the run."""
         first = self._members.get(0)
-        is_ending = self._failure is not None or self._pending is not None
+        is_ending = self.failure is not None or self._pending is not None
         if first is None or is_ending or not first.last_late_call or not self._has_late_news:
             return
         self._has_late_news = False
-        missing = [rank for rank in range(self.ranks) if not self._is_late(rank, first.last_late_call)]
-        absent = protocol.Absent(call=first.last_late_call, ranks=tuple(missing[:NAMED_RANKS]))
-        self._send(first, absent)
-
-    def _is_late(self, rank: int, call: int) -> bool:
-        member = self._members.get(rank)
-        return member is not None and member.last_late_call == call
+        call = first.last_late_call
+        self._send([first], "absent", call=call, ranks=self._missing(call)[:NAMED_RANKS])
 
     def _fail_pending(self) -> None:
-        if self._pending is None or self._failure is not None:
+        """Fail for the first timeout, once the ranks that were not late are known to be missing."""
+        if self._pending is None or self.failure is not None:
             return
         due_s, failure = self._pending
-        if time.monotonic() >= due_s or all(member.gone for member in self._members.values()):
-            self._fail(self._name_missing_ranks(failure))
+        if time.monotonic() < due_s and not all(member.gone for member in self._members.values()):
+            return
+        if missing := self._missing(failure.call):
+            first, *others = missing
+            named = (
+                f", nor did {name_some([f'rank {rank}' for rank in others], NAMED_RANKS)}" if others else ""
+            )
+            cause = f"it did not arrive{named}. Rank {failure.rank} on {failure.host}: {failure.cause}"
+            host = self._members[first].host if first in self._members else "an unknown host"
+            failure = replace(failure, rank=first, host=host, cause=cause)
+        self._fail(failure)
 
-    def _name_missing_ranks(self, failure: protocol.Failed) -> protocol.Failed:
-        missing = [rank for rank in range(self.ranks) if not self._is_late(rank, failure.call)]
-        if not missing:
-            return failure
-        hosts = {rank: member.host for rank, member in self._members.items()}
-        first, *others = missing
-        named = f", nor did {name_some([f'rank {rank}' for rank in others], NAMED_RANKS)}" if others else ""
-        waited = f"Rank {failure.rank} on {failure.host}: {failure.cause}"
-        return replace(
-            failure,
-            rank=first,
-            host=hosts.get(first, "an unknown host"),
-            cause=f"it did not arrive{named}. {waited}",
-        )
+    def _dismiss_when_settled(self) -> None:
+        if self.is_over or (self.failure is None and self._pending is not None):
+            return
+        outstanding = self.ranks if self.failure is None else len(self._members)
+        settled = sum(member.gone or member.finished for member in self._members.values()) == outstanding
+        if settled or time.monotonic() > self._stopped_s + GRACE_S + KILL_S:
+            self._send(self._members.values(), "dismiss")
+            self.is_over = True
 
     def _fail(self, failure: protocol.Failed) -> None:
-        if self._failure is not None:
-            return
-        self._stopped_s = time.monotonic()
-        with self._news:
-            self._failure = failure
-        for member in self._members.values():
-            self._send(member, protocol.Stop(failure=failure))
+        if self.failure is None:
+            self._stopped_s = time.monotonic()
+            self.failure = failure
+            self._send(self._members.values(), "stop", **asdict(failure))
 
-    def _send(self, member: _Member, message: protocol.Message) -> None:
-        if member.disconnected:
-            return
-        try:
-            member.channel.send(message)
-        except protocol.ChannelBroken as error:
-            logger.debug("Could not send %r to the supervisor of rank %d: %s", message, member.rank, error)
-
-
-def _listen(bind: str, backlog: int) -> socket.socket:
-    if bind == EVERYWHERE and socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-    return socket.create_server((bind, 0), backlog=backlog)
+    def _send(self, members: Iterable[_Member], kind: str, **values: Any) -> None:
+        for member in members:
+            if not member.disconnected:
+                try:
+                    member.channel.send(kind, **values)
+                except protocol.ChannelBroken as error:
+                    logger.debug(
+                        "Could not send %s to the supervisor of rank %d: %s", kind, member.rank, error
+                    )
 
 
 def _allow_open_files(count: int) -> None:

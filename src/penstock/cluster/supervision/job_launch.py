@@ -1,6 +1,6 @@
 """Run a launch plan to its end: start the launcher, watch all ranks, and leave no process behind.
 
-The launching process's part of supervision; the supervisors do theirs beside each rank. Invariant: when
+The launching process's part of supervision; the supervisors do theirs next to each rank. Invariant: when
 `launch_job` returns or raises, the launcher and every rank that this process can reach have ended.
 """
 
@@ -15,11 +15,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import BufferedReader
 from types import FrameType
-from typing import IO, NoReturn
+from typing import IO
 
 from penstock.cluster.launcher_command import LaunchPlan
 from penstock.cluster.supervision.control_protocol import Ending, Failed
@@ -53,9 +53,19 @@ def launch_job(plan: LaunchPlan, *, start_timeout_s: float = START_TIMEOUT_S) ->
     SIGINT and SIGTERM, each after all ranks have ended. Call it in the main thread.
     """
     bind = "127.0.0.1" if plan.is_local else EVERYWHERE
+    # After a failure the output of ranks is only kept: the error that is raised then tells the cause once,
+    # where every stopping rank would add its own.
+    held_back: deque[str] = deque(maxlen=HELD_BACK_LINES)
     with ControlServer(ranks=plan.ranks, bind=bind) as server, _interrupts_stop(server) as is_launched:
         launcher = _start(plan, server)
-        output = _OutputRelay(launcher, server)
+        relays = [
+            threading.Thread(
+                target=_relay, args=(*ends, server, held_back), name="penstock-output", daemon=True
+            )
+            for ends in ((launcher.stdout, sys.stdout.buffer), (launcher.stderr, sys.stderr.buffer))
+        ]
+        for relay in relays:
+            relay.start()
         try:
             is_launched.set()
             _watch(plan, launcher, server, start_timeout_s)
@@ -63,11 +73,23 @@ def launch_job(plan: LaunchPlan, *, start_timeout_s: float = START_TIMEOUT_S) ->
             _wait_until_over(server, launcher)
             raise
         finally:
-            _end_launcher(launcher)
-            output.finish()
-    if server.failure is not None:
-        _raise(server.failure, output)
-    return server.exit_codes[0]
+            # SIGTERM first: launchers pass it on to other hosts, which SIGKILL never reaches.
+            for number, limit_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
+                if launcher.poll() is None:
+                    os.killpg(launcher.pid, number)
+                    with suppress(subprocess.TimeoutExpired):
+                        launcher.wait(timeout=limit_s)
+            for relay in relays:
+                relay.join(timeout=LAUNCHER_EXIT_S)
+    failure = server.failure
+    if failure is None:
+        return server.exit_codes[0]
+    if failure.ending is Ending.INTERRUPTED:
+        raise KeyboardInterrupt
+    if held_back:
+        lines = "\n".join(held_back)
+        failure = replace(failure, detail=f"{failure.detail}\nOutput after the failure:\n{lines}".strip())
+    raise failure.error()
 
 
 def _start(plan: LaunchPlan, server: ControlServer) -> subprocess.Popen[bytes]:
@@ -103,8 +125,12 @@ def _watch(
             _after_launcher(plan, launcher, server)
             return
         if len(server.arrived) < plan.ranks and server.failure is None and time.monotonic() > start_by_s:
-            _give_up_start(plan, server, start_timeout_s)
-    _wait_for(launcher, LAUNCHER_EXIT_S if server.failure is None else LAUNCHER_EXIT_AFTER_FAILURE_S)
+            missing = sorted(set(range(plan.ranks)) - server.arrived)
+            awaited = f"{len(missing)} of {plan.ranks} ranks to start ({name_some(missing, 8)})"
+            cause = str(WaitTimeout(awaited, start_timeout_s))
+            server.stop(Failed(rank=missing[0], host="its host", cause=cause))
+    with suppress(subprocess.TimeoutExpired):
+        launcher.wait(LAUNCHER_EXIT_S if server.failure is None else LAUNCHER_EXIT_AFTER_FAILURE_S)
 
 
 def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server: ControlServer) -> None:
@@ -131,13 +157,6 @@ def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server:
         )
 
 
-def _give_up_start(plan: LaunchPlan, server: ControlServer, start_timeout_s: float) -> None:
-    missing = sorted(set(range(plan.ranks)) - server.arrived)
-    awaited = f"{len(missing)} of {plan.ranks} ranks to start ({name_some(missing, 8)})"
-    error = WaitTimeout(awaited, start_timeout_s)
-    server.stop(Failed(rank=missing[0], host="its host", cause=str(error)))
-
-
 def _wait_until_over(
     server: ControlServer, launcher: subprocess.Popen[bytes], limit_s: float = GRACE_S + KILL_S + 1.0
 ) -> None:
@@ -146,32 +165,6 @@ def _wait_until_over(
         server.wait_for_news(POLL_S)
         if launcher.poll() is not None and not server.arrived:
             return
-
-
-def _wait_for(launcher: subprocess.Popen[bytes], limit_s: float) -> bool:
-    try:
-        launcher.wait(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def _end_launcher(launcher: subprocess.Popen[bytes]) -> None:
-    # SIGTERM first: launchers pass it on to other hosts, which SIGKILL never reaches.
-    for number, limit_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
-        if launcher.poll() is not None:
-            return
-        os.killpg(launcher.pid, number)
-        _wait_for(launcher, limit_s)
-
-
-def _raise(failure: Failed, output: _OutputRelay) -> NoReturn:
-    if failure.ending is Ending.INTERRUPTED:
-        raise KeyboardInterrupt
-    held_back = output.held_back()
-    if held_back:
-        failure = replace(failure, detail=f"{failure.detail}\nOutput after the failure:\n{held_back}".strip())
-    raise failure.error()
 
 
 @contextmanager
@@ -194,48 +187,18 @@ def _interrupts_stop(server: ControlServer) -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-class _OutputRelay:
-    """Copies the output of ranks and launcher to this process's; after a failure only keeps the last lines.
-
-    The error that is raised then tells the cause once, where every stopping rank would add its own.
-    """
-
-    def __init__(self, launcher: subprocess.Popen[bytes], server: ControlServer) -> None:
-        assert launcher.stdout is not None
-        assert launcher.stderr is not None
-        self._server = server
-        self._held_back: deque[str] = deque(maxlen=HELD_BACK_LINES)
-        self._threads = [
-            threading.Thread(target=self._relay, args=ends, name="penstock-output", daemon=True)
-            for ends in ((launcher.stdout, sys.stdout.buffer), (launcher.stderr, sys.stderr.buffer))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def finish(self) -> None:
-        """Wait until all output is copied."""
-        for thread in self._threads:
-            thread.join(timeout=LAUNCHER_EXIT_S)
-
-    def held_back(self) -> str:
-        """The last lines that were not copied."""
-        return "\n".join(self._held_back)
-
-    def _relay(self, stream: BufferedReader, to: IO[bytes]) -> None:
-        with stream:
-            # In chunks as they arrive, not by lines: a progress bar is one line that never ends.
-            while chunk := stream.read1():
-                if self._server.failure is not None:
-                    self._held_back.extend(chunk.decode(errors="replace").splitlines())
-                elif not self._write(chunk, to):
-                    return
-
-    def _write(self, chunk: bytes, to: IO[bytes]) -> bool:
-        try:
-            to.write(chunk)
-            to.flush()
-        except (OSError, ValueError) as error:
-            cause = f"its output cannot be written: {error}"
-            self._server.stop(Failed(rank=0, host="this machine", cause=cause))
-            return False
-        return True
+def _relay(stream: BufferedReader, to: IO[bytes], server: ControlServer, held_back: deque[str]) -> None:
+    """Copy output to this process's own; after a failure only keep the last lines."""
+    with stream:
+        # In chunks as they arrive, not by lines: a progress bar is one line that never ends.
+        while chunk := stream.read1():
+            if server.failure is not None:
+                held_back.extend(chunk.decode(errors="replace").splitlines())
+                continue
+            try:
+                to.write(chunk)
+                to.flush()
+            except (OSError, ValueError) as error:
+                cause = f"its output cannot be written: {error}"
+                server.stop(Failed(rank=0, host="this machine", cause=cause))
+                return

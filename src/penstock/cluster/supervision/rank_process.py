@@ -1,4 +1,4 @@
-"""A rank's process: from what a launcher left in the environment to a `Comm`, with a supervisor beside it.
+"""A rank's process: from what a launcher left in the environment to a `Comm`, with a supervisor.
 
 Invariant: however the body of `join_job` ends, the job's server learns of it, so that all ranks stop together
 or finish together.
@@ -74,35 +74,28 @@ def join_job(
         return
     require_matching_size(ranked, ranks)
     host = host_label(environment, gethostname())
-    config = _config(ranked, host, environment, announce or _write_to_stderr)
+    if CONTROL_ADDRESS in environment:
+        control, server = (environment[CONTROL_ADDRESS], environment[CONTROL_TOKEN]), None
+    else:
+        control, server = (
+            None,
+            ControlServer(ranks=ranked.size, bind=EVERYWHERE) if ranked.rank == 0 else None,
+        )
+    config = SupervisorConfig(
+        rank=ranked.rank, host=host, announce=announce or _write_to_stderr, control=control, server=server
+    )
     channel = fork_supervisor(config)
     with _report_failures(channel, ranked.rank, host):
         comm = join_ranks(environment)
         comm.timeout_s = timeout_s
         comm.on_late, comm.find_absent = channel.report_long_wait, channel.find_absent
-        if config.control is None:
-            _announce_server(comm, config, channel)
+        if control is None:
+            own = (advertise_address(server.port), server.token) if server is not None else None
+            address, token = comm.broadcast(own, awaiting="rank 0 to announce the control server's address")
+            channel.send("server", address=address, token=token)
         yield comm
         comm.close()
-    channel.report_finished()
-
-
-def _config(
-    ranked: LauncherRank, host: str, environment: Environment, announce: AnnounceFailure
-) -> SupervisorConfig:
-    if CONTROL_ADDRESS in environment:
-        control = (environment[CONTROL_ADDRESS], environment[CONTROL_TOKEN])
-        return SupervisorConfig(rank=ranked.rank, host=host, announce=announce, control=control)
-    server = ControlServer(ranks=ranked.size, bind=EVERYWHERE) if ranked.rank == 0 else None
-    return SupervisorConfig(rank=ranked.rank, host=host, announce=announce, server=server)
-
-
-def _announce_server(comm: Comm, config: SupervisorConfig, channel: SupervisorChannel) -> None:
-    server = None
-    if config.server is not None:
-        server = (advertise_address(config.server.port), config.server.token)
-    address, token = comm.broadcast(server, awaiting="rank 0 to announce the control server's address")
-    channel.announce_server(address, token)
+    channel.send("finished", rank=ranked.rank)
 
 
 @contextmanager
@@ -113,7 +106,7 @@ def _report_failures(channel: SupervisorChannel, rank: int, host: str) -> Iterat
             yield
         except SystemExit as leaving:
             if leaving.code in (None, 0):
-                channel.report_finished()
+                channel.send("finished", rank=rank)
             else:
                 cause = f"it left with exit code {leaving.code} while others were at work"
                 channel.report_failure(Failed(rank=rank, host=host, cause=cause))

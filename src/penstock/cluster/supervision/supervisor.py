@@ -1,4 +1,4 @@
-"""One supervisor beside each rank: the process that outlives the rank and ends everything it started.
+"""One supervisor for each rank: the process that outlives the rank and ends everything it started.
 
 A supervisor needs nothing from its rank, neither its GIL nor its life, so a stuck, stopped or killed rank
 still ends in time. Invariant: whichever of relay, supervisor and rank is killed, what the rank started ends
@@ -6,6 +6,7 @@ too, even if it detached itself.
 """
 
 import ctypes
+import math
 import os
 import select
 import selectors
@@ -17,10 +18,10 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -38,7 +39,7 @@ AnnounceFailure = Callable[[protocol.Failed], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorConfig:
-    """Which rank a supervisor watches, and where it reports.
+    """The rank that a supervisor watches, and where it reports.
 
     `control` is the address and token of the launching process's server; `server` is rank 0's own, in a job
     that another launcher started.
@@ -59,38 +60,31 @@ class SupervisorChannel:
         self._rank = rank
         self._lock = threading.Lock()
         self._last_call = 0
-        self._absent = protocol.Absent(call=0, ranks=())
+        self._absent: tuple[int, tuple[int, ...]] = (0, ())
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Send a message of `control_protocol`."""
+        with self._lock:
+            self._channel.send(kind, **values)
 
     def report_long_wait(self, call: int, awaiting: str) -> None:
         """Report that the rank has waited long; see `Comm.on_late`."""
         self._last_call = call
-        self._send(protocol.LongWait(rank=self._rank, call=call, awaiting=awaiting))
+        self.send("late", rank=self._rank, call=call, awaiting=awaiting)
 
     def find_absent(self, call: int) -> tuple[int, ...]:
-        """The ranks that have not come to this call, as far as the job's server has said; for one thread."""
+        """The ranks that have not come to this call, as far as the job's server knows; for one thread."""
         with suppress(protocol.ChannelBroken):  # the supervisor is gone, and this rank is about to end
             while select.select([self._channel], [], [], 0)[0]:
                 for message in self._channel.receive():
-                    if isinstance(message, protocol.Absent):
-                        self._absent = message
-        return tuple(self._absent.ranks) if self._absent.call == call else ()
-
-    def announce_server(self, address: str, token: str) -> None:
-        """Report where the job's server listens."""
-        self._send(protocol.ServerAt(address=address, token=token))
+                    if message["kind"] == "absent":
+                        self._absent = (message["call"], tuple(message["ranks"]))
+        return self._absent[1] if self._absent[0] == call else ()
 
     def report_failure(self, failure: protocol.Failed) -> None:
         """Stop the whole job. This rank is expected to end by itself."""
         # Only timeouts concern a collective call, and a rank that timed out has waited long in that call.
-        self._send(replace(failure, call=self._last_call))
-
-    def report_finished(self) -> None:
-        """Report that the work is done: the exit code of this process is then a verdict, not a failure."""
-        self._send(protocol.Finished(rank=self._rank))
-
-    def _send(self, message: protocol.Message) -> None:
-        with self._lock:
-            self._channel.send(message)
+        self.send("failed", **asdict(replace(failure, call=self._last_call)))
 
 
 def fork_supervisor(config: SupervisorConfig) -> SupervisorChannel:
@@ -179,7 +173,7 @@ class Supervisor:
         self._has_finished = False
         self._rank_ends_itself = False
         self._exit_code: int | None = None
-        self._kill_at_s: float | None = None
+        self._kill_at_s = math.inf
         self._shared_memory: tuple[Path, ...] = ()
         self._is_dismissed = False
         self._has_connected = False
@@ -188,27 +182,38 @@ class Supervisor:
     def run(self) -> int:
         """Run until the rank and its descendants have ended and that is reported; its own exit code."""
         signals = _open_signal_socket()
-        pidfd = os.pidfd_open(self._rank_pid)
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signal(signals))
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._on_rank_end(pidfd))
-        self._watch_ancestors()
+        self._watch_process(self._rank_pid, self._on_rank_end)
+        for pid, name in self._ancestors.items():
+            # Without its launcher, a rank's output and exit code would be lost.
+            cause = f"{name}, process {pid}, was killed"
+            if pid > 0:  # a parent outside this container cannot be watched
+                try:
+                    self._watch_process(pid, partial(self._fail, cause))
+                except ProcessLookupError:  # the job was stopped while it started
+                    self._fail(cause)
         self._selector.register(self._rank_channel, selectors.EVENT_READ, self._on_rank_message)
         with self._config.server or nullcontext():
             if self._config.control is not None:
                 self._connect(*self._config.control)
-            while not self._is_done():
-                for key, _ in self._selector.select(timeout=self._until_kill_s()):
+            while self._exit_code is None or not (self._is_dismissed or self._control is None):
+                left_s = max(0.0, self._kill_at_s - time.monotonic())
+                for key, _ in self._selector.select(timeout=None if left_s == math.inf else left_s):
                     key.data()
-                self._kill_if_due()
+                if time.monotonic() >= self._kill_at_s:
+                    os.kill(self._rank_pid, signal.SIGKILL)
+                    self._kill_at_s += KILL_S
         if self._config.server is not None:
             # A launcher may have ended this rank for another's failure before the server's message was read.
             self._failure = self._config.server.failure or self._failure
         if self._failure is not None and self._reports_for_job():
             self._config.announce(self._failure)
-        return self._own_exit_code()
-
-    def _is_done(self) -> bool:
-        return self._exit_code is not None and (self._is_dismissed or self._control is None)
+        # With any other exit code our launcher would add its own report to that of the launching process.
+        if self._config.control is not None and self._has_connected:
+            return 0
+        if self._failure is None:
+            return self._exit_code
+        return 130 if self._failure.ending is protocol.Ending.INTERRUPTED else self._failure.error().exit_code
 
     def _reports_for_job(self) -> bool:
         # One report for the job: by the launching process, else by rank 0, else by rank 1 if rank 0 is lost.
@@ -218,17 +223,15 @@ class Supervisor:
             return False
         return self._config.rank == 0 or (self._control is None and self._config.rank == 1)
 
-    def _own_exit_code(self) -> int:
-        # With any other exit code our launcher would add its own report to that of the launching process.
-        if self._config.control is not None and self._has_connected:
-            return 0
-        if self._failure is not None:
-            return (
-                130
-                if self._failure.ending is protocol.Ending.INTERRUPTED
-                else self._failure.error().exit_code
-            )
-        return self._exit_code or 0
+    def _watch_process(self, pid: int, on_end: Callable[[], None]) -> None:
+        pidfd = os.pidfd_open(pid)
+
+        def end() -> None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+            on_end()
+
+        self._selector.register(pidfd, selectors.EVENT_READ, end)
 
     def _connect(self, address: str, token: str) -> None:
         try:
@@ -236,36 +239,16 @@ class Supervisor:
                 address, token, rank=self._config.rank, host=self._config.host, pid=os.getpid()
             )
         except RankError as error:
-            self._stop(self._own_failure(str(error), protocol.Ending.FAILED))
+            self._stop(self._own_failure(str(error)))
             return
         self._has_connected = True
         self._selector.register(self._control, selectors.EVENT_READ, self._on_control_message)
         if self._failure is not None:
-            self._report(self._failure)
+            self._report("failed", **asdict(self._failure))
 
     def _on_signal(self, signals: socket.socket) -> None:
         signals.recv(64)
-        self._fail(self._own_failure("interrupted by a signal", protocol.Ending.INTERRUPTED))
-
-    def _watch_ancestors(self) -> None:
-        # Without its launcher, a rank's output and exit code would be lost.
-        for pid, name in self._ancestors.items():
-            if pid <= 0:  # a parent outside this container cannot be watched
-                continue
-            cause = f"{name}, process {pid}, was killed"
-            try:
-                pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:  # the job was stopped while it started
-                self._fail(self._own_failure(cause, protocol.Ending.FAILED))
-            else:
-                self._selector.register(
-                    pidfd, selectors.EVENT_READ, partial(self._on_ancestor_end, pidfd, cause)
-                )
-
-    def _on_ancestor_end(self, pidfd: int, cause: str) -> None:
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
-        self._fail(self._own_failure(cause, protocol.Ending.FAILED))
+        self._fail("interrupted by a signal", protocol.Ending.INTERRUPTED)
 
     def _on_rank_message(self) -> None:
         try:
@@ -275,15 +258,18 @@ class Supervisor:
             return
         for message in messages:
             match message:
-                case protocol.ServerAt(address=address, token=token):
+                case {"kind": "server", "address": address, "token": token}:
                     self._connect(address, token)
-                case protocol.Finished():
+                case {"kind": "finished"}:
                     self._has_finished = True
-                case protocol.Failed():
+                case {"kind": "failed"}:
                     self._rank_ends_itself = True
-                    self._fail(message)
+                    failure = protocol.read_failure(message)
+                    if self._failure is None:
+                        self._report(**message)
+                    self._stop(failure)
                 case _:
-                    self._report(message)
+                    self._report(**message)
 
     def _on_control_message(self) -> None:
         if self._control is None:  # lost while another event of the same round was handled
@@ -294,15 +280,16 @@ class Supervisor:
             self._on_control_lost()
             return
         for message in messages:
-            if isinstance(message, protocol.Stop):
-                # The server knows more than this rank: the first cause, and which ranks were missing.
-                self._failure = message.failure
-                self._stop(message.failure)
-            elif isinstance(message, protocol.Absent):
-                with suppress(protocol.ChannelBroken):  # the rank has ended
-                    self._rank_channel.send(message)
-            elif isinstance(message, protocol.Dismiss):
-                self._is_dismissed = True
+            match message["kind"]:
+                case "stop":
+                    # The server knows more than this rank: the first cause, and which ranks were missing.
+                    self._failure = protocol.read_failure(message)
+                    self._stop(self._failure)
+                case "absent":
+                    with suppress(protocol.ChannelBroken):  # the rank has ended
+                        self._rank_channel.send(**message)
+                case "dismiss":
+                    self._is_dismissed = True
 
     def _on_control_lost(self) -> None:
         assert self._control is not None
@@ -314,38 +301,27 @@ class Supervisor:
             cause = "the control server of the job is gone"
             self._stop(protocol.Failed(rank=0, host="its host", cause=cause))
 
-    def _own_failure(self, cause: str, ending: protocol.Ending) -> protocol.Failed:
+    def _own_failure(self, cause: str, ending: protocol.Ending = protocol.Ending.FAILED) -> protocol.Failed:
         return protocol.Failed(rank=self._config.rank, host=self._config.host, cause=cause, ending=ending)
 
-    def _fail(self, failure: protocol.Failed) -> None:
+    def _fail(self, cause: str, ending: protocol.Ending = protocol.Ending.FAILED) -> None:
+        failure = self._own_failure(cause, ending)
         if self._failure is None:
-            self._report(failure)
+            self._report("failed", **asdict(failure))
         self._stop(failure)
 
     def _stop(self, failure: protocol.Failed) -> None:
         """End the rank: interrupt it once, so that it can clean up, and kill it after `GRACE_S`."""
         self._failure = self._failure or failure
         if self._exit_code is not None:
-            self._report(protocol.RankGone(rank=self._config.rank))
-        elif self._kill_at_s is None:
+            self._report("gone", rank=self._config.rank)
+        elif self._kill_at_s == math.inf:
             self._kill_at_s = time.monotonic() + GRACE_S
             self._shared_memory = find_mpi_memory(self._rank_pid)
             if not self._rank_ends_itself:
                 os.kill(self._rank_pid, signal.SIGINT)
 
-    def _until_kill_s(self) -> float | None:
-        if self._kill_at_s is None or self._exit_code is not None:
-            return None
-        return max(0.0, self._kill_at_s - time.monotonic())
-
-    def _kill_if_due(self) -> None:
-        if self._kill_at_s is not None and self._exit_code is None and time.monotonic() >= self._kill_at_s:
-            os.kill(self._rank_pid, signal.SIGKILL)
-            self._kill_at_s += KILL_S
-
-    def _on_rank_end(self, pidfd: int) -> None:
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
+    def _on_rank_end(self) -> None:
         _, status = os.waitpid(self._rank_pid, 0)
         # Forked workers of the rank hold its channel open: they must end before the last messages are read.
         end_processes(psutil.Process().children(recursive=True))
@@ -355,20 +331,20 @@ class Supervisor:
             self._on_rank_message()
         code = os.waitstatus_to_exitcode(status)
         self._exit_code = code if code >= 0 else 1
+        self._kill_at_s = math.inf
         if self._failure is not None:
-            self._report(protocol.RankGone(rank=self._config.rank))
+            self._report("gone", rank=self._config.rank)
         elif self._has_finished and code >= 0:
-            self._report(protocol.Finished(rank=self._config.rank, exit_code=code))
+            self._report("finished", rank=self._config.rank, exit_code=code)
         else:
-            self._fail(self._own_failure(describe_exit(code), protocol.Ending.FAILED))
+            self._fail(describe_exit(code))
 
-    def _report(self, message: protocol.Message) -> None:
-        if self._control is None:
-            return
-        try:
-            self._control.send(message)
-        except protocol.ChannelBroken:
-            self._on_control_lost()
+    def _report(self, kind: str, **values: Any) -> None:
+        if self._control is not None:
+            try:
+                self._control.send(kind, **values)
+            except protocol.ChannelBroken:
+                self._on_control_lost()
 
 
 def describe_exit(code: int) -> str:

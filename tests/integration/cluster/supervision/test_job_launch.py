@@ -17,7 +17,7 @@ from penstock.errors import RankError, RankFailed, Unavailable
 
 CONNECT = """
 import sys
-from penstock.cluster.supervision.control_protocol import Failed, Finished, connect_to_server
+from penstock.cluster.supervision.control_protocol import connect_to_server
 from penstock.environment import process_environment
 environment = process_environment()
 address, token = environment["PENSTOCK_CONTROL_ADDRESS"], environment["PENSTOCK_CONTROL_TOKEN"]
@@ -64,11 +64,11 @@ def test_a_launcher_that_ignores_sigterm_is_killed(capfdbinary: pytest.CaptureFi
 
 def test_ranks_that_never_reported_are_counted(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     with pytest.raises(RankFailed, match="its launcher ended with exit code 7"):
-        launch_job(python_plan("channel.send(Finished(rank=0)); sys.exit(7)", ranks=2))
+        launch_job(python_plan("channel.send('finished', rank=0, exit_code=0); sys.exit(7)", ranks=2))
 
 
 def test_the_exit_code_is_rank_0s(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    program = "print('{}'); channel.send(Finished(rank=0, exit_code=4)); channel.receive()"
+    program = "print('{}'); channel.send('finished', rank=0, exit_code=4); channel.receive()"
     assert launch_job(python_plan(program)) == 4
     assert capfdbinary.readouterr().out == b"{}\n"
 
@@ -76,14 +76,14 @@ def test_the_exit_code_is_rank_0s(capfdbinary: pytest.CaptureFixture[bytes]) -> 
 def test_ranks_on_other_machines_are_reached_on_all_interfaces(
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
-    program = "print(address); channel.send(Finished(rank=0)); channel.receive()"
+    program = "print(address); channel.send('finished', rank=0, exit_code=0); channel.receive()"
     assert launch_job(python_plan(program, is_local=False)) == 0
     assert capfdbinary.readouterr().out.count(b",") >= 1
 
 
 def test_output_after_a_failure_is_kept_as_a_note(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     program = (
-        "channel.send(Failed(rank=0, host='here', cause='no water')); channel.receive();"
+        "channel.send('failed', rank=0, host='here', cause='no water', ending='failed'); channel.receive();"
         "print('=   BAD TERMINATION'); print('noise', file=sys.stderr)"
     )
     with pytest.raises(RankFailed, match="Rank 0 on here failed: no water") as caught:
