@@ -16,10 +16,10 @@ from penstock.cli.parsers import FILE, FOLDER, LAUNCHER, SIZE, TEXT, TIME, URI, 
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.cluster.comm import Comm
-from penstock.cluster.facts import agent_processes, homogeneity, host_facts
+from penstock.cluster.facts import homogeneity, host_facts
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
 from penstock.cluster.host_slots import expand_nodelist, parse_host_names, parse_hostfile_names
-from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name
+from penstock.cluster.launcher_command import parse_launcher_name
 from penstock.environment import Environment, process_environment, untraced
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage import open_storage
@@ -72,7 +72,7 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
 
       penstock cluster collect --hostfile hosts.txt --launcher srun --timeout 2min
     """
-    from penstock.cluster.facts.collect_facts import collect_from_hosts
+    from penstock.cluster.facts.collect_facts import collect_from_hosts, plan_agents, query_hosts
     from penstock.results.published_files import write_text
 
     environment = process_environment()
@@ -80,8 +80,22 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
     if not output.absolute().parent.is_dir():
         raise ObjectNotFound("No such directory", uri=str(output.parent), fix="Make it first.")
     target = choose_hosts(options, environment)
+    if options.launcher != "auto" and target.via != "mpi":
+        raise UsageError(
+            f"--launcher cannot be combined with --via {target.via}",
+            where=f"--launcher {options.launcher}",
+            fix="Leave one of them out.",
+        )
+    command_for, variables = plan_agents(
+        target.via,
+        environment,
+        python=options.python or sys.executable,
+        launcher=parse_launcher_name(options.launcher),
+        arguments=options.launcher_args,
+        timeout_s=options.timeout_s,
+    )
     facts = collect_from_hosts(
-        plan_queries(target, options, environment),
+        query_hosts(target.hosts, command_for, variables, timeout_s=options.timeout_s),
         target.hosts,
         via=target.via,
         timeout_s=options.timeout_s,
@@ -96,9 +110,7 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
 
 
 def _draw(facts: host_facts.ClusterFacts) -> Report:
-    from penstock.cluster.facts.cluster_page import make_cluster_page
-
-    return make_cluster_page(facts, list(map(_host_row, facts.present)))
+    return homogeneity.make_cluster_page(facts, list(map(_host_row, facts.present)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,33 +138,6 @@ def choose_hosts(options: _CollectOptions, environment: Environment) -> TargetHo
             "No hosts are named", where=f"--via {via}", fix="Give --hosts a,b,c or --hostfile FILE."
         )
     return TargetHosts(via=via, hosts=hosts or ("localhost",))
-
-
-def plan_queries(
-    target: TargetHosts, options: _CollectOptions, environment: Environment
-) -> agent_processes.QueryHosts:
-    """How each host is queried by a process of its own."""
-    python, arguments = options.python or sys.executable, options.launcher_args
-    if options.launcher != "auto" and target.via != "mpi":
-        raise UsageError(
-            f"--launcher cannot be combined with --via {target.via}",
-            where=f"--launcher {options.launcher}",
-            fix="Leave one of them out.",
-        )
-    if target.via == "local":
-        return agent_processes.AgentProcesses(agent_processes.local_command(python), environment)
-    if target.via == "ssh":
-        command = agent_processes.ssh_command(python, arguments, timeout_s=options.timeout_s)
-        return agent_processes.AgentProcesses(command, agent_processes.ssh_environment(environment))
-    # Without --overlap a step waits until the job's other steps leave its processors.
-    request = (
-        LaunchRequest(launcher="srun", launcher_args=("--overlap", *arguments))
-        if target.via == "slurm"
-        else LaunchRequest(launcher=parse_launcher_name(options.launcher), launcher_args=arguments)
-    )
-    return agent_processes.AgentProcesses(
-        agent_processes.launcher_agent_command(request, environment, python), environment
-    )
 
 
 def _named_hosts(options: _CollectOptions) -> tuple[str, ...]:

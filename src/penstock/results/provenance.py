@@ -47,14 +47,14 @@ def read_host(host: str, *, proc: Path = PROC) -> HostFacts:
         machine=kernel.machine,
         num_cores=os.cpu_count() or 1,
         memory_bytes=memory_bytes(meminfo),
-        cpuinfo=_pairs((proc / "cpuinfo").read_text(encoding="utf-8")),
+        cpuinfo=parse_pairs((proc / "cpuinfo").read_text(encoding="utf-8")),
         meminfo=meminfo,
     )
 
 
 def read_meminfo(proc: Path = PROC) -> dict[str, str]:
     """Read `/proc/meminfo` as it stands."""
-    return _pairs((proc / "meminfo").read_text(encoding="utf-8"))
+    return parse_pairs((proc / "meminfo").read_text(encoding="utf-8"))
 
 
 def memory_bytes(meminfo: Mapping[str, str]) -> int:
@@ -70,7 +70,7 @@ def unique_hosts(facts: Iterable[HostFacts]) -> tuple[HostFacts, ...]:
     return tuple(by_host.values())
 
 
-def _pairs(text: str) -> dict[str, str]:
+def parse_pairs(text: str) -> dict[str, str]:
     """`name : value` lines; where cores repeat a name, the last core's value wins."""
     lines = (line.partition(":") for line in text.splitlines())
     return {name.strip(): value.strip() for name, colon, value in lines if colon}

@@ -9,7 +9,7 @@ import pytest
 from tests.support.command_line import CommandResult, run_command
 
 from penstock.cli import main
-from penstock.cluster.facts.agent_processes import AgentProcesses
+from penstock.cluster.facts.collect_facts import query_hosts
 
 FORKED = ("--launcher-arg=-launcher", "--launcher-arg=fork")
 
@@ -179,7 +179,7 @@ def _children() -> set[int]:
 def test_hanging_process_is_killed_at_its_limit_even_if_it_ignores_signals() -> None:
     before = _children()
     deaf = ("sh", "-c", "trap '' TERM; echo began; while :; do sleep 100; done")
-    (answer,) = AgentProcesses(lambda _host: deaf, os.environ)(["b"], timeout_s=0.2)
+    (answer,) = query_hosts(["b"], lambda _host: deaf, os.environ, timeout_s=0.2)
     assert answer.exit_code is None
     assert _children() <= before
 
@@ -187,31 +187,39 @@ def test_hanging_process_is_killed_at_its_limit_even_if_it_ignores_signals() -> 
 def test_many_unresponsive_hosts_are_all_ended() -> None:
     before = _children()
     deaf = ("sh", "-c", "trap '' TERM; while :; do sleep 100; done")
-    answers = list(AgentProcesses(lambda _host: deaf, os.environ)([f"h{n}" for n in range(8)], timeout_s=0.5))
+    answers = list(query_hosts([f"h{n}" for n in range(8)], lambda _host: deaf, os.environ, timeout_s=0.5))
     assert {answer.exit_code for answer in answers} == {None}
     assert _children() <= before
 
 
 def test_leaving_early_ends_all_started_processes() -> None:
     before = _children()
-    ask = AgentProcesses(lambda host: ("sh", "-c", f"test {host} = a || exec sleep 100"), os.environ)
-    answers = ask(["a", "b", "c"], timeout_s=60)
+    answers = query_hosts(
+        ["a", "b", "c"],
+        lambda host: ("sh", "-c", f"test {host} = a || exec sleep 100"),
+        os.environ,
+        timeout_s=60,
+    )
     assert next(answers).host == "a"
     answers.close()
     assert _children() <= before
 
 
 def test_each_host_has_its_own_exit_code_and_output() -> None:
-    ask = AgentProcesses(
-        lambda host: ("sh", "-c", f"echo {host}; echo no >&2; exit {host}"), os.environ, at_once=2
+    queried = query_hosts(
+        ["3", "4", "5"],
+        lambda host: ("sh", "-c", f"echo {host}; echo no >&2; exit {host}"),
+        os.environ,
+        timeout_s=60,
+        at_once=2,
     )
-    answers = {answer.host: answer for answer in ask(["3", "4", "5"], timeout_s=60)}
+    answers = {answer.host: answer for answer in queried}
     assert {host: answer.exit_code for host, answer in answers.items()} == {"3": 3, "4": 4, "5": 5}
     assert all(answer.stdout == f"{host}\n" for host, answer in answers.items())
     assert {answer.stderr for answer in answers.values()} == {"no\n"}
 
 
 def test_missing_program_is_reported_as_an_answer() -> None:
-    (answer,) = AgentProcesses(lambda _host: ("/no/such/program",), os.environ)(["a"], timeout_s=60)
+    (answer,) = query_hosts(["a"], lambda _host: ("/no/such/program",), os.environ, timeout_s=60)
     assert answer.exit_code == 127
     assert "/no/such/program" in answer.stderr

@@ -1,17 +1,30 @@
-"""From the answers of all hosts to the facts of the cluster, or the error that names the missing hosts.
+"""From the hosts of a cluster to its facts, or to the error that names the missing hosts.
 
-Answers come from agents, or from the ranks of a run: the lowest rank of each host reads its own machine.
-Invariant: an answer counts only if its process ended with 0 and its document is complete and of this
-version; otherwise its host is absent, with the reason.
+Each host's facts come from an agent (`penstock.cluster.facts.read_host`), a process that is started here, by
+ssh or by a launcher: one for each host, many at once, so that a dead host costs only its own answer. In a run
+its ranks read them, the lowest rank of each host for its own machine. Values of variables never appear in
+command lines (see `launcher_command`).
+
+Invariants: an answer counts only if its process ended with 0 and its document is complete and of this
+version; otherwise its host is absent, with the reason. When a query ends, every process that it started has
+ended.
 """
 
+import contextlib
+import math
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 from penstock.cluster.comm import Comm
-from penstock.cluster.facts.agent_processes import AgentOutput, QueryHosts
 from penstock.cluster.facts.host_facts import (
     AbsentHost,
     ClusterFacts,
@@ -22,16 +35,163 @@ from penstock.cluster.facts.host_facts import (
     parse_facts,
 )
 from penstock.cluster.facts.read_host import ROOT, read_report
+from penstock.cluster.launcher_command import LauncherName, LaunchRequest, build_launch_plan, find_launcher
 from penstock.environment import Environment
 from penstock.errors import DataDamaged, HostsAbsent, PenstockError, UsageError
 
+AT_ONCE = 32
+POLL_S = 0.02
+GRACE_S = 1.0
+"""How long a launcher may take to end its remote process after SIGTERM."""
+NOT_STARTED = 127
+"""The exit code of shells for a missing program."""
+LONGEST_ANSWER_BYTES = 16 << 20
 LONGEST_STDERR = 4_000
 LONGEST_LINE = 200
 """In characters: limits of the file's excerpt, and of a line in an error."""
 
+CommandFor = Callable[[str], Sequence[str]]
+"""The command line that runs the agent on a host."""
+_SSH_VARIABLES = frozenset(
+    {"HOME", "KRB5CCNAME", "LANG", "LOGNAME", "PATH", "SHELL", "SSH_AUTH_SOCK", "TMPDIR", "USER"}
+)
+"""Variables that ssh itself needs. It gets no others: a user's SendEnv may forward any, secrets, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOutput:
+    """The output of one host's agent. `exit_code` is None where the process was ended at its limit."""
+
+    host: str
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    asked_unix_s: float
+    answered_unix_s: float
+
+
+def plan_agents(
+    via: Via,
+    environment: Environment,
+    *,
+    python: str,
+    launcher: LauncherName = "auto",
+    arguments: Sequence[str] = (),
+    timeout_s: float,
+) -> tuple[CommandFor, Environment]:
+    """The command line of each host's agent, and the variables that it gets.
+
+    `python` is the interpreter on the hosts. `arguments` are the launcher's or ssh's, which never prompts.
+    """
+    # `-P` keeps files of the working folder from being imported as modules.
+    agent = (python, "-P", "-m", "penstock.cluster.facts.read_host")
+    if via == "local":
+        return lambda _host: agent, environment
+    if via == "ssh":
+        limit = f"ConnectTimeout={math.ceil(timeout_s)}"
+        fixed = ("ssh", "-T", "-o", "BatchMode=yes", *arguments, "-o", limit)
+        variables = {name: environment[name] for name in environment if name in _SSH_VARIABLES}
+        # The remote shell parses one line; after `--` no host name is taken for an option.
+        return lambda host: (*fixed, "--", host, f"exec {shlex.join(agent)}"), variables
+    if via == "slurm":
+        # Without --overlap a step waits until the job's other steps leave its processors.
+        launcher, arguments = "srun", ("--overlap", *arguments)
+    program = find_launcher(launcher, environment)
+
+    def launch_on(host: str) -> Sequence[str]:
+        # An IPv6 address must be in brackets where a count follows.
+        slot = f"[{host}]:1" if ":" in host else f"{host}:1"
+        request = LaunchRequest(hosts=slot, ranks=1, launcher_args=tuple(arguments))
+        return build_launch_plan(request, agent, environment, launcher=program).argv
+
+    return launch_on, environment
+
+
+def query_hosts(
+    hosts: Sequence[str],
+    command_for: CommandFor,
+    environment: Environment,
+    *,
+    timeout_s: float,
+    at_once: int = AT_ONCE,
+) -> Generator[AgentOutput, None, None]:
+    """Yield the answers of all hosts as they arrive; the limit of a host begins when its process starts."""
+    waiting = list(reversed(hosts))
+    running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes], float, float]] = {}
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(lambda: _end([process for process, *_ in running.values()]))
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                host = waiting.pop()
+                asked_unix_s = time.time()
+                # Output goes to files, because a grandchild may keep a pipe open.
+                out: IO[bytes] = cleanup.enter_context(tempfile.TemporaryFile())
+                err: IO[bytes] = cleanup.enter_context(tempfile.TemporaryFile())
+                try:
+                    process = subprocess.Popen(
+                        list(command_for(host)),
+                        env=dict(environment),
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,  # its own group, to end all that the launcher starts here
+                    )
+                except OSError as error:
+                    yield AgentOutput(
+                        host=host,
+                        exit_code=NOT_STARTED,
+                        stdout="",
+                        stderr=f"{error.filename}: {error.strerror}",
+                        asked_unix_s=asked_unix_s,
+                        answered_unix_s=asked_unix_s,
+                    )
+                    continue
+                running[host] = (process, out, err, asked_unix_s, time.monotonic() + timeout_s)
+            now_s = time.monotonic()
+            exit_codes = {
+                host: process.returncode
+                for host, (process, *_, deadline_s) in running.items()
+                if process.poll() is not None or now_s > deadline_s
+            }
+            answered_unix_s = time.time()  # after `poll`: it must not be before the end
+            _end([running[host][0] for host in exit_codes])
+            for host, exit_code in exit_codes.items():
+                _, out, err, asked_unix_s, _ = running.pop(host)
+                yield AgentOutput(
+                    host=host,
+                    exit_code=exit_code,
+                    stdout=_content(out),
+                    stderr=_content(err),
+                    asked_unix_s=asked_unix_s,
+                    answered_unix_s=answered_unix_s,
+                )
+            if not exit_codes:
+                time.sleep(POLL_S)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the processes; launchers pass SIGTERM on to the other machines."""
+    # All at once first, so that the grace period is waited for once.
+    deadline_s = time.monotonic() + GRACE_S
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _content(file: IO[bytes]) -> str:
+    with file:
+        file.seek(0)
+        return file.read(LONGEST_ANSWER_BYTES).decode(errors="replace")
+
 
 def collect_from_hosts(
-    ask: QueryHosts,
+    answers: Iterable[AgentOutput],
     hosts: Sequence[str],
     *,
     via: Via,
@@ -39,25 +199,38 @@ def collect_from_hosts(
     collected_at: str,
     allow_partial: bool = False,
 ) -> ClusterFacts:
-    """The facts of all `hosts`. Raises `HostsAbsent` where some did not report, unless `allow_partial`."""
+    """The facts of all `hosts` from their answers, as `query_hosts` yields them.
+
+    Raises `HostsAbsent` if some did not report, unless `allow_partial`.
+    """
     duplicate = next((host for host in hosts if list(hosts).count(host) > 1), None)
     if duplicate is not None or not hosts:
         raise UsageError(
             f"Host {duplicate!r} is named twice" if duplicate else "No host is given",
             fix="Name each host once: --hosts node1,node2.",
         )
-    answers = {answer.host: answer for answer in ask(hosts, timeout_s=timeout_s)}
-    outcomes = [parse_agent_output(answers.get(host), host=host, timeout_s=timeout_s) for host in hosts]
-    present = tuple(outcome for outcome in outcomes if isinstance(outcome, PresentHost))
+    by_host = {answer.host: answer for answer in answers}
+    facts = _combine(
+        via,
+        collected_at,
+        [parse_agent_output(by_host.get(host), host=host, timeout_s=timeout_s) for host in hosts],
+    )
+    if facts.absent and not (allow_partial and facts.present):
+        raise HostsAbsent(
+            reported=tuple(host.host for host in facts.present),
+            absent={host.host: _describe_absence(host) for host in facts.absent},
+        )
+    return facts
+
+
+def _combine(via: Via, collected_at: str, outcomes: Sequence[PresentHost | AbsentHost]) -> ClusterFacts:
     absent = tuple(outcome for outcome in outcomes if isinstance(outcome, AbsentHost))
-    if absent and not (allow_partial and present):
-        raise _incomplete(present, absent)
     return ClusterFacts(
         via=via,
         collected_at=collected_at,
-        asked=tuple(hosts),
+        asked=tuple(outcome.host for outcome in outcomes),
         is_partial=bool(absent),
-        present=present,
+        present=tuple(outcome for outcome in outcomes if isinstance(outcome, PresentHost)),
         absent=absent,
     )
 
@@ -69,13 +242,13 @@ def parse_agent_output(
     if answer is None:
         return AbsentHost(host=host, reason="was not queried", exit_code=None, stderr="")
 
+    # Either the beginning or the end may contain the reason.
+    stderr, half = answer.stderr.strip(), LONGEST_STDERR // 2
+    if len(stderr) > LONGEST_STDERR:
+        stderr = f"{stderr[:half]}\n...\n{stderr[-half:]}"
+
     def absent(reason: str) -> AbsentHost:
-        return AbsentHost(
-            host=host,
-            reason=reason,
-            exit_code=answer.exit_code,
-            stderr=_shortened(answer.stderr.strip()),
-        )
+        return AbsentHost(host=host, reason=reason, exit_code=answer.exit_code, stderr=stderr)
 
     if answer.exit_code is None:
         return absent(f"no answer within {timeout_s:g} s")
@@ -97,19 +270,6 @@ def parse_agent_output(
     )
 
 
-def _shortened(text: str) -> str:
-    """The beginning and the end: either may contain the reason."""
-    half = LONGEST_STDERR // 2
-    return text if len(text) <= LONGEST_STDERR else f"{text[:half]}\n...\n{text[-half:]}"
-
-
-def _incomplete(present: Sequence[PresentHost], absent: Sequence[AbsentHost]) -> HostsAbsent:
-    return HostsAbsent(
-        reported=tuple(host.host for host in present),
-        absent={host.host: _describe_absence(host) for host in absent},
-    )
-
-
 def _describe_absence(absent: AbsentHost) -> str:
     lines = [line.strip()[:LONGEST_LINE] for line in absent.stderr.splitlines() if line.strip()]
     if not lines:
@@ -127,9 +287,13 @@ def collect_from_ranks(
     reads = hosts.index(comm.host) == comm.rank
     asked_unix_s = time.time()
     comm.barrier(awaiting="all ranks to start reading the facts of their hosts")
-    reports = comm.gather(
-        _read(comm.host, environment, root) if reads else None, awaiting="facts of all hosts"
-    )
+    report: HostReport | str | None = None
+    if reads:
+        try:
+            report = read_report(comm.host, environment, root=root)
+        except (OSError, ValueError, KeyError, PenstockError) as error:
+            report = f"{type(error).__name__}: {error}"
+    reports = comm.gather(report, awaiting="facts of all hosts")
     answered_unix_s = time.time()
     outcomes = [
         PresentHost(host=host, asked_unix_s=asked_unix_s, answered_unix_s=answered_unix_s, report=report)
@@ -138,19 +302,5 @@ def collect_from_ranks(
         for host, report in zip(hosts, reports, strict=True)
         if report is not None
     ]
-    facts = ClusterFacts(
-        via="ranks",
-        collected_at=now().isoformat(timespec="seconds"),
-        asked=tuple(outcome.host for outcome in outcomes),
-        is_partial=any(isinstance(outcome, AbsentHost) for outcome in outcomes),
-        present=tuple(outcome for outcome in outcomes if isinstance(outcome, PresentHost)),
-        absent=tuple(outcome for outcome in outcomes if isinstance(outcome, AbsentHost)),
-    )
+    facts = _combine("ranks", now().isoformat(timespec="seconds"), outcomes)
     return comm.broadcast(facts, awaiting="rank 0 to combine the facts of all hosts")
-
-
-def _read(host: str, environment: Environment, root: Path) -> HostReport | str:
-    try:
-        return read_report(host, environment, root=root)
-    except (OSError, ValueError, KeyError, PenstockError) as error:
-        return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Whether the hosts of a cluster are alike: one check for each subject, from their facts.
+"""Checks that the hosts of a cluster are alike, one for each subject, and the page of their facts.
 
 Pure. Where a fact of some host is unknown, the subject is "not checked" and the host is named: missing facts
 never count as equal. A difference that is known is reported first.
@@ -7,9 +7,10 @@ never count as equal. A difference that is known is reported first.
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-from penstock.cluster.facts.host_facts import ClusterFacts, HostReport, Mount, PresentHost
+from penstock.cluster.facts.host_facts import ClusterFacts, Cpu, HostReport, Mount, PresentHost
+from penstock.reports.report import Banner, Chart, Look, Report, bar_chart, table_section
 from penstock.units import format_bytes
 
 Verdict = Literal["pass", "warning", "fail", "not checked"]
@@ -41,14 +42,43 @@ def check_homogeneity(cluster: ClusterFacts) -> tuple[HomogeneityCheck, ...]:
         _everyone(cluster),
         _identity(hosts),
         _memory(hosts),
-        _same(hosts, "cores", _cores, "Use hosts of one kind only."),
-        _same(hosts, "processor", _processor, "Use hosts of one kind only."),
+        _same(
+            hosts,
+            "cores",
+            lambda report: None if report.cpu is None else _cores(report.cpu),
+            "Use hosts of one kind only.",
+        ),
+        _same(
+            hosts,
+            "processor",
+            lambda report: None if report.cpu is None else f"{report.cpu.model} ({report.cpu.machine})",
+            "Use hosts of one kind only.",
+        ),
         _same(hosts, "kernel", lambda report: report.kernel, "Boot one kernel on all hosts."),
         _same(hosts, "system", lambda report: report.system, "Install one release on all hosts."),
         *_each_version(hosts),
-        _mounts(hosts),
-        _sysctl(hosts),
-        _limits(hosts),
+        _same_entries(
+            hosts,
+            "mounts",
+            _mounts_by_folder,
+            differing="fail",
+            fix="Mount the same storage, in the same way, on all hosts.",
+        ),
+        # Settings that scale with memory differ a little on equal hosts, so a difference is only a warning.
+        _same_entries(
+            hosts,
+            "sysctl",
+            lambda report: report.sysctl,
+            differing="warning",
+            fix="Set them equally in /etc/sysctl.d, if they matter to your storage.",
+        ),
+        _same_entries(
+            hosts,
+            "limits",
+            lambda report: report.limits,
+            differing="warning",
+            fix="Set them equally, in /etc/security/limits.d or in the batch system's configuration.",
+        ),
         _skew(hosts),
         _synchronised(hosts),
     )
@@ -102,15 +132,9 @@ def _memory(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
     )
 
 
-def _cores(report: HostReport) -> str | None:
-    if report.cpu is None:
-        return None
-    physical = "unknown" if report.cpu.num_physical is None else report.cpu.num_physical
-    return f"{report.cpu.num_logical} logical, {physical} physical"
-
-
-def _processor(report: HostReport) -> str | None:
-    return None if report.cpu is None else f"{report.cpu.model} ({report.cpu.machine})"
+def _cores(cpu: Cpu) -> str:
+    physical = "unknown" if cpu.num_physical is None else cpu.num_physical
+    return f"{cpu.num_logical} logical, {physical} physical"
 
 
 def _each_version(hosts: Sequence[PresentHost]) -> Iterator[HomogeneityCheck]:
@@ -119,34 +143,18 @@ def _each_version(hosts: Sequence[PresentHost]) -> Iterator[HomogeneityCheck]:
         yield _same(hosts, name, lambda report, name=name: report.versions.get(name), fix)  # type: ignore[misc]
 
 
-def _mounts(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
-    """Folders and kinds must agree; where the storage is shared, its source and options as well."""
-
-    def facts(report: HostReport) -> Mapping[str, str] | None:
-        if report.mounts is None:
-            return None
-        return {mount.folder: _mounted(mount) for mount in report.mounts}
-
-    fix = "Mount the same storage, in the same way, on all hosts."
-    return _same_entries(hosts, "mounts", facts, differing="fail", fix=fix)
+def _mounts_by_folder(report: HostReport) -> dict[str, str] | None:
+    if report.mounts is None:
+        return None
+    return {mount.folder: _mounted(mount) for mount in report.mounts}
 
 
 def _mounted(mount: Mount) -> str:
+    """The kind of a mount; where the storage is shared, its source and options as well."""
     if not mount.kind.startswith(("fuse", *_SHARED_KINDS)):
         return mount.kind
     options = ",".join(option for option in mount.options if not option.startswith(_OWN_OPTIONS))
     return f"{mount.kind} from {mount.device} with {options}"
-
-
-def _sysctl(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
-    # Settings that scale with memory differ a little on equal hosts, so a difference is only a warning.
-    fix = "Set them equally in /etc/sysctl.d, if they matter to your storage."
-    return _same_entries(hosts, "sysctl", lambda report: report.sysctl, differing="warning", fix=fix)
-
-
-def _limits(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
-    fix = "Set them equally, in /etc/security/limits.d or in the batch system's configuration."
-    return _same_entries(hosts, "limits", lambda report: report.limits, differing="warning", fix=fix)
 
 
 def _skew(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
@@ -188,7 +196,7 @@ def _synchronised(hosts: Sequence[PresentHost]) -> HomogeneityCheck:
 def _same(
     hosts: Sequence[PresentHost], subject: str, fact: Callable[[HostReport], str | None], fix: str
 ) -> HomogeneityCheck:
-    """Whether one fact is the same on all hosts."""
+    """Check that one fact is the same on all hosts."""
     groups = _grouped(hosts, fact)
     known = {value: names for value, names in groups.items() if value is not None}
     if len(known) > 1:
@@ -205,7 +213,7 @@ def _same_entries(
     differing: Verdict,
     fix: str,
 ) -> HomogeneityCheck:
-    """Whether named facts are the same on all hosts; each that is not is listed."""
+    """Check that named facts are the same on all hosts; each that is not is listed."""
     known = {host.host: entries for host in hosts if (entries := facts(host.report)) is not None}
     names = sorted({name for entries in known.values() for name in entries})
     differences = []
@@ -242,3 +250,61 @@ def _unknown(subject: str, groups: Mapping[Hashable, list[str]]) -> HomogeneityC
         f"unknown on {', '.join(groups[None])}",
         "See why under `unread` of those hosts, and collect again.",
     )
+
+
+# The page
+
+GIB: Final = 2**30
+_LOOKS: Final = {"pass": Look.GOOD, "fail": Look.BAD, "warning": Look.DOUBT, "not checked": Look.DOUBT}
+_WORDS: Final = {
+    "pass": "alike",
+    "fail": "not alike",
+    "warning": "nearly alike",
+    "not checked": "not checked",
+}
+
+
+def make_cluster_page(facts: ClusterFacts, rows: Sequence[Mapping[str, str]]) -> Report:
+    """The page of the hosts; `rows` have the facts of each."""
+    checks = check_homogeneity(facts)
+    verdict = overall_verdict(checks)
+    bad = [check for check in checks if check.verdict != "pass"]
+    collected = facts.collected_at[:16].replace("T", " ") + facts.collected_at[19:].replace("+00:00", " UTC")
+    memory = "unknown" if facts.memory_bytes is None else format_bytes(facts.memory_bytes)
+    rows_of_checks = [
+        {"check": check.subject, "verdict": check.verdict, "found": check.found, "fix": check.fix or "-"}
+        for check in checks
+    ]
+    return Report(
+        title=f"Facts of {len(facts.present)} host{'s' * (len(facts.present) != 1)}",
+        subtitle=f"collected {collected}",
+        banner=Banner(
+            verdict=_WORDS.get(verdict, verdict),
+            look=_LOOKS[verdict],
+            figure=(
+                f"{len(facts.present)} of {len(facts.asked)} hosts answered, with {memory} of memory "
+                f"together; {len(checks) - len(bad)} of {len(checks)} checks pass"
+            ),
+            limited_by=", ".join(check.subject for check in bad) or "nothing",
+            since=f"the facts of {collected}",
+            to_do=next((check.fix for check in bad if check.fix), "Nothing."),
+            troubles=[
+                *(f"{check.subject}: {check.found}" for check in bad),
+                *(f"{host.host} is missing: {host.reason}" for host in facts.absent),
+            ],
+        ),
+        highlights=list(_charts(facts)),
+        sections=[
+            table_section("checks", "All checks", rows_of_checks),
+            table_section("hosts", "Hosts", rows),
+        ],
+    )
+
+
+def _charts(facts: ClusterFacts) -> Iterator[Chart]:
+    """Memory and cores of each host, where a host that is not like the others is seen."""
+    memory = {host.host: host.report.memory_bytes / GIB for host in facts.present if host.report.memory_bytes}
+    cores = {host.host: float(host.report.cpu.num_logical) for host in facts.present if host.report.cpu}
+    for title, values, unit in (("Memory by host", memory, "GiB"), ("Cores by host", cores, "")):
+        if values:
+            yield bar_chart(title, "cluster", values, unit)

@@ -36,7 +36,7 @@ class Cpu(_Facts):
 
 
 class NumaNode(_Facts):
-    """One memory node and the cores beside it, as the kernel lists them: `0-7,16-23`."""
+    """One memory node and its cores, as the kernel lists them: `0-7,16-23`."""
 
     node: _Size
     cores: str

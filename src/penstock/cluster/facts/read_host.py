@@ -1,25 +1,37 @@
 """Facts of this machine, from `/proc`, `/sys` and `/etc` below a root that tests replace.
 
-Runs once on every host, in the agent. Invariant: what cannot be read is None and named in `unread` with the
-reason; nothing is guessed, and an unreadable file does not affect the other facts.
+`python -m penstock.cluster.facts.read_host` is the agent, which runs once on every host and prints them.
+Invariants: what cannot be read is None and named in `unread` with the reason; nothing is guessed, and an
+unreadable file does not affect the other facts. Only listed settings and variables are reported, and never a
+value whose name or form suggests a secret.
 """
 
-import importlib.metadata
 import platform
 import re
 import resource
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from socket import gethostname
 from typing import Final, Literal, TypeVar
 
 from penstock import __version__
 from penstock.cluster.doctor import clock_is_synchronised
-from penstock.cluster.facts.host_facts import Clock, Cpu, Drive, HostReport, Mount, Nic, NumaNode
-from penstock.cluster.facts.redaction import SYSCTLS, redact_environment, redact_mount_option, redact_value
-from penstock.environment import Environment
-from penstock.results.provenance import memory_bytes, read_meminfo
+from penstock.cluster.facts.host_facts import (
+    Clock,
+    Cpu,
+    Drive,
+    HostReport,
+    Mount,
+    Nic,
+    NumaNode,
+    frame_document,
+)
+from penstock.environment import Environment, process_environment, user_settings
+from penstock.results.provenance import memory_bytes, package_versions, parse_pairs, read_meminfo
 
 OPEN_FILES: Final = "open files"
 PROCESSES: Final = "processes"
@@ -60,6 +72,51 @@ _NIC_KINDS: Final[dict[str, Literal["ethernet", "infiniband"]]] = {"1": "etherne
 _DMI = ("sys_vendor", "product_name", "board_name", "bios_version", "bios_date")
 _PACKAGES = ("mpi4py", "torch", "numpy")
 
+WITHHELD = "<withheld>"
+
+SYSCTLS = (
+    "fs.aio-max-nr",
+    "fs.file-max",
+    "fs.nr_open",
+    "kernel.io_uring_disabled",
+    "kernel.numa_balancing",
+    "kernel.shmall",
+    "kernel.shmmax",
+    "net.core.netdev_max_backlog",
+    "net.core.rmem_max",
+    "net.core.somaxconn",
+    "net.core.wmem_max",
+    "net.ipv4.tcp_congestion_control",
+    "net.ipv4.tcp_mtu_probing",
+    "net.ipv4.tcp_rmem",
+    "net.ipv4.tcp_wmem",
+    "vm.dirty_background_bytes",
+    "vm.dirty_background_ratio",
+    "vm.dirty_bytes",
+    "vm.dirty_expire_centisecs",
+    "vm.dirty_ratio",
+    "vm.dirty_writeback_centisecs",
+    "vm.min_free_kbytes",
+    "vm.nr_hugepages",
+    "vm.overcommit_memory",
+    "vm.swappiness",
+    "vm.vfs_cache_pressure",
+    "vm.zone_reclaim_mode",
+)
+"""Kernel settings that storage and networks are tuned by."""
+
+_PREFIXES = (
+    *("DLIO_", "FI_", "GOMP_", "HDF5_", "I_MPI_", "KMP_", "MKL_", "MPICH_", "NCCL_", "OMP_", "OPENBLAS_"),
+    *("TORCH_", "UCX_"),
+)
+_NAMES = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_ARENA_MAX", "PYTHONPATH", "VIRTUAL_ENV"}
+)
+
+_SECRET_NAME = re.compile(r"SECRET|TOKEN|PASS|CREDENTIAL|KEY|AUTH|SIGNATURE|COOKIE|CERT", re.IGNORECASE)
+_USER_IN_URL = re.compile(r"(?<=://)[^/\s@]+@")
+_QUERY_OF_URL = re.compile(r"(://[^\s?]*\?)\S+")
+
 
 def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> HostReport:
     """All facts of this machine, whose name is `name`."""
@@ -89,7 +146,12 @@ def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> Ho
         sysctl=attempt("sysctl", lambda: _sysctl(root / "proc/sys")),
         limits=attempt("limits", lambda: _limits(root / "dev/shm")),
         environment=redact_environment(environment),
-        versions=_versions(),
+        versions={
+            "penstock": __version__,
+            "python": platform.python_version(),
+            **dict.fromkeys(_PACKAGES, "not installed"),
+            **package_versions(_PACKAGES),
+        },
         clock=attempt(
             "clock", lambda: Clock(read_unix_s=time.time(), is_synchronised=clock_is_synchronised())
         ),
@@ -99,7 +161,7 @@ def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> Ho
 
 def parse_cpu(cpuinfo: str) -> Cpu:
     """Parse one block for each logical core; blocks of equal socket and core are one physical core."""
-    blocks = [_fields(block) for block in cpuinfo.split("\n\n")]
+    blocks = [parse_pairs(block) for block in cpuinfo.split("\n\n")]
     cores = [block for block in blocks if "processor" in block]
     placed = {
         (core["physical id"], core["core id"]) for core in cores if {"physical id", "core id"} <= core.keys()
@@ -137,11 +199,6 @@ def parse_system(os_release: str) -> str:
     return {name: value.strip("\"'") for name, _, value in pairs}["PRETTY_NAME"]
 
 
-def _fields(block: str) -> dict[str, str]:
-    lines = (line.partition(":") for line in block.splitlines())
-    return {name.strip(): value.strip() for name, colon, value in lines if colon}
-
-
 def _unescaped(word: str) -> str:
     """Decode blanks and backslashes, which the kernel writes as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
@@ -166,22 +223,17 @@ def _nics(folder: Path) -> Iterator[Nic]:
     for interface in sorted(folder.iterdir()):
         if not (interface / "device").exists():  # bridges, tunnels and loopback have no hardware
             continue
+        # The kernel fails or says -1 where the link is down or its speed unknown.
+        speed = 0
+        with suppress(OSError):
+            speed = int(_text(interface / "speed"))
         yield Nic(
             name=interface.name,
             kind=_NIC_KINDS.get(_text(interface / "type"), "other"),
             state=_text(interface / "operstate"),
             mtu=int(_text(interface / "mtu")),
-            speed_mbit_per_s=_speed(interface / "speed"),
+            speed_mbit_per_s=speed if speed > 0 else None,
         )
-
-
-def _speed(path: Path) -> int | None:
-    """None where the kernel fails or says -1, because the link is down or its speed unknown."""
-    try:
-        speed = int(_text(path))
-    except OSError:
-        return None
-    return speed if speed > 0 else None
 
 
 def _drives(folder: Path) -> Iterator[Drive]:
@@ -223,19 +275,37 @@ def _limits(shared_memory: Path) -> dict[str, str]:
     return {**limits, "bytes of shared memory": str(shutil.disk_usage(shared_memory).total)}
 
 
-def _versions() -> dict[str, str]:
-    versions = {"penstock": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
-
-
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def _optional_text(path: Path) -> str:
     return _text(path) if path.is_file() else ""
+
+
+def redact_environment(environment: Environment) -> dict[str, str]:
+    """The variables that affect a run, sorted by name, without secrets."""
+    settings = user_settings(environment)
+    return {
+        name: redact_value(name, environment[name])
+        for name in sorted(environment)
+        if name in settings or name in _NAMES or name.startswith(_PREFIXES)
+    }
+
+
+def redact_value(name: str, value: str) -> str:
+    """`value`, withheld where `name` suggests a secret; else without users and queries of URLs."""
+    if _SECRET_NAME.search(name):
+        return WITHHELD
+    return _QUERY_OF_URL.sub(rf"\1{WITHHELD}", _USER_IN_URL.sub(f"{WITHHELD}@", value))
+
+
+def redact_mount_option(option: str) -> str:
+    """`name=value` or a plain word; the value is withheld where the name suggests a secret."""
+    name, equals, value = option.partition("=")
+    return f"{name}={redact_value(name, value)}" if equals else option
+
+
+if __name__ == "__main__":
+    own_report = read_report(gethostname(), process_environment())
+    sys.stdout.write(frame_document(own_report.model_dump_json()))

@@ -1,9 +1,8 @@
-"""Made-up hosts for tests: a complete report, a folder like `/`, and a query that answers for them."""
+"""Made-up hosts for tests: a complete report, an answer, and a folder like `/`."""
 
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from penstock.cluster.facts.agent_processes import AgentOutput
+from penstock.cluster.facts.collect_facts import AgentOutput
 from penstock.cluster.facts.host_facts import (
     Clock,
     ClusterFacts,
@@ -75,16 +74,6 @@ def answer(
         asked_unix_s=ASKED_UNIX_S,
         answered_unix_s=ANSWERED_UNIX_S,
     )
-
-
-class Played:
-    """A way to hosts that answers for all of them; the last asked answers first."""
-
-    def __init__(self, answers: Mapping[str, AgentOutput]) -> None:
-        self._answers = answers
-
-    def __call__(self, hosts: Sequence[str], *, timeout_s: float) -> Iterator[AgentOutput]:
-        return (self._answers[host] for host in reversed(hosts) if host in self._answers)
 
 
 def machine(root: Path) -> Path:

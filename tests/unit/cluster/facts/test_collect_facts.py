@@ -5,10 +5,9 @@ import pickle
 from pathlib import Path
 
 import pytest
-from tests.unit.cluster.facts.known_hosts import Played, answer, cluster, present, report
+from tests.unit.cluster.facts.known_hosts import answer, cluster, present, report
 
-from penstock.cluster.facts.agent_processes import AgentOutput
-from penstock.cluster.facts.collect_facts import collect_from_hosts, parse_agent_output
+from penstock.cluster.facts.collect_facts import AgentOutput, collect_from_hosts, parse_agent_output
 from penstock.cluster.facts.host_facts import (
     AbsentHost,
     ClusterFacts,
@@ -27,9 +26,13 @@ AT = "2026-01-02T03:04:05+00:00"
 
 
 def _gather(*answers: AgentOutput, hosts: str = "a,b,c,d", allow_partial: bool = False) -> ClusterFacts:
-    played = Played({each.host: each for each in answers})
     return collect_from_hosts(
-        played, hosts.split(","), via=VIA, timeout_s=9, collected_at=AT, allow_partial=allow_partial
+        reversed(answers),
+        hosts.split(","),
+        via=VIA,
+        timeout_s=9,
+        collected_at=AT,
+        allow_partial=allow_partial,
     )
 
 
@@ -140,9 +143,7 @@ def test_a_missing_fact_has_no_default() -> None:
 @pytest.mark.parametrize("hosts", ["a,b,a", ""])
 def test_hosts_are_named_once_and_at_least_one(hosts: str) -> None:
     with pytest.raises(UsageError):
-        collect_from_hosts(
-            Played({}), hosts.split(",") if hosts else [], via=VIA, timeout_s=9, collected_at=AT
-        )
+        collect_from_hosts([], hosts.split(",") if hosts else [], via=VIA, timeout_s=9, collected_at=AT)
 
 
 def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:

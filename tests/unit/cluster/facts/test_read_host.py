@@ -8,8 +8,14 @@ import pytest
 from tests.unit.cluster.facts.known_hosts import machine
 
 from penstock.cluster.facts.host_facts import HostReport, parse_facts
-from penstock.cluster.facts.read_host import parse_mounts, read_report
-from penstock.cluster.facts.redaction import WITHHELD, redact_environment, redact_mount_option, redact_value
+from penstock.cluster.facts.read_host import (
+    WITHHELD,
+    parse_mounts,
+    read_report,
+    redact_environment,
+    redact_mount_option,
+    redact_value,
+)
 
 
 def test_facts_are_read_from_the_files_of_the_machine(tmp_path: Path) -> None:
