@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from penstock.checkpoint.api import save
-from penstock.checkpoint.engine import LoadChoice
+from penstock.checkpoint.engine import LoadChoice, borrowed_group
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loader import CheckpointLoader
-from penstock.checkpoint.state.process_group import borrowed_group
 from penstock.transfer.buffers import WarmMemory
 
 if TYPE_CHECKING:

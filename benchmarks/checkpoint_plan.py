@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_plan.py [ranks [tensors [replicas]]]      (1024 1000 1)
 
-Packs what each rank holds, plans on rank 0 as `plan.agree` does, and unpacks each rank's part; then does the
+Packs what each rank holds, plans on rank 0 as `JobPlanner` does, and unpacks each rank's part; then does the
 same for a load of what was saved, by as many ranks. Only the messages are missing.
 """
 
@@ -15,9 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from penstock.checkpoint.plan.agree import JobPlan, pack_holdings, plan_shares, summarize, unpack_part
 from penstock.checkpoint.plan.load_plan import LoadOptions, divide_plan, plan_load, plan_rank_load
-from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, SaveOptions
+from penstock.checkpoint.plan.save_plan import (
+    HeldObject,
+    Holdings,
+    JobPlan,
+    SaveOptions,
+    pack_holdings,
+    plan_shares,
+    summarize,
+    unpack_part,
+)
 from penstock.checkpoint.state.regions import Regions, StoredRegions, TensorFacts, element_sizes
 
 ROWS, COLUMNS = 16_384, 1024

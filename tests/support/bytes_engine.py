@@ -29,8 +29,7 @@ from penstock.storage.protocol import read_object, write_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import CheckpointRef
-    from penstock.checkpoint.engine import LoadChoice, SaveChoice, State, Urgency
-    from penstock.checkpoint.state.process_group import RankGroup
+    from penstock.checkpoint.engine import LoadChoice, RankGroup, SaveChoice, State, Urgency
     from penstock.storage import Storage
 
 METADATA = b"known"

@@ -13,13 +13,12 @@ import numpy as np
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_parent
 from penstock.checkpoint.commit.transaction import stage_on_all_ranks, write_and_commit
-from penstock.checkpoint.engine import LoadChoice, RankSaveStats, Replicas, SaveChoice, State
+from penstock.checkpoint.engine import LoadChoice, RankSaveStats, Replicas, SaveChoice, State, borrowed_group
 from penstock.checkpoint.formats.checkpoint_source import CheckpointReplaced
 from penstock.checkpoint.loader import CheckpointLoader, LoadReport, open_path_on_all_ranks
 from penstock.checkpoint.plan import save_plan
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
 from penstock.checkpoint.saver import WAITING_BUFFER_BYTES, Saver
-from penstock.checkpoint.state.process_group import borrowed_group
 from penstock.checkpoint.state.regions import Ints, Regions, StoredRegions, element_sizes
 from penstock.checkpoint.state.walk import NamePatterns
 from penstock.cluster.comm import run_on_rank0

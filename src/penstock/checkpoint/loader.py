@@ -4,11 +4,11 @@ The steps of a load, in order:
 
 1. Open: rank 0 reads the checkpoint's description for all ranks.
 2. Match: each rank decides which name of the checkpoint goes to which leaf of its state (`match`), and what
-   bytes it wants for that (`request`). The ranks agree that nothing is left over which a part should take.
+   bytes it wants for that. The ranks agree that nothing is left over which a part should take.
 3. Plan: `plan.load_plan` decides which rank reads what and sends it to whom.
 4. Move: threads read blocks (`transfer.reader`) and put them in place (`place`); next to them, ranks of one
    host copy from each other's memory (`host_windows`), and ranks of other hosts exchange messages
-   (`transfer.exchange`). A heartbeat ends the work on all ranks when one fails.
+   (`place`). A heartbeat ends the work on all ranks when one fails.
 5. Unpack: compressed items and objects are unpacked, and objects are put into the state last.
 
 Invariants: a load returns on all ranks with everything loaded and verified, or raises on all of them. After
@@ -19,82 +19,89 @@ fail still sends and receives everything, so that no other rank waits for it for
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, absolute_path
-from penstock.checkpoint.engine import LoadChoice, State
+from penstock.checkpoint.engine import LoadChoice, RankGroup, State
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint, open_together
 from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
 from penstock.checkpoint.formats.manifest import checksum_of
-from penstock.checkpoint.heartbeat import CancelToken, run_with_heartbeat
 from penstock.checkpoint.host_windows import HostLinks, HostSharing, connect_host, settings_for_sharing
 from penstock.checkpoint.match import (
+    ByteItemIndex,
     LeafSelection,
     LoadedParts,
+    LoadRequests,
     StoredNames,
     apply_rename,
     asked_name,
+    build_requests,
+    index_byte_items,
     loading_into,
+    locate_payloads,
     patterns_of,
+    require_lengths,
     require_met,
     select_leaves,
     untaken_error,
 )
 from penstock.checkpoint.place import (
     Destinations,
+    Incoming,
+    Outbox,
     Target,
     find_tied,
     incoming_messages,
     item_targets,
     outgoing_messages,
+    run_rounds,
     unpack,
     untie,
     wait_for_devices,
 )
-from penstock.checkpoint.plan.agree import LoadWish, agree_on_load
 from penstock.checkpoint.plan.load_plan import (
     LoadOptions,
     LoadPlan,
+    LoadWish,
     SharedLoadPlan,
     UnreadableFile,
+    agree_on_load,
     payload_starts,
     plan_load,
     plan_rank_load,
 )
-from penstock.checkpoint.plan.region_arithmetic import distinct, find_overlaps
-from penstock.checkpoint.request import (
-    ByteItemIndex,
-    LoadRequests,
-    build_requests,
-    index_byte_items,
-    locate_payloads,
-    require_lengths,
-)
-from penstock.checkpoint.state.process_group import RankGroup
-from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, element_sizes
+from penstock.checkpoint.state.regions import ByteArray, Ints, Regions, distinct, element_sizes, find_overlaps
 from penstock.checkpoint.state.tensors import collect_for_load
 from penstock.checkpoint.state.walk import Leaf, require_dict
-from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks
-from penstock.errors import ObjectNotFound, UsageError, name_some
+from penstock.cluster.comm import Comm, decide_on_rank0, format_cause, run_on_all_ranks
+from penstock.errors import (
+    ObjectNotFound,
+    PenstockError,
+    RankError,
+    RankFailed,
+    UsageError,
+    WaitTimeout,
+    name_some,
+)
 from penstock.progress import Progress
 from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES
-from penstock.storage.capabilities import find_local_paths, no_thread
+from penstock.storage.capabilities import find_local_paths, no_thread, submit_or_run
 from penstock.storage.files.files_in_memory import MappedStorage
 from penstock.storage.process_id import name_host
 from penstock.storage.protocol import Source
 from penstock.storage.residency import are_resident
 from penstock.transfer.buffers import pin_memory
-from penstock.transfer.exchange import Incoming, Outbox, run_rounds
 from penstock.transfer.reader import (
     BlockReader,
     ChecksummedItem,
@@ -719,3 +726,133 @@ def _unpack(
             raise UsageError(finding, where=checkpoint.uri, fix=fix)
         logger.warning("%s: it has the values of %r", finding, one)
     return values | untied
+
+
+Result = TypeVar("Result")
+
+
+Beaten = TypeVar("Beaten")
+
+
+HEARTBEAT_S = 1.0
+"""How late a rank may hear of another's failure. A small message of all ranks at this rate costs nothing."""
+
+
+INTERRUPTED = "it was interrupted (Ctrl-C) while loading"
+
+
+class CancelToken:
+    """Tells work to end early. All methods may be called from any thread, at any time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._is_cancelled = False
+        self.is_interrupted = False
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on cancellation; at once if that has happened."""
+        with self._lock:
+            self._callbacks.append(callback)
+            is_late = self._is_cancelled
+        if is_late:
+            callback()
+
+    def cancel(self) -> None:
+        """End the work. May be called twice."""
+        with self._lock:
+            self._is_cancelled = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def interrupt(self) -> None:
+        """End the work because the caller was interrupted, which is what other ranks will report."""
+        self.is_interrupted = True
+        self.cancel()
+
+
+def run_with_heartbeat(
+    comm: Comm, work: Callable[[CancelToken], Result], *, awaiting: str, limit_s: float | None = None
+) -> Result:
+    """Run `work` on all ranks and return its result here, or raise on all ranks if it fails on any.
+
+    Collective.
+
+    `work` runs in a thread and must end soon after its `CancelToken` is cancelled. No other thread may use
+    `comm` meanwhile. A rank that is done waits at most `limit_s` for the others, by default the limit of
+    `comm`. On a single rank, the error is raised as it is.
+    """
+    cancel_token, limit_s = CancelToken(), comm.timeout_s if limit_s is None else limit_s
+    if comm.size == 1:
+        with ExitStack() as undo:
+            undo.callback(cancel_token.cancel)
+            return work(cancel_token)
+    working: list[Future[Result]] = []
+
+    def beat() -> list[tuple[str, str | None]]:
+        """Start the work; returns the host and last status of each rank."""
+        with ExitStack() as undo:
+            undo.callback(cancel_token.cancel)
+            try:
+                working.append(workers.submit(work, cancel_token))
+            except RuntimeError as error:
+                # Cancelled, the work ends at once, after what other ranks wait for.
+                cancel_token.cancel()
+                with suppress(PenstockError):
+                    work(cancel_token)
+                failed: Future[Result] = Future()
+                failed.set_exception(no_thread(error))
+                working.append(failed)
+            done_s: float | None = None
+            while True:
+                wait(working, timeout=HEARTBEAT_S)
+                done_s = time.monotonic() if done_s is None and working[0].done() else done_s
+                status = (
+                    INTERRUPTED
+                    if cancel_token.is_interrupted
+                    else _status(working[0], done_s, awaiting, limit_s)
+                )
+                statuses = comm.gather((comm.host, status), awaiting=awaiting)
+                if any(state for _, state in statuses):
+                    return statuses
+                if all(state == "" for _, state in statuses):
+                    undo.pop_all()
+                    return statuses
+
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="penstock-work") as workers,
+        ThreadPoolExecutor(1, thread_name_prefix="penstock-heartbeat") as heartbeats,
+        ExitStack() as undo,
+    ):
+        # An interrupt leaves this block, too: the heartbeat then informs the other ranks, and ends.
+        undo.callback(cancel_token.interrupt)
+        # The heartbeat's thread starts the work, so that an interrupt finds both running or neither.
+        beating = submit_or_run(heartbeats, beat)
+        # With time limits, because Ctrl-C does not end a wait that it precedes by an instant.
+        while wait([beating], timeout=HEARTBEAT_S).not_done:
+            pass
+        undo.pop_all()
+        cancel_token.cancel()
+        try:
+            statuses = beating.result()
+        except RankError as error:
+            # Where ranks lost each other, the work may know which one died.
+            cause = working[0].exception() if working else None
+            if isinstance(cause, RankError):
+                raise cause from error
+            raise
+        wait(working)
+    for rank, (host, state) in enumerate(statuses):
+        if state:
+            raise RankFailed(rank, host, state) from (working[0].exception() if rank == comm.rank else None)
+    return working[0].result()
+
+
+def _status(working: Future[Any], done_s: float | None, awaiting: str, limit_s: float) -> str | None:
+    """None while this rank is busy, "" once it is done, and otherwise the cause of its failure."""
+    if done_s is None:
+        return None
+    if (error := working.exception()) is not None:
+        return format_cause(error)
+    return format_cause(WaitTimeout(awaiting, limit_s)) if time.monotonic() - done_s > limit_s else ""

@@ -13,7 +13,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from torch.utils._pytree import tree_map
 
 import penstock.checkpoint as pc
-from penstock.checkpoint.plan import agree
+from penstock.checkpoint.plan import save_plan
 from penstock.errors import RankFailed
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def save_many_entries(rank: int, folder: Path) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
-    with patch.object(agree, "MOST_ENTRIES_BYTES", 100):
+    with patch.object(save_plan, "MOST_ENTRIES_BYTES", 100):
         pc.save({"part": Loader({f"{rank} {number}": 1 for number in range(20)})}, folder / "saved")
     return told
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.api import load, save
-from penstock.checkpoint.heartbeat import INTERRUPTED
+from penstock.checkpoint.loader import INTERRUPTED
 from penstock.errors import PenstockError
 from penstock.progress import Progress
 

@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.api import load, save
-from penstock.checkpoint.engine import LoadChoice
+from penstock.checkpoint.engine import LoadChoice, borrowed_group, make_own_group
 from penstock.checkpoint.formats.checkpoint_source import open_together
 from penstock.checkpoint.loader import CheckpointLoader
-from penstock.checkpoint.state.process_group import borrowed_group, make_own_group
 from penstock.checkpoint.torch_dcp.planners import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError

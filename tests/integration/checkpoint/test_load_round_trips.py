@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.testing._internal.two_tensor import TwoTensor
 
 from penstock.checkpoint.api import load, save
-from penstock.checkpoint.engine import LoadChoice
+from penstock.checkpoint.engine import LoadChoice, borrowed_group
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint, open_folder
 from penstock.checkpoint.loader import CheckpointLoader
-from penstock.checkpoint.state.process_group import borrowed_group
 from penstock.checkpoint.torch_dcp.planners import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, UsageError

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 from tests.support.gloo_ranks import on_gloo_ranks
 
+from penstock.checkpoint import engine
 from penstock.checkpoint.commit.catalog import StepCatalog
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.state import process_group
 from penstock.errors import WaitTimeout
 from penstock.storage.uri import open_here
 
@@ -94,7 +94,7 @@ def leave_a_manager_open(_rank: int, folder: Path) -> None:
     manager._worker.shutdown()
     groups = [weakref.ref(group.torch_group) for group in (manager._front, manager._back)]
     assert all(find() is not None for find in groups)
-    process_group._close_all()
+    engine._close_all()
     # Its end is the end of its threads.
     assert all(find() is None for find in groups)
     manager.__exit__(KeyboardInterrupt, None, None)
@@ -105,7 +105,7 @@ def test_groups_that_nobody_closed_end_before_the_interpreter(tmp_path: Path) ->
 
 
 def give_up_on_the_other(rank: int) -> None:
-    group = process_group.make_own_group()
+    group = engine.make_own_group()
     if rank == 0:
         with pytest.raises(WaitTimeout):
             group.comm.gather(rank, awaiting="the other rank", timeout_s=0.1)

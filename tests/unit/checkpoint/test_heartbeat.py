@@ -5,7 +5,7 @@ import threading
 import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 
-from penstock.checkpoint.heartbeat import CancelToken, run_with_heartbeat
+from penstock.checkpoint.loader import CancelToken, run_with_heartbeat
 from penstock.cluster.comm import SoloComm
 from penstock.errors import RankFailed
 

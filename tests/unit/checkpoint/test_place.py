@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.checkpoint.place import Destinations, Target
+from penstock.checkpoint.place import Destinations, Outbox, Target
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
 from penstock.checkpoint.state.regions import Regions, TensorFacts
-from penstock.transfer.exchange import Outbox
 from penstock.transfer.reader import Part
 
 PREFIX_BYTES = 704

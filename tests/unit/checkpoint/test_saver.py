@@ -9,11 +9,10 @@ from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.commit.transaction import begin_save, write_into
-from penstock.checkpoint.engine import SaveChoice
+from penstock.checkpoint.engine import RankGroup, SaveChoice
 from penstock.checkpoint.formats.dcp_metadata import read_metadata
 from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.checkpoint.saver import Saver
-from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import RankFailed, StorageError
 from penstock.storage import Storage

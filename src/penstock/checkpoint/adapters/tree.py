@@ -19,10 +19,9 @@ import torch
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_parent
 from penstock.checkpoint.commit.transaction import write_and_commit
-from penstock.checkpoint.engine import LoadChoice, SaveCancelled, SaveChoice
+from penstock.checkpoint.engine import LoadChoice, RankGroup, SaveCancelled, SaveChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loader import CheckpointLoader
-from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.tensors import is_tensor
 from penstock.cluster.comm import SoloComm
 from penstock.errors import DataDamaged, UsageError

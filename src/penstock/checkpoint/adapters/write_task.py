@@ -24,14 +24,14 @@ from typing import Any, Final
 import torch
 
 from penstock.checkpoint.engine import WrittenShare
-from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
-from penstock.checkpoint.saving.file_layout import (
+from penstock.checkpoint.file_layout import (
     FileLayout,
     open_device_streams,
     payload_of_bytes,
     payload_of_tensor,
 )
-from penstock.checkpoint.saving.staging import (
+from penstock.checkpoint.formats.dcp_metadata import paused_garbage_collection
+from penstock.checkpoint.saver import (
     SaveShare,
     StagedFiles,
     choose_pipeline_settings,

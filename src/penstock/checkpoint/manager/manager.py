@@ -32,12 +32,12 @@ from penstock.checkpoint.engine import (
     StagedSave,
     State,
     Urgency,
+    make_own_group,
 )
 from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single, require_cache_for
 from penstock.checkpoint.manager import save_policy as policies
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
-from penstock.checkpoint.state.process_group import make_own_group
 from penstock.checkpoint.state.walk import NamePatterns
 from penstock.cluster.comm import Comm, format_cause, run_on_all_ranks
 from penstock.errors import RankError, RankFailed, UsageError, WaitTimeout

@@ -1,20 +1,26 @@
 """Plans which rank reads which bytes of a checkpoint, and to which ranks it sends them.
 
-Pure: rank 0 plans for all ranks with `plan_load` and divides the plan with `divide_plan`; each rank finds in
-its part, with `plan_rank_load`, what it does. Bytes that several ranks want are read by one of them and sent
-to the others. Invariant: every wanted element has exactly one reader, which can open the file.
+In `agree_on_load`, rank 0 plans for all ranks with `plan_load` and divides the plan with `divide_plan`; each
+rank finds in its part, with `plan_rank_load`, what it does. These three are pure. Bytes that several ranks
+want are read by one of them and sent to the others. Invariant: every wanted element has exactly one reader,
+which can open the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
-from penstock.checkpoint.plan.region_arithmetic import (
+from penstock.checkpoint.state.regions import (
+    Bools,
+    Ints,
     RankSets,
+    Regions,
+    StoredRegions,
+    TensorFacts,
     distinct,
     divide_among_ranks,
     expand_ranges,
@@ -24,7 +30,7 @@ from penstock.checkpoint.plan.region_arithmetic import (
     region_table,
     split_large,
 )
-from penstock.checkpoint.state.regions import Bools, Ints, Regions, StoredRegions, TensorFacts
+from penstock.cluster.comm import Comm, divide_on_rank0
 from penstock.errors import DataDamaged, PenstockError
 
 
@@ -524,3 +530,58 @@ class LoadPlan:
     def shares_on_host(self) -> bool:
         """True if this rank and others of its host want what one of them reads."""
         return len(self.shown_read) > 0 or self.num_own < len(self.row)
+
+
+class LoadWish(NamedTuple):
+    """The part of a checkpoint that one rank wants."""
+
+    regions: Regions
+    readable: Bools | None
+    """By file of the checkpoint, whether this rank can open it; None: all ranks can open all of them."""
+    host: str
+    """Equal for ranks that can share memory; empty if that is unknown."""
+
+
+class LoadShare(NamedTuple):
+    """The part of a load's plan that one rank gets."""
+
+    part: SharedLoadPlan | None
+    """None if no rank wants anything that it has to read from storage."""
+    near: Ints
+    """The ranks of this one's host."""
+    may_share_on_host: bool
+    """True if ranks of one host may want the same bytes; equal on all ranks."""
+
+
+def agree_on_load(
+    comm: Comm, wish: Callable[[], LoadWish], stored: StoredRegions, element_bytes: Ints, options: LoadOptions
+) -> LoadShare | UnreadableFile:
+    """Plan a load on rank 0; return this rank's part, or the same error on all ranks. Collective."""
+
+    def divide(wanted: list[LoadWish]) -> Sequence[LoadShare | UnreadableFile]:
+        hosts = np.array([each.host for each in wanted])
+        parts: Sequence[SharedLoadPlan | None] = [None] * len(wanted)
+        may_share = False
+        if any(len(each.regions) for each in wanted):
+            readable = [each.readable for each in wanted if each.readable is not None]
+            try:
+                shared = plan_load(
+                    stored,
+                    element_bytes,
+                    [each.regions for each in wanted],
+                    options,
+                    readable=np.stack(readable) if readable else None,
+                )
+            except UnreadableFile as error:
+                return [error] * len(wanted)
+            parts = divide_plan(shared, len(wanted))
+            may_share = len(set(hosts.tolist())) < len(wanted) and (bool(readable) or shared.may_exchange)
+        near = {host: np.flatnonzero(hosts == host) for host in set(hosts.tolist()) if host}
+        nobody = np.zeros(0, dtype=np.int64)
+        known: dict[tuple[int, str], LoadShare] = {}
+        return [
+            known.setdefault((id(part), host), LoadShare(part, near.get(host, nobody), may_share))
+            for part, host in zip(parts, hosts.tolist(), strict=True)
+        ]
+
+    return divide_on_rank0(comm, wish, divide, awaiting="what all ranks want of the checkpoint")

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from penstock.checkpoint.formats.data_classes import names_beyond_data
-from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, require_unmarked
+from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
 from penstock.checkpoint.state.regions import ByteArray, Regions, TensorFacts
 from penstock.checkpoint.state.walk import (
     KEY_TYPES,
@@ -31,6 +31,7 @@ from penstock.checkpoint.state.walk import (
     Owner,
     is_stateful,
     matches_pattern,
+    require_unmarked,
     walk,
 )
 from penstock.errors import UsageError, name_some

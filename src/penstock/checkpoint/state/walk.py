@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import json
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol, TypeGuard
@@ -221,3 +221,46 @@ def matches_pattern(name: str, patterns: NamePatterns) -> bool:
     """Whether one of the patterns matches `name`, case-sensitively."""
     all_patterns = (patterns,) if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in all_patterns)
+
+
+RANK_MARK = "@rank"
+"""In a stored name, it separates the leaf's name from the rank whose object it is: `rng@rank3`."""
+
+
+def rank_object_name(name: str, rank: int) -> str:
+    """The stored name of `rank`'s object if it differs from the common one."""
+    return f"{name}{RANK_MARK}{rank}"
+
+
+def is_of_one_rank(stored_name: str, paths: Mapping[str, tuple[str | int, ...]]) -> bool:
+    """Return whether it is a rank's own value. Keys of a state may look like one, too.
+
+    `paths` are the places of a checkpoint's names in the state: such a value has none of its own.
+    """
+    return RANK_MARK in stored_name and paths.get(stored_name, (stored_name,)) == (stored_name,)
+
+
+def require_unmarked(names: Sequence[str]) -> None:
+    """Raise `UsageError` for a name that a rank's own value of another one would get, too."""
+    marked = [name for name in names if RANK_MARK in name]
+    known = set(names) if marked else set()
+    for name in marked:
+        of, _, rank = name.rpartition(RANK_MARK)
+        if of in known and rank.isdecimal():
+            raise UsageError(
+                f"The state has {of!r} and {name!r}, the name of rank {rank}'s own value of the first",
+                fix="Rename one of them.",
+            )
+
+
+def find_leaf_name(stored_name: str, held: Container[str]) -> str:
+    """The leaf whose tensor this rank stores under this name; `held` has the names of its leaves."""
+    return stored_name if stored_name in held else stored_name.rpartition(RANK_MARK)[0]
+
+
+def find_stored_name(name: str, rank: int, stored: Container[str]) -> str | None:
+    """The one of the `stored` names that has the object of the leaf `name` for `rank`, if any."""
+    own = rank_object_name(name, rank)
+    if own in stored:
+        return own
+    return name if name in stored else None

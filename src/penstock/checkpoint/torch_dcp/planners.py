@@ -32,16 +32,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.dcp_item import load_object
 from penstock.checkpoint.match import LeafSelection, patterns_of, require_met, select_leaves
-from penstock.checkpoint.plan.save_plan import (
-    Holdings,
-    PlacedObject,
-    SaveOptions,
-    SharedSavePlan,
-    find_leaf_name,
-    plan_job,
-)
+from penstock.checkpoint.plan.save_plan import Holdings, PlacedObject, SaveOptions, SharedSavePlan, plan_job
 from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save, warn_of_losses
-from penstock.checkpoint.state.walk import NamePatterns, Owner, Path
+from penstock.checkpoint.state.walk import NamePatterns, Owner, Path, find_leaf_name
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:

@@ -20,17 +20,27 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from penstock.checkpoint import request as requesting
 from penstock.checkpoint.api import DEFAULT_TIMEOUT_S
 from penstock.checkpoint.commit.catalog import AnyPath, can_be_named
+from penstock.checkpoint.engine import make_group_of
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
 from penstock.checkpoint.formats.dcp_item import object_bytes
 from penstock.checkpoint.formats.dcp_metadata import torch_metadata
 from penstock.checkpoint.loader import LoadContext, execute_plan
+from penstock.checkpoint.match import (
+    ByteItemIndex,
+    LoadRequests,
+    build_matched_requests,
+    check_covered,
+    index_byte_items,
+    locate_payloads,
+    require_lengths,
+    unlocated_rows,
+    with_payloads,
+)
 from penstock.checkpoint.place import Target, item_contents, item_targets, unpack
 from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
 from penstock.checkpoint.plan.load_plan import LoadPlan as SharedPlan
-from penstock.checkpoint.state.process_group import make_group_of
 from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, element_sizes
 from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
@@ -49,10 +59,10 @@ class _RankRequest:
     regions: Regions
     objects: dict[str, int]
 
-    def build(self, index: CheckpointIndex, item_index: requesting.ByteItemIndex) -> requesting.LoadRequests:
+    def build(self, index: CheckpointIndex, item_index: ByteItemIndex) -> LoadRequests:
         """The requests; names only number the regions, as torch's planner knows where they go."""
         names = tuple(("", row) for row in range(len(self.regions)))
-        return requesting.build_matched_requests(self.regions, names, self.objects, index, item_index)
+        return build_matched_requests(self.regions, names, self.objects, index, item_index)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +147,7 @@ class Reader(StorageReader):
             begin = tuple(at + inside for at, inside in zip(corner, item.storage_offsets, strict=True))
             rows.append((numbers[name], begin, tuple(item.lengths)))
         regions = Regions.from_rows(rows)
-        requesting.check_covered(index, regions, self._checkpoint.uri)
+        check_covered(index, regions, self._checkpoint.uri)
         return _RankRequest(rank, regions, wanted)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -148,16 +158,16 @@ class Reader(StorageReader):
         """
         if not all(isinstance(plan.storage_data, _RankRequest) for plan in plans):
             return plans
-        index = requesting.locate_payloads(self._checkpoint, SoloComm())
-        item_index = requesting.index_byte_items(index)
+        index = locate_payloads(self._checkpoint, SoloComm())
+        item_index = index_byte_items(index)
         requests: list[_RankRequest] = [plan.storage_data for plan in plans]
         built = [request.build(index, item_index) for request in requests]
         for request in built:
-            requesting.require_lengths(self._checkpoint, item_index, request.items)
+            require_lengths(self._checkpoint, item_index, request.items)
         wanted = [request.regions for request in built]
         element_bytes = element_sizes(item_index.tensors)
         shared = plan_load(item_index.stored, element_bytes, wanted, self._options)
-        positions = index.stored.payload_offset[requesting.unlocated_rows(self._checkpoint.index)]
+        positions = index.stored.payload_offset[unlocated_rows(self._checkpoint.index)]
         ranks = [request.rank for request in requests]
         return [
             replace(
@@ -176,12 +186,10 @@ class Reader(StorageReader):
             # Replaced by the planner, when all plans were made or when this one was finished.
             assigned = self.prepare_global_plan([self.prepare_local_plan(plan)])[0].storage_data
         checkpoint = self._checkpoint
-        rows = requesting.unlocated_rows(checkpoint.index)
+        rows = unlocated_rows(checkpoint.index)
         if len(rows):
-            checkpoint = replace(
-                checkpoint, index=requesting.with_payloads(checkpoint.index, assigned.positions, rows)
-            )
-        item_index = requesting.index_byte_items(checkpoint.index)
+            checkpoint = replace(checkpoint, index=with_payloads(checkpoint.index, assigned.positions, rows))
+        item_index = index_byte_items(checkpoint.index)
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
         request = self._request(plan, _own_rank())
         requests = request.build(checkpoint.index, item_index)
@@ -228,9 +236,7 @@ class Reader(StorageReader):
         assert self._opened is not None, "torch calls read_metadata first"
         return self._opened
 
-    def _target(
-        self, memory: torch.Tensor, regions: Regions, row: int, item_index: requesting.ByteItemIndex
-    ) -> Target:
+    def _target(self, memory: torch.Tensor, regions: Regions, row: int, item_index: ByteItemIndex) -> Target:
         facts = item_index.tensors[int(regions.tensor[row])]
         if str(memory.dtype) != f"torch.{facts.dtype}" and not self._converts:
             raise UsageError(

@@ -31,18 +31,17 @@ from penstock.checkpoint.commit.catalog import AnyPath, can_be_named, open_catal
 from penstock.checkpoint.commit.protocol import Draft, Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.engine import WrittenShare
-from penstock.checkpoint.formats.dcp_item import require_known_transforms
-from penstock.checkpoint.formats.dcp_metadata import VERSION, read_metadata
-from penstock.checkpoint.formats.manifest import build_manifest, manifest_bytes
-from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, plan_files
-from penstock.checkpoint.saver import WAITING_BUFFER_BYTES
-from penstock.checkpoint.saving.file_layout import (
+from penstock.checkpoint.file_layout import (
     FileLayout,
     lay_out_file,
     payload_of_bytes,
     payload_of_tensor,
 )
-from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, choose_pipeline_settings
+from penstock.checkpoint.formats.dcp_item import require_known_transforms
+from penstock.checkpoint.formats.dcp_metadata import VERSION, read_metadata
+from penstock.checkpoint.formats.manifest import build_manifest, manifest_bytes
+from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, plan_files
+from penstock.checkpoint.saver import WAITING_BUFFER_BYTES, SaveShare, StagedFiles, choose_pipeline_settings
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.walk import require_text
 from penstock.cluster.comm import SoloComm

@@ -16,12 +16,11 @@ from tests.support.bytes_engine import BytesEngine
 from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.commit.protocol import Draft
-from penstock.checkpoint.engine import LoadChoice, SaveChoice
+from penstock.checkpoint.engine import LoadChoice, RankGroup, SaveChoice
 from penstock.checkpoint.levels import cache
 from penstock.checkpoint.levels.cache import CacheLevel, NodeCache
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
 from penstock.checkpoint.levels.records import Assessment
-from penstock.checkpoint.state.process_group import RankGroup
 from penstock.errors import OutOfSpace, PenstockError, RankFailed, UsageError
 from penstock.storage import Storage, open_storage
 from penstock.storage.protocol import Source, WrappedStorage

@@ -17,9 +17,8 @@ from penstock.checkpoint.commit.transaction import (
     write_and_commit,
     write_into,
 )
-from penstock.checkpoint.engine import SaveChoice
+from penstock.checkpoint.engine import RankGroup, SaveChoice
 from penstock.checkpoint.saver import Saver
-from penstock.checkpoint.state.process_group import RankGroup
 from penstock.errors import RankFailed
 from penstock.storage.uri import open_here
 from penstock.testing.faults import FailAtCall, Verb

@@ -4,12 +4,19 @@ import pytest
 import torch
 from tests.support.rank_threads import ThreadComm, on_ranks
 
-from penstock.checkpoint.engine import SaveChoice
-from penstock.checkpoint.plan.agree import NUM_KEPT_PLANS, AgreedSave, JobPlanner
-from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, SaveOptions, SavePlan, find_stored_name
+from penstock.checkpoint.engine import RankGroup, SaveChoice
+from penstock.checkpoint.plan.save_plan import (
+    NUM_KEPT_PLANS,
+    AgreedSave,
+    HeldObject,
+    Holdings,
+    JobPlanner,
+    SaveOptions,
+    SavePlan,
+)
 from penstock.checkpoint.saver import Saver
-from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.regions import Regions, TensorFacts, whole_regions
+from penstock.checkpoint.state.walk import find_stored_name
 from penstock.errors import RankFailed, UsageError
 
 

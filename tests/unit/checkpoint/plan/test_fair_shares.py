@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.plan.region_arithmetic import level_loads
 from penstock.checkpoint.plan.save_plan import Holdings, NotCovered, SaveOptions, plan_save
-from penstock.checkpoint.state.regions import Regions, TensorFacts, element_sizes, whole_regions
+from penstock.checkpoint.state.regions import Regions, TensorFacts, element_sizes, level_loads, whole_regions
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 300))

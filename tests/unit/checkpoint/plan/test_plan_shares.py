@@ -12,20 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.checkpoint.plan.states import jobs
 
-from penstock.checkpoint.plan import agree
-from penstock.checkpoint.plan.agree import pack_holdings, plan_shares
 from penstock.checkpoint.plan.save_plan import (
     HeldObject,
     Holdings,
     NotCovered,
     SaveOptions,
     assign_objects,
-    find_stored_name,
+    pack_holdings,
     plan_save,
-    rank_object_name,
+    plan_shares,
+    unpack_part,
 )
 from penstock.checkpoint.state.regions import Regions, TensorFacts
-from penstock.checkpoint.state.walk import names_lacking
+from penstock.checkpoint.state.walk import find_stored_name, names_lacking, rank_object_name
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def test_each_rank_gets_its_part_of_the_plan(job: list[Holdings], min_cut_bytes:
     plan, parts = plan_shares([pack_holdings(held, {}) for held in job], options, 1)
     assert plan.tensors == whole.tensors
     for rank, (part, held) in enumerate(zip(parts, job, strict=True)):
-        share = agree.unpack_part(part, held, rank)
+        share = unpack_part(part, held, rank)
         expected = listed(whole.tensors, whole.regions.take(whole.rank == rank))
         assert listed(share.tensors, share.regions) == expected
         assert [whole.tensors[number] for number in share.numbers] == list(share.tensors)

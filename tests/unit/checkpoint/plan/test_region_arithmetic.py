@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.checkpoint.plan.states import painted, region
 
-from penstock.checkpoint.plan.region_arithmetic import (
+from penstock.checkpoint.state.regions import (
+    Regions,
+    TensorFacts,
     are_disjoint,
     distinct,
     find_overlaps,
@@ -15,8 +17,8 @@ from penstock.checkpoint.plan.region_arithmetic import (
     group_equal_rows,
     scramble,
     split_large,
+    whole_regions,
 )
-from penstock.checkpoint.state.regions import Regions, TensorFacts, whole_regions
 
 SMALL = st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 2)), min_size=1, max_size=12)
 

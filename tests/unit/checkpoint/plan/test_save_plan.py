@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.checkpoint.plan.states import jobs, painted, region
 
-from penstock.checkpoint.plan.region_arithmetic import find_overlaps
 from penstock.checkpoint.plan.save_plan import (
     HeldObject,
     Holdings,
@@ -21,7 +20,13 @@ from penstock.checkpoint.plan.save_plan import (
     plan_files,
     plan_save,
 )
-from penstock.checkpoint.state.regions import Regions, TensorFacts, element_sizes, whole_regions
+from penstock.checkpoint.state.regions import (
+    Regions,
+    TensorFacts,
+    element_sizes,
+    find_overlaps,
+    whole_regions,
+)
 from penstock.errors import UsageError
 
 FINE = SaveOptions(min_cut_bytes=1)

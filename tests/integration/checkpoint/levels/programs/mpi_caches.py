@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tests.support.bytes_engine import BytesEngine
 
-from penstock.checkpoint.engine import LoadChoice, SaveChoice
+from penstock.checkpoint.engine import LoadChoice, RankGroup, SaveChoice
 from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity
-from penstock.checkpoint.state.process_group import RankGroup
 from penstock.cluster.supervision.rank_process import join_ranks
 from penstock.environment import process_environment
 from penstock.storage import open_storage

@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from penstock.checkpoint.saving.file_layout import (
+from penstock.checkpoint.file_layout import (
     DeviceStream,
     DeviceStreams,
     FileItem,
@@ -21,7 +21,7 @@ from penstock.checkpoint.saving.file_layout import (
     open_device_streams,
     payload_of_tensor,
 )
-from penstock.checkpoint.saving.staging import copy_to_host
+from penstock.checkpoint.saver import copy_to_host
 from penstock.storage.aligned import PAGE_BYTES, address_of
 from penstock.transfer.buffers import WarmMemory, pin_memory
 from penstock.transfer.pipeline import PlannedObject

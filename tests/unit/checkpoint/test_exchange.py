@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.support.rank_threads import ThreadComm, on_ranks
 
+from penstock.checkpoint.place import Incoming, Outbox, Outgoing, run_rounds
 from penstock.errors import WaitTimeout
-from penstock.transfer.exchange import Incoming, Outbox, Outgoing, run_rounds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

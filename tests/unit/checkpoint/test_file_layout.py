@@ -10,8 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.plan.save_plan import Bucket, PlacedObject
-from penstock.checkpoint.saving.file_layout import (
+from penstock.checkpoint.file_layout import (
     DeviceStreams,
     FileLayout,
     LayoutFiller,
@@ -22,6 +21,7 @@ from penstock.checkpoint.saving.file_layout import (
     payload_of_tensor,
     split_range,
 )
+from penstock.checkpoint.plan.save_plan import Bucket, PlacedObject
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.transfer.pipeline import PlannedObject
 

@@ -8,7 +8,7 @@ import xxhash
 from tests.support.rank_threads import ThreadComm, on_ranks
 
 from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
-from penstock.checkpoint.saving.replicas import compare_replicas, sum_bytes, sum_on_device
+from penstock.checkpoint.replicas import compare_replicas, sum_bytes, sum_on_device
 from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.checkpoint.state.tensors import LocalShard, LocalState
 from penstock.errors import RankError

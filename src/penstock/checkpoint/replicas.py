@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
-from penstock.checkpoint.saving.file_layout import PlainPayload, payload_of_tensor
+from penstock.checkpoint.file_layout import PlainPayload, payload_of_tensor
 from penstock.checkpoint.state.tensors import contiguous_bytes, flatten_bytes
 from penstock.cluster.comm import Comm, decide_on_rank0, run_on_all_ranks
 from penstock.errors import RankError, name_some

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from penstock.checkpoint.engine import SaveCancelled
+from penstock.checkpoint.file_layout import FileItem, FileLayout, lay_out_file, payload_of_tensor
 from penstock.checkpoint.plan.save_plan import Bucket
-from penstock.checkpoint.saving.file_layout import FileItem, FileLayout, lay_out_file, payload_of_tensor
-from penstock.checkpoint.saving.staging import (
+from penstock.checkpoint.saver import (
     CopyOrder,
     SaveShare,
     StagedFiles,
